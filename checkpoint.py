@@ -1,0 +1,137 @@
+"""Our checkpoint folder: what is in it, how it is read, how it is written.
+
+    DIR/config.json         format, kind ("target" or "eagle3"), the fields of ModelArgs/HeadArgs, and for a target
+                            `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
+    DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
+    DIR/tokenizer.*         tokenizer.json or tokenizer.model, and tokenizer_config.json / chat_template.jinja
+    DIR/eagle3/             a head of that target, same layout
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from model import Eagle3Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
+
+FORMAT = 1
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read, converted or used. The message is one line: what, where, what to do."""
+
+
+def read_json(path: Path) -> dict:
+    """Parse a JSON object. Raises CheckpointError if it is missing, unreadable or not an object."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    return data
+
+
+def read_config(folder: str | Path, kind: str | None = None) -> dict:
+    """The parsed config.json of one of our folders, checked to be ours and, if given, of this kind.
+
+    Raises CheckpointError otherwise.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: not a folder; convert a checkpoint into it with convert_checkpoint.py first")
+    config = read_json(folder / CONFIG)
+    if "kind" not in config or "format" not in config:
+        raise CheckpointError(f"{folder}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR")
+    if config["format"] != FORMAT:
+        raise CheckpointError(f"{folder}: format {config['format']} is not the {FORMAT} this version reads; convert it again")
+    if kind and config["kind"] != kind:
+        raise CheckpointError(f"{folder}: holds a {config['kind']} checkpoint where a {kind} was expected")
+    return config
+
+
+def build(config: dict) -> Transformer | Eagle3Head:
+    """The module a config.json describes, on the meta device (no memory). Raises CheckpointError on a bad config."""
+    try:
+        with torch.device("meta"):
+            if config["kind"] == "target":
+                return Transformer(ModelArgs.from_config(config))
+            if config["kind"] == "eagle3":
+                config = {**config, "aux_layers": tuple(config.get("aux_layers", ()))}
+                return Eagle3Head(HeadArgs.from_config(config), own_embedding=config.get("own_embedding", False))
+    except ValueError as e:
+        raise CheckpointError(str(e)) from None
+    raise CheckpointError(f"config: unknown kind {config['kind']!r}")
+
+
+def check_keys(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: str) -> None:
+    """Compare tensor names and shapes both ways. Raises CheckpointError naming the first difference."""
+    for name, shape in wanted.items():
+        if name not in found:
+            raise CheckpointError(f"{where}: tensor {name} {list(shape)} is missing")
+        if tuple(found[name]) != tuple(shape):
+            raise CheckpointError(f"{where}: tensor {name} has shape {list(found[name])}, expected {list(shape)}")
+    for name in found:
+        if name not in wanted:
+            raise CheckpointError(f"{where}: unexpected tensor {name} {list(found[name])}")
+
+
+def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
+    module = build(config)
+    wanted = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    path = folder / WEIGHTS
+    state = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            check_keys({k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}, wanted, str(path))
+            for name in wanted:
+                tensor = file.get_tensor(name)
+                state[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+    module.load_state_dict(state, assign=True)
+    module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
+    return module.requires_grad_(False).eval()
+
+
+def load_target(folder: str | Path, device="cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, dict]:
+    """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
+
+    Raises CheckpointError with a one-line message on anything that is missing, damaged or of another kind.
+    """
+    config = read_config(folder, "target")
+    return _load(Path(folder), config, device, dtype), config
+
+
+def load_head(folder: str | Path, target: Transformer, device="cpu", dtype: torch.dtype | None = None) -> Eagle3Head:
+    """Load a converted EAGLE-3 head and tie it to its target. Raises CheckpointError if it does not fit that target."""
+    config = read_config(folder)
+    if config["kind"] == "target":
+        raise CheckpointError(f"{folder}: holds a target checkpoint where a draft head was expected")
+    check_head_fits(config, target.args, str(folder))
+    head = _load(Path(folder), config, device, dtype)
+    head.use_target_embedding(target)
+    return head
+
+
+def check_head_fits(config: dict, target: ModelArgs, where: str) -> None:
+    """Raise CheckpointError unless a head's config.json fits this target: vocabulary, hidden size, aux layers."""
+    pairs = (("vocabulary", "vocab_size", target.vocab_size), ("target hidden size", "target_hidden_size", target.hidden_size))
+    for what, key, want in pairs:
+        if config.get(key) != want:
+            raise CheckpointError(f"{where}: the head was made for another target: {what} {config.get(key)}, this target has {want}")
+    if not config.get("own_embedding") and config["hidden_size"] != target.hidden_size:
+        raise CheckpointError(
+            f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
+            " and it carries no embedding of its own"
+        )
+    last = max(config["aux_layers"])
+    if min(config["aux_layers"]) < 0 or last > target.num_layers:
+        raise CheckpointError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")

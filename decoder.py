@@ -1,0 +1,479 @@
+"""The decoder: static state, the one step that drafts, verifies, accepts and commits, and the loop that replays it.
+
+Everything a step touches is allocated once and keeps its address. A step never reads a value back to the host: stopping
+(stop ids, token limit) is decided on the device and cuts the text exactly, a finished sequence stays in the batch and
+stops moving, and the host learns what was emitted from one small buffer, on CUDA one step late.
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from drafters.base import Drafter
+from model import KVCache, Transformer
+from sampling import gumbel, restrict, seed_keys
+from tree import Tree, accept, pick, visible_slots
+
+SPAN = 64  # attention reads the live prefix rounded up to this many slots
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How one request is decoded. temperature 0 is greedy; top_k 0 and top_p 1 are off.
+
+    top_k is applied first, then top_p on what remains, both on softmax(logits / temperature).
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+
+    @property
+    def restricts(self) -> bool:
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+
+class State(nn.Module):
+    """Where B sequences stand. N = length [B] tokens are committed: their keys/values are in the target's cache.
+
+    tokens [B, S']: prompt and output; tokens[b, N] is the root, emitted but not committed.
+    features [B, W, F], n_new [B]: target features of the last n_new committed tokens, which the head has not read yet.
+    limit [B]: the largest N; done [B]: moves no more; reading [B]: its prompt is not read to the end; stop_ids [n]; key, temperature, top_k, top_p: one request each.
+    out [B, W+2]: what the last step emitted, how many of the W are valid, and whether the sequence is done.
+    """
+
+    def __init__(self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device):
+        super().__init__()
+
+        def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
+            self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device), persistent=False)
+
+        buffer("tokens", batch, slots)
+        buffer("length", batch)
+        buffer("limit", batch)
+        buffer("done", batch, dtype=torch.bool, fill=True)
+        buffer("reading", batch, dtype=torch.bool)
+        buffer("features", batch, window, feature_width, dtype=dtype)
+        buffer("n_new", batch)
+        buffer("out", batch, window + 2)
+        buffer("key", batch, 2)
+        buffer("temperature", batch, dtype=torch.float32)
+        buffer("top_p", batch, dtype=torch.float32, fill=1)
+        buffer("top_k", batch)
+        self.register_buffer("stop_ids", torch.tensor(list(stop_ids), dtype=torch.int64, device=device), persistent=False)
+
+    def root(self) -> Tensor:
+        """The root token of each sequence [B]."""
+        return self.tokens.gather(1, self.length[:, None])[:, 0]
+
+    def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
+        """Append tokens [B, W], of which `count` [B] are offered: cut at the first stop id and at the limit.
+
+        Moves `length` so that the last one kept is the new root, sets `done` and `out`. Returns how many were kept.
+        """
+        W = tokens.shape[1]
+        at = torch.arange(W, device=tokens.device)
+        count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
+        stops = (tokens[..., None] == self.stop_ids).any(-1) & (at < count[:, None])
+        first = torch.where(stops, at, W).amin(-1)
+        count = torch.minimum(count, first + 1)
+        where = self.length[:, None] + 1 + at
+        kept = torch.where(at < count[:, None], tokens, self.tokens.gather(1, where))
+        self.tokens.scatter_(1, where, kept)
+        self.length.add_(count)
+        self.done.logical_or_((first < W) | (self.length >= self.limit))
+        self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 2 :]), count[:, None], self.done[:, None].long()), 1))
+        return count
+
+
+    def hand_over(self, features: Tensor, count: Tensor, where: Tensor) -> None:
+        """Keep features [B, <=W, F] of the `count` [B] tokens just committed for the drafter, in the sequences `where` [B]."""
+        kept = self.features[:, : features.shape[1]]
+        kept.copy_(torch.where(where[:, None, None], features, kept))
+        self.n_new.copy_(torch.where(where, count, self.n_new))
+
+
+def choose(logits: Tensor, state: State, noise: Tensor | None, restricted: bool) -> Tensor:
+    """The target's token at every row: argmax of logits [B, T, V] (restricted to top-k/top-p) plus noise [B, T, V]."""
+    if restricted:
+        logits = restrict(logits, state.temperature, state.top_k, state.top_p)
+    return (logits if noise is None else logits + noise).argmax(-1)
+
+
+def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
+    """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
+    positions = state.length[:, None] + 1 + torch.arange(count, device=state.length.device)
+    return state.temperature[:, None, None] * gumbel(state.key, positions, vocab_size)
+
+
+def step(
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, noisy: bool, restricted: bool
+) -> tuple[Tree, Tensor]:
+    """Draft, verify, accept, commit: the whole of decoding, one graph.
+
+    slots [n]: the live cache slots 0..n-1, n >= max(length) + the tree's room. noisy: some sequence has temperature > 0;
+    restricted: some sequence uses top-k or top-p. Plain decoding is this step with a tree of one node.
+    What was emitted is in `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root first.
+    """
+    window = drafter.shape.window
+    noise = noise_ahead(state, window, target.args.vocab_size) if noisy else None
+    tree = drafter.propose(state, slots, noise)
+
+    own = state.length[:, None] + torch.arange(drafter.shape.nodes, device=slots.device)
+    visible = visible_slots(slots, state.length, tree.ancestors)
+    x, features = target(tree.tokens, state.length[:, None] + tree.depth, own, visible, caches, drafter.aux_layers)
+    # Nodes of one depth stand at one position and share its noise.
+    chosen = choose(target.logits(x), state, None if noise is None else pick(noise, tree.depth), restricted)
+
+    path, count = accept(tree, chosen, window)
+    if drafter.shape.nodes > 1:  # the root, the only node of plain decoding, is where it belongs already
+        source, goal = state.length[:, None] + path, own[:, :1] + torch.arange(window, device=slots.device)
+        for cache in caches:
+            cache.move(source, goal)
+    moving = ~state.done
+    count = state.emit(chosen.gather(1, path), count)
+    if features is not None:
+        state.hand_over(pick(features, path), count, moving)
+    return tree, path
+
+
+def prefill(
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, start: Tensor, chunk: Tensor,
+    noisy: bool, restricted: bool,
+) -> None:
+    """Read one chunk of every prompt: positions start [B] + chunk [C]. A prompt that ends in it gets its first token.
+
+    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows behind a prompt's
+    end compute nothing anyone sees: their slots are overwritten before they become visible.
+    """
+    positions = start[:, None] + chunk
+    visible = slots <= positions[..., None]
+    x, features = target(state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers)
+    drafter.read(state.tokens.gather(1, positions + 1), features, positions, visible)
+
+    last = state.length - start
+    ends = state.reading & (last < chunk.shape[0])
+    row = last.clamp(0, chunk.shape[0] - 1)[:, None]
+    noise = noise_ahead(state, 1, target.args.vocab_size) if noisy else None
+    chosen = choose(target.logits(pick(x, row)), state, noise, restricted)
+    state.reading.logical_and_(~ends)
+    count = state.emit(chosen, ends.long())
+    if features is not None:
+        state.hand_over(pick(features, row), count, ends)
+
+
+class Output(NamedTuple):
+    """One decoded sequence. `finish` is "stop" (a stop id, which is the last of `ids`), "length" or "cache" (full)."""
+
+    ids: list[int]
+    finish: str
+    accept_lengths: list[int]  # tokens emitted by each step; their mean is the acceptance length tau
+    prefill_seconds: float
+    seconds: float  # decoding after the first token
+
+
+class Decoder:
+    """Decodes token-id prompts with one target and one drafter. Text is the business of `generate.py`.
+
+    batch: sequences decoded together. max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text.
+    compile: run prefill and step through torch.compile; on CUDA the step is also captured as one graph.
+    say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows per prefill pass.
+    lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere.
+    """
+
+    def __init__(
+        self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
+        stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
+        chunks: tuple[int, ...] | None = None, lag: int | None = None,
+    ):
+        weight = target.embed.weight
+        self.device, dtype = weight.device, weight.dtype
+        on_cuda = self.device.type == "cuda"
+        self.target, self.drafter = target, drafter or Drafter()
+        self.batch, self.max_seq_len = batch, max_seq_len
+        self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
+        self.lag = int(on_cuda) if lag is None else lag
+        self.say = say or (lambda line: None)
+
+        shape = self.drafter.shape
+        self.slots = round_up(max_seq_len + max(shape.room, self.chunks[-1]) + 1, SPAN)
+        self.caches = nn.ModuleList(
+            KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
+        )
+        self.drafter.allocate(batch, self.slots, dtype, self.device)
+        width = len(self.drafter.aux_layers) * target.args.hidden_size
+        self.state = State(batch, self.slots + self.chunks[-1] + 1, shape.window, width, stop_ids, dtype, self.device)
+        self.slot_ids = torch.arange(self.slots, device=self.device)
+        self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
+
+        # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
+        self._step, self._prefill = step, prefill
+        if compile:
+            # One process may hold several decoders (plain and speculative, say), all compiled from these two functions.
+            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+            # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
+            trace = torch._dynamo.dont_skip_tracing
+            self._step, self._prefill = (torch.compile(trace(f), fullgraph=True) for f in (step, prefill))
+        self.capture = CapturedStep(self) if compile and on_cuda else None
+        self._compiled: set = set() if compile else None
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def start(self, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False) -> None:
+        """Take up to `batch` prompts (lists of token ids); `steps` then decodes them.
+
+        reuse: keep what the caches already hold of a prompt that begins as the sequence in the same place did (chat).
+        Raises ValueError, naming the prompt and the numbers, before anything is touched, if a prompt is empty, too long
+        for the cache, or holds an id outside the vocabulary.
+        """
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(prompts)
+        if not 1 <= len(prompts) <= self.batch or len(sampling) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(sampling)} samplings for a batch of {self.batch}")
+        for i, prompt in enumerate(prompts):
+            self.check(prompt, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
+
+        state, held = self.state, self._held() if reuse else [[]] * self.batch
+        self._prompts, self._sampling = prompts, sampling
+        self._start, limits = [], []
+        tokens = torch.zeros(self.batch, max(map(len, prompts)), dtype=torch.int64)
+        for i, (prompt, request) in enumerate(zip(prompts, sampling)):
+            tokens[i, : len(prompt)] = torch.tensor(prompt)
+            limits.append(min(len(prompt) + request.max_new_tokens, self.max_seq_len) - 1)
+            same = next((j for j, (a, b) in enumerate(zip(prompt, held[i])) if a != b), min(len(prompt), len(held[i])))
+            self._start.append(min(same, len(prompt) - 1))
+
+        def fill(buffer: Tensor, values: list, rest) -> None:
+            buffer.copy_(torch.tensor(values + [rest] * (self.batch - len(values)), dtype=buffer.dtype))
+
+        state.tokens[:, : tokens.shape[1]] = tokens.to(self.device)
+        fill(state.length, [len(p) - 1 for p in prompts], 0)
+        fill(state.limit, limits, 0)
+        fill(state.done, [False] * len(prompts), True)
+        fill(state.reading, [True] * len(prompts), False)
+        fill(state.n_new, [0] * len(prompts), 0)
+        fill(state.temperature, [s.temperature for s in sampling], 0)
+        fill(state.top_p, [s.top_p for s in sampling], 1)
+        fill(state.top_k, [s.top_k for s in sampling], 0)
+        state.key.zero_()
+        state.key[: len(prompts)] = seed_keys([s.seed for s in sampling], self.device)
+        self._modes = any(s.temperature > 0 for s in sampling), any(s.restricts for s in sampling)
+        self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
+        self._done = [False] * len(prompts)
+
+    def check(self, prompt: list[int], name: str = "the prompt") -> None:
+        """Raise ValueError if a prompt is empty, leaves no room for one new token, or has an id out of range."""
+        if not prompt:
+            raise ValueError(f"{name} is empty: give at least one token")
+        if len(prompt) >= self.max_seq_len:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and needs room for one more, the cache holds {self.max_seq_len}:"
+                " shorten it or raise --max-seq-len"
+            )
+        for token in prompt:
+            if not 0 <= token < self.target.args.vocab_size:
+                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{self.target.args.vocab_size - 1}")
+
+    def _held(self) -> list[list[int]]:
+        """Per sequence, the tokens whose entries in all caches are valid: committed, and read by the drafter too."""
+        known = (self.state.length - self.state.n_new).clamp(min=0).tolist()
+        return [row[:n] for row, n in zip(self.state.tokens.tolist(), known)]
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[list[list[int]]]:
+        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during prefill)."""
+        unread: deque = deque()
+        for chunk in self._read_prompts():
+            unread.append(self._out_to_host())
+            yield from self._read(unread, 0)
+        self.prefilled = time.perf_counter()
+        while not all(self._done):
+            self._run_step(len(unread))
+            unread.append(self._out_to_host())
+            yield from self._read(unread, self.lag)
+        yield from self._read(unread, 0)
+
+    def _read_prompts(self) -> Iterator[int]:
+        start = list(self._start)
+        while remaining := max(len(p) - s for p, s in zip(self._prompts, start)):
+            size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
+            span = self._span(max(start) + size)
+            at = torch.tensor(start + [0] * (self.batch - len(start)), device=self.device)
+            chunk = self.chunk_ids[size]
+            torch._dynamo.mark_static(chunk, 0)
+            with torch.no_grad(), self._announce("prefill", size):
+                self._prefill(self.target, self.caches, self.drafter, self.state, span, at, chunk, *self._modes)
+            start = [min(s + size, len(p)) for s, p in zip(start, self._prompts)]
+            yield size
+
+    def _run_step(self, unread: int):
+        """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""
+        shape = self.drafter.shape
+        span = self._span(max(self._length) + unread * shape.window + shape.room)
+        run = self.capture or self._call_step
+        with torch.no_grad(), self._announce("step"):
+            return run(span)
+
+    def _call_step(self, span: Tensor):
+        return self._step(self.target, self.caches, self.drafter, self.state, span, *self._modes)
+
+    def _span(self, needed: int) -> Tensor:
+        """The live slots 0..n-1, n >= needed, in few enough sizes; its length is the graph's one dynamic dimension."""
+        size = round_up(needed, SPAN)
+        if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
+            size = max(256, 1 << (size - 1).bit_length())
+        span = self.slot_ids[: min(size, self.slots)]
+        torch._dynamo.mark_dynamic(span, 0)
+        return span
+
+    def _out_to_host(self):
+        """Start copying what the step emitted; `_read` waits for it."""
+        if self.device.type != "cuda":
+            return self.state.out.clone(), None
+        host = torch.empty(self.state.out.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(self.state.out, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return host, copied
+
+    def _read(self, unread: deque, keep: int) -> Iterator[list[list[int]]]:
+        """Read finished steps, oldest first, until only `keep` are unread."""
+        while len(unread) > keep:
+            host, copied = unread.popleft()
+            if copied is not None:
+                copied.synchronize()
+            emitted = []
+            for i, row in enumerate(host[: len(self._prompts)].tolist()):
+                emitted.append(row[: row[-2]])
+                self._length[i] += row[-2]
+                self._done[i] = bool(row[-1])
+            yield emitted
+
+    def _announce(self, what: str, *key):
+        """Say that a first call compiles, and how long it took."""
+        key = (what, *key, *self._modes)
+        if self._compiled is None or key in self._compiled:
+            return contextlib.nullcontext()
+        self._compiled.add(key)
+        return self._timed(f"compiling the {what}" + (f" of {key[1]} rows" if what == "prefill" else ""))
+
+    @contextlib.contextmanager
+    def _timed(self, what: str):
+        began = time.perf_counter()
+        self.say(f"{what} ...")
+        yield
+        self.say(f"{what} took {time.perf_counter() - began:.1f} s")
+
+    # -- whole texts -------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling()) -> list[Output]:
+        """Decode prompts (any number, in groups of `batch`) to the end. Raises ValueError as `start` does."""
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(prompts)
+        outputs = []
+        for i in range(0, len(prompts), self.batch):
+            run = Run(self, prompts[i : i + self.batch], sampling[i : i + self.batch])
+            for _ in run:
+                pass
+            outputs += run.outputs()
+        return outputs
+
+
+class Run:
+    """One `start` and its `steps`, with the books kept: iterate it for the tokens, then ask for `outputs`.
+
+    May be left early (Ctrl-C): `outputs` then describes what was decoded so far.
+    """
+
+    def __init__(self, decoder: Decoder, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False):
+        self.decoder = decoder
+        self.began = time.perf_counter()
+        decoder.start(prompts, sampling, reuse)
+        self.ids: list[list[int]] = [[] for _ in prompts]
+        self.accept_lengths: list[list[int]] = [[] for _ in prompts]
+        self.first = self.ended = None
+
+    def __iter__(self) -> Iterator[list[list[int]]]:
+        for emitted in self.decoder.steps():
+            now = time.perf_counter()
+            for ids, lengths, new in zip(self.ids, self.accept_lengths, emitted):
+                if new and ids:  # the first token is the prefill's
+                    lengths.append(len(new))
+                ids += new
+            if self.first is None and all(self.ids):
+                self.first = now
+            self.ended = now
+            yield emitted
+
+    def outputs(self) -> list[Output]:
+        """What each sequence has become so far."""
+        decoder, stop_ids = self.decoder, set(self.decoder.state.stop_ids.tolist())
+        ended = self.ended or time.perf_counter()
+        first = self.first or ended
+        result = []
+        for ids, lengths, prompt in zip(self.ids, self.accept_lengths, decoder._prompts):
+            finish = "length"
+            if ids and ids[-1] in stop_ids:
+                finish = "stop"
+            elif len(prompt) + len(ids) >= decoder.max_seq_len:
+                finish = "cache"
+            result.append(Output(ids, finish, lengths, first - self.began, ended - first))
+        return result
+
+
+class CapturedStep:
+    """The step as CUDA graphs over the static buffers: one per live span, captured when first needed, then replayed."""
+
+    def __init__(self, decoder: Decoder):
+        self.decoder, self.graphs = decoder, {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, span: Tensor):
+        key = (span.shape[0], *self.decoder._modes)
+        if key not in self.graphs:
+            self.graphs[key] = self._capture(span)
+        graph, result = self.graphs[key]
+        graph.replay()
+        return result
+
+    def _capture(self, span: Tensor):
+        """Warm up (compile, let libraries allocate) and capture, with every sequence held still: nothing is decoded."""
+        done = self.decoder.state.done
+        kept = done.clone()
+        done.fill_(True)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self.decoder._call_step(span)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            result = self.decoder._call_step(span)
+        done.copy_(kept)
+        return graph, result
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

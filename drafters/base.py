@@ -1,0 +1,37 @@
+"""The face of a drafter, and the one that drafts nothing (plain decoding)."""
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from tree import Tree, TreeShape, chain
+
+
+class Drafter(nn.Module):
+    """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
+
+    `shape`: size of the trees, the same at every step. `aux_layers`: target layers whose inputs it wants as features
+    (empty: none). `passes`: how often a step reads the drafter's weights, for the bandwidth figure.
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    passes = 0
+
+    def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
+        super().__init__()
+        self.shape = shape
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Allocate caches for `batch` sequences of `slots` slots, once."""
+
+    def read(self, next_tokens: Tensor, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+        """Take in a chunk of the prompt: features [B, C, F] of the tokens at positions [B, C], and the tokens that follow
+        them. The last row of a prompt has no follower yet and is read again by the first `propose`."""
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        """Draft below the root. `state` is the decoder's `State`, `slots` [n] the live cache slots 0..n-1.
+
+        noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when greedy.
+        """
+        return chain(state.root()[:, None])

@@ -1,0 +1,378 @@
+"""The models: a LLaMA-style target and the EAGLE-3 draft head. Definitions only.
+
+Shapes use one alphabet throughout the project:
+B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
+L layers, nh query heads, nkv key/value heads, hd head size, S cache slots, n live slots (n <= S).
+
+A pass never allocates a cache and never decides what is visible: the caller hands in positions, cache slots
+and a mask, so the same forward serves prefill (causal), plain decoding (one row) and a drafted tree.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """Everything about a target's shape, read from the checkpoint's own `config.json`."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # explicit: it need not be hidden_size / num_heads
+    norm_eps: float = 1e-6
+    rope_base: float = 10000.0
+    rope_scaling: dict | None = None  # None | linear | llama3 | divisors, see `inverse_frequencies`
+    tie_embeddings: bool = False
+    max_seq_len: int = 2048  # the longest context the model was trained for
+
+    @classmethod
+    def from_config(cls, config: dict):
+        """Take the fields of this class out of a parsed `config.json`; keys that are not fields belong to others.
+
+        Raises ValueError naming the first missing or inconsistent field.
+        """
+        names = {f.name for f in fields(cls)}
+        given = {k: v for k, v in config.items() if k in names}
+        try:
+            args = cls(**given)
+        except TypeError as e:
+            raise ValueError(f"config.json is incomplete: {e}") from None
+        args.check()
+        return args
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"config: head_dim {self.head_dim} is odd, rotary embedding needs pairs")
+        inverse_frequencies(self)  # raises on an unknown scaling
+
+
+@dataclass(frozen=True)
+class HeadArgs(ModelArgs):
+    """Shape of an EAGLE-3 head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
+
+    draft_vocab_size: int = 0
+    target_hidden_size: int = 0
+    # Target layers whose *input* residual stream feeds the head (0-based; L means the output of the last layer).
+    aux_layers: tuple[int, ...] = ()
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        super().check()
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}")
+        if self.num_layers != 1:
+            raise ValueError(f"config: an EAGLE-3 head has one layer here, got {self.num_layers}")
+        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise ValueError(f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}")
+
+    @property
+    def feature_width(self) -> int:
+        """F, the width of what the target hands to the head: one hidden state per captured layer."""
+        return len(self.aux_layers) * self.target_hidden_size
+
+
+def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs feed an EAGLE-3 head unless its config says otherwise: low, middle, high.
+
+    Inputs of layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
+    "outputs of layers 1, L//2-1, L-4".
+    """
+    return 2, num_layers // 2, num_layers - 3
+
+
+def inverse_frequencies(args: ModelArgs) -> Tensor:
+    """RoPE inverse frequencies [hd/2], float32. Raises ValueError on a scaling we do not have.
+
+    `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency divided by
+    `factor`. `divisors`: one divisor per frequency, as GGUF stores llama3 scaling (`rope_freqs.weight`).
+    """
+    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64).float() / args.head_dim
+    freq = 1.0 / (args.rope_base ** exponents)
+    scaling = args.rope_scaling
+    if not scaling:
+        return freq
+    kind = scaling.get("rope_type", scaling.get("type"))
+    try:
+        if kind == "default":
+            return freq
+        if kind == "linear":
+            return freq / float(scaling["factor"])
+        if kind == "divisors":
+            divisors = torch.tensor(scaling["divisors"], dtype=torch.float32)
+            if divisors.shape != freq.shape:
+                raise ValueError(f"config: rope_scaling has {divisors.numel()} divisors for {freq.numel()} frequencies")
+            return freq / divisors
+        if kind == "llama3":
+            factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+            original = float(scaling["original_max_position_embeddings"])
+            turns = original * freq / (2 * math.pi)  # how often each pair turns within the original context
+            blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
+            return (1 - blend) * freq / factor + blend * freq
+    except KeyError as e:
+        raise ValueError(f"config: rope_scaling of type {kind} lacks {e}") from None
+    raise ValueError(f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, divisors)")
+
+
+def rope_table(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin for `positions` [B, T] -> two of [B, 1, T, hd/2], float32. Made once per pass, used by every layer."""
+    angles = positions[:, None, :, None].float() * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (j, j + hd/2) of x [B, heads, T, hd]: the "NeoX" halves, as Hugging Face stores LLaMA."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    """Grouped-query attention of q [B, nh, T, hd] over k, v [B, n, nkv, hd] -> [B, nh, T, hd].
+
+    `bias` [B, 1, G*T, n] is additive (0 or -inf), made once per pass by `attention_bias`. The G query heads that share a
+    key/value head become G*T rows of it, so keys and values are never repeated in memory.
+    """
+    B, nh, T, hd = q.shape
+    nkv = k.shape[2]
+    q = q.reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
+    out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
+    return out.reshape(B, nh, T, hd)
+
+
+def attention_bias(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Boolean `visible` [B, T, n] -> additive bias [B, 1, groups*T, n] for `attend`."""
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class KVCache(nn.Module):
+    """Keys and values of one layer: two buffers [B, S, nkv, hd] that are allocated once and keep their address.
+
+    Slots before heads, so that the live prefix and the rows of one token are both contiguous.
+    """
+
+    def __init__(self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
+        super().__init__()
+        shape = (batch, slots, args.num_kv_heads, args.head_dim)
+        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+
+    def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Store k, v [B, nkv, T, hd] at slots [B, T] (each sequence has its own)."""
+        rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
+        self.k.index_put_((rows, slots), k.transpose(1, 2))
+        self.v.index_put_((rows, slots), v.transpose(1, 2))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the entries at slots `source` [B, W] to slots `target` [B, W]; all are read before any is written."""
+        rows = torch.arange(source.shape[0], device=source.device)[:, None]
+        k, v = self.k[rows, source], self.v[rows, source]
+        self.k.index_put_((rows, target), k)
+        self.v.index_put_((rows, target), v)
+
+
+class Pass:
+    """What every layer of one forward pass shares: RoPE, cache slots, the mask as a bias, the live length."""
+
+    def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, dtype):
+        self.cos, self.sin = rope_table(inv_freq, positions)
+        self.slots = slots
+        self.live = visible.shape[-1]
+        self.bias = attention_bias(visible, args.num_heads // args.num_kv_heads, dtype)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+        """Store this pass's keys and values, then attend over the live prefix of the cache only."""
+        cache.write(k, v, self.slots)
+        return attend(q, cache.k[:, : self.live], cache.v[:, : self.live], self.bias)
+
+
+class Block(nn.Module):
+    """One decoder layer, in two halves around the attention: `qkv` before it, `finish` after it."""
+
+    def __init__(self, args: ModelArgs, input_size: int):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
+        H, width = args.hidden_size, args.num_heads * args.head_dim
+        self.wqkv = nn.Linear(input_size, width + 2 * args.num_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(width, H, bias=False)
+        self.mlp_norm = RMSNorm(H, args.norm_eps)
+        self.w_gate_up = nn.Linear(H, 2 * args.intermediate_size, bias=False)
+        self.w_down = nn.Linear(args.intermediate_size, H, bias=False)
+
+    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Normalised input [B, T, input_size] -> [B, nh + 2*nkv, T, hd]: rotated q and k, then v; see `split`."""
+        B, T, _ = x.shape
+        heads = self.wqkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        return torch.cat((rotate(qk, cos, sin), v), dim=1)
+
+    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, nh, T, hd] and k, v [B, nkv, T, hd] as views."""
+        return qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Residual stream x [B, T, H] and attention output [B, nh, T, hd] -> residual stream after the layer."""
+        B, T, _ = x.shape
+        x = x + self.wo(attended.transpose(1, 2).reshape(B, T, -1))
+        gate, up = self.w_gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        return x + self.w_down(F.silu(gate) * up)
+
+
+class TargetBlock(Block):
+    def __init__(self, args: ModelArgs):
+        super().__init__(args, args.hidden_size)
+        self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
+
+
+# The layers differ only in their weights. Marking each half as a region lets torch.compile trace and lower it once and
+# reuse it for all L layers: half the compile time of L unrolled copies, and the same speed or better. A region must
+# return whole tensors, never views: inductor (2.13) frees the buffer behind a returned view and reuses it too early.
+@torch.compiler.nested_compile_region
+def _before_attention(block: TargetBlock, x: Tensor, cos: Tensor, sin: Tensor):
+    return block.qkv(block.attn_norm(x), cos, sin)
+
+
+@torch.compiler.nested_compile_region
+def _after_attention(block: TargetBlock, x: Tensor, attended: Tensor):
+    return block.finish(x, attended)
+
+
+class Transformer(nn.Module):
+    """A LLaMA-architecture target."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.embed = nn.Embedding(args.vocab_size, args.hidden_size)
+        self.layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers))
+        self.norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.lm_head = None if args.tie_embeddings else nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches, aux_layers: tuple[int, ...] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass over T rows per sequence.
+
+        tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its keys/values go.
+        visible [B, T, n] bool: which cache slots each row attends to, its own slot included; only the first n are read.
+        caches: one KVCache per layer, written in place.
+        Returns the last residual stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the
+        residual streams entering those layers side by side [B, T, len(aux_layers)*H], else None.
+        """
+        x = self.embed(tokens)
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible, x.dtype)
+        features = []
+        for i, (layer, cache) in enumerate(zip(self.layers, caches)):
+            if i in aux_layers:
+                features.append(x)
+            q, k, v = layer.split(_before_attention(layer, x, shared.cos, shared.sin))
+            x = _after_attention(layer, x, shared.attention(q, k, v, cache))
+        if self.args.num_layers in aux_layers:
+            features.append(x)
+        return x, torch.cat(features, dim=-1) if features else None
+
+    def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
+        """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for scoring."""
+        B, T = tokens.shape
+        x = self.embed(tokens)
+        cos, sin = rope_table(self.inv_freq, torch.arange(T, device=tokens.device)[None])
+        features = []
+        for i, layer in enumerate(self.layers):
+            if i in aux_layers:
+                features.append(x)
+            q, k, v = layer.split(layer.qkv(layer.attn_norm(x), cos, sin))
+            groups = self.args.num_heads // self.args.num_kv_heads
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            x = layer.finish(x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        if self.args.num_layers in aux_layers:
+            features.append(x)
+        return x, torch.cat(features, dim=-1) if features else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Residual stream [..., H] -> logits [..., V] in float32."""
+        head = self.embed if self.lm_head is None else self.lm_head
+        return F.linear(self.norm(x), head.weight).float()
+
+
+class DraftBlock(Block):
+    """The head's layer: attention reads embedding and feature side by side (2H), the residual is the feature alone."""
+
+    def __init__(self, args: HeadArgs):
+        super().__init__(args, 2 * args.hidden_size)
+        self.embed_norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
+        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding first."""
+        return torch.cat((self.embed_norm(embedded), self.feature_norm(feature)), dim=-1)
+
+
+class Eagle3Head(nn.Module):
+    """The EAGLE-3 draft head (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
+
+    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. `features` of the target
+    go through `fuse` once; from the second drafted token on the head's own output h is fed back in their place.
+    `embed` is the target's table (`use_target_embedding`) unless the checkpoint carries its own.
+    """
+
+    def __init__(self, args: HeadArgs, own_embedding: bool = False):
+        super().__init__()
+        self.args = args
+        self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if own_embedding else None
+        self.fc = nn.Linear(args.feature_width, args.hidden_size, bias=False)
+        self.layer = DraftBlock(args)
+        self.norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.lm_head = nn.Linear(args.hidden_size, args.draft_vocab_size, bias=False)
+        # Target id of each draft id, ascending; the identity when both vocabularies are the same.
+        self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
+        self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
+
+    def use_target_embedding(self, target: Transformer) -> None:
+        """Share the target's embedding table; a no-op for a head that carries its own."""
+        if self.embed is None:
+            self.embed = target.embed
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, F] -> head features [B, T, H]."""
+        return self.fc(features)
+
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, cache: KVCache):
+        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> h [B, T, H].
+
+        The other arguments are those of `Transformer.forward`, for the head's own one-layer cache.
+        """
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible, feature.dtype)
+        qkv = self.layer.qkv(self.layer.inputs(self.embed(tokens), feature), shared.cos, shared.sin)
+        q, k, v = self.layer.split(qkv)
+        return self.layer.finish(feature, shared.attention(q, k, v, cache))
+
+    def logits(self, h: Tensor) -> Tensor:
+        """h [..., H] -> draft logits [..., Vd] in float32; draft id j is target id `draft_ids[j]`."""
+        return self.lm_head(self.norm(h)).float()

@@ -1,0 +1,91 @@
+"""Sampling as greedy decoding of shifted logits, and the counter-based noise that shifts them.
+
+The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise that depends
+on (seed of the request, t, token id) and on nothing else: not on call order, batch place, tree or drafter. Softmax
+sampling at that temperature is exactly this (the Gumbel-max rule), and because plain and speculative decoding meet the
+same noise at the same position they emit the same text from the same seed. Temperature 0 is greedy decoding.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+# Odd multipliers of a 32-bit finaliser found by search for low avalanche bias (hash-prospector). Both are below 2^31, so
+# that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager or compiled.
+_MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
+_GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit values (held in int64) in which every input bit moves every output bit."""
+    x = ((x ^ (x >> 16)) * _MULTIPLIERS[0]) & MASK32
+    x = ((x ^ (x >> 15)) * _MULTIPLIERS[1]) & MASK32
+    return x ^ (x >> 15)
+
+
+def seed_keys(seeds: list[int], device: torch.device | str = "cpu") -> Tensor:
+    """Integer seeds (any size, taken modulo 2^64) -> key [B, 2] int64 of 32-bit words."""
+    words = [[seed & MASK32, (seed >> 32) & MASK32] for seed in seeds]
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Keyed 32-bit hashes [B, W, V] (int64, 0..2^32-1) for key [B, 2] and positions [B, W].
+
+    Each (seed, position) gets two independent words; the token id is hashed under both, so that two positions never see
+    shifted copies of one another's sequence.
+    """
+    low, high = key[:, :1], key[:, 1:]
+    a = _mix(_mix(positions + low & MASK32) ^ high)  # [B, W]
+    b = _mix(_mix(positions ^ high) + 0x5851F42D + low & MASK32)
+    ids = torch.arange(vocab_size, device=key.device, dtype=torch.int64) * _GOLDEN & MASK32
+    return _mix(_mix(ids + a[..., None] & MASK32) ^ b[..., None])
+
+
+def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [B, W, V] float32 for key [B, 2] and absolute positions [B, W].
+
+    Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the tail is
+    resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
+    """
+    u = ((random_bits(key, positions, vocab_size).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """float32 -> int64 with the same order, so that a threshold can be found exactly by bisection over its bits."""
+    bits = x.view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+
+
+def _highest_threshold(order: Tensor, weight: Tensor, need: Tensor) -> Tensor:
+    """The largest t with sum(weight where order >= t) >= need: order, weight [..., V], need [..., 1] -> [..., 1].
+
+    Bisection over 32 bits: no sort of the vocabulary, a fixed number of reductions, exact. Ties at t are all kept.
+    """
+    low = torch.full_like(need, -(2**31), dtype=torch.int64)  # always enough weight above
+    high = torch.full_like(need, 2**31 - 1, dtype=torch.int64)  # the first t that may have too little
+    for _ in range(32):
+        middle = (low + high) >> 1
+        enough = torch.where(order >= middle, weight, 0.0).sum(-1, keepdim=True) >= need
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low
+
+
+def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] outside top-k, then outside top-p of what remains, to -inf.
+
+    temperature, top_k (0: off), top_p (1: off) are [B]. Probabilities are softmax(logits / temperature); the token that
+    crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature 0 are left alone.
+    """
+    order = _ordered(logits)
+    wanted = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1])[:, None, None]
+    by_rank = order >= _highest_threshold(order, torch.ones_like(logits), wanted.float().expand(*logits.shape[:2], 1))
+    warm = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
+    p = torch.softmax(torch.where(by_rank, logits, float("-inf")) / warm, dim=-1)
+    # p sums to 1 only up to rounding: asking for the whole mass must keep everything.
+    need = torch.where(top_p < 1, top_p, -1.0)[:, None, None].expand(*logits.shape[:2], 1)
+    by_mass = order >= _highest_threshold(order, p, need)
+    keep = (by_rank & by_mass) | (temperature == 0)[:, None, None]
+    return torch.where(keep, logits, float("-inf"))

@@ -1,0 +1,166 @@
+"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked. No model in here.
+
+Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1 nodes are
+drafted. Everything is batched over B sequences, every shape depends on `TreeShape` alone, nothing reads a value back to
+the host, and no loop runs over nodes (the loops below run over levels).
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """Size of a tree, in the terms of EAGLE-2/3: `nodes` T (root included), `depth` D, `width` k.
+
+    `depth` is the number of expansions after the first level (the reference's `depth`), so a path holds up to D+1
+    drafted tokens. The paper's tree is 60/7/10 (SafeAILab/EAGLE ea_model.py). `TreeShape(1, 0, 0)` is plain decoding.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+
+    def __post_init__(self):
+        if self.nodes == 1:
+            return
+        if self.nodes < 1 or self.depth < 0 or self.width < 1:
+            raise ValueError(f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive (depth may be 0)")
+        if self.nodes - 1 > self.candidates:
+            raise ValueError(
+                f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft {self.candidates} + the root"
+            )
+
+    @property
+    def candidates(self) -> int:
+        """How many nodes are drafted before pruning: k on the first level, k*k on each further one."""
+        return self.width + self.depth * self.width**2
+
+    @property
+    def window(self) -> int:
+        """W, the most tokens one step can commit: the root and a full path."""
+        return 1 if self.nodes == 1 else self.depth + 2
+
+    @property
+    def room(self) -> int:
+        """Cache slots a step may touch beyond the committed ones, in the target's cache and in the head's."""
+        return max(self.nodes, self.window + self.width * self.depth)
+
+
+class Tree(NamedTuple):
+    """A batch of pruned trees. Nodes are in ascending candidate order: the root first, parents before children."""
+
+    tokens: Tensor  # [B, T] target token ids
+    parent: Tensor  # [B, T] index of each node's parent; the root's is 0, itself
+    depth: Tensor  # [B, T] root 0
+    ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
+
+
+def pick(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [B, T, ...] at index [B, K] -> [B, K, ...]."""
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    return x[rows, index]
+
+
+def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
+    """Parents [B, T] -> (depth [B, T], ancestors [B, T, T] bool) for trees of at most `levels` levels below the root."""
+    nodes = torch.arange(parent.shape[1], device=parent.device)
+    step = nodes.expand_as(parent)
+    ancestors = step[..., None] == nodes
+    for _ in range(levels):
+        step = parent.gather(1, step)
+        ancestors = ancestors | (step[..., None] == nodes)
+    return ancestors.sum(-1) - 1, ancestors
+
+
+def chain(tokens: Tensor) -> Tree:
+    """Tokens [B, T] as a tree with one path; T = 1 is the bare root of plain decoding."""
+    B, T = tokens.shape
+    parent = (torch.arange(T, device=tokens.device) - 1).clamp(min=0).expand(B, T)
+    return Tree(tokens, parent, *link(parent, T - 1))
+
+
+class Growth:
+    """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): a beam of k nodes, each proposing k children.
+
+    Candidates are kept in flat order: the k children of the root, then k*k per level, beam row by beam row.
+    `beam_*` describe the k nodes to expand next: token, cumulative log-probability, and which drafted rows each sees.
+    """
+
+    def __init__(self, shape: TreeShape, scores: Tensor, tokens: Tensor):
+        """Start from the k best children of the root: log-probabilities and token ids, both [B, k], best first."""
+        self.shape = shape
+        B, k = tokens.shape
+        flat = torch.arange(k, device=tokens.device).expand(B, k)
+        self.tokens, self.scores = [tokens], [scores]
+        self.parents = [torch.full_like(tokens, -1)]
+        self.beam_tokens, self.beam_scores, self.beam_flat = tokens, scores, flat
+        self.beam_sees = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
+        self.size = k
+
+    def extend(self, scores: Tensor, tokens: Tensor) -> None:
+        """Record the beam's children: log-probabilities given their parent and token ids, both [B, k, k]."""
+        B, k, _ = tokens.shape
+        self.child_scores = (self.beam_scores[..., None] + scores).flatten(1)  # [B, k*k]
+        self.child_tokens = tokens.flatten(1)
+        self.tokens.append(self.child_tokens)
+        self.scores.append(self.child_scores)
+        self.parents.append(self.beam_flat[..., None].expand(B, k, k).flatten(1))
+
+    def advance(self) -> Tensor:
+        """Make the k best of the newest children the beam. Returns the beam row each came from [B, k]."""
+        B, k = self.beam_tokens.shape
+        self.beam_scores, index = self.child_scores.topk(k, dim=-1)
+        row = index // k
+        self.beam_tokens = self.child_tokens.gather(1, index)
+        self.beam_flat = self.size + index
+        self.size += k * k
+        itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
+        self.beam_sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
+        return row
+
+    def prune(self, root: Tensor) -> Tree:
+        """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B]."""
+        scores, tokens, parents = (torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
+        # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps the
+        # smaller index, the parent, first: the kept set always contains the ancestors of its members.
+        best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.shape.nodes - 1]
+        keep = best.sort(dim=-1).values
+        above = parents.gather(1, keep)
+        parent = torch.where(above < 0, 0, torch.searchsorted(keep, above.contiguous()) + 1)
+        parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
+        tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
+        return Tree(tokens, parent, *link(parent, self.shape.depth + 1))
+
+
+def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
+    """Which cache slots each row of a pass attends to -> [B, T, n] bool.
+
+    slots [n] is 0..n-1; each sequence's first `length` [B] slots hold its committed prefix, which every row sees; the M
+    slots after them are seen as `local` [B, T, M] says; the rest, stale or another's, are not seen.
+    """
+    offset = slots - length[:, None]  # [B, n]
+    inside = (offset >= 0) & (offset < local.shape[-1])
+    index = offset.clamp(0, local.shape[-1] - 1)[:, None].expand(-1, local.shape[1], -1)
+    return (offset < 0)[:, None] | (inside[:, None] & local.gather(2, index))
+
+
+def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """The deepest path on which the target agrees: (path [B, W] node indices, root first, then zeros; count [B] >= 1).
+
+    chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token drawn at
+    its parent and its parent is accepted; siblings carry distinct tokens, so the accepted nodes form one path. The step
+    emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root. Because proposals are
+    a deterministic set this is exactly sampling from the target (the reference's try-reject-renormalise loop with q=1).
+    """
+    B, T = tree.tokens.shape
+    nodes = torch.arange(T, device=chosen.device)
+    agrees = (tree.tokens == chosen.gather(1, tree.parent)) | (nodes == 0)
+    accepted = ~(tree.ancestors & ~agrees[:, None]).any(-1)
+    at_depth = tree.depth[:, None] == torch.arange(window, device=chosen.device)[:, None]  # [B, W, T]
+    path = torch.where(accepted[:, None] & at_depth, nodes, 0).sum(-1)
+    return path, accepted.sum(-1)
