@@ -213,7 +213,9 @@ class Decoder:
         self.batch, self.max_seq_len = batch, max_seq_len
         self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
         self.lag = int(on_cuda) if lag is None else lag
+        self.compiled = compile
         self.say = say or (lambda line: None)
+        self.observer: Callable[[Tree, Tensor], None] | None = None  # called with what each step returns; see `--trace`
 
         shape = self.drafter.shape
         self.slots = round_up(max_seq_len + max(shape.room, self.chunks[-1]) + 1, SPAN)
@@ -309,7 +311,9 @@ class Decoder:
             yield from self._read(unread, 0)
         self.prefilled = time.perf_counter()
         while not all(self._done):
-            self._run_step(len(unread))
+            tree, path = self._run_step(len(unread))
+            if self.observer:
+                self.observer(tree, path)
             unread.append(self._out_to_host())
             yield from self._read(unread, self.lag)
         yield from self._read(unread, 0)
@@ -410,6 +414,7 @@ class Run:
         self.decoder = decoder
         self.began = time.perf_counter()
         decoder.start(prompts, sampling, reuse)
+        self.prompts = prompts
         self.ids: list[list[int]] = [[] for _ in prompts]
         self.accept_lengths: list[list[int]] = [[] for _ in prompts]
         self.first = self.ended = None
@@ -432,7 +437,7 @@ class Run:
         ended = self.ended or time.perf_counter()
         first = self.first or ended
         result = []
-        for ids, lengths, prompt in zip(self.ids, self.accept_lengths, decoder._prompts):
+        for ids, lengths, prompt in zip(self.ids, self.accept_lengths, self.prompts):
             finish = "length"
             if ids and ids[-1] in stop_ids:
                 finish = "stop"

@@ -84,8 +84,8 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     by_rank = order >= _highest_threshold(order, torch.ones_like(logits), wanted.float().expand(*logits.shape[:2], 1))
     warm = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
     p = torch.softmax(torch.where(by_rank, logits, float("-inf")) / warm, dim=-1)
-    # p sums to 1 only up to rounding: asking for the whole mass must keep everything.
-    need = torch.where(top_p < 1, top_p, -1.0)[:, None, None].expand(*logits.shape[:2], 1)
-    by_mass = order >= _highest_threshold(order, p, need)
+    need = top_p[:, None, None].expand(*logits.shape[:2], 1)
+    # p sums to 1 only up to rounding: top_p = 1 must keep everything, not what bisection finds.
+    by_mass = (order >= _highest_threshold(order, p, need)) | (need >= 1)
     keep = (by_rank & by_mass) | (temperature == 0)[:, None, None]
     return torch.where(keep, logits, float("-inf"))

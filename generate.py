@@ -1,0 +1,306 @@
+"""Generate text from a converted checkpoint, plainly or with EAGLE speculative decoding.
+
+    python generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "Why is the sky blue?" --compare
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from checkpoint import CheckpointError, read_config
+
+STARTED = time.perf_counter()
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description="Generate text, losslessly faster with a draft head.")
+    add = p.add_argument
+    add("--checkpoint", required=True, help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    add("--speculate", choices=("none", "eagle3"), default="none", help="how to draft (default none: plain decoding)")
+    add("--draft", help="folder of the draft head (default CHECKPOINT/eagle3)")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
+    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids, used as they are")
+    add("--prompt-file", action="append", default=[], metavar="FILE", help="one prompt; a .jsonl file has one per line")
+    add("--raw", action="store_true", help="no chat template")
+    add("--system", help="system message for the chat template")
+    add("--interactive", action="store_true", help="chat; /reset starts over, /exit or end of input leaves")
+    add("--max-new-tokens", type=int, default=256)
+    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    add("--top-p", type=float, default=1.0)
+    add("--top-k", type=int, default=0, help="0 is off (default)")
+    add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
+    add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
+    add("--tree-nodes", type=int, help="nodes of the draft tree, root included (default 8 on CPU, 60 on CUDA)")
+    add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 7 on CUDA)")
+    add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
+    add("--coupled", action=argparse.BooleanOptionalAction, default=True, help="draft with the target's sampling noise")
+    add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
+    add("--dtype", choices=("bf16", "fp16", "fp32"), help="default: as stored")
+    add("--device", help="default: cuda if there is one, else cpu")
+    add("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile prefill and step")
+    add("--compare", action="store_true", help="decode plainly too: speedup, and whether the texts are equal")
+    add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
+    add("--trace", metavar="FILE", help="write every drafted tree and accepted path (safetensors); one prompt only")
+    return p
+
+
+def note(line: str) -> None:
+    """Everything that is not the answer goes to stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def gather_prompts(o) -> list:
+    """All prompts of the command line: text or lists of token ids. Raises CheckpointError on an unreadable one."""
+    prompts: list = list(o.prompt)
+    for ids in o.prompt_ids:
+        try:
+            prompts.append([int(i) for i in ids.replace(" ", "").split(",")])
+        except ValueError:
+            raise CheckpointError(f"--prompt-ids {ids!r}: expected numbers separated by commas") from None
+    for path in o.prompt_file:
+        if path.endswith(".jsonl"):
+            from dataset import read_prompts
+
+            prompts += read_prompts(path)
+            continue
+        try:
+            prompts.append(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError(f"--prompt-file {path}: cannot be read ({e})") from None
+    return prompts
+
+
+def check_options(o, prompts: list) -> None:
+    """Raise CheckpointError on options that contradict each other, before anything slow is done."""
+    if o.interactive and (prompts or o.json or o.compare or o.trace or o.num_samples != 1):
+        raise CheckpointError("--interactive reads its prompts from you: leave out --prompt*, --json, --compare, --trace, --num-samples")
+    if not o.interactive and not prompts:
+        raise CheckpointError("no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
+    if o.num_samples < 1:
+        raise CheckpointError(f"--num-samples {o.num_samples}: must be at least 1")
+    if o.threads is not None and o.threads < 1:
+        raise CheckpointError(f"--threads {o.threads}: must be at least 1")
+    if o.trace and len(prompts) * o.num_samples != 1:
+        raise CheckpointError("--trace records one sequence: give one prompt and one sample")
+    if o.trace and not Path(o.trace).absolute().parent.is_dir():
+        raise CheckpointError(f"--trace {o.trace}: its folder does not exist")
+
+
+def converted(checkpoint: str) -> str:
+    """The converted folder of any source: itself, or checkpoints/NAME, converted now if need be."""
+    try:
+        read_config(checkpoint)
+        return checkpoint
+    except CheckpointError:
+        if Path(checkpoint, "config.json").is_file() and '"format"' in Path(checkpoint, "config.json").read_text(errors="replace"):
+            raise  # ours, but of another version or damaged
+    from convert_checkpoint import convert
+
+    out = Path("checkpoints") / Path(checkpoint.rstrip("/")).name.removesuffix(".gguf").lower()
+    if not out.is_dir():
+        note(f"converting {checkpoint} into {out}")
+        convert(checkpoint, out)
+    return str(out)
+
+
+def load_model(o, batch: int):
+    """Import torch only now, so that --help and wrong options answer at once; load, and compile what will run."""
+    import torch
+
+    from decoder import Sampling
+    from text import default_tree, load
+    from tree import TreeShape
+
+    if o.threads:
+        torch.set_num_threads(o.threads)
+    device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise CheckpointError(f"--device {device}: {str(e).splitlines()[0]}") from None
+    sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
+    usual = default_tree(device)
+    asked = (o.tree_nodes, o.tree_depth, o.tree_width)
+    shape = TreeShape(*(u if a is None else a for a, u in zip(asked, (usual.nodes, usual.depth, usual.width))))
+    checkpoint = converted(o.checkpoint)
+    read_config(checkpoint, "target")
+    began = time.perf_counter()
+    model = load(
+        checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, device=device, dtype=o.dtype, batch=batch,
+        max_seq_len=o.max_seq_len, compile=o.compile, say=note,
+    )
+    note(f"loaded {checkpoint} in {time.perf_counter() - began:.1f} s")
+    return model, sampling
+
+
+@contextmanager
+def compile_errors():
+    """A failing compiler gets one line, not its traceback."""
+    import torch
+
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as e:
+        lines = [line for line in str(e).splitlines() if line.strip()]
+        raise CheckpointError(f"torch.compile failed ({lines[0] if lines else type(e).__name__}); try --no-compile") from e
+
+
+def show(job, model, colour: bool, label: bool) -> None:
+    """Print a job's text as it comes. Several sequences are printed one after the other when they are done."""
+    from report import coloured
+
+    if label:
+        for _ in job:
+            pass
+        for i, result in enumerate(job.results()):
+            print(f"--- {i + 1}, seed {result.seed} ---\n{result.text}")
+        return
+    twin = model.tokenizer.stream() if model.tokenizer else None  # decodes the drafted part of a piece alone
+    for piece in job:
+        if model.tokenizer is None:
+            print(*piece.ids, sep=",", end="," , flush=True)
+            continue
+        text = piece.text
+        if colour:
+            text = coloured(piece, twin.push)
+            twin.push(piece.ids[piece.drafted :])
+        print(text, end="", flush=True)
+    print()
+
+
+def decode_all(o, model, plain, prompts: list, samplings: list, batch: int) -> int:
+    """Decode everything, batch by batch; returns the exit code."""
+    from report import Trace, as_json, speedup, statistics
+
+    colour = sys.stdout.isatty() and model.decoder.drafter.shape.nodes > 1
+    trace = Trace(model.decoder) if o.trace else None
+    for i in range(0, len(prompts), batch):
+        group, samples = prompts[i : i + batch], samplings[i : i + batch]
+        options = {"raw": o.raw, "system": o.system}
+        job = model.job(group, samples, **options)
+        interrupted = False
+        try:
+            if trace:
+                known = list(job.run.prompts[0])
+                for piece in job:
+                    trace.add(known, len(piece.ids))
+                    known += piece.ids
+                    if not o.json:
+                        print(piece.text, end="", flush=True)
+                if not o.json:
+                    print()
+            elif o.json:
+                for _ in job:
+                    pass
+            else:
+                show(job, model, colour, len(group) > 1)
+        except KeyboardInterrupt:
+            interrupted = True
+            note("\n(interrupted)")
+        results = job.results()
+        others = [None] * len(group)
+        if plain and not interrupted:
+            other = plain.job(group, samples, **options)
+            try:
+                for _ in other:
+                    pass
+                others = other.results()
+            except KeyboardInterrupt:
+                interrupted = True
+                note("\n(interrupted while decoding plainly: no comparison)")
+        if o.json:
+            for result, twin in zip(results, others):
+                print(json.dumps(as_json(result, twin)), flush=True)
+        else:
+            note(statistics(results, model.decoder))
+            if plain and others[0]:
+                equal = sum(a.ids == b.ids for a, b in zip(results, others))
+                rate = [sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, others)]
+                ratio = speedup(results[0], others[0]) if len(results) == 1 else rate[0] / max(rate[1], 1e-9)
+                note(
+                    f"plain: {rate[1]:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: "
+                    + ("yes" if equal == len(results) else f"{equal} of {len(results)}")
+                )
+        if trace and not interrupted:
+            trace.save(o.trace, results[0])
+        if interrupted:
+            return 130
+    return 0
+
+
+def chat(o, model, sampling) -> int:
+    """The interactive loop: every turn keeps the conversation and what the caches hold of it."""
+    from report import statistics
+
+    if model.tokenizer is None or not (model.tokenizer.has_template or o.raw):
+        raise CheckpointError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
+    system = [{"role": "system", "content": o.system}] if o.system is not None else []
+    messages = list(system)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except (EOFError, KeyboardInterrupt):
+            note("")
+            return 0
+        if line.strip() == "/exit":
+            return 0
+        if line.strip() == "/reset":
+            messages = list(system)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            job = model.job([messages], [sampling], reuse=True)
+        except ValueError as e:
+            note(f"error: {e} (/reset starts over)")
+            messages.pop()
+            continue
+        try:
+            show(job, model, sys.stdout.isatty() and model.decoder.drafter.shape.nodes > 1, False)
+        except KeyboardInterrupt:
+            print(flush=True)
+        result = job.results()[0]
+        messages.append({"role": "assistant", "content": result.text})
+        note(statistics([result], model.decoder))
+
+
+def run(o) -> int:
+    prompts = gather_prompts(o)
+    check_options(o, prompts)
+    from dataclasses import replace
+
+    batch = max(1, len(prompts) * o.num_samples)
+    model, sampling = load_model(o, batch)
+    spread = [p for p in prompts for _ in range(o.num_samples)]
+    samplings = [replace(sampling, seed=o.seed + i) for _ in prompts for i in range(o.num_samples)]
+    with compile_errors():
+        for p in prompts:  # refuse before compiling
+            model.decoder.check(model.encode(p, raw=o.raw, system=o.system))
+        model.warm_up(sampling)
+        plain = model.plain() if o.compare else None
+        if plain:
+            plain.warm_up(sampling)
+        note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
+        return chat(o, model, sampling) if o.interactive else decode_all(o, model, plain, spread, samplings, batch)
+
+
+def main(argv: list[str] | None = None) -> int:
+    o = parser().parse_args(argv)
+    try:
+        return run(o)
+    except (CheckpointError, ValueError, OSError) as e:
+        note(f"error: {e}")
+        return 1
+    except KeyboardInterrupt:
+        note("interrupted")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""The tree against slow, obvious Python: growing, pruning, masks, acceptance."""
+import random
+
+import pytest
+import torch
+
+from tree import Growth, Tree, TreeShape, accept, chain, link, visible_slots
+
+
+def grow(shape: TreeShape, draw, root: int):
+    """Grow a batch of one with children drawn by `draw(path) -> [(logp, token)] * k`, ours and by brute force.
+
+    Returns (Tree, set of (path, token) kept by brute force).
+    """
+    k = shape.width
+    first = draw(())
+    growth = Growth(shape, torch.tensor([[s for s, _ in first]]), torch.tensor([[t for _, t in first]]))
+    nodes = [((t,), s) for s, t in first]  # candidates in flat order
+    beam = [((t,), s) for s, t in first]
+    for level in range(shape.depth):
+        if level:
+            growth.advance()
+            beam = sorted(newest, key=lambda n: -n[1])[:k]
+        children = [draw(path) for path, _ in beam]
+        growth.extend(
+            torch.tensor([[[s for s, _ in c] for c in children]]), torch.tensor([[[t for _, t in c] for c in children]])
+        )
+        newest = [(path + (t,), torch.tensor(score).add(s).item()) for (path, score), c in zip(beam, children) for s, t in c]
+        nodes += newest
+    best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][1], i))[: shape.nodes - 1]
+    return growth.prune(torch.tensor([root])), {nodes[i][0] for i in best}
+
+
+def paths(tree: Tree) -> list[tuple]:
+    """The token path of every node below the root, through `parent`."""
+    tokens, parent = tree.tokens[0].tolist(), tree.parent[0].tolist()
+    found = []
+    for i in range(1, len(tokens)):
+        path, j = [], i
+        while j:
+            path.append(tokens[j])
+            j = parent[j]
+        found.append(tuple(reversed(path)))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(8, 2, 3), (16, 3, 4), (60, 7, 10), (5, 0, 4), (5, 3, 1), (2, 1, 2), (13, 2, 3)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_pruned_tree_is_the_best_subset(shape, ties):
+    shape = TreeShape(*shape)
+    for seed in range(8):
+        rng = random.Random(seed)
+        # With ties many children have probability 1: they equal their parent's score and must not be kept without it.
+        def draw(path):
+            scores = [0.0 if ties and rng.random() < 0.6 else -rng.random() for _ in range(shape.width)]
+            return list(zip(sorted(scores, reverse=True), rng.sample(range(100), shape.width)))
+
+        tree, best = grow(shape, draw, root=7)
+        kept = paths(tree)
+        assert tree.tokens.shape == (1, shape.nodes) and tree.tokens[0, 0] == 7
+        assert len(set(kept)) == shape.nodes - 1
+        for path in kept:
+            assert len(path) == 1 or path[:-1] in kept, "a node was kept without its parent"
+        if not ties:  # with ties brute force may pick another of several equal subsets in its beam
+            assert set(kept) == best
+        assert tree.depth[0].tolist() == [0] + [len(p) for p in kept]
+        parent = tree.parent[0].tolist()
+        assert all(p < i for i, p in enumerate(parent) if i), "parents must come before their children"
+
+
+def test_ancestors_and_depth_by_walking():
+    rng = random.Random(0)
+    parent = torch.tensor([[0] + [rng.randrange(i) for i in range(1, 24)] for _ in range(5)])
+    depth, ancestors = link(parent, levels=24)
+    for b in range(5):
+        for i in range(24):
+            seen, j = {i, 0}, i
+            while j:
+                j = int(parent[b, j])
+                seen.add(j)
+            assert {k for k in range(24) if ancestors[b, i, k]} == seen
+            assert depth[b, i] == len(seen) - 1
+
+
+def test_visible_slots_by_definition():
+    torch.manual_seed(0)
+    local = torch.rand(3, 4, 5) < 0.5
+    length = torch.tensor([0, 3, 9])
+    seen = visible_slots(torch.arange(12), length, local)
+    for b in range(3):
+        for row in range(4):
+            for slot in range(12):
+                offset = slot - int(length[b])
+                want = offset < 0 or (offset < 5 and bool(local[b, row, offset]))
+                assert bool(seen[b, row, slot]) == want
+
+
+def test_accept_follows_the_target():
+    rng = random.Random(1)
+    for _ in range(200):
+        T, V = 12, 3  # a small vocabulary, so that paths of every length are accepted
+        parent = [0] + [rng.randrange(i) for i in range(1, T)]
+        tokens, children = [0] * T, {i: set() for i in range(T)}
+        keep = [0]
+        for i in range(1, T):
+            free = [t for t in range(V) if t not in children[parent[i]]]
+            tokens[i] = rng.choice(free) if free else V + i  # siblings stay distinct
+            children[parent[i]].add(tokens[i])
+            keep.append(i)
+        chosen = [rng.randrange(V) for _ in range(T)]
+        path, node = [0], 0
+        while True:
+            step = [i for i in range(1, T) if parent[i] == node and tokens[i] == chosen[node]]
+            if not step:
+                break
+            node = step[0]
+            path.append(node)
+        links = torch.tensor([parent])
+        tree = Tree(torch.tensor([tokens]), links, *link(links, T))
+        got, count = accept(tree, torch.tensor([chosen]), window=T)
+        assert count.item() == len(path)
+        assert got[0, : len(path)].tolist() == path and not got[0, len(path) :].any()
+
+
+def test_chain_is_plain_decoding():
+    tree = chain(torch.tensor([[5], [6]]))
+    assert tree.parent.tolist() == [[0], [0]] and tree.ancestors.all()
+    path, count = accept(tree, torch.tensor([[1], [6]]), window=1)
+    assert path.tolist() == [[0], [0]] and count.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("bad", [(0, 1, 1), (8, -1, 2), (8, 2, 0), (60, 1, 2), (-3, 2, 2)])
+def test_impossible_shapes_are_refused(bad):
+    with pytest.raises(ValueError, match="tree:"):
+        TreeShape(*bad)

@@ -1,0 +1,212 @@
+"""The Python API: load a converted checkpoint, generate or stream text. The command line in `generate.py` is written on it.
+
+    from text import load
+    model = load("checkpoints/smollm2-135m", speculate="eagle3")
+    print(model.generate("Why is the sky blue?").text)
+    for piece in model.stream("Tell me a story.", max_new_tokens=200, temperature=0.8, seed=1):
+        print(piece.text, end="", flush=True)
+"""
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from checkpoint import CheckpointError, load_head, load_target
+from decoder import Decoder, Output, Run, Sampling
+from drafters.eagle import Eagle3
+from tokenizer import Tokenizer
+from tree import TreeShape
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DRAFTERS = ("none", "eagle3")
+Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one sequence gained in one pass: `text` completed by token ids `ids`, the first `drafted` of which the head
+    guessed (the last one is the target's own)."""
+
+    sequence: int
+    ids: list[int]
+    text: str
+    drafted: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One decoded prompt. `ids` are the new tokens, a stop id included; `text` leaves control tokens out.
+
+    `seconds` is decoding after the first token, `prefill_seconds` the time to that token; both are those of the whole
+    batch it was decoded in. `accept_lengths`: tokens emitted by each step.
+    """
+
+    prompt: str | None
+    prompt_ids: list[int]
+    text: str
+    ids: list[int]
+    finish: str
+    seconds: float
+    prefill_seconds: float
+    accept_lengths: list[int]
+    seed: int
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: mean tokens emitted per step (1 for plain decoding); 0 if no step was made."""
+        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first one over `seconds`."""
+        return (len(self.ids) - 1) / self.seconds if self.seconds > 0 and len(self.ids) > 1 else 0.0
+
+
+def default_tree(device: str) -> TreeShape:
+    """The tree used when none is asked for: the paper's on a GPU, a small one on a CPU.
+
+    A GPU verifies 60 rows in the time of one. A CPU does not: for a 135M model on 2 cores up to 8 rows cost what one
+    costs, then time grows with the rows (README, "Which tree"), so a CPU wants few nodes and few draft levels.
+    """
+    return TreeShape(60, 7, 10) if torch.device(device).type == "cuda" else TreeShape(8, 3, 4)
+
+
+def check_compiler() -> None:
+    """Raise CheckpointError unless what torch.compile needs on a CPU is there: a C++ compiler and Python's headers."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise CheckpointError(f"no C++ compiler: torch.compile needs {compiler}; install it, set CXX, or pass --no-compile")
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        raise CheckpointError("Python.h is missing: torch.compile needs Python's headers (python3-dev); or pass --no-compile")
+
+
+def load(
+    checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | None = None,
+    coupled: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1, max_seq_len: int | None = None,
+    compile: bool = True, say: Callable[[str], None] | None = None,
+) -> TextDecoder:
+    """Load a converted target, and with speculate="eagle3" its head (`draft`, default CHECKPOINT/eagle3).
+
+    dtype None keeps the stored one. max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
+    Raises CheckpointError, one line, if anything is missing, damaged or does not fit.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if speculate not in DRAFTERS:
+        raise CheckpointError(f"--speculate {speculate}: unknown; choose from {', '.join(DRAFTERS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f"--dtype {dtype}: unknown; choose from {', '.join(DTYPES)}")
+    if compile and torch.device(device).type == "cpu":
+        check_compiler()
+    target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
+    tokenizer = Tokenizer.load(checkpoint)
+    drafter = None
+    if speculate == "eagle3":
+        folder = Path(draft or Path(checkpoint) / "eagle3")
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
+        head = load_head(folder, target, device, target.embed.weight.dtype)
+        try:
+            drafter = Eagle3(head, tree or default_tree(device), coupled)
+        except ValueError as e:
+            raise CheckpointError(str(e)) from None
+    longest = target.args.max_seq_len
+    if max_seq_len is not None and not 2 <= max_seq_len <= longest:
+        raise CheckpointError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+    decoder = Decoder(
+        target, drafter, batch=batch, max_seq_len=max_seq_len or min(2048, longest), stop_ids=config["stop_ids"],
+        compile=compile, say=say,
+    )
+    return TextDecoder(decoder, tokenizer)
+
+
+class TextDecoder:
+    """A `Decoder` that speaks text. Without a tokenizer it takes and gives token ids only."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None):
+        self.decoder, self.tokenizer = decoder, tokenizer
+
+    def plain(self) -> TextDecoder:
+        """The same target without drafter, for comparison: shares the weights, has its own caches."""
+        d = self.decoder
+        twin = Decoder(
+            d.target, batch=d.batch, max_seq_len=d.max_seq_len, stop_ids=d.state.stop_ids.tolist(), compile=d.compiled, say=d.say
+        )
+        return TextDecoder(twin, self.tokenizer)
+
+    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+        """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as they are.
+
+        Raises CheckpointError if text is given without a tokenizer.
+        """
+        if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+            return prompt
+        if self.tokenizer is None:
+            raise CheckpointError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+        if isinstance(prompt, str):
+            if raw or not self.tokenizer.has_template:
+                return self.tokenizer.encode(prompt)
+            prompt = [{"role": "user", "content": prompt}]
+        if system is not None:
+            prompt = [{"role": "system", "content": system}, *prompt]
+        return self.tokenizer.chat(prompt)
+
+    def warm_up(self, sampling: Sampling = Sampling()) -> None:
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
+        self.decoder.generate([[0]], [replace(sampling, max_new_tokens=2)])
+
+    def generate(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Result:
+        """Decode one prompt to the end. Keyword arguments of `Sampling`: max_new_tokens, temperature, top_p, top_k, seed."""
+        job = self.job([prompt], [Sampling(**sampling)], raw=raw, system=system)
+        for _ in job:
+            pass
+        return job.results()[0]
+
+    def stream(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Iterator[Piece]:
+        """Decode one prompt, yielding text and token ids as they are accepted. Arguments of `generate`."""
+        yield from self.job([prompt], [Sampling(**sampling)], raw=raw, system=system)
+
+    def job(
+        self, prompts: list[Prompt], sampling: list[Sampling], *, raw: bool = False, system: str | None = None, reuse: bool = False
+    ) -> Job:
+        """Up to `batch` prompts decoded together: iterate it for `Piece`s, then ask it for `results`.
+
+        Raises ValueError (empty or too long prompts, with the numbers) and CheckpointError before anything is decoded.
+        """
+        ids = [self.encode(p, raw=raw, system=system) for p in prompts]
+        return Job(self, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
+
+
+class Job:
+    """One batch being decoded. May be left early: `results` then describes what there is so far."""
+
+    def __init__(self, model: TextDecoder, prompts: list[Prompt], run: Run, sampling: list[Sampling]):
+        self.model, self.prompts, self.run, self.sampling = model, prompts, run, sampling
+        self.streams = [model.tokenizer.stream() if model.tokenizer else None for _ in prompts]
+
+    def __iter__(self) -> Iterator[Piece]:
+        for emitted in self.run:
+            for i, ids in enumerate(emitted):
+                if ids:
+                    first = len(self.run.ids[i]) == len(ids)  # the prefill's token is the target's own, like the last one
+                    yield Piece(i, ids, self.streams[i].push(ids) if self.streams[i] else "", 0 if first else len(ids) - 1)
+        for i, stream in enumerate(self.streams):
+            if stream and (rest := stream.flush()):
+                yield Piece(i, [], rest, 0)
+
+    def results(self) -> list[Result]:
+        """One `Result` per prompt, in order."""
+        decode = self.model.tokenizer.decode if self.model.tokenizer else lambda ids: ""
+        outputs: list[Output] = self.run.outputs()
+        return [
+            Result(
+                prompt if isinstance(prompt, str) else None, ids, decode(o.ids), o.ids, o.finish, o.seconds, o.prefill_seconds,
+                o.accept_lengths, s.seed,
+            )
+            for prompt, ids, o, s in zip(self.prompts, self.run.prompts, outputs, self.sampling)
+        ]
