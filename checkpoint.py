@@ -88,7 +88,8 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
     state = {}
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            check_keys({k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}, wanted, str(path))
+            names = file.keys()
+            check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
             for name in wanted:
                 tensor = file.get_tensor(name)
                 state[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor

@@ -58,7 +58,8 @@ class State(nn.Module):
 
     tokens [B, S']: prompt and output; tokens[b, N] is the root, emitted but not committed.
     features [B, W, F], n_new [B]: target features of the last n_new committed tokens, which the head has not read yet.
-    limit [B]: the largest N; done [B]: moves no more; reading [B]: its prompt is not read to the end; stop_ids [n]; key, temperature, top_k, top_p: one request each.
+    limit [B]: the largest N; done [B]: moves no more; reading [B]: its prompt is not read to the end.
+    stop_ids [n]: any of them ends a text. key [B, 2], temperature, top_k, top_p [B]: how each request samples.
     out [B, W+2]: what the last step emitted, how many of the W are valid, and whether the sequence is done.
     """
 
@@ -306,7 +307,7 @@ class Decoder:
     def steps(self) -> Iterator[list[list[int]]]:
         """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during prefill)."""
         unread: deque = deque()
-        for chunk in self._read_prompts():
+        for _ in self._read_prompts():
             unread.append(self._out_to_host())
             yield from self._read(unread, 0)
         self.prefilled = time.perf_counter()
@@ -318,7 +319,7 @@ class Decoder:
             yield from self._read(unread, self.lag)
         yield from self._read(unread, 0)
 
-    def _read_prompts(self) -> Iterator[int]:
+    def _read_prompts(self) -> Iterator[None]:
         start = list(self._start)
         while remaining := max(len(p) - s for p, s in zip(self._prompts, start)):
             size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
@@ -329,7 +330,7 @@ class Decoder:
             with torch.no_grad(), self._announce("prefill", size):
                 self._prefill(self.target, self.caches, self.drafter, self.state, span, at, chunk, *self._modes)
             start = [min(s + size, len(p)) for s, p in zip(start, self._prompts)]
-            yield size
+            yield
 
     def _run_step(self, unread: int):
         """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""

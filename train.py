@@ -392,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"resumed at step {trainer.step}", file=sys.stderr)
         trainer.run()
         export_eagle3(head, options.out)
-        print(f"wrote {options.out}; convert it with: python convert_checkpoint.py --checkpoint {options.out} --target {options.checkpoint}")
+        print(f"wrote {options.out}; next: python convert_checkpoint.py --checkpoint {options.out} --target {options.checkpoint}")
     except (CheckpointError, ValueError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -145,7 +145,10 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     assert chi_square(counts, B * p) < chi_square_limit(len(p) - 1)
 
 
-@pytest.mark.parametrize("bad", [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_new_tokens": 0}])
+BAD = [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_new_tokens": 0}]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
 def test_bad_settings_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sampling(**bad)

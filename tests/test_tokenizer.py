@@ -325,7 +325,7 @@ def test_template_language(bpe, tmp_path):
 
 
 def test_template_errors_are_one_line(bpe, sp, tmp_path):
-    with pytest.raises(CheckpointError, match="chat template: only user and assistant$"):
+    with pytest.raises(CheckpointError, match=r"chat template: only user and assistant$"):
         Tokenizer.load(sp).chat([{"role": "tool", "content": "x"}])
     with pytest.raises(CheckpointError, match="chat template: "):
         Tokenizer.load(bpe).chat([{"content": "no role"}])
@@ -446,7 +446,7 @@ def test_gguf_bpe_bos_follows_the_metadata(tmp_path):
 @pytest.mark.parametrize("prefix", [None, False])
 def test_gguf_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
     raw = raw_sp(sp)
-    kind = {i: 1 for i in range(raw.get_piece_size())} | {0: 2, 1: 3, 2: 3}
+    kind = dict.fromkeys(range(raw.get_piece_size()), 1) | {0: 2, 1: 3, 2: 3}
     kind |= {i: 6 for i in kind if raw.is_byte(i)} | {raw.piece_to_id("<sep>"): 4}
     fields = {
         "tokenizer.ggml.model": "llama",

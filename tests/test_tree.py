@@ -16,7 +16,7 @@ def grow(shape: TreeShape, draw, root: int):
     first = draw(())
     growth = Growth(shape, torch.tensor([[s for s, _ in first]]), torch.tensor([[t for _, t in first]]))
     nodes = [((t,), s) for s, t in first]  # candidates in flat order
-    beam = [((t,), s) for s, t in first]
+    beam = newest = list(nodes)
     for level in range(shape.depth):
         if level:
             growth.advance()
@@ -50,8 +50,9 @@ def test_pruned_tree_is_the_best_subset(shape, ties):
     shape = TreeShape(*shape)
     for seed in range(8):
         rng = random.Random(seed)
+
         # With ties many children have probability 1: they equal their parent's score and must not be kept without it.
-        def draw(path):
+        def draw(path, rng=rng):
             scores = [0.0 if ties and rng.random() < 0.6 else -rng.random() for _ in range(shape.width)]
             return list(zip(sorted(scores, reverse=True), rng.sample(range(100), shape.width)))
 

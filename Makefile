@@ -1,0 +1,38 @@
+# make demo   set everything up and watch SmolLM2-135M write with EAGLE-3, next to plain decoding
+# make test   set everything up and run the tests;   make lint   the same for the linter
+# Needs Python >= 3.10 with venv, make and a C++ compiler. Nothing is installed outside .venv.
+PYTHON ?= python3
+VENV ?= .venv
+PROMPT ?= Explain in a few sentences why the sky is blue.
+ARGS ?=
+RUN = $(VENV)/bin/python
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/ready
+	@case " $(ARGS) " in *" --no-compile "*) ;; *) command -v "$${CXX:-g++}" >/dev/null || { \
+		echo "error: no C++ compiler: torch.compile needs $${CXX:-g++}; install it, set CXX, or run: make demo ARGS=--no-compile" >&2; exit 1; };; esac
+	$(RUN) demo.py fetch
+	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
+
+test: $(VENV)/ready-dev
+	$(RUN) -m pytest tests
+
+lint: $(VENV)/ready-dev
+	$(RUN) -m ruff check .
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: Python >= 3.10 is needed; name one with make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "error: python3 -m venv failed; on Debian/Ubuntu install python3-venv" >&2; exit 1; }
+
+$(VENV)/ready: requirements.txt | $(VENV)/bin/python
+	$(RUN) -m pip install -q --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/ready-dev: requirements.txt requirements-dev.txt | $(VENV)/bin/python
+	$(RUN) -m pip install -q --disable-pip-version-check -r requirements-dev.txt
+	@touch $@ $(VENV)/ready
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache
