@@ -99,9 +99,9 @@ def converted(checkpoint: str) -> str:
     except CheckpointError:
         if Path(checkpoint, "config.json").is_file() and '"format"' in Path(checkpoint, "config.json").read_text(errors="replace"):
             raise  # ours, but of another version or damaged
-    from convert_checkpoint import convert
+    from convert_checkpoint import convert, default_folder
 
-    out = Path("checkpoints") / Path(checkpoint.rstrip("/")).name.removesuffix(".gguf").lower()
+    out = default_folder(checkpoint)
     if not out.is_dir():
         note(f"converting {checkpoint} into {out}")
         convert(checkpoint, out)

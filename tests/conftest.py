@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT))
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 
 def write_byte_tokenizer(folder: Path) -> None:

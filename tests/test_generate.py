@@ -68,10 +68,9 @@ def test_prompts_of_every_kind_in_one_batch(golden, capsys, tmp_path):
 
 def test_raw_system_and_template_reach_the_model(golden, capsys):
     model = load(golden, compile=False)
-    chat = lambda text: [c for c in text.encode()]  # noqa: E731
-    assert model.encode("hi") == chat("u:hi\na:")
-    assert model.encode("hi", system="be") == chat("s:be\nu:hi\na:")
-    assert model.encode("hi", raw=True) == chat("hi")
+    assert model.encode("hi") == list(b"u:hi\na:")
+    assert model.encode("hi", system="be") == list(b"s:be\nu:hi\na:")
+    assert model.encode("hi", raw=True) == list(b"hi")
     outputs = [
         rows(cli(capsys, "--checkpoint", golden, "--prompt", "hi", "--json", "--max-new-tokens", 8, *flags)[1])[0]["output_ids"]
         for flags in ([], ["--raw"], ["--system", "be"])
@@ -96,7 +95,7 @@ def test_trace_has_the_golden_keys_and_trees(golden, capsys, tmp_path):
         capsys, "--checkpoint", golden, "--speculate", "eagle3", "--prompt-ids", prompt, "--max-new-tokens", 60, "--trace", file, *SMALL
     )
     trace = load_file(file)
-    assert code == 0 and out.strip()
+    assert code == 0 and out
     for key, value in reference.items():
         if key == "output_ids":
             value, trace[key] = value.flatten(), trace[key][: value.numel()]
@@ -181,7 +180,7 @@ BAD = {
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature"),
     "top-p": (["--prompt", "x", "--top-p", "0"], "top_p"),
     "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
-    "impossible tree": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "60", "--tree-depth", "1", "--tree-width", "2"], "tree:"),
+    "impossible tree": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "60", "--tree-depth", "1"], "tree:"),
     "tree wider than the head": (["--prompt", "x", "--speculate", "eagle3", "--tree-width", "97"], "width 97"),
     "context too long": (["--prompt", "x", "--max-seq-len", "5000"], "5000"),
     "prompt too long": (["--prompt", "x" * 50, "--max-seq-len", "20"], "20"),
@@ -214,7 +213,7 @@ def test_damaged_weights_are_one_clear_line(golden, capsys, tmp_path):
 
 def test_missing_compiler_is_said(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Exception, match="no C\\+\\+ compiler.*--no-compile"):
+    with pytest.raises(Exception, match=r"no C\+\+ compiler.*--no-compile"):
         check_compiler()
 
 
