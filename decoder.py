@@ -264,7 +264,8 @@ class Decoder:
             tokens[i, : len(prompt)] = torch.tensor(prompt)
             limits.append(min(len(prompt) + request.max_new_tokens, self.max_seq_len) - 1)
             same = next((j for j, (a, b) in enumerate(zip(prompt, held[i])) if a != b), min(len(prompt), len(held[i])))
-            self._start.append(min(same, len(prompt) - 1))
+            # One token back: the drafter's last row was read together with the token that followed it then.
+            self._start.append(max(0, min(same, len(prompt)) - 1))
 
         def fill(buffer: Tensor, values: list, rest) -> None:
             buffer.copy_(torch.tensor(values + [rest] * (self.batch - len(values)), dtype=buffer.dtype))

@@ -120,10 +120,10 @@ def test_coupling_helps(models):
 
 def test_distribution_of_speculative_text(models):
     """The second and third token after 4,096 seeds against exact conditional probabilities, chi-square at 1e-6."""
-    prompt, B = prompts(1, seed=5, shortest=20)[0], 512
+    prompt, B = prompts(1, seed=5, shortest=20)[0], 256
     decoder = speculative(models, TreeShape(8, 2, 3), batch=B)
     rows = []
-    for i in range(8):
+    for i in range(16):
         rows += ids(decoder, [prompt] * B, [Sampling(3, temperature=0.8, seed=i * B + j) for j in range(B)])
     rows = torch.tensor(rows)
     target = models[0]
@@ -236,7 +236,7 @@ def test_reuse_of_the_caches_equals_a_fresh_start(models, shape):
             pass
         want = fresh.generate([talk], settings)[0]
         assert run.ids[0] == want.ids and run.accept_lengths[0] == want.accept_lengths
-        assert decoder._start[0] >= kept - shape.window, "what the caches held was read again"
+        assert decoder._start[0] >= kept - 1 - shape.window, "what the caches held was read again"
         if turn == 2:
             talk, kept = talk[:40], 40  # the user edits the conversation: only its beginning is still valid
         else:
