@@ -7,14 +7,17 @@ PROMPT ?= Explain in a few sentences why the sky is blue.
 ARGS ?=
 RUN = $(VENV)/bin/python
 
-.PHONY: demo test lint clean
+.PHONY: demo fetch test lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
 	@case " $(ARGS) " in *" --no-compile "*) ;; *) command -v "$${CXX:-g++}" >/dev/null || { \
 		echo "error: no C++ compiler: torch.compile needs $${CXX:-g++}; install it, set CXX, or run: make demo ARGS=--no-compile" >&2; exit 1; };; esac
-	$(RUN) demo.py fetch
+	@$(MAKE) --no-print-directory fetch
 	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
+
+fetch: $(VENV)/ready
+	$(RUN) demo.py fetch
 
 test: $(VENV)/ready-dev
 	$(RUN) -m pytest tests

@@ -111,13 +111,16 @@ def load_target(folder: str | Path, device="cpu", dtype: torch.dtype | None = No
     return _load(Path(folder), config, device, dtype), config
 
 
-def load_head(folder: str | Path, target: Transformer, device="cpu", dtype: torch.dtype | None = None) -> Eagle3Head:
-    """Load a converted EAGLE-3 head and tie it to its target. Raises CheckpointError if it does not fit that target."""
+def load_head(folder: str | Path, target: Transformer) -> Eagle3Head:
+    """Load a converted EAGLE-3 head in its target's dtype, on its device, and tie it to that target.
+
+    Raises CheckpointError if it is missing, damaged or does not fit.
+    """
     config = read_config(folder)
     if config["kind"] == "target":
         raise CheckpointError(f"{folder}: holds a target checkpoint where a draft head was expected")
     check_head_fits(config, target.args, str(folder))
-    head = _load(Path(folder), config, device, dtype)
+    head = _load(Path(folder), config, target.embed.weight.device, target.embed.weight.dtype)
     head.use_target_embedding(target)
     return head
 

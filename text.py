@@ -110,7 +110,7 @@ def load(
         folder = Path(draft or Path(checkpoint) / "eagle3")
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
-        head = load_head(folder, target, device, target.embed.weight.dtype)
+        head = load_head(folder, target)
         try:
             drafter = Eagle3(head, tree or default_tree(device), coupled)
         except ValueError as e:

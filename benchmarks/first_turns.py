@@ -1,0 +1,197 @@
+"""Losslessness, tau and speed on the first turns of a FastChat question file (MT-bench, say), in one run.
+
+    python benchmarks/first_turns.py --checkpoint checkpoints/smollm2-135m --questions question.jsonl --equality
+    python benchmarks/first_turns.py --checkpoint checkpoints/smollm2-135m --questions question.jsonl --speed [--transformers]
+    python benchmarks/first_turns.py ... --coupling
+
+--equality  float32, batches of 16: EAGLE-3 text against plain text, greedy and at temperature 1 with seeds.
+--speed     the stored dtype, batch 1, compiled: every question plainly and speculatively, alternating; medians and ratios.
+            --transformers also times `generate` of transformers on the same weights.
+--coupling  tau at temperature 1 with coupled drafting on and off.
+Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from dataset import read_prompts  # noqa: E402
+from decoder import Sampling  # noqa: E402
+from text import load  # noqa: E402
+from tree import TreeShape  # noqa: E402
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def decode(model, prompts: list[str], settings: list[Sampling], batch: int) -> list:
+    """Decode all prompts in groups of `batch`; returns their results in order."""
+    results = []
+    for i in range(0, len(prompts), batch):
+        job = model.job(prompts[i : i + batch], settings[i : i + batch])
+        for _ in job:
+            pass
+        results += job.results()
+        say(f"  {len(results)}/{len(prompts)}")
+    return results
+
+
+def tau_of(results) -> float:
+    lengths = [n for r in results for n in r.accept_lengths]
+    return sum(lengths) / len(lengths)
+
+
+def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
+    """Text equality in float32, compiled as users run it unless --no-compile."""
+    batch = min(16, len(prompts))
+    options = {"dtype": "fp32", "batch": batch, "compile": o.compile, "say": say}
+    plain, fast = load(o.checkpoint, **options), load(o.checkpoint, "eagle3", tree=shape, **options)
+    found = {}
+    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+        settings = [Sampling(o.max_new_tokens, temperature, seed=i) for i in range(len(prompts))]
+        a, b = decode(plain, prompts, settings, batch), decode(fast, prompts, settings, batch)
+        differ = [i for i, (x, y) in enumerate(zip(a, b)) if x.ids != y.ids]
+        found[name] = {"equal": len(prompts) - len(differ), "of": len(prompts), "differ": differ, "tau": tau_of(b)}
+        say(f"{name}: {found[name]}")
+    return found
+
+
+def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
+    """Tokens per second of each question, plain and speculative alternating; medians."""
+    plain, fast = load(o.checkpoint, compile=o.compile, say=say), load(o.checkpoint, "eagle3", tree=shape, compile=o.compile, say=say)
+    peer = Transformers(o.checkpoint) if o.transformers else None
+    setting = Sampling(o.max_new_tokens)
+    for model in (plain, fast):
+        model.warm_up(setting)
+        model.generate(prompts[0], max_new_tokens=16)
+    rows = []
+    for i, prompt in enumerate(prompts):
+        pair = [(m, m.generate(prompt, max_new_tokens=o.max_new_tokens)) for m in ((plain, fast) if i % 2 else (fast, plain))]
+        a, b = (next(r for m, r in pair if m is which) for which in (plain, fast))
+        row = {"plain": a.tokens_per_second, "eagle3": b.tokens_per_second, "accept_lengths": b.accept_lengths, "equal": a.ids == b.ids}
+        if peer:
+            row["transformers"] = peer.tokens_per_second(plain.encode(prompt), o.max_new_tokens)
+        rows.append(row)
+        say(f"  {i + 1}/{len(prompts)} " + " ".join(f"{k} {v:.1f}" for k, v in row.items() if isinstance(v, float)))
+    timed = [r for r in rows if r["plain"] and r["eagle3"]]
+    lengths = [n for r in rows for n in r["accept_lengths"]]
+    found = {
+        "tau": sum(lengths) / len(lengths),
+        "plain_tokens_per_second": statistics.median(r["plain"] for r in timed),
+        "eagle3_tokens_per_second": statistics.median(r["eagle3"] for r in timed),
+        "speedup_median": statistics.median(r["eagle3"] / r["plain"] for r in timed),
+        "texts_equal": sum(r["equal"] for r in rows), "of": len(rows),
+    }
+    if peer:
+        found["transformers_tokens_per_second"] = statistics.median(r["transformers"] for r in timed)
+        found["speedup_over_transformers_median"] = statistics.median(r["eagle3"] / r["transformers"] for r in timed)
+    return {**found, "rows": rows}
+
+
+class Transformers:
+    """`generate` of transformers on our weights, handed over as a Hugging Face LLaMA (greedy, static prompt ids)."""
+
+    def __init__(self, checkpoint: str):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        from checkpoint import load_target
+
+        target, config = load_target(checkpoint)
+        a = target.args
+        if a.rope_scaling:
+            raise SystemExit("error: --transformers: rope scaling is not handed over")
+        weights = {"model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight}
+        weights["lm_head.weight"] = target.embed.weight if target.lm_head is None else target.lm_head.weight
+        q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+        for i, layer in enumerate(target.layers):
+            at = f"model.layers.{i}."
+            for name, part in zip("qkv", layer.wqkv.weight.split((q, kv, kv))):
+                weights[f"{at}self_attn.{name}_proj.weight"] = part
+            for name, part in zip(("gate", "up"), layer.w_gate_up.weight.chunk(2)):
+                weights[f"{at}mlp.{name}_proj.weight"] = part
+            weights |= {
+                f"{at}self_attn.o_proj.weight": layer.wo.weight, f"{at}mlp.down_proj.weight": layer.w_down.weight,
+                f"{at}input_layernorm.weight": layer.attn_norm.weight,
+                f"{at}post_attention_layernorm.weight": layer.mlp_norm.weight,
+            }
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=a.vocab_size, hidden_size=a.hidden_size, intermediate_size=a.intermediate_size,
+                num_hidden_layers=a.num_layers, num_attention_heads=a.num_heads, num_key_value_heads=a.num_kv_heads,
+                head_dim=a.head_dim, rms_norm_eps=a.norm_eps, rope_theta=a.rope_base, tie_word_embeddings=a.tie_embeddings,
+                max_position_embeddings=a.max_seq_len,
+            )
+        ).to(target.embed.weight.dtype)
+        self.model.load_state_dict(weights, strict=not a.tie_embeddings)
+        self.stop = config["stop_ids"]
+
+    @torch.no_grad()
+    def tokens_per_second(self, ids: list[int], max_new_tokens: int) -> float:
+        """Whole time of `generate`, prompt included, over the new tokens."""
+        prompt = torch.tensor([ids])
+        began = time.perf_counter()
+        out = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.stop,
+            pad_token_id=self.stop[0],
+        )
+        return (out.shape[1] - prompt.shape[1]) / (time.perf_counter() - began)
+
+
+def coupling(o, prompts: list[str], shape: TreeShape | None) -> dict:
+    """tau at temperature 1, the same seeds, coupled drafting on and off."""
+    batch, found = min(16, len(prompts)), {}
+    settings = [Sampling(o.max_new_tokens, 1.0, seed=i) for i in range(len(prompts))]
+    for name, coupled in (("coupled", True), ("uncoupled", False)):
+        model = load(o.checkpoint, "eagle3", tree=shape, coupled=coupled, batch=batch, compile=o.compile, say=say)
+        found[name] = {"tau": tau_of(decode(model, prompts, settings, batch))}
+        say(f"{name}: {found[name]}")
+    return found
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", required=True)
+    p.add_argument("--questions", required=True)
+    p.add_argument("--limit", type=int)
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--tree", default=None, metavar="T,D,K", help="default: the device's default tree")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--transformers", action="store_true", help="with --speed: time transformers too")
+    for part in ("equality", "speed", "coupling"):
+        p.add_argument(f"--{part}", action="store_true")
+    p.add_argument("--name", default="first_turns", help="of the file under benchmarks/results")
+    o = p.parse_args()
+    torch.set_num_threads(o.threads)
+    prompts = read_prompts(o.questions)[: o.limit]
+    shape = TreeShape(*map(int, o.tree.split(","))) if o.tree else None
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+    record = {
+        "date": datetime.date.today().isoformat(), "device": device, "threads": o.threads, "torch": torch.__version__,
+        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default",
+    }
+    for name, part in (("equality", equality), ("speed", speed), ("coupling", coupling)):
+        if getattr(o, name):
+            record[name] = part(o, prompts, shape)
+            shown = {k: v for k, v in record[name].items() if k != "rows"}
+            print(name, json.dumps(shown, indent=1))
+    folder = ROOT / "benchmarks" / "results"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{o.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

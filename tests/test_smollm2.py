@@ -1,0 +1,49 @@
+"""The real demo model against transformers, and lossless with its real head. Skipped until `python demo.py fetch` (or
+`make demo`) has put it into checkpoints/; CI does that first."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint import load_target
+from text import load
+from tree import TreeShape
+
+FOLDER = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m"
+pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").is_file(), reason="run `python demo.py fetch` first")
+
+
+def test_logits_agree_with_transformers_on_512_tokens():
+    pytest.importorskip("transformers")
+    from benchmarks.first_turns import Transformers
+
+    target, _ = load_target(FOLDER, dtype=torch.float32)
+    peer = Transformers(FOLDER).model.float()
+    tokens = torch.randint(0, 49152, (1, 512), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = target.logits(target.causal(tokens)[0]), peer(tokens).logits
+    assert (ours - theirs).norm() / theirs.norm() < 1e-4
+    assert (ours - theirs).abs().max() / theirs.abs().max() < 1e-4
+
+
+def test_stop_ids_template_and_context():
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert set(config["stop_ids"]) == {0, 2} and config["max_seq_len"] == 8192
+    model = load(FOLDER, compile=False)
+    assert model.tokenizer.decode(model.encode("Hi")).startswith("system\nYou are a helpful AI assistant")
+    assert model.generate("What is the capital of France?", max_new_tokens=60).finish == "stop"
+
+
+@pytest.mark.skipif(not (FOLDER / "eagle3").is_dir(), reason="no head for it yet")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_eagle3_text_is_plain_text(temperature):
+    plain = load(FOLDER, dtype="fp32", compile=False)
+    fast = load(FOLDER, "eagle3", tree=TreeShape(16, 3, 4), dtype="fp32", compile=False)
+    taus = []
+    for seed, prompt in enumerate(("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")):
+        settings = {"max_new_tokens": 40, "temperature": temperature, "seed": seed}
+        a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
+        assert a.ids == b.ids
+        taus.append(b.tau)
+    assert sum(taus) / 3 > 1.3, "the head drafts next to nothing"
