@@ -28,6 +28,7 @@ import torch  # noqa: E402
 
 from dataset import read_prompts  # noqa: E402
 from decoder import Sampling  # noqa: E402
+from model import Transformer  # noqa: E402
 from text import load  # noqa: E402
 from tree import TreeShape  # noqa: E402
 
@@ -71,7 +72,7 @@ def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
 def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
     """Tokens per second of each question, plain and speculative alternating; medians."""
     plain, fast = load(o.checkpoint, compile=o.compile, say=say), load(o.checkpoint, "eagle3", tree=shape, compile=o.compile, say=say)
-    peer = Transformers(o.checkpoint) if o.transformers else None
+    peer = Transformers(plain.decoder.target, plain.decoder.state.stop_ids.tolist()) if o.transformers else None
     setting = Sampling(o.max_new_tokens)
     for model in (plain, fast):
         model.warm_up(setting)
@@ -103,12 +104,9 @@ def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
 class Transformers:
     """`generate` of transformers on our weights, handed over as a Hugging Face LLaMA (greedy, static prompt ids)."""
 
-    def __init__(self, checkpoint: str):
+    def __init__(self, target: Transformer, stop_ids: list[int]):
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        from checkpoint import load_target
-
-        target, config = load_target(checkpoint)
         a = target.args
         if a.rope_scaling:
             raise SystemExit("error: --transformers: rope scaling is not handed over")
@@ -133,9 +131,10 @@ class Transformers:
                 head_dim=a.head_dim, rms_norm_eps=a.norm_eps, rope_theta=a.rope_base, tie_word_embeddings=a.tie_embeddings,
                 max_position_embeddings=a.max_seq_len,
             )
-        ).to(target.embed.weight.dtype)
-        self.model.load_state_dict(weights, strict=not a.tie_embeddings)
-        self.stop = config["stop_ids"]
+        )
+        self.model.load_state_dict(weights, assign=True)  # the weights' own dtype; RoPE stays float32
+        self.model.eval()
+        self.stop = stop_ids
 
     @torch.no_grad()
     def tokens_per_second(self, ids: list[int], max_new_tokens: int) -> float:
