@@ -87,7 +87,7 @@ def test_trains_exports_and_decodes(golden, prompt_file, tmp_path):
         return [row for row in log if "loss" in row][-1]
 
     trained, control = last(tmp_path), last(tmp_path / "control", lr=1e-12)
-    assert trained["loss"] < 0.9 * control["loss"] and trained["accuracy"][0] > 2 * control["accuracy"][0]
+    assert trained["loss"] < 0.85 * control["loss"] and trained["accuracy"][0] > control["accuracy"][0] + 0.05
     folder = convert(tmp_path / "head", tmp_path / "converted", target=golden, quiet=True)
     target, _ = load_target(golden)
     head = load_head(folder, target)
