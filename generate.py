@@ -222,15 +222,23 @@ def decode_all(o, model, plain, prompts: list, samplings: list, batch: int) -> i
                 equal = sum(a.ids == b.ids for a, b in zip(results, others))
                 rate = [sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, others)]
                 ratio = speedup(results[0], others[0]) if len(results) == 1 else rate[0] / max(rate[1], 1e-9)
-                note(
-                    f"plain: {rate[1]:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: "
-                    + ("yes" if equal == len(results) else f"{equal} of {len(results)}")
-                )
+                verdict = "yes" if equal == len(results) else f"{equal} of {len(results)}; {first_difference(results, others)}"
+                note(f"plain: {rate[1]:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: {verdict}")
         if trace and not interrupted:
             trace.save(o.trace, results[0])
         if interrupted:
             return 130
     return 0
+
+
+def first_difference(results: list, others: list) -> str:
+    """Where the first unequal pair of results parts, and what it means."""
+    i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(results, others)) if a.ids != b.ids)
+    at = next((n for n, (x, y) in enumerate(zip(*ids)) if x != y), min(map(len, ids)))
+    return (
+        f"prompt {i + 1} parts at token {at + 1}: in 16 bits a pass over many rows rounds differently from a pass over one,"
+        " so near ties may fall either way; --dtype fp32 is exact"
+    )
 
 
 def chat(o, model, sampling) -> int:
