@@ -34,6 +34,7 @@ from model import Eagle3Head, HeadArgs, Transformer, eagle3_aux_layers, rope_tab
 from tokenizer import Tokenizer
 from tree import pick
 
+SHORT = 3  # unrolled steps of the short epochs: what later steps need is mostly learnt in the first ones, at a quarter of the time
 DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
 
 
@@ -208,19 +209,19 @@ class Trainer:
                 self.cache_room -= sum(x.numel() * x.element_size() for x in self.cache[i])
         return batch, *read
 
-    def loss(self, indices: list[int], rows: list[dict]):
+    def loss(self, indices: list[int], rows: list[dict], steps: int):
         batch, features, state, greedy = self.read(indices, rows)
         bf16 = self.lm_rows.dtype == torch.bfloat16
         autocast = torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
         with autocast:
             with torch.no_grad():
                 teacher = F.linear(state, self.lm_rows).float().softmax(-1).to(self.lm_rows.dtype)
-            return ttt_loss(self.head, batch, features, teacher, greedy, self.o.steps), batch
+            return ttt_loss(self.head, batch, features, teacher, greedy, steps), batch
 
     def validate(self) -> list[float]:
         """Top-1 accuracy of each step on the held-out conversations."""
         with torch.no_grad():
-            parts = [self.loss(b, self.held_out)[0][1] for b in batches(self.held_out, self.o.batch_tokens, None)]
+            parts = [self.loss(b, self.held_out, self.o.steps)[0][1] for b in batches(self.held_out, self.o.batch_tokens, None)]
         return torch.stack(parts).mean(0).tolist()
 
     # -- the loop ----------------------------------------------------------------------------------------------------
@@ -239,10 +240,11 @@ class Trainer:
         first = self.step
         while self.epoch < len(self.plan):
             plan = self.plan[self.epoch]
+            steps = min(SHORT, self.o.steps) if self.epoch < self.o.short_epochs else self.o.steps
             while self.in_epoch < len(plan):
                 for group in self.optimizer.param_groups:
                     group["lr"] = self.rate()
-                (loss, accuracy), batch = self.loss(plan[self.in_epoch], self.rows)
+                (loss, accuracy), batch = self.loss(plan[self.in_epoch], self.rows, steps)
                 if not torch.isfinite(loss):
                     raise CheckpointError(
                         f"loss is {loss.item()} at step {self.step} (epoch {self.epoch}, batch {self.in_epoch});"
@@ -303,7 +305,7 @@ class Trainer:
 
 def fingerprint(options) -> dict:
     """The settings that define a run; a resumed run must have the same."""
-    names = ("draft_vocab", "steps", "epochs", "lr", "batch_tokens", "seed", "max_len", "intermediate_size")
+    names = ("draft_vocab", "steps", "epochs", "short_epochs", "lr", "batch_tokens", "seed", "max_len", "intermediate_size")
     return {name: getattr(options, name) for name in names}
 
 
@@ -362,6 +364,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--intermediate-size", type=int, help="of the head's MLP (default: the target's)")
     p.add_argument("--steps", type=int, default=7, help="unrolled draft steps")
     p.add_argument("--epochs", type=int, default=4)
+    p.add_argument("--short-epochs", type=int, default=0, help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per optimizer step")
     p.add_argument("--max-len", type=int, default=512, help="conversations are cut to this many tokens")

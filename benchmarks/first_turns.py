@@ -13,24 +13,20 @@ Raw figures go to benchmarks/results/NAME.json with date, device and torch versi
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
+from common import describe, write  # first: it makes the modules below importable
 
-import torch  # noqa: E402
-
-from dataset import read_prompts  # noqa: E402
-from decoder import Sampling  # noqa: E402
-from model import Transformer  # noqa: E402
-from text import load  # noqa: E402
-from tree import TreeShape  # noqa: E402
+from dataset import read_prompts
+from decoder import Sampling
+from model import Transformer
+from text import load
+from tree import TreeShape
 
 
 def say(line: str) -> None:
@@ -176,9 +172,7 @@ def main() -> int:
     torch.set_num_threads(o.threads)
     prompts = read_prompts(o.questions)[: o.limit]
     shape = TreeShape(*map(int, o.tree.split(","))) if o.tree else None
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
-    record = {
-        "date": datetime.date.today().isoformat(), "device": device, "threads": o.threads, "torch": torch.__version__,
+    record = describe(o.threads) | {
         "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default",
     }
     for name, part in (("equality", equality), ("speed", speed), ("coupling", coupling)):
@@ -186,9 +180,7 @@ def main() -> int:
             record[name] = part(o, prompts, shape)
             shown = {k: v for k, v in record[name].items() if k != "rows"}
             print(name, json.dumps(shown, indent=1))
-    folder = ROOT / "benchmarks" / "results"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{o.name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(o.name, record)
     return 0
 
 

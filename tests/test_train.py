@@ -101,10 +101,10 @@ def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monke
     assert train.main(options(golden, prompt_file, tmp_path / "whole")) == 0
     original, calls = train.Trainer.loss, iter(range(1000))
 
-    def stops(self, indices, rows):
+    def stops(self, indices, rows, steps):
         if rows is self.rows and next(calls) == 5:
             raise KeyboardInterrupt
-        return original(self, indices, rows)
+        return original(self, indices, rows, steps)
 
     monkeypatch.setattr(train.Trainer, "loss", stops)
     argv = options(golden, prompt_file, tmp_path / "broken", **{"save-seconds": 0})
@@ -112,6 +112,19 @@ def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monke
     assert train.main(argv) == 0
     a, b = weights(tmp_path / "whole" / "head"), weights(tmp_path / "broken" / "head")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_short_epochs_unroll_fewer_steps(golden, prompt_file, tmp_path, monkeypatch):
+    original, seen = train.Trainer.loss, []
+
+    def watched(self, indices, rows, steps):
+        seen.append((rows is self.rows, self.epoch, steps))
+        return original(self, indices, rows, steps)
+
+    monkeypatch.setattr(train.Trainer, "loss", watched)
+    assert train.main(options(golden, prompt_file, tmp_path, steps=5, **{"short-epochs": 1})) == 0
+    assert {(epoch, steps) for training, epoch, steps in seen if training} == {(0, train.SHORT), (1, 5)}
+    assert {steps for training, _, steps in seen if not training} == {5}  # what is reported stays comparable
 
 
 def test_other_settings_do_not_resume(golden, prompt_file, tmp_path, capsys):
