@@ -14,14 +14,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from errors import CheckpointError
 from model import Eagle3Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be read, converted or used. The message is one line: what, where, what to do."""
 
 
 def read_json(path: Path) -> dict:
@@ -30,7 +27,7 @@ def read_json(path: Path) -> dict:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise CheckpointError(f"{path}: cannot be read as JSON ({e})") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(data).__name__}")

@@ -110,8 +110,7 @@ def convert(
         config, plan = _plan_target(opened, dtype)
     if out.is_symlink():
         out = out.resolve()  # replace what the link points to, not the link
-    origin = Path(source).name if Path(source).exists() else str(source)
-    config = {"format": FORMAT, "name": _name(source), "source": origin, **config}
+    config = {"format": FORMAT, "name": _name(source), "source": origin(source), **config}
     check_out(out, config["kind"], force)
     has_tokenizer = write_folder(out, config, plan, None if is_head else opened.tokenizer, quiet)
     if not has_tokenizer:
@@ -127,6 +126,11 @@ def convert(
 def default_folder(source: str | Path) -> Path:
     """Where a target is written unless --out says otherwise: checkpoints/NAME, in lower case."""
     return Path("checkpoints") / _name(source).lower()
+
+
+def origin(source: str | Path) -> str:
+    """What a converted folder's config says it came from: an absolute path, or the hub id."""
+    return str(Path(source).resolve()) if Path(source).exists() else str(source)
 
 
 def _name(source: str | Path) -> str:
@@ -177,6 +181,9 @@ def _llama_fields(source: Source) -> dict:
         raise CheckpointError(f"{path}: partial_rotary_factor is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = {k: v for k, v in rope.items() if k not in ("type", "rope_type", "rope_theta", "partial_rotary_factor")}
+    longest = config.get("max_position_embeddings", 2048)
+    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
+        raise CheckpointError(f"{path}: config: max_position_embeddings must be a positive integer, got {longest!r}")
     numbers = {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
@@ -194,7 +201,7 @@ def _llama_fields(source: Source) -> dict:
         "head_dim": config.get("head_dim", hidden // heads),
         **numbers,
         "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling},
-        "max_seq_len": config.get("max_position_embeddings", 2048),
+        "max_seq_len": longest,
     }
 
 
@@ -228,6 +235,10 @@ def _plan_target(source: Source, dtype: str) -> tuple[dict, list[Planned]]:
 def _plan_head(source: Source, target: Path, dtype: str, aux_layers) -> tuple[dict, list[Planned]]:
     path, given, tensors = source.path, source.config, dict(source.tensors)
     nested = given.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"{path}: config: eagle_config is not an object: {nested!r}")
+    if not isinstance(given.get("draft_vocab_size") or 0, int):
+        raise CheckpointError(f"{path}: config: draft_vocab_size is not a number: {given['draft_vocab_size']!r}")
     for flags in (given, nested):
         _refuse(path, flags, ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"))
     if nested.get("use_aux_hidden_state") is False:
@@ -238,7 +249,7 @@ def _plan_head(source: Source, target: Path, dtype: str, aux_layers) -> tuple[di
     if not any(n.startswith("midlayer.") for n in tensors):
         names = {ours: [n.replace("midlayer.", "layers.0.") for n in theirs] for ours, theirs in EAGLE3.items()}
     fields = _llama_fields(source)
-    rows = {ours: tensors[theirs[0]].shape[0] for ours, theirs in names.items() if theirs[0] in tensors}
+    rows = {ours: sum(tensors[theirs[0]].shape[:1]) for ours, theirs in names.items() if theirs[0] in tensors}
     if given.get("head_dim") is None and "layer.wqkv.weight" in rows:
         fields["head_dim"] = rows["layer.wqkv.weight"] // fields["num_heads"]  # H / heads is wrong for some Qwen heads
     config = {
@@ -374,6 +385,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+    except Exception as e:  # a checkpoint can be malformed in more ways than anyone can list
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
+        print(f"error: {args.checkpoint}: malformed in a way this program does not know ({reason})", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -71,7 +71,8 @@ class Collector:
         header = user_header(self.tokenizer)
 
         def turns(begin: int, end: int) -> list[str]:
-            sampling = [Sampling(128, temperature=1.0, top_p=0.95, seed=self.seed + 10**9 + i) for i in range(begin, end)]
+            # Temperature 0.8 rather than 1 with top-p: as sane, and without a search over the vocabulary at every step.
+            sampling = [Sampling(96, temperature=0.8, seed=self.seed + 10**9 + i) for i in range(begin, end)]
             outputs = self.decoder.generate([header] * (end - begin), sampling)
             return [self.tokenizer.decode(o.ids).strip() for o in outputs if o.finish == "stop"]
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from drafters.base import Drafter
-from model import KVCache, Transformer
+from model import KVCache, Transformer, cache_bytes
 from sampling import gumbel, restrict, seed_keys
 from tree import Tree, accept, pick, visible_slots
 
@@ -184,7 +184,8 @@ def prefill(
 
 
 class Output(NamedTuple):
-    """One decoded sequence. `finish` is "stop" (a stop id, which is the last of `ids`), "length" or "cache" (full)."""
+    """One decoded sequence. `finish` is "stop" (a stop id, which is the last of `ids`), "length" (max_new_tokens), "cache"
+    (full) or "interrupted" (the run was left before its end)."""
 
     ids: list[int]
     finish: str
@@ -220,6 +221,7 @@ class Decoder:
 
         shape = self.drafter.shape
         self.slots = round_up(max_seq_len + max(shape.room, self.chunks[-1]) + 1, SPAN)
+        self.cache_bytes = self._check_memory(dtype)
         self.caches = nn.ModuleList(
             KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
         )
@@ -239,6 +241,18 @@ class Decoder:
             self._step, self._prefill = (torch.compile(trace(f), fullgraph=True) for f in (step, prefill))
         self.capture = CapturedStep(self) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
+
+    def _check_memory(self, dtype: torch.dtype) -> int:
+        """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they do not fit."""
+        shapes = [self.target.args, *self.drafter.cached]
+        need = sum(cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes)
+        free = free_memory(self.device)
+        if free is not None and need > free:
+            raise ValueError(
+                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free:"
+                " lower --max-seq-len, the tree or the number of prompts decoded together"
+            )
+        return need
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -419,6 +433,7 @@ class Run:
         self.prompts = prompts
         self.ids: list[list[int]] = [[] for _ in prompts]
         self.accept_lengths: list[list[int]] = [[] for _ in prompts]
+        self.done = [False] * len(prompts)
         self.first = self.ended = None
 
     def __iter__(self) -> Iterator[list[list[int]]]:
@@ -430,7 +445,7 @@ class Run:
                 ids += new
             if self.first is None and all(self.ids):
                 self.first = now
-            self.ended = now
+            self.ended, self.done = now, list(self.decoder._done)
             yield emitted
 
     def outputs(self) -> list[Output]:
@@ -439,8 +454,8 @@ class Run:
         ended = self.ended or time.perf_counter()
         first = self.first or ended
         result = []
-        for ids, lengths, prompt in zip(self.ids, self.accept_lengths, self.prompts):
-            finish = "length"
+        for ids, lengths, prompt, done in zip(self.ids, self.accept_lengths, self.prompts, self.done):
+            finish = "length" if done else "interrupted"
             if ids and ids[-1] in stop_ids:
                 finish = "stop"
             elif len(prompt) + len(ids) >= decoder.max_seq_len:
@@ -480,6 +495,17 @@ class CapturedStep:
             result = self.decoder._call_step(span)
         done.copy_(kept)
         return graph, result
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
-from checkpoint import CheckpointError, read_config
+from errors import CheckpointError  # nothing here imports torch before it is needed: --help and mistakes answer at once
 
 STARTED = time.perf_counter()
 
@@ -77,8 +78,13 @@ def gather_prompts(o) -> list:
 
 def check_options(o, prompts: list) -> None:
     """Raise CheckpointError on options that contradict each other, before anything slow is done."""
-    if o.interactive and (prompts or o.json or o.compare or o.trace or o.num_samples != 1):
-        raise CheckpointError("--interactive reads its prompts from you: leave out --prompt*, --json, --compare, --trace, --num-samples")
+    if o.interactive and (prompts or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw):
+        raise CheckpointError(
+            "--interactive reads its prompts from you and uses the chat template:"
+            " leave out --prompt*, --json, --compare, --trace, --num-samples, --raw"
+        )
+    if o.interactive and sys.stdin is None:
+        raise CheckpointError("--interactive reads its prompts from standard input, which is closed")
     if not o.interactive and not prompts:
         raise CheckpointError("no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     if o.num_samples < 1:
@@ -87,31 +93,50 @@ def check_options(o, prompts: list) -> None:
         raise CheckpointError(f"--threads {o.threads}: must be at least 1")
     if o.trace and len(prompts) * o.num_samples != 1:
         raise CheckpointError("--trace records one sequence: give one prompt and one sample")
-    if o.trace and not Path(o.trace).absolute().parent.is_dir():
-        raise CheckpointError(f"--trace {o.trace}: its folder does not exist")
+    if o.trace:
+        folder = Path(o.trace).absolute().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(o.trace).is_dir():
+            raise CheckpointError(f"--trace {o.trace}: not a file that can be written")
 
 
 def converted(checkpoint: str) -> str:
-    """The converted folder of any source: itself, or checkpoints/NAME, converted now if need be."""
+    """The converted folder of any source: itself, or checkpoints/NAME, converted now unless that is up to date.
+
+    Raises CheckpointError if another source of the same name has been converted there.
+    """
+    from checkpoint import CONFIG, WEIGHTS, read_config
+
     try:
         read_config(checkpoint)
         return checkpoint
     except CheckpointError:
-        if Path(checkpoint, "config.json").is_file() and '"format"' in Path(checkpoint, "config.json").read_text(errors="replace"):
+        config = Path(checkpoint, CONFIG)
+        if config.is_file() and '"format"' in config.read_text(errors="replace"):
             raise  # ours, but of another version or damaged
-    from convert_checkpoint import convert, default_folder
+    from convert_checkpoint import convert, default_folder, origin
 
-    out = default_folder(checkpoint)
-    if not out.is_dir():
+    out, source = default_folder(checkpoint), Path(checkpoint)
+    stale = False
+    if out.is_dir():
+        held = read_config(out).get("source")
+        if held != origin(checkpoint):
+            raise CheckpointError(
+                f"{out}: was converted from {held}; convert {checkpoint} with convert_checkpoint.py --out DIR and use DIR"
+            )
+        files = [source] if source.is_file() else [f for f in source.iterdir() if f.is_file()] if source.is_dir() else []
+        stale = any(f.stat().st_mtime > (out / WEIGHTS).stat().st_mtime for f in files)
+    if stale or not out.is_dir():
         note(f"converting {checkpoint} into {out}")
-        convert(checkpoint, out)
+        with redirect_stdout(sys.stderr):  # stdout is for the answer
+            convert(checkpoint, out, force=stale)
     return str(out)
 
 
 def load_model(o, batch: int):
-    """Import torch only now, so that --help and wrong options answer at once; load, and compile what will run."""
+    """Load the checkpoint and its head -> (TextDecoder, Sampling). Nothing is compiled yet."""
     import torch
 
+    from checkpoint import read_config
     from decoder import Sampling
     from text import default_tree, load
     from tree import TreeShape
@@ -150,23 +175,40 @@ def compile_errors():
         raise CheckpointError(f"torch.compile failed ({lines[0] if lines else type(e).__name__}); try --no-compile") from e
 
 
-def show(job, model, colour: bool, label: bool) -> None:
+def is_terminal(stream) -> bool:
+    return stream is not None and stream.isatty()
+
+
+def colours(model) -> bool:
+    """Whether accepted drafts are to be coloured: on a terminal, if anything is drafted."""
+    return is_terminal(sys.stdout) and model.decoder.drafter.shape.nodes > 1
+
+
+def as_text(result, model) -> str:
+    """A result for people: its text, or its token ids where there is no tokenizer."""
+    return result.text if model.tokenizer else ",".join(map(str, result.ids))
+
+
+def show(job, model, label: bool) -> None:
     """Print a job's text as it comes. Several sequences are printed one after the other when they are done."""
     from report import coloured
 
     if label:
-        for _ in job:
-            pass
-        for i, result in enumerate(job.results()):
-            print(f"--- {i + 1}, seed {result.seed} ---\n{result.text}")
+        try:
+            for _ in job:
+                pass
+        finally:  # after Ctrl-C too: what there is
+            for i, result in enumerate(job.results()):
+                print(f"--- {i + 1}, seed {result.seed} ---\n{as_text(result, model)}")
         return
+    colour = colours(model)
     twin = model.tokenizer.stream() if model.tokenizer else None  # decodes the drafted part of a piece alone
+    before = ""
     for piece in job:
-        if model.tokenizer is None:
-            print(*piece.ids, sep=",", end="," , flush=True)
-            continue
         text = piece.text
-        if colour:
+        if model.tokenizer is None:
+            text, before = before + ",".join(map(str, piece.ids)), ","
+        elif colour:
             text = coloured(piece, twin.push)
             twin.push(piece.ids[piece.drafted :])
         print(text, end="", flush=True)
@@ -175,60 +217,53 @@ def show(job, model, colour: bool, label: bool) -> None:
 
 def decode_all(o, model, plain, prompts: list, samplings: list, batch: int) -> int:
     """Decode everything, batch by batch; returns the exit code."""
-    from report import Trace, as_json, speedup, statistics
+    from report import Trace, as_json, statistics
 
-    colour = sys.stdout.isatty() and model.decoder.drafter.shape.nodes > 1
     trace = Trace(model.decoder) if o.trace else None
     for i in range(0, len(prompts), batch):
         group, samples = prompts[i : i + batch], samplings[i : i + batch]
         options = {"raw": o.raw, "system": o.system}
         job = model.job(group, samples, **options)
-        interrupted = False
+        others, interrupted = [None] * len(group), False
         try:
-            if trace:
-                known = list(job.run.prompts[0])
-                for piece in job:
-                    trace.add(known, len(piece.ids))
-                    known += piece.ids
-                    if not o.json:
-                        print(piece.text, end="", flush=True)
-                if not o.json:
-                    print()
-            elif o.json:
-                for _ in job:
+            pieces = trace.watch(job) if trace else job
+            if o.json:
+                for _ in pieces:
                     pass
             else:
-                show(job, model, colour, len(group) > 1)
+                show(pieces, model, len(group) > 1)
+            if plain:
+                other = plain.job(group, samples, **options)
+                for _ in other:
+                    pass
+                others = other.results()
         except KeyboardInterrupt:
             interrupted = True
             note("\n(interrupted)")
         results = job.results()
-        others = [None] * len(group)
-        if plain and not interrupted:
-            other = plain.job(group, samples, **options)
-            try:
-                for _ in other:
-                    pass
-                others = other.results()
-            except KeyboardInterrupt:
-                interrupted = True
-                note("\n(interrupted while decoding plainly: no comparison)")
         if o.json:
             for result, twin in zip(results, others):
                 print(json.dumps(as_json(result, twin)), flush=True)
         else:
             note(statistics(results, model.decoder))
-            if plain and others[0]:
-                equal = sum(a.ids == b.ids for a, b in zip(results, others))
-                rate = [sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, others)]
-                ratio = speedup(results[0], others[0]) if len(results) == 1 else rate[0] / max(rate[1], 1e-9)
-                verdict = "yes" if equal == len(results) else f"{equal} of {len(results)}; {first_difference(results, others)}"
-                note(f"plain: {rate[1]:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: {verdict}")
-        if trace and not interrupted:
+            if others[0]:
+                note(comparison(results, others))
+        if trace:
             trace.save(o.trace, results[0])
         if interrupted:
             return 130
     return 0
+
+
+def comparison(results: list, others: list) -> str:
+    """One line: plain decoding's speed, the speedup over it, whether the texts are equal."""
+    from report import speedup
+
+    equal = sum(a.ids == b.ids for a, b in zip(results, others))
+    rate = [sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, others)]
+    ratio = speedup(results[0], others[0]) if len(results) == 1 else rate[0] / max(rate[1], 1e-9)
+    verdict = "yes" if equal == len(results) else f"{equal} of {len(results)}; {first_difference(results, others)}"
+    return f"plain: {rate[1]:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: {verdict}"
 
 
 def first_difference(results: list, others: list) -> str:
@@ -245,13 +280,13 @@ def chat(o, model, sampling) -> int:
     """The interactive loop: every turn keeps the conversation and what the caches hold of it."""
     from report import statistics
 
-    if model.tokenizer is None or not (model.tokenizer.has_template or o.raw):
+    if model.tokenizer is None or not model.tokenizer.has_template:
         raise CheckpointError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
     system = [{"role": "system", "content": o.system}] if o.system is not None else []
     messages = list(system)
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "")
+            line = input("> " if is_terminal(sys.stdin) else "")
         except (EOFError, KeyboardInterrupt):
             note("")
             return 0
@@ -270,7 +305,7 @@ def chat(o, model, sampling) -> int:
             messages.pop()
             continue
         try:
-            show(job, model, sys.stdout.isatty() and model.decoder.drafter.shape.nodes > 1, False)
+            show(job, model, False)
         except KeyboardInterrupt:
             print(flush=True)
         result = job.results()[0]
@@ -302,6 +337,9 @@ def main(argv: list[str] | None = None) -> int:
     o = parser().parse_args(argv)
     try:
         return run(o)
+    except BrokenPipeError:  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (CheckpointError, ValueError, OSError) as e:
         note(f"error: {e}")
         return 1

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from checkpoint import CheckpointError
 from tokenizer import Tokenizer as OurTokenizer
 
-_BESIDE = "put the model's own tokenizer files beside the GGUF file"
+_BESIDE = "convert the Hugging Face folder instead"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type; sentencepiece numbers them alike
 
 # Words of Llama 3, Qwen 2 and Tekken; they differ in letters and in how many digits stay together.

@@ -172,6 +172,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
+def cache_bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
+    """What the `KVCache` of one layer takes."""
+    return 2 * batch * slots * args.num_kv_heads * args.head_dim * dtype.itemsize
+
+
 class KVCache(nn.Module):
     """Keys and values of one layer: two buffers [B, S, nkv, hd] that are allocated once and keep their address.
 

@@ -5,14 +5,17 @@ import os
 import resource
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from decoder import Decoder
-from text import Piece, Result
+from errors import CheckpointError
+from text import Job, Piece, Result
 from tree import Tree
 
 DRAFTED, PLAIN = "\033[36m", "\033[0m"
@@ -106,6 +109,14 @@ class Trace:
         self.decoder, self.tensors, self.steps, self.pending = decoder, {}, 0, None
         decoder.lag, decoder.observer = 0, self._see  # the host must know where each step began
 
+    def watch(self, job: Job) -> Iterator[Piece]:
+        """The job's pieces, every step recorded as it passes."""
+        known = list(job.run.prompts[0])
+        for piece in job:
+            self.add(known, len(piece.ids))
+            known += piece.ids
+            yield piece
+
     def _see(self, tree: Tree, path: Tensor) -> None:
         self.pending = [t[0].cpu().clone() for t in tree], path[0].cpu().clone()
 
@@ -123,7 +134,7 @@ class Trace:
         self.steps += 1
 
     def save(self, path: str | Path, result: Result) -> None:
-        """Write the safetensors file, under a temporary name first. Raises OSError."""
+        """Write the safetensors file, under a temporary name first. Raises CheckpointError."""
         shape = self.decoder.drafter.shape
         meta = {"total_token": str(shape.nodes), "depth": str(shape.depth), "top_k": str(shape.width)}
         ends = {"prompt": torch.tensor(result.prompt_ids), "output_ids": torch.tensor(result.prompt_ids + result.ids)}
@@ -131,5 +142,7 @@ class Trace:
         try:
             save_file(self.tensors | ends, partial, metadata=meta)
             os.replace(partial, path)
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"--trace {path}: cannot be written ({e})") from None
         finally:
             Path(partial).unlink(missing_ok=True)

@@ -153,6 +153,8 @@ def _open_folder(path: Path) -> Source:
 
 def _architecture(config: dict) -> str | None:
     names = config.get("architectures") or [{"llama": "LlamaForCausalLM"}.get(config.get("model_type"))]
+    if not isinstance(names, list) or not isinstance(names[0], str | None):
+        raise CheckpointError(f"config: architectures is not a list of names: {names!r}")
     return names[0]
 
 
@@ -162,7 +164,10 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
     config = read_json(file) if file.is_file() else {}
     eos = config.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
-    added = [{"id": int(i), **token} for i, token in (config.get("added_tokens_decoder") or {}).items()]
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in listed.items()):
+        raise CheckpointError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder does not map ids to tokens")
+    added = [{"id": int(i), **token} for i, token in listed.items()]
     file = path / "tokenizer.json"
     if file.is_file():
         tokenizer = read_json(file)
@@ -249,8 +254,10 @@ def _pickle(path: Path, cache: dict[Path, dict]) -> dict[str, Entry]:
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     try:
-        # Files from before torch 1.6 are no zip archives and cannot be mapped: those are read whole.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is wrong with the file is said once, below
+            # Files from before torch 1.6 are no zip archives and cannot be mapped: those are read whole.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as e:
         found = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # the class or function it asks for
         reason = found[0].partition(". ")[0].rstrip(".") if found else "not a pickle of tensors"
@@ -258,7 +265,10 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError) as e:
         reason = str(e).strip().partition("\n")[0] or type(e).__name__
         raise CheckpointError(f"{path}: truncated or damaged ({reason})") from None
-    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+    dense = isinstance(state, dict) and all(
+        isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()
+    )
+    if not dense:
         raise CheckpointError(f"{path}: is not a state dict of tensors")
     return state
 

@@ -33,9 +33,13 @@ FILES = (*ENCODERS, "tokenizer_config.json", "special_tokens_map.json", "chat_te
 
 
 def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files of one folder to another. False, and nothing copied, if none of them can encode."""
+    """Copy the tokenizer files of one folder to another. False, and nothing copied, if none of them can encode.
+
+    Raises CheckpointError if they do not load.
+    """
     if not any((source / name).is_file() for name in ENCODERS):
         return False
+    Tokenizer.load(source)  # better now than at the first prompt
     for name in FILES:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)

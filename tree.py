@@ -27,8 +27,10 @@ class TreeShape:
 
     def __post_init__(self):
         if self.nodes == 1:
+            if self.depth or self.width:
+                raise ValueError("tree: one node, the root, drafts nothing: give at least 2, or decode plainly")
             return
-        if self.nodes < 1 or self.depth < 0 or self.width < 1:
+        if self.nodes < 2 or self.depth < 0 or self.width < 1:
             raise ValueError(f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive (depth may be 0)")
         if self.nodes - 1 > self.candidates:
             raise ValueError(

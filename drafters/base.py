@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from model import ModelArgs
 from tree import Tree, TreeShape, chain
 
 
@@ -12,11 +13,13 @@ class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 
     `shape`: size of the trees, the same at every step. `aux_layers`: target layers whose inputs it wants as features
-    (empty: none). `passes`: how often a step reads the drafter's weights, for the bandwidth figure.
+    (empty: none). `passes`: how often a step reads the drafter's weights, for the bandwidth figure. `cached`: shapes of
+    the models whose keys and values it caches.
     """
 
     aux_layers: tuple[int, ...] = ()
     passes = 0
+    cached: tuple[ModelArgs, ...] = ()
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()

@@ -29,6 +29,7 @@ class Eagle3(Drafter):
         self.head, self.coupled = head, coupled
         self.aux_layers = head.args.aux_layers
         self.passes = shape.depth + 1
+        self.cached = (head.args,)
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.cache = KVCache(batch, slots, self.head.args, dtype, device)

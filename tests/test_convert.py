@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conftest import write_byte_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -251,8 +252,13 @@ def test_stop_ids_are_all_of_them(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps({
         "eos_token": {"content": "<|end|>"}, "added_tokens_decoder": {
             "8": {"content": "<|end|>", "special": True}, "9": {"content": "<|user|>", "special": True}}}))
-    (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"x": 0}}, "added_tokens": [
-        {"id": 10, "content": "<|eot_id|>", "special": True}, {"id": 11, "content": "<|im_end|>", "special": False}]}))
+    vocab = {chr(ord("a") + i): i for i in range(10)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    (source / "tokenizer.json").write_text(json.dumps({
+        "version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}, "added_tokens": [
+            {"id": 10, "content": "<|eot_id|>", "special": True, **flags},
+            {"id": 11, "content": "<|im_end|>", "special": False, **flags}]}))
     assert read_config(convert(source, tmp_path / "out", quiet=True))["stop_ids"] == [7, 8, 10]
 
 
@@ -261,11 +267,20 @@ def test_tokenizer_files_come_along(tmp_path, capsys):
     assert not run(capsys, "--checkpoint", source, "--out", tmp_path / "bare")[0]
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "bare2")[1] == [
         f"warning: {source} has no tokenizer files; run it with --prompt-ids"]
-    (source / "tokenizer.json").write_text('{"model": {}}')
+    write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text("hello")
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "out") == (0, [])
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "hello"
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_damaged_tokenizer(tmp_path, capsys, name):
+    source = write_source(tmp_path / "in", target_state())
+    (source / name).write_text("{}")
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out")
+    assert code == 1 and len(err) == 1 and "tokenizer" in err[0], err
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 @pytest.mark.parametrize("case", ["plain", "llama3", "linear", "tied", "defaults"])
@@ -436,6 +451,12 @@ def overwritten(name: str, data: bytes | None, form="safetensors"):
     return make
 
 
+def pickled(state: dict):
+    def make(folder: Path) -> Path:
+        return write_source(folder, state, form="bin")
+    return make
+
+
 def gguf_file(keep: float = 1.0, **options):
     def make(folder: Path) -> Path:
         file = write_gguf(folder / "m.gguf", target_state(), **options)
@@ -503,6 +524,14 @@ BAD_TARGETS = {
     "llama3 without numbers": (edit(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor"),
     "no hidden size": (edit(hidden_size=None), "hidden_size"),
     "a negative size": (edit(vocab_size=-5), "vocab_size"),
+    "a length that is text": (edit(max_position_embeddings="1024"), "max_position_embeddings"),
+    "no length at all": (edit(max_position_embeddings=0), "max_position_embeddings"),
+    "architectures that are none": (edit(architectures=[["x"]]), "architectures"),
+    "nested too deeply": (overwritten("config.json", b"[" * 100_000), "config.json"),
+    "tokens without ids": (overwritten("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}'), "added_tokens_decoder"),
+    "numbers for names": (pickled({1: torch.zeros(2)}), "state dict"),
+    "sparse tensors": (pickled({K0: torch.zeros(2, 2).to_sparse()}), "state dict"),
+    "a scalar for a matrix": (edit(add={K0: torch.tensor(1.0)}), f"{K0} has shape []"),
     "an epsilon that is text": (edit(rms_norm_eps="small"), "norm_eps"),
 }
 
@@ -555,6 +584,10 @@ BAD_HEADS = {
     "fc_norm": (head_maker(eagle_config={"fc_norm": True}), "fc_norm"),
     "speculators": (head_maker(speculators_model_type="eagle3"), "speculators"),
     "EAGLE-1": (eagle1, "EAGLE-1"),
+    "draft_vocab_size as text": (head_maker(draft_vocab_size="24"), "draft_vocab_size"),
+    "eagle_config as text": (head_maker(eagle_config="x"), "eagle_config"),
+    "a scalar lm_head": (head_maker({"lm_head.weight": lambda _: torch.tensor(1.0)}), "lm_head.weight"),
+    "a scalar q_proj": (head_maker({"midlayer.self_attn.q_proj.weight": lambda _: torch.tensor(1.0)}), "q_proj"),
 }
 
 

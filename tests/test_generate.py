@@ -134,6 +134,28 @@ def test_ctrl_c_prints_the_statistics_so_far(golden, capsys, monkeypatch):
     assert code == 130 and out and "interrupted" in err and "4 tokens" in err and "Traceback" not in err
 
 
+def test_ctrl_c_keeps_what_there_is(golden, capsys, monkeypatch, tmp_path):
+    """Several prompts still print their texts, JSON says so, a trace holds the steps made."""
+    from decoder import Decoder
+
+    calls = iter(range(1000))
+
+    def interrupted(self, *args, original=Decoder._run_step):
+        if self.state.limit.max() > 50 and next(calls) % 4 == 3:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Decoder, "_run_step", interrupted)
+    common = ("--checkpoint", golden, "--max-new-tokens", 100, "--speculate", "eagle3", *SMALL)
+    code, out, _ = cli(capsys, *common, "--prompt", "Hello", "--prompt", "World")
+    assert code == 130 and out.count("--- ") == 2 and len(out) > 40
+    code, out, _ = cli(capsys, *common, "--prompt", "Hello", "--json")
+    (row,) = rows(out)
+    assert code == 130 and row["finish"] == "interrupted" and 4 <= row["tokens"] < 100 and len(row["accept_lengths"]) == 3
+    code, _, _ = cli(capsys, *common, "--prompt", "Hello", "--trace", tmp_path / "t")
+    assert code == 130 and {k[:3] for k in load_file(tmp_path / "t") if "." in k} == {"000", "001", "002"}
+
+
 def test_python_api_in_ten_lines(golden):
     from tree import TreeShape
 
@@ -164,8 +186,29 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(golden, capsys, tmp_path):
         shutil.copy(golden / name, tmp_path / name)
     code, out, _ = cli(capsys, "--checkpoint", tmp_path, "--prompt-ids", "1,2,3", "--json", "--max-new-tokens", 5)
     assert code == 0 and len(rows(out)[0]["output_ids"]) == 5
+    ids = ",".join(map(str, rows(out)[0]["output_ids"]))
+    common = ("--checkpoint", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 5)
+    assert cli(capsys, *common)[1] == ids + "\n"
+    assert cli(capsys, *common, "--prompt-ids", "4")[1].splitlines()[1] == ids
     code, _, err = cli(capsys, "--checkpoint", tmp_path, "--prompt", "hello")
     assert code == 1 and "no tokenizer" in err
+
+
+def test_a_source_is_converted_on_the_way_once(capsys, tmp_path, monkeypatch):
+    """Into checkpoints/NAME, stdout left alone; a changed source again, another source of that name never taken for it."""
+    monkeypatch.chdir(tmp_path)
+    for place in ("a", "b"):
+        shutil.copytree(ROOT / "tests" / "golden" / "target", tmp_path / place / "Model")
+    command = ("--prompt-ids", "1,2", "--json", "--max-new-tokens", 5, "--checkpoint")
+    code, out, err = cli(capsys, *command, "a/Model")
+    assert code == 0 and len(rows(out)) == 1 and "converting a/Model into checkpoints/model" in err
+    code, _, err = cli(capsys, *command, "a/Model")
+    assert code == 0 and "converting" not in err
+    (tmp_path / "a" / "Model" / "config.json").touch()
+    code, _, err = cli(capsys, *command, "a/Model")
+    assert code == 0 and "converting" in err
+    code, _, err = cli(capsys, *command, "b/Model")
+    assert code == 1 and "was converted from" in err and "a/Model" in err
 
 
 BAD = {
@@ -187,7 +230,12 @@ BAD = {
     "device": (["--prompt", "x", "--device", "cuda:7"], "cuda:7"),
     "two prompts traced": (["--prompt", "x", "--prompt", "y", "--trace", "/tmp/t"], "--trace"),
     "trace nowhere": (["--prompt", "x", "--trace", "/nowhere/t"], "/nowhere/t"),
+    "trace is a folder": (["--prompt", "x", "--trace", "/tmp"], "--trace /tmp"),
     "interactive and prompt": (["--prompt", "x", "--interactive"], "--interactive"),
+    "interactive and raw": (["--raw", "--interactive"], "--raw"),
+    "a tree of the root alone": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "1"], "one node"),
+    "more samples than memory": (["--prompt", "x", "--num-samples", "1000000000000"], "GB are free"),
+    "a tree deeper than memory": (["--prompt", "x", "--speculate", "eagle3", "--tree-depth", "1000000000000"], "GB are free"),
 }
 
 
@@ -224,3 +272,17 @@ def test_runs_as_a_program(golden):
     assert done.returncode == 0, done.stderr
     (row,) = rows(done.stdout)
     assert row["tokens"] == 5
+
+
+def test_a_reader_that_leaves_early(golden):
+    """`| head`: no message, a status that says why."""
+    command = [sys.executable, "generate.py", "--checkpoint", golden, "--prompt", "Hi", "--json", "--no-compile", "--max-new-tokens", "5"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 141 and "error" not in err and "Traceback" not in err
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import generate, sys; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
