@@ -1,10 +1,12 @@
 """Training text for a head: the target's own answers, decoded in batches and kept as resumable shards.
 
 A shard is one JSON-lines file, a conversation a line: {"ids": [...], "answer": n, "source": "prompts" | "synthesized"};
-ids[n:] is what the target said, and the only part a head is trained to draft.
+ids[n:] is what the target said, and the only part a head is trained to draft. A shard's name ends in a digest of all that
+made it: other prompts, settings or another target never find it.
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -53,7 +55,10 @@ def user_header(tokenizer: Tokenizer) -> list[int]:
 
 
 class Collector:
-    """Lets the target answer, shard by shard. A shard that exists is not decoded again; a broken run goes on behind it."""
+    """Lets the target answer, shard by shard. A shard that exists is not decoded again; a broken run goes on behind it.
+
+    `shards` lists the files that belong to what was asked for, in order.
+    """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, seed: int, max_new_tokens: int,
                  temperature: float, max_prompt_tokens: int, quiet: bool = False):
@@ -61,10 +66,16 @@ class Collector:
         self.seed, self.max_new_tokens, self.temperature = seed, max_new_tokens, temperature
         self.max_prompt_tokens, self.quiet = max_prompt_tokens, quiet
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.shards: list[Path] = []
+        norm = decoder.target.norm.weight.float().cpu().numpy().tobytes()  # tells targets apart
+        self.made_by = [seed, max_new_tokens, temperature, max_prompt_tokens, hashlib.sha256(norm).hexdigest()]
 
     def from_prompts(self, prompts: list[str]) -> None:
         """Answer these prompts. Those longer than `max_prompt_tokens` as a chat are left out."""
-        self._shards("prompts", len(prompts), lambda begin, end: prompts[begin:end])
+        def turns(begin: int, end: int) -> list[str]:
+            return prompts[begin:end]
+
+        self._shards("prompts", len(prompts), turns, turns)
 
     def synthesized(self, count: int) -> None:
         """Let the model write `count` user turns from its template's user header, then answer them."""
@@ -76,19 +87,22 @@ class Collector:
             outputs = self.decoder.generate([header] * (end - begin), sampling)
             return [self.tokenizer.decode(o.ids).strip() for o in outputs if o.finish == "stop"]
 
-        self._shards("synthesized", count, turns)
+        self._shards("synthesized", count, turns, lambda begin, end: [begin, end])
 
-    def _shards(self, source: str, count: int, turns) -> None:
+    def _shards(self, source: str, count: int, turns, told_apart_by) -> None:
+        """`turns(begin, end)` gives the user's turns of a shard, `told_apart_by(begin, end)` what they depend on."""
         size = self.decoder.batch
         bar = tqdm(total=count, unit="prompt", desc=f"answers ({source})", disable=self.quiet)
         for begin in range(0, count, size):
             end = min(begin + size, count)
-            path = self.folder / f"{source}-{begin:06d}.jsonl"
+            made_by = json.dumps([self.made_by, told_apart_by(begin, end)])
+            path = self.folder / f"{source}-{begin:06d}-{hashlib.sha256(made_by.encode()).hexdigest()[:8]}.jsonl"
             if not path.exists():
                 rows = self._answers(source, turns(begin, end), begin)
                 part = path.with_suffix(".partial")
                 part.write_text("".join(json.dumps(row) + "\n" for row in rows))
                 os.replace(part, path)
+            self.shards.append(path)
             bar.update(end - begin)
         bar.close()
 
@@ -100,10 +114,10 @@ class Collector:
             yield {"ids": chat + output.ids, "answer": len(chat), "source": source}
 
 
-def load_shards(folder: str | Path) -> list[dict]:
-    """All conversations of a folder of shards, in the order of their names, without exact repeats."""
+def load_shards(paths: list[Path]) -> list[dict]:
+    """All conversations of these shards, in order, without exact repeats."""
     seen, rows = set(), []
-    for path in sorted(Path(folder).glob("*.jsonl")):
+    for path in paths:
         for line in path.read_text().splitlines():
             row = json.loads(line)
             key = tuple(row["ids"])

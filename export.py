@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from model import Eagle3Head
 
@@ -58,7 +58,8 @@ def export_eagle3(head: Eagle3Head, folder: str | Path, extra: dict | None = Non
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors.partial", metadata={"format": "pt"})
+    # Not save_file, which makes a file that only its owner can read.
+    (folder / "model.safetensors.partial").write_bytes(save(tensors, metadata={"format": "pt"}))
     (folder / "config.json.partial").write_text(json.dumps(config, indent=1) + "\n")
     for name in ("model.safetensors", "config.json"):
         os.replace(folder / f"{name}.partial", folder / name)

@@ -138,16 +138,13 @@ def load_model(o, batch: int):
 
     from checkpoint import read_config
     from decoder import Sampling
-    from text import default_tree, load
+    from text import check_device, default_tree, load
     from tree import TreeShape
 
     if o.threads:
         torch.set_num_threads(o.threads)
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as e:
-        raise CheckpointError(f"--device {device}: {str(e).splitlines()[0]}") from None
+    check_device(device)
     sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
     usual = default_tree(device)
     asked = (o.tree_nodes, o.tree_depth, o.tree_width)

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from decoder import Decoder
@@ -140,9 +139,9 @@ class Trace:
         ends = {"prompt": torch.tensor(result.prompt_ids), "output_ids": torch.tensor(result.prompt_ids + result.ids)}
         partial = f"{path}.partial"
         try:
-            save_file(self.tensors | ends, partial, metadata=meta)
+            Path(partial).write_bytes(save(self.tensors | ends, metadata=meta))
             os.replace(partial, path)
-        except (OSError, SafetensorError) as e:
+        except OSError as e:
             raise CheckpointError(f"--trace {path}: cannot be written ({e})") from None
         finally:
             Path(partial).unlink(missing_ok=True)

@@ -77,6 +77,14 @@ def default_tree(device: str) -> TreeShape:
     return TreeShape(60, 7, 10) if torch.device(device).type == "cuda" else TreeShape(8, 3, 4)
 
 
+def check_device(device: str) -> None:
+    """Raise CheckpointError unless torch can use this device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise CheckpointError(f"--device {device}: {str(e).splitlines()[0]}") from None
+
+
 def check_compiler() -> None:
     """Raise CheckpointError unless what torch.compile needs on a CPU is there: a C++ compiler and Python's headers."""
     compiler = os.environ.get("CXX", "g++")
@@ -101,6 +109,7 @@ def load(
         raise CheckpointError(f"--speculate {speculate}: unknown; choose from {', '.join(DRAFTERS)}")
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"--dtype {dtype}: unknown; choose from {', '.join(DTYPES)}")
+    check_device(device)
     if compile and torch.device(device).type == "cpu":
         check_compiler()
     target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)

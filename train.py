@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from dataset import Collector, load_shards, read_prompts
 from decoder import Decoder
 from export import export_eagle3
 from model import Eagle3Head, HeadArgs, Transformer, eagle3_aux_layers, rope_table
+from text import check_device
 from tokenizer import Tokenizer
 from tree import pick
 
@@ -279,11 +281,17 @@ class Trainer:
             log.write(json.dumps({"step": self.step, "epoch": self.epoch, "held_out": held}) + "\n")
             self.save()
 
+    def fingerprint(self) -> dict:
+        """What defines a run, settings and data; a resumed run must have the same."""
+        names = ("draft_vocab", "steps", "epochs", "short_epochs", "lr", "batch_tokens", "seed", "max_len", "intermediate_size")
+        data = json.dumps([row["ids"] for row in self.held_out + self.rows]).encode()
+        return {name: getattr(self.o, name) for name in names} | {"data": hashlib.sha256(data).hexdigest()}
+
     def save(self) -> None:
         """Everything an exact resume needs, under a temporary name first."""
         state = {
             "head": self.head.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "scale": self.scale, "at": (self.step, self.epoch, self.in_epoch), "options": fingerprint(self.o),
+            "scale": self.scale, "at": (self.step, self.epoch, self.in_epoch), "options": self.fingerprint(),
         }
         torch.save(state, self.work / "state.pt.partial")
         os.replace(self.work / "state.pt.partial", self.work / "state.pt")
@@ -293,20 +301,18 @@ class Trainer:
         path = self.work / "state.pt"
         if not path.exists():
             return False
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["options"] != fingerprint(self.o):
-            raise CheckpointError(f"{path} was made with other settings; use another --work folder or delete it")
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            options = state["options"]
+        except Exception as e:  # torch raises what the damage leads to
+            raise CheckpointError(f"{path}: damaged ({type(e).__name__}); delete it to start again") from None
+        if options != self.fingerprint():
+            raise CheckpointError(f"{path} was made with other settings or data; use another --work folder or delete it")
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scale = state["scale"]
         self.step, self.epoch, self.in_epoch = state["at"]
         return True
-
-
-def fingerprint(options) -> dict:
-    """The settings that define a run; a resumed run must have the same."""
-    names = ("draft_vocab", "steps", "epochs", "short_epochs", "lr", "batch_tokens", "seed", "max_len", "intermediate_size")
-    return {name: getattr(options, name) for name in names}
 
 
 def new_head(target: Transformer, draft_ids: Tensor, intermediate_size: int | None, seed: int) -> Eagle3Head:
@@ -398,7 +404,7 @@ def collect(options, target: Transformer, config: dict) -> list[dict]:
     )
     collector.from_prompts(prompts)
     collector.synthesized(options.synthesize)
-    rows = load_shards(Path(options.work) / "data")
+    rows = load_shards(collector.shards)
     rows = [{**r, "ids": r["ids"][: options.max_len]} for r in rows]
     rows = [r for r in rows if len(r["ids"]) - r["answer"] >= 3]
     if len(rows) < 2:
@@ -411,6 +417,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     options.work = options.work or str(Path("runs") / Path(options.out).name)
     try:
+        for folder in (options.out, options.work):  # now, not after hours
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise CheckpointError(f"{folder}: cannot be written to")
+        check_device(options.device)
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
         target, config = load_target(options.checkpoint, options.device, dtype)
         rows = collect(options, target, config)
@@ -427,7 +438,7 @@ def main(argv: list[str] | None = None) -> int:
         trainer.run()
         export_eagle3(trainer.trained(), options.out)
         print(f"wrote {options.out}; next: python convert_checkpoint.py --checkpoint {options.out} --target {options.checkpoint}")
-    except (CheckpointError, ValueError) as e:
+    except (CheckpointError, ValueError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -131,12 +131,34 @@ def test_other_settings_do_not_resume(golden, prompt_file, tmp_path, capsys):
     assert train.main(options(golden, prompt_file, tmp_path)) == 0
     assert train.main(options(golden, prompt_file, tmp_path, steps=2)) == 1
     assert "other settings" in capsys.readouterr().err
+    state = tmp_path / "work" / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    assert train.main(options(golden, prompt_file, tmp_path)) == 1
+    assert "state.pt: damaged" in capsys.readouterr().err
+
+
+def test_other_prompts_and_settings_have_their_own_shards(golden, prompt_file, tmp_path, capsys):
+    def collected(**changes) -> list[dict]:
+        given = {"synthesize": 0, "limit": 12, **changes}
+        assert train.main([*options(golden, prompt_file, tmp_path, **given), "--collect-only"]) == 0
+        return {p: p.stat().st_mtime_ns for p in (tmp_path / "work" / "data").iterdir()}, capsys.readouterr().err
+
+    first, _ = collected()
+    assert len(first) == 1 and collected()[0] == first
+    more, said = collected(limit=24)  # the first half is there already
+    assert len(more) == 2 and first.items() < more.items() and "24 conversations" in said
+    for change in ({"temperature": 0.3}, {"seed": 2}, {"max-new-tokens": 30}):
+        found, said = collected(**change)
+        assert len(found) == len(more) + 1 and "12 conversations" in said, change
+        more = found
 
 
 def test_export_is_the_layout_others_read(models, golden, tmp_path):
     """Ours -> Hugging Face -> ours rounds to bfloat16 and changes nothing else."""
     target, head = models
     export_eagle3(head, tmp_path / "hf")
+    (tmp_path / "file").touch()
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "file").stat().st_mode
     again = load_head(convert(tmp_path / "hf", tmp_path / "back", target=golden, quiet=True), target)
     assert again.args == head.args
     mine, theirs = head.state_dict(), again.state_dict()
@@ -167,8 +189,11 @@ def test_user_header_is_what_comes_before_the_user(golden):
 def test_bad_input_is_one_line(golden, tmp_path, capsys):
     assert train.main(["--checkpoint", str(golden), "--out", str(tmp_path / "h"), "--work", str(tmp_path / "w"), "--no-compile"]) == 1
     assert train.main(["--checkpoint", str(tmp_path), "--out", str(tmp_path / "h"), "--work", str(tmp_path / "w")]) == 1
+    (tmp_path / "file").write_text("")
+    assert train.main(["--checkpoint", str(golden), "--out", str(tmp_path / "file"), "--work", str(tmp_path / "w")]) == 1
+    assert train.main(["--checkpoint", str(golden), "--out", str(tmp_path / "h"), "--work", str(tmp_path / "w"), "--device", "cuda:9"]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 2 and "nothing to train on" in lines[0]
+    assert len(lines) == 4 and "nothing to train on" in lines[0] and "file" in lines[2] and "cuda:9" in lines[3]
 
 
 def test_nan_loss_stops_and_names_the_batch(golden, prompt_file, tmp_path, capsys, monkeypatch):
