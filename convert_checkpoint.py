@@ -115,6 +115,8 @@ def convert(
     has_tokenizer = write_folder(out, config, plan, None if is_head else opened.tokenizer, quiet)
     if not has_tokenizer:
         print(f"warning: {source} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
+    if not config.get("stop_ids", True):
+        print(f"warning: {source} names no end token; texts end at --max-new-tokens only", file=sys.stderr)
     if not quiet:
         params = sum(math.prod(t.shape) for t in plan if t.dtype.is_floating_point)
         size = sum(t.nbytes for t in plan)
@@ -135,7 +137,7 @@ def origin(source: str | Path) -> str:
 
 def _name(source: str | Path) -> str:
     path = Path(source)
-    return path.stem if path.suffix == ".gguf" else path.name if not path.is_dir() else path.resolve().name
+    return path.stem if path.suffix.lower() == ".gguf" else path.name if not path.is_dir() else path.resolve().name
 
 
 # What a source is, and whether we can run it

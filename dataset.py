@@ -26,7 +26,7 @@ def read_prompts(path: str | Path) -> list[str]:
     """
     prompts = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")  # not splitlines: U+2028 may stand in a text
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: U+2028 may stand in a text
     except (OSError, UnicodeDecodeError) as e:
         raise CheckpointError(f"{path}: cannot be read ({e})") from None
     for number, line in enumerate(lines, 1):

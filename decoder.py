@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,15 +41,16 @@ class Sampling:
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or more and finite, got {self.temperature}")
+        if not 0 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature must be 0 to 1,000,000, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be 0 (off) or more, and below 2^31, got {self.top_k}")
 
     @property
     def restricts(self) -> bool:
+        """Whether top-k or top-p has anything to do."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
 
@@ -60,7 +61,8 @@ class State(nn.Module):
     features [B, W, F], n_new [B]: target features of the last n_new committed tokens, which the head has not read yet.
     limit [B]: the largest N; done [B]: moves no more; reading [B]: its prompt is not read to the end.
     stop_ids [n]: any of them ends a text. key [B, 2], temperature, top_k, top_p [B]: how each request samples.
-    out [B, W+2]: what the last step emitted, how many of the W are valid, and whether the sequence is done.
+    out [B, W+3]: what the last step emitted, how many of the W are valid, how many of those were drafted (all but the
+    last, unless the text was cut), and whether the sequence is done.
     """
 
     def __init__(self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device):
@@ -76,7 +78,7 @@ class State(nn.Module):
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, window, feature_width, dtype=dtype)
         buffer("n_new", batch)
-        buffer("out", batch, window + 2)
+        buffer("out", batch, window + 3)
         buffer("key", batch, 2)
         buffer("temperature", batch, dtype=torch.float32)
         buffer("top_p", batch, dtype=torch.float32, fill=1)
@@ -92,7 +94,7 @@ class State(nn.Module):
 
         Moves `length` so that the last one kept is the new root, sets `done` and `out`. Returns how many were kept.
         """
-        W = tokens.shape[1]
+        W, drafted = tokens.shape[1], count - 1
         at = torch.arange(W, device=tokens.device)
         count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
         stops = (tokens[..., None] == self.stop_ids).any(-1) & (at < count[:, None])
@@ -103,7 +105,8 @@ class State(nn.Module):
         self.tokens.scatter_(1, where, kept)
         self.length.add_(count)
         self.done.logical_or_((first < W) | (self.length >= self.limit))
-        self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 2 :]), count[:, None], self.done[:, None].long()), 1))
+        counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), self.done.long()), 1)
+        self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
         return count
 
 
@@ -241,6 +244,7 @@ class Decoder:
             self._step, self._prefill = (torch.compile(trace(f), fullgraph=True) for f in (step, prefill))
         self.capture = CapturedStep(self) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
+        self._serial = 0  # of the text at hand
 
     def _check_memory(self, dtype: torch.dtype) -> int:
         """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they do not fit."""
@@ -270,6 +274,7 @@ class Decoder:
         for i, prompt in enumerate(prompts):
             self.check(prompt, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
 
+        self._serial += 1
         state, held = self.state, self._held() if reuse else [[]] * self.batch
         self._prompts, self._sampling = prompts, sampling
         self._start, limits = [], []
@@ -320,13 +325,20 @@ class Decoder:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during prefill)."""
+        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during prefill); how many
+        of them were drafted is in `drafted`. Raises RuntimeError if something else was started in between.
+        """
         unread: deque = deque()
+        serial = self._serial
         for _ in self._read_prompts():
             unread.append(self._out_to_host())
             yield from self._read(unread, 0)
         self.prefilled = time.perf_counter()
-        while not all(self._done):
+        while True:
+            if serial != self._serial:
+                raise RuntimeError("this decoder has started another text: one at a time, or one decoder each")
+            if all(self._done):
+                break
             tree, path = self._run_step(len(unread))
             if self.observer:
                 self.observer(tree, path)
@@ -383,11 +395,12 @@ class Decoder:
             host, copied = unread.popleft()
             if copied is not None:
                 copied.synchronize()
-            emitted = []
-            for i, row in enumerate(host[: len(self._prompts)].tolist()):
-                emitted.append(row[: row[-2]])
-                self._length[i] += row[-2]
-                self._done[i] = bool(row[-1])
+            emitted, self.drafted = [], []
+            for i, (*tokens, count, drafted, done) in enumerate(host[: len(self._prompts)].tolist()):
+                emitted.append(tokens[:count])
+                self.drafted.append(drafted)
+                self._length[i] += count
+                self._done[i] = bool(done)
             yield emitted
 
     def _announce(self, what: str, *key):
@@ -406,6 +419,15 @@ class Decoder:
         self.say(f"{what} took {time.perf_counter() - began:.1f} s")
 
     # -- whole texts -------------------------------------------------------------------------------------------------
+
+    def warm_up(self, sampling: Sampling = Sampling()) -> None:
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
+        kept = self.state.stop_ids.clone()
+        self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
+        try:
+            self.generate([[0]], replace(sampling, max_new_tokens=2))
+        finally:
+            self.state.stop_ids.copy_(kept)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling()) -> list[Output]:
         """Decode prompts (any number, in groups of `batch`) to the end. Raises ValueError as `start` does."""
@@ -509,4 +531,5 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple

@@ -18,6 +18,7 @@ STARTED = time.perf_counter()
 
 
 def parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
     p = argparse.ArgumentParser(description="Generate text, losslessly faster with a draft head.")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
@@ -70,7 +71,7 @@ def gather_prompts(o) -> list:
             prompts += read_prompts(path)
             continue
         try:
-            prompts.append(Path(path).read_text(encoding="utf-8"))
+            prompts.append(Path(path).read_text(encoding="utf-8-sig").removesuffix("\n"))  # editors end every file with one
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError(f"--prompt-file {path}: cannot be read ({e})") from None
     return prompts
@@ -89,8 +90,10 @@ def check_options(o, prompts: list) -> None:
         raise CheckpointError("no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     if o.num_samples < 1:
         raise CheckpointError(f"--num-samples {o.num_samples}: must be at least 1")
-    if o.threads is not None and o.threads < 1:
-        raise CheckpointError(f"--threads {o.threads}: must be at least 1")
+    if o.threads is not None and not 1 <= o.threads <= 1024:
+        raise CheckpointError(f"--threads {o.threads}: must be 1 to 1024")
+    if o.draft and o.speculate == "none":
+        raise CheckpointError(f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     if o.trace and len(prompts) * o.num_samples != 1:
         raise CheckpointError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
@@ -187,7 +190,7 @@ def as_text(result, model) -> str:
 
 
 def show(job, model, label: bool) -> None:
-    """Print a job's text as it comes. Several sequences are printed one after the other when they are done."""
+    """Print a job's text as it comes. Several sequences would mix: each is printed whole when all are done."""
     from report import coloured
 
     if label:
@@ -311,6 +314,7 @@ def chat(o, model, sampling) -> int:
 
 
 def run(o) -> int:
+    """Do what the parsed options say. Returns the exit code; raises CheckpointError, ValueError, OSError on bad input."""
     prompts = gather_prompts(o)
     check_options(o, prompts)
     from dataclasses import replace
@@ -331,6 +335,7 @@ def run(o) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, 1 with a one-line error, 130 when interrupted, 141 when nobody reads."""
     o = parser().parse_args(argv)
     try:
         return run(o)

@@ -162,6 +162,8 @@ def attention_bias(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
 
 
 class RMSNorm(nn.Module):
+    """Divide each row by its root mean square and scale by a weight (arXiv 1910.07467)."""
+
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -251,6 +253,8 @@ class Block(nn.Module):
 
 
 class TargetBlock(Block):
+    """A layer of the target: normalised residual stream in, attention over the cache, MLP."""
+
     def __init__(self, args: ModelArgs):
         super().__init__(args, args.hidden_size)
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)

@@ -80,13 +80,16 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
         f"{tokens} tokens, {sum(len(r.prompt_ids) for r in results)} of prompt; prefill {prefill * 1e3:.0f} ms,"
         f" then {max(tokens - len(results), 0) / seconds if seconds else 0:.1f} tok/s ({seconds:.2f} s)"
     ]
-    if lengths:
+    lines[0] += f"; {', '.join(sorted({r.finish for r in results}))}"
+    memory = f"peak memory {peak_memory(decoder.device) / 1e9:.2f} GB"
+    if not lengths:
+        lines.append(f"no step was needed; {memory}")
+    else:
         steps = max(len(r.accept_lengths) for r in results)
         rate = bytes_per_step(decoder) * steps / seconds / 1e9 if seconds else 0.0
-        lines[0] += f"; {', '.join(sorted({r.finish for r in results}))}"
         lines.append(
             f"{steps} steps, tau {sum(lengths) / len(lengths):.2f} tokens per step; {rate:.1f} GB/s of weights read;"
-            f" peak memory {peak_memory(decoder.device) / 1e9:.2f} GB"
+            f" {memory}"
         )
         if decoder.drafter.shape.nodes > 1:
             counts = Counter(lengths)

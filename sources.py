@@ -67,12 +67,12 @@ def resolve_source(checkpoint: str | Path) -> Path:
     Raises CheckpointError if it is neither, or if the hub does not deliver.
     """
     path = Path(checkpoint)
-    if path.is_dir() or (path.suffix == ".gguf" and path.is_file()):
+    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
         return path
     if path.exists():
         raise CheckpointError(f"{path}: not a folder (nor a .gguf file)")
     name = str(checkpoint)
-    if path.suffix == ".gguf" or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if path.suffix.lower() == ".gguf" or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise CheckpointError(f"{path}: no such file or folder")
     return _download(name)
 
@@ -118,7 +118,7 @@ def _download(repo: str) -> Path:
 
 def open_source(path: Path) -> Source:
     """Open what `resolve_source` returned. Raises CheckpointError if anything in it is missing or damaged."""
-    return _open_gguf(path) if path.suffix == ".gguf" else _open_folder(path)
+    return _open_gguf(path) if path.suffix.lower() == ".gguf" else _open_folder(path)
 
 
 # Hugging Face folders

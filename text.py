@@ -12,7 +12,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 @dataclass(frozen=True)
 class Piece:
     """What one sequence gained in one pass: `text` completed by token ids `ids`, the first `drafted` of which the head
-    guessed (the last one is the target's own)."""
+    guessed. The last one is the target's own, unless the text was cut before it."""
 
     sequence: int
     ids: list[int]
@@ -80,7 +80,7 @@ def default_tree(device: str) -> TreeShape:
 def check_device(device: str) -> None:
     """Raise CheckpointError unless torch can use this device."""
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise CheckpointError(f"--device {device}: {str(e).splitlines()[0]}") from None
 
@@ -151,12 +151,14 @@ class TextDecoder:
     def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
         """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as they are.
 
-        Raises CheckpointError if text is given without a tokenizer.
+        Raises CheckpointError if text is given without a tokenizer, or a system message without a chat template.
         """
         if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
             return prompt
         if self.tokenizer is None:
             raise CheckpointError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+        if system is not None and (raw or not self.tokenizer.has_template):
+            raise CheckpointError("a system message (--system) needs the chat template, which is left out by --raw or missing here")
         if isinstance(prompt, str):
             if raw or not self.tokenizer.has_template:
                 return self.tokenizer.encode(prompt)
@@ -167,7 +169,7 @@ class TextDecoder:
 
     def warm_up(self, sampling: Sampling = Sampling()) -> None:
         """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
-        self.decoder.generate([[0]], [replace(sampling, max_new_tokens=2)])
+        self.decoder.warm_up(sampling)
 
     def generate(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Result:
         """Decode one prompt to the end. Keyword arguments of `Sampling`: max_new_tokens, temperature, top_p, top_k, seed."""
@@ -177,7 +179,10 @@ class TextDecoder:
         return job.results()[0]
 
     def stream(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Iterator[Piece]:
-        """Decode one prompt, yielding text and token ids as they are accepted. Arguments of `generate`."""
+        """Decode one prompt, yielding text and token ids as they are accepted. Arguments of `generate`.
+
+        One text at a time: after another one is started, going on with this one raises RuntimeError.
+        """
         yield from self.job([prompt], [Sampling(**sampling)], raw=raw, system=system)
 
     def job(
@@ -202,8 +207,8 @@ class Job:
         for emitted in self.run:
             for i, ids in enumerate(emitted):
                 if ids:
-                    first = len(self.run.ids[i]) == len(ids)  # the prefill's token is the target's own, like the last one
-                    yield Piece(i, ids, self.streams[i].push(ids) if self.streams[i] else "", 0 if first else len(ids) - 1)
+                    drafted = self.run.decoder.drafted[i]
+                    yield Piece(i, ids, self.streams[i].push(ids) if self.streams[i] else "", drafted)
         for i, stream in enumerate(self.streams):
             if stream and (rest := stream.flush()):
                 yield Piece(i, [], rest, 0)

@@ -212,6 +212,7 @@ class Trainer:
         return batch, *read
 
     def loss(self, indices: list[int], rows: list[dict], steps: int):
+        """((loss, accuracy [steps]), batch) of the conversations at `indices`."""
         batch, features, state, greedy = self.read(indices, rows)
         bf16 = self.lm_rows.dtype == torch.bfloat16
         autocast = torch.autocast(self.device.type, torch.bfloat16) if bf16 else nullcontext()
@@ -237,6 +238,7 @@ class Trainer:
         return self.o.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
     def run(self) -> None:
+        """Train to the end of the plan. Raises CheckpointError if the loss is not finite; the last state stays."""
         log = open(self.work / "log.jsonl", "a", buffering=1)  # noqa: SIM115 - lives as long as the loop
         began, tokens, saved = time.time(), 0, time.time()
         first = self.step
@@ -354,26 +356,34 @@ def draft_vocabulary(rows: list[dict], size: int, vocab_size: int) -> tuple[Tens
     return torch.tensor(sorted(ranked)), covered
 
 
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
 def parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
     p = argparse.ArgumentParser(description="Train an EAGLE-3 head for a converted target.")
     p.add_argument("--checkpoint", required=True, help="converted target")
     p.add_argument("--out", required=True, help="folder for the head, in Hugging Face layout")
     p.add_argument("--work", help="data, state and log (default: runs/NAME-OF-OUT)")
     p.add_argument("--prompts", help="JSON-lines file of prompts for the target to answer")
-    p.add_argument("--limit", type=int, help="use only the first so many prompts (after shuffling with --seed)")
+    p.add_argument("--limit", type=positive, help="use only the first so many prompts (after shuffling with --seed)")
     p.add_argument("--synthesize", type=int, default=0, metavar="N", help="let the target write N user turns of its own")
     p.add_argument("--temperature", type=float, default=0.7, help="of the answers (default 0.7)")
-    p.add_argument("--max-new-tokens", type=int, default=256, help="per answer")
-    p.add_argument("--max-prompt-tokens", type=int, default=256, help="longer prompts are left out")
-    p.add_argument("--decode-batch", type=int, default=48, help="answers decoded together")
-    p.add_argument("--draft-vocab", type=int, default=8192)
-    p.add_argument("--intermediate-size", type=int, help="of the head's MLP (default: the target's)")
-    p.add_argument("--steps", type=int, default=7, help="unrolled draft steps")
-    p.add_argument("--epochs", type=int, default=4)
+    p.add_argument("--max-new-tokens", type=positive, default=256, help="per answer")
+    p.add_argument("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out")
+    p.add_argument("--decode-batch", type=positive, default=48, help="answers decoded together")
+    p.add_argument("--draft-vocab", type=positive, default=8192)
+    p.add_argument("--intermediate-size", type=positive, help="of the head's MLP (default: the target's)")
+    p.add_argument("--steps", type=positive, default=7, help="unrolled draft steps")
+    p.add_argument("--epochs", type=positive, default=4)
     p.add_argument("--short-epochs", type=int, default=0, help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
     p.add_argument("--lr", type=float, default=1e-3)
-    p.add_argument("--batch-tokens", type=int, default=2048, help="padded tokens per optimizer step")
-    p.add_argument("--max-len", type=int, default=512, help="conversations are cut to this many tokens")
+    p.add_argument("--batch-tokens", type=positive, default=2048, help="padded tokens per optimizer step")
+    p.add_argument("--max-len", type=positive, default=512, help="conversations are cut to this many tokens")
     p.add_argument("--feature-cache-gb", type=float, default=6, help="memory for target features kept between epochs")
     p.add_argument("--save-seconds", type=float, default=300)
     p.add_argument("--seed", type=int, default=0)
@@ -414,6 +424,7 @@ def collect(options, target: Transformer, config: dict) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit code: 0, 1 with a one-line error, 130 when interrupted."""
     options = parser().parse_args(argv)
     options.work = options.work or str(Path("runs") / Path(options.out).name)
     try:

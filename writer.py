@@ -34,6 +34,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
+        """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -615,7 +615,7 @@ def test_unsafe_pickle_is_not_executed(tmp_path, capsys):
 
     source = write_source(tmp_path / "in", {})
     (source / "model.safetensors").unlink()
-    for save in (lambda o, f: torch.save(o, f), lambda o, f: f.write_bytes(pickle.dumps(o, protocol=2))):
+    for save in (lambda o, f: torch.save(o, f), lambda o, f: f.write_bytes(pickle.dumps(o, protocol=4))):
         save({"model.norm.weight": Evil()}, source / "pytorch_model.bin")
         code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out")
         assert code == 1 and len(err) == 1 and "unsafe pickle" in err[0] and "system" in err[0], err

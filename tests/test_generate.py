@@ -52,7 +52,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(golden, capsys):
 
 
 def test_prompts_of_every_kind_in_one_batch(golden, capsys, tmp_path):
-    (tmp_path / "one.txt").write_text("two\nlines")
+    (tmp_path / "one.txt").write_text("\ufefftwo\nlines\n", encoding="utf-8")
     (tmp_path / "many.jsonl").write_text('{"turns": ["first", "unused"]}\n\n{"prompt": "second"}\n')
     common = ("--checkpoint", golden, "--speculate", "eagle3", "--max-new-tokens", 12, "--json", *SMALL)
     code, out, _ = cli(
@@ -164,8 +164,44 @@ def test_python_api_in_ten_lines(golden):
     result = model.generate("Tell me", max_new_tokens=25, temperature=0.8, seed=3)
     assert "".join(p.text for p in pieces) == result.text
     assert [i for p in pieces for i in p.ids] == result.ids and len(result.ids) == 25
-    assert pieces[0].drafted == 0 and all(p.drafted == max(0, len(p.ids) - 1) for p in pieces[1:])
+    assert pieces[0].drafted == 0 and all(p.drafted == max(0, len(p.ids) - 1) for p in pieces[1:-1])
     assert result.finish == "length" and result.tau > 1
+
+
+def test_drafted_is_told_apart_where_a_text_is_cut(golden):
+    """A step cut by the token limit ends in a drafted token, not in the target's own."""
+    model = load(golden, "eagle3", compile=False)
+    whole = list(model.stream("Tell me", max_new_tokens=60))
+    assert any(len(p.ids) > 2 for p in whole[2:-1])
+    done, cut = 0, 0
+    for piece in whole[:-1]:
+        if len(piece.ids) > 2:
+            last = list(model.stream("Tell me", max_new_tokens=done + len(piece.ids) - 1))[-1]
+            assert last.ids == piece.ids[:-1] and last.drafted == len(last.ids)
+            cut += 1
+        done += len(piece.ids)
+    assert cut
+
+
+def test_one_text_at_a_time(golden):
+    model = load(golden, compile=False)
+    stream = model.stream("Tell me", max_new_tokens=20)
+    next(stream)
+    model.generate("Something else", max_new_tokens=2)
+    with pytest.raises(RuntimeError, match="another text"):
+        list(stream)
+
+
+def test_warm_up_reaches_the_step_whatever_ends_a_text(golden):
+    from decoder import Decoder
+
+    model = load(golden, compile=False)
+    first = model.decoder.generate([[0]])[0].ids[0]
+    decoder = Decoder(model.decoder.target, stop_ids=[first], compile=False)
+    steps = []
+    decoder.observer = lambda tree, path: steps.append(tree)
+    decoder.warm_up()
+    assert steps and decoder.state.stop_ids.tolist() == [first] and decoder.generate([[0]])[0].finish == "stop"
 
 
 def test_drafted_text_is_coloured(golden):
@@ -225,6 +261,11 @@ BAD = {
     "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
     "impossible tree": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "60", "--tree-depth", "1"], "tree:"),
     "tree wider than the head": (["--prompt", "x", "--speculate", "eagle3", "--tree-width", "97"], "width 97"),
+    "a head for plain decoding": (["--prompt", "x", "--draft", "/tmp"], "--draft"),
+    "a system message without template": (["--prompt", "x", "--raw", "--system", "be"], "--system"),
+    "top-k": (["--prompt", "x", "--top-k", "99999999999999999999"], "top_k"),
+    "threads": (["--prompt", "x", "--threads", "99999999999999"], "--threads"),
+    "a device that holds nothing": (["--prompt", "x", "--device", "meta"], "--device meta"),
     "context too long": (["--prompt", "x", "--max-seq-len", "5000"], "5000"),
     "prompt too long": (["--prompt", "x" * 50, "--max-seq-len", "20"], "20"),
     "device": (["--prompt", "x", "--device", "cuda:7"], "cuda:7"),
