@@ -1,10 +1,10 @@
 """Our checkpoint folder: what is in it, how it is read, how it is written.
 
-    DIR/config.json         format, kind ("target" or "eagle3"), the fields of ModelArgs/HeadArgs, and for a target
+    DIR/config.json         format, kind ("target", "eagle" or "eagle3"), the fields of ModelArgs/HeadArgs, and for a target
                             `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, and tokenizer_config.json / chat_template.jinja
-    DIR/eagle3/             a head of that target, same layout
+    DIR/eagle3/, DIR/eagle/ heads of that target (EAGLE-3; EAGLE-1, which EAGLE-2 shares), same layout
 """
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from errors import CheckpointError
-from model import Eagle3Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
+from model import Eagle1Head, Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
 
-FORMAT = 1
+FORMAT = 2
+HEADS = {"eagle": Eagle1Head, "eagle3": Eagle3Head}  # kind -> what it is built as
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -52,15 +53,15 @@ def read_config(folder: str | Path, kind: str | None = None) -> dict:
     return config
 
 
-def build(config: dict) -> Transformer | Eagle3Head:
+def build(config: dict) -> Transformer | Head:
     """The module a config.json describes, on the meta device (no memory). Raises CheckpointError on a bad config."""
     try:
         with torch.device("meta"):
             if config["kind"] == "target":
                 return Transformer(ModelArgs.from_config(config))
-            if config["kind"] == "eagle3":
+            if config["kind"] in HEADS:
                 config = {**config, "aux_layers": tuple(config.get("aux_layers", ()))}
-                return Eagle3Head(HeadArgs.from_config(config), own_embedding=config.get("own_embedding", False))
+                return HEADS[config["kind"]](HeadArgs.from_config(config))
     except ValueError as e:
         raise CheckpointError(str(e)) from None
     raise CheckpointError(f"config: unknown kind {config['kind']!r}")
@@ -108,17 +109,17 @@ def load_target(folder: str | Path, device="cpu", dtype: torch.dtype | None = No
     return _load(Path(folder), config, device, dtype), config
 
 
-def load_head(folder: str | Path, target: Transformer) -> Eagle3Head:
-    """Load a converted EAGLE-3 head in its target's dtype, on its device, and tie it to that target.
+def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
+    """Load a converted head, of this kind if given, in its target's dtype, on its device, and tie it to that target.
 
-    Raises CheckpointError if it is missing, damaged or does not fit.
+    Raises CheckpointError if it is missing, damaged, of another kind or does not fit.
     """
-    config = read_config(folder)
-    if config["kind"] == "target":
-        raise CheckpointError(f"{folder}: holds a target checkpoint where a draft head was expected")
+    config = read_config(folder, kind)
+    if config["kind"] not in HEADS:
+        raise CheckpointError(f"{folder}: holds a {config['kind']} checkpoint where a draft head was expected")
     check_head_fits(config, target.args, str(folder))
     head = _load(Path(folder), config, target.embed.weight.device, target.embed.weight.dtype)
-    head.use_target_embedding(target)
+    head.use_target(target)
     return head
 
 

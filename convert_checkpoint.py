@@ -1,4 +1,4 @@
-"""Convert a checkpoint to our folder format (see checkpoint.py), once: a LLaMA target or an EAGLE-3 head.
+"""Convert a checkpoint to our folder format (see checkpoint.py), once: a target or an EAGLE head.
 
     python convert_checkpoint.py --checkpoint SOURCE --out DIR         a target
     python convert_checkpoint.py --checkpoint SOURCE --target DIR      a head of the converted target DIR
@@ -9,7 +9,6 @@ the first byte is written. Then one tensor at a time is read, cast and appended:
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -29,48 +28,14 @@ from checkpoint import (
     check_keys,
     read_config,
 )
-from model import HeadArgs, ModelArgs, eagle3_aux_layers
+from families import family_of, target_fields
+from head_layouts import Answers, Layout, kind_of, read_layout
+from model import ModelArgs
 from sources import Entry, Source, open_source, resolve_source
+from templates import find_template
+from tokenizer import Tokenizer
 from writer import Planned, check_out, write_folder
 
-# One row per family: our tensor -> the source's tensors, stacked along the output dimension in this order.
-LLAMA = {
-    "embed.weight": ["model.embed_tokens.weight"],
-    "layers.{i}.attn_norm.weight": ["model.layers.{i}.input_layernorm.weight"],
-    "layers.{i}.wqkv.weight": [f"model.layers.{{i}}.self_attn.{x}_proj.weight" for x in "qkv"],
-    "layers.{i}.wo.weight": ["model.layers.{i}.self_attn.o_proj.weight"],
-    "layers.{i}.mlp_norm.weight": ["model.layers.{i}.post_attention_layernorm.weight"],
-    "layers.{i}.w_gate_up.weight": [f"model.layers.{{i}}.mlp.{x}_proj.weight" for x in ("gate", "up")],
-    "layers.{i}.w_down.weight": ["model.layers.{i}.mlp.down_proj.weight"],
-    "norm.weight": ["model.norm.weight"],
-    "lm_head.weight": ["lm_head.weight"],
-}
-GGUF_LLAMA = {
-    "embed.weight": ["token_embd.weight"],
-    "layers.{i}.attn_norm.weight": ["blk.{i}.attn_norm.weight"],
-    "layers.{i}.wqkv.weight": [f"blk.{{i}}.attn_{x}.weight" for x in "qkv"],
-    "layers.{i}.wo.weight": ["blk.{i}.attn_output.weight"],
-    "layers.{i}.mlp_norm.weight": ["blk.{i}.ffn_norm.weight"],
-    "layers.{i}.w_gate_up.weight": ["blk.{i}.ffn_gate.weight", "blk.{i}.ffn_up.weight"],
-    "layers.{i}.w_down.weight": ["blk.{i}.ffn_down.weight"],
-    "norm.weight": ["output_norm.weight"],
-    "lm_head.weight": ["output.weight"],
-}
-TARGETS = {"LlamaForCausalLM": LLAMA, "gguf:llama": GGUF_LLAMA}
-
-EAGLE3 = {  # `midlayer.` is SafeAILab's and SpecForge's name for it, newer SGLang writes `layers.0.`
-    "fc.weight": ["fc.weight"],
-    "layer.embed_norm.weight": ["midlayer.input_layernorm.weight"],
-    "layer.feature_norm.weight": ["midlayer.hidden_norm.weight"],
-    "layer.wqkv.weight": [f"midlayer.self_attn.{x}_proj.weight" for x in "qkv"],
-    "layer.wo.weight": ["midlayer.self_attn.o_proj.weight"],
-    "layer.mlp_norm.weight": ["midlayer.post_attention_layernorm.weight"],
-    "layer.w_gate_up.weight": [f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up")],
-    "layer.w_down.weight": ["midlayer.mlp.down_proj.weight"],
-    "norm.weight": ["norm.weight"],
-    "lm_head.weight": ["lm_head.weight"],
-    "embed.weight": ["embed_tokens.weight"],
-}
 # Buffers that old checkpoints carry and that follow from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
 
@@ -82,16 +47,18 @@ def convert(
     out: str | Path | None = None,
     target: str | Path | None = None,
     dtype: str = "keep",
-    aux_layers: tuple[int, ...] | None = None,
+    answers: Answers | None = None,
+    template: str = "auto",
     force: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Convert `source` into the folder `out` and return it. Targets and heads are told apart by their contents.
 
-    out: for a target by default `default_folder(source)`, for a head TARGET/eagle3.
+    out: for a target by default `default_folder(source)`, for a head TARGET/eagle3 or, for an EAGLE-1/2 head, TARGET/eagle.
     target: the converted folder of the model a head belongs to; needed for a head, since it is checked to fit.
     dtype: keep, bf16, fp16 or fp32; keep is what most of the source's numbers are stored in, bf16 if quantised.
-    aux_layers: for a head, the target layers whose inputs feed it, where its config does not say.
+    answers: for a head, what its files leave open.
+    template: for a target without chat template, the one to add; see templates.find_template.
     force: replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
     Raises CheckpointError with one line on any bad input or lack of space; nothing is left behind then.
     """
@@ -99,12 +66,12 @@ def convert(
     opened = open_source(resolve_source(source))
     if dtype not in ("keep", *OUTPUT_DTYPES):
         raise CheckpointError(f"dtype {dtype!r} is not one of keep, {', '.join(OUTPUT_DTYPES)}")
-    is_head = _is_head(opened)
-    if is_head and target is None:
+    kind = kind_of(opened)
+    if kind and target is None:
         raise CheckpointError(f"{opened.path}: is a draft head and needs --target DIR, the converted model it is for")
-    if is_head:
-        out = Path(out or Path(target) / "eagle3")
-        config, plan = _plan_head(opened, Path(target), dtype, aux_layers)
+    if kind:
+        out = Path(out or Path(target) / kind)
+        config, plan = _plan_head(opened, Path(target), dtype, answers or Answers())
     else:
         out = Path(out or default_folder(source))
         config, plan = _plan_target(opened, dtype)
@@ -112,7 +79,16 @@ def convert(
         out = out.resolve()  # replace what the link points to, not the link
     config = {"format": FORMAT, "name": _name(source), "source": origin(source), **config}
     check_out(out, config["kind"], force)
-    has_tokenizer = write_folder(out, config, plan, None if is_head else opened.tokenizer, quiet)
+    added = find_template(template, config["name"], str(source), str(opened.config.get("_name_or_path", "")))
+
+    def tokenizer(folder: Path) -> bool:
+        """Write the tokenizer's files, and the template if it is asked for or missing."""
+        there = opened.tokenizer(folder)
+        if there and added and (template != "auto" or not Tokenizer.load(folder).has_template):
+            (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+        return there
+
+    has_tokenizer = write_folder(out, config, plan, None if kind else tokenizer, quiet)
     if not has_tokenizer:
         print(f"warning: {source} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
     if not config.get("stop_ids", True):
@@ -140,85 +116,14 @@ def _name(source: str | Path) -> str:
     return path.stem if path.suffix.lower() == ".gguf" else path.name if not path.is_dir() else path.resolve().name
 
 
-# What a source is, and whether we can run it
-
-
-def _is_head(source: Source) -> bool:
-    """True for an EAGLE-3 head, False for a target. Raises CheckpointError for heads of another kind."""
-    config, names = source.config, source.tensors
-    if "speculators_model_type" in config or "transformer_layer_config" in config:
-        raise CheckpointError(f"{source.path}: heads in the layout of speculators are not supported")
-    if "medusa_num_heads" in config or any(n.startswith("medusa_head.") for n in names):
-        raise CheckpointError(f"{source.path}: Medusa heads are not supported")
-    if config.get("draft_vocab_size") or any(re.match(r"midlayer\.|layers\.0\.hidden_norm\.", n) for n in names):
-        return True
-    if "fc.weight" in names:
-        raise CheckpointError(f"{source.path}: EAGLE-1 heads are not supported")
-    return False
-
-
-def _refuse(path: Path, config: dict, keys: tuple[str, ...]) -> None:
-    for key in keys:
-        if config.get(key):
-            raise CheckpointError(f"{path}: {key} {json.dumps(config[key])[:60]} is not supported")
-
-
-def _llama_fields(source: Source) -> dict:
-    """The fields of ModelArgs from a config of the LLaMA family, with that family's defaults for absent keys."""
-    config, path = {k: v for k, v in source.config.items() if v is not None}, source.path
-    _refuse(path, config, ("quantization_config", "attention_bias", "mlp_bias"))
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for key in sizes:
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise CheckpointError(f"{path}: config has no positive {key} (found {config.get(key)!r})")
-    vocab, hidden, intermediate, layers, heads = (config[key] for key in sizes)
-    if "head_dim" not in config and hidden % heads:
-        raise CheckpointError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
-    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-        raise CheckpointError(f"{path}: rope parameters per kind of layer are not supported")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
-        raise CheckpointError(f"{path}: partial_rotary_factor is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = {k: v for k, v in rope.items() if k not in ("type", "rope_type", "rope_theta", "partial_rotary_factor")}
-    longest = config.get("max_position_embeddings", 2048)
-    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
-        raise CheckpointError(f"{path}: config: max_position_embeddings must be a positive integer, got {longest!r}")
-    numbers = {
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-    }
-    for key, value in numbers.items():
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise CheckpointError(f"{path}: config: {key} must be a positive number, got {value!r}")
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads", heads),
-        "head_dim": config.get("head_dim", hidden // heads),
-        **numbers,
-        "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling},
-        "max_seq_len": longest,
-    }
-
-
 # What will be written
 
 
 def _plan_target(source: Source, dtype: str) -> tuple[dict, list[Planned]]:
-    names = TARGETS.get(source.family)
-    if names is None:
-        known = ", ".join(TARGETS)
-        raise CheckpointError(f"{source.path}: unknown architecture {source.family} (known: {known})")
+    names = family_of(source).names
     config = {
         "kind": "target",
-        **_llama_fields(source),
-        "tie_embeddings": bool(source.config.get("tie_word_embeddings", False)),
+        **target_fields(source),
         "stop_ids": [i for i in source.stop_ids if i < source.config["vocab_size"]],
         "bos_id": source.bos_id,
     }
@@ -234,37 +139,18 @@ def _plan_target(source: Source, dtype: str) -> tuple[dict, list[Planned]]:
     return config, _plan(source.path, config, names, tensors, dtype)
 
 
-def _plan_head(source: Source, target: Path, dtype: str, aux_layers) -> tuple[dict, list[Planned]]:
-    path, given, tensors = source.path, source.config, dict(source.tensors)
-    nested = given.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise CheckpointError(f"{path}: config: eagle_config is not an object: {nested!r}")
-    if not isinstance(given.get("draft_vocab_size") or 0, int):
-        raise CheckpointError(f"{path}: config: draft_vocab_size is not a number: {given['draft_vocab_size']!r}")
-    for flags in (given, nested):
-        _refuse(path, flags, ("norm_before_residual", "norm_before_fc", "norm_output", "fc_norm"))
-    if nested.get("use_aux_hidden_state") is False:
-        raise CheckpointError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
-    target_config = read_config(target, "target")
+def _plan_head(source: Source, target: Path, dtype: str, answers: Answers) -> tuple[dict, list[Planned]]:
+    path, target_config = source.path, read_config(target, "target")
     target_args = build(target_config).args
-    names = EAGLE3
-    if not any(n.startswith("midlayer.") for n in tensors):
-        names = {ours: [n.replace("midlayer.", "layers.0.") for n in theirs] for ours, theirs in EAGLE3.items()}
-    fields = _llama_fields(source)
-    rows = {ours: sum(tensors[theirs[0]].shape[:1]) for ours, theirs in names.items() if theirs[0] in tensors}
-    if given.get("head_dim") is None and "layer.wqkv.weight" in rows:
-        fields["head_dim"] = rows["layer.wqkv.weight"] // fields["num_heads"]  # H / heads is wrong for some Qwen heads
-    config = {
-        "kind": "eagle3",
-        **fields,
-        "draft_vocab_size": given.get("draft_vocab_size") or rows.get("lm_head.weight", fields["vocab_size"]),
-        "target_hidden_size": given.get("target_hidden_size") or fields["hidden_size"],
-        "aux_layers": list(aux_layers or _aux_layers(path, given, nested, target_args)),
-    }
-    embed = tensors.get(names["embed.weight"][0])
-    config["own_embedding"] = embed is not None and not _same_embedding(embed, target, target_config)
+    config, names, tensors = _parts(read_layout(source, target_args, answers))
+    theirs = {"embed": "embed.weight", "lm_head": "embed.weight" if target_args.tie_embeddings else "lm_head.weight"}
+    embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
+    config["own_embedding"] = embed is not None and not _same_as_target(embed, target, theirs["embed"])
     if embed is not None and not config["own_embedding"]:
-        del tensors[names["embed.weight"][0]]
+        del tensors["embed_tokens.weight"]
+    if lm_head is not None and config["kind"] == "eagle" and _same_as_target(lm_head, target, theirs["lm_head"]):
+        config["own_lm_head"] = False  # vLLM's copies carry the target's
+        del tensors["lm_head.weight"]
     check_head_fits(config, target_args, str(path))
     maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
     plan = _plan(path, config, names, tensors, dtype)
@@ -273,37 +159,20 @@ def _plan_head(source: Source, target: Path, dtype: str, aux_layers) -> tuple[di
     return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
 
 
-def _aux_layers(path: Path, given: dict, nested: dict, target: ModelArgs) -> tuple[int, ...]:
-    """The target layers whose inputs feed the head.
-
-    Files disagree on whether an id names a layer's output or its input. All of them start with the second layer's
-    output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM, speculators).
-    """
-    key = "eagle_aux_hidden_state_layer_ids"
-    ids = nested.get(key) or given.get(key)
-    if not ids:
-        return eagle3_aux_layers(target.num_layers)
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise CheckpointError(f"{path}: {key} is not a list of layer numbers: {ids!r}")
-    if ids[0] in (1, 2):
-        return tuple(i + 2 - ids[0] for i in ids)
-    inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
-    raise CheckpointError(
-        f"{path}: does {key} {ids} count inputs or outputs of layers?"
-        f" say --aux-layers {inputs} if inputs, {outputs} if outputs"
-    )
+def _parts(layout: Layout) -> tuple[dict, dict, dict]:
+    return dict(layout.config), layout.names, dict(layout.tensors)
 
 
-def _same_embedding(embed: Entry, target: Path, config: dict) -> bool:
-    """Whether a head's embedding is the target's, bit for bit in the target's dtype."""
-    if embed.shape != (config["vocab_size"], config["hidden_size"]):
-        return False
+def _same_as_target(entry: Entry, target: Path, name: str) -> bool:
+    """Whether a head's matrix is the target's, bit for bit in the target's dtype."""
     try:
         with safe_open(target / WEIGHTS, framework="pt") as file:
-            theirs = file.get_tensor("embed.weight")
+            if tuple(file.get_slice(name).get_shape()) != entry.shape:
+                return False
+            theirs = file.get_tensor(name)
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{target / WEIGHTS}: damaged ({e}); convert the target again") from None
-    return torch.equal(embed.read().to(theirs.dtype), theirs)
+    return torch.equal(entry.read().to(theirs.dtype), theirs)
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> Tensor:
@@ -336,10 +205,14 @@ def _plan(path: Path, config: dict, names: dict, tensors: dict[str, Entry], dtyp
         if ours == "draft_ids":
             continue
         number = re.search(r"(?<=^layers\.)\d+", ours)
-        theirs = [n.format(i=number and number[0]) for n in names[re.sub(r"^layers\.\d+", "layers.{i}", ours)]]
+        row = names[ours] if ours in names else names[re.sub(r"^layers\.\d+", "layers.{i}", ours)]
+        experts = range(tensor.shape[0]) if tensor.ndim == 3 else (None,)
+        theirs = [name.format(i=number and number[0], e=e) for e in experts for name in row]
         plan[ours] = tuple(tensor.shape), theirs
-        for name, rows in zip(theirs, _row_counts(module.args, ours, tensor), strict=True):
-            wanted[name] = (rows, *tensor.shape[1:])
+        rows = _row_counts(module.args, ours, tensor.shape[-2] if tensor.ndim > 1 else tensor.shape[0])
+        inner = tensor.shape[-1:] if tensor.ndim > 1 else ()
+        for name, count in zip(theirs, rows * len(experts), strict=True):
+            wanted[name] = (count, *inner)
     check_keys({name: entry.shape for name, entry in tensors.items()}, wanted, str(path))
     for name, entry in tensors.items():
         if entry.dtype is None or not entry.dtype.is_floating_point:
@@ -348,13 +221,13 @@ def _plan(path: Path, config: dict, names: dict, tensors: dict[str, Entry], dtyp
     return [Planned(ours, shape, dtype, [tensors[n] for n in theirs]) for ours, (shape, theirs) in plan.items()]
 
 
-def _row_counts(args: ModelArgs | HeadArgs, name: str, tensor: Tensor) -> tuple[int, ...]:
-    """How the rows of one of our tensors divide among its sources."""
-    if name.endswith("wqkv.weight"):
+def _row_counts(args: ModelArgs, name: str, rows: int) -> tuple[int, ...]:
+    """How the rows of one of our tensors (of one expert) divide among its sources."""
+    if ".wqkv." in f".{name}":
         return args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    if name.endswith("w_gate_up.weight"):
+    if ".w_gate_up" in name:
         return args.intermediate_size, args.intermediate_size
-    return (tensor.shape[0],)
+    return (rows,)
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
@@ -370,17 +243,23 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, 1 on bad input, 130 when interrupted (argparse exits with 2)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, metavar="SOURCE", help="a folder, org/name on the hub, or .gguf")
-    parser.add_argument("--out", metavar="DIR", help="default: checkpoints/NAME, for a head TARGET/eagle3")
+    parser.add_argument("--out", metavar="DIR", help="default: checkpoints/NAME, for a head TARGET/eagle3 or /eagle")
     parser.add_argument("--target", metavar="DIR", help="for a head: the converted target it belongs to")
     parser.add_argument("--dtype", choices=("keep", *OUTPUT_DTYPES), default="keep", help="default: as stored")
     parser.add_argument("--aux-layers", metavar="I,J,K", help="for a head: the target layers whose inputs feed it")
+    parser.add_argument("--norm-before-residual", action=argparse.BooleanOptionalAction, default=None,
+                        help="for an EAGLE-3 head whose config does not say")
+    parser.add_argument("--recycle", choices=("normed", "raw"), help="for an EAGLE-3 head with norm_output: what it is fed back")
+    parser.add_argument("--template", default="auto", metavar="WHICH",
+                        help="chat template to add: vicuna, llama2, a jinja FILE, none; auto (default) goes by the name if there is none")
     parser.add_argument("--force", action="store_true", help="replace a converted folder; heads inside it are kept")
     args = parser.parse_args(argv)
     if args.aux_layers is not None and not re.fullmatch(r"\d+(,\d+)*", args.aux_layers):
         parser.error(f"--aux-layers takes layer numbers such as 2,15,27, got {args.aux_layers!r}")
     aux_layers = tuple(int(i) for i in args.aux_layers.split(",")) if args.aux_layers else None
     try:
-        convert(args.checkpoint, args.out, args.target, args.dtype, aux_layers, args.force)
+        answers = Answers(aux_layers, args.norm_before_residual, args.recycle)
+        convert(args.checkpoint, args.out, args.target, args.dtype, answers, args.template, args.force)
     except CheckpointError as e:
         print("error:", " ".join(str(e).split()), file=sys.stderr)
         return 1

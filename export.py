@@ -22,10 +22,10 @@ def export_eagle3(head: Eagle3Head, folder: str | Path, extra: dict | None = Non
     tensors = {name: state[name] for name in ("fc.weight", "norm.weight", "lm_head.weight")}
     for part, rows in zip("qkv", state["layer.wqkv.weight"].split((q, kv, kv))):
         tensors[f"midlayer.self_attn.{part}_proj.weight"] = rows
-    for part, rows in zip(("gate", "up"), state["layer.w_gate_up.weight"].chunk(2)):
+    for part, rows in zip(("gate", "up"), state["layer.mlp.w_gate_up.weight"].chunk(2)):
         tensors[f"midlayer.mlp.{part}_proj.weight"] = rows
     for ours, theirs in (
-        ("wo", "self_attn.o_proj"), ("w_down", "mlp.down_proj"), ("embed_norm", "input_layernorm"),
+        ("wo", "self_attn.o_proj"), ("mlp.w_down", "mlp.down_proj"), ("embed_norm", "input_layernorm"),
         ("feature_norm", "hidden_norm"), ("mlp_norm", "post_attention_layernorm"),
     ):
         tensors[f"midlayer.{theirs}.weight"] = state[f"layer.{ours}.weight"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 from contextlib import contextmanager, redirect_stdout
@@ -22,8 +23,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="Generate text, losslessly faster with a draft head.")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
-    add("--speculate", choices=("none", "eagle3"), default="none", help="how to draft (default none: plain decoding)")
-    add("--draft", help="folder of the draft head (default CHECKPOINT/eagle3)")
+    add("--speculate", choices=("none", "eagle", "eagle2", "eagle3"), default="none",
+        help="how to draft: not at all (default), EAGLE-1's static tree, EAGLE-2's dynamic one with the same head, EAGLE-3")
+    add("--draft", help="folder of the draft head (default CHECKPOINT/eagle for eagle and eagle2, CHECKPOINT/eagle3)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids, used as they are")
     add("--prompt-file", action="append", default=[], metavar="FILE", help="one prompt; a .jsonl file has one per line")
@@ -36,10 +38,12 @@ def parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, default=0, help="0 is off (default)")
     add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
+    add("--tree", metavar="SPEC", help="auto (measured, then kept), paper (60/7/10), T,D,K, or a JSON file of paths: a static tree")
     add("--tree-nodes", type=int, help="nodes of the draft tree, root included (default 8 on CPU, 60 on CUDA)")
     add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 7 on CUDA)")
     add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
     add("--coupled", action=argparse.BooleanOptionalAction, default=True, help="draft with the target's sampling noise")
+    add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="default: as stored")
     add("--device", help="default: cuda if there is one, else cpu")
@@ -88,12 +92,18 @@ def check_options(o, prompts: list) -> None:
         raise CheckpointError("--interactive reads its prompts from standard input, which is closed")
     if not o.interactive and not prompts:
         raise CheckpointError("no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
-    if o.num_samples < 1:
-        raise CheckpointError(f"--num-samples {o.num_samples}: must be at least 1")
+    if not 1 <= o.num_samples <= 100_000:
+        raise CheckpointError(f"--num-samples {o.num_samples}: must be 1 to 100,000")
     if o.threads is not None and not 1 <= o.threads <= 1024:
         raise CheckpointError(f"--threads {o.threads}: must be 1 to 1024")
     if o.draft and o.speculate == "none":
         raise CheckpointError(f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
+    if o.batch_size is not None and o.batch_size < 1:
+        raise CheckpointError(f"--batch-size {o.batch_size}: must be at least 1")
+    if o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None):
+        raise CheckpointError(f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
+    if o.tree and o.speculate == "none":
+        raise CheckpointError(f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
     if o.trace and len(prompts) * o.num_samples != 1:
         raise CheckpointError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
@@ -135,6 +145,29 @@ def converted(checkpoint: str) -> str:
     return str(out)
 
 
+def asked_tree(o, usual):
+    """The tree the options ask for: a TreeShape or PathTree, "auto", or None for the method's own default.
+
+    Raises CheckpointError on a --tree that is nothing of all this, ValueError on an impossible tree.
+    """
+    from tree import PathTree, TreeShape
+
+    numbers = (o.tree_nodes, o.tree_depth, o.tree_width)
+    if numbers != (None, None, None):
+        return TreeShape(*(u if a is None else a for a, u in zip(numbers, (usual.nodes, usual.depth, usual.width))))
+    if o.tree in (None, "auto"):
+        return o.tree
+    if o.tree == "paper":
+        return TreeShape(60, 7, 10)
+    if re.fullmatch(r"\d+,\d+,\d+", o.tree):
+        return TreeShape(*map(int, o.tree.split(",")))
+    try:
+        return PathTree(tuple(tuple(path) for path in json.loads(Path(o.tree).read_text())))
+    except (OSError, ValueError, TypeError) as e:
+        known = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
+        raise CheckpointError(f"--tree {o.tree}: none of {known} ({e})") from None
+
+
 def load_model(o, batch: int):
     """Load the checkpoint and its head -> (TextDecoder, Sampling). Nothing is compiled yet."""
     import torch
@@ -142,16 +175,13 @@ def load_model(o, batch: int):
     from checkpoint import read_config
     from decoder import Sampling
     from text import check_device, default_tree, load
-    from tree import TreeShape
 
     if o.threads:
         torch.set_num_threads(o.threads)
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
-    usual = default_tree(device)
-    asked = (o.tree_nodes, o.tree_depth, o.tree_width)
-    shape = TreeShape(*(u if a is None else a for a, u in zip(asked, (usual.nodes, usual.depth, usual.width))))
+    shape = asked_tree(o, default_tree(device))
     checkpoint = converted(o.checkpoint)
     read_config(checkpoint, "target")
     began = time.perf_counter()
@@ -159,7 +189,11 @@ def load_model(o, batch: int):
         checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, device=device, dtype=o.dtype, batch=batch,
         max_seq_len=o.max_seq_len, compile=o.compile, say=note,
     )
-    note(f"loaded {checkpoint} in {time.perf_counter() - began:.1f} s")
+    decoder = model.decoder
+    note(
+        f"loaded {checkpoint} in {time.perf_counter() - began:.1f} s; caches of {decoder.batch} x {decoder.slots} slots:"
+        f" {decoder.cache_bytes / 1e9:.2f} GB"
+    )
     return model, sampling
 
 
@@ -319,7 +353,8 @@ def run(o) -> int:
     check_options(o, prompts)
     from dataclasses import replace
 
-    batch = max(1, len(prompts) * o.num_samples)
+    count = max(1, len(prompts) * o.num_samples)
+    batch = min(count, o.batch_size or 16)
     model, sampling = load_model(o, batch)
     spread = [p for p in prompts for _ in range(o.num_samples)]
     samplings = [replace(sampling, seed=o.seed + i) for _ in prompts for i in range(o.num_samples)]

@@ -1,4 +1,4 @@
-"""The models: a LLaMA-style target and the EAGLE-3 draft head. Definitions only.
+"""The models: targets of the LLaMA/Qwen/Mixtral kind, the EAGLE-1 and EAGLE-3 draft heads. Definitions only.
 
 Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
@@ -34,6 +34,11 @@ class ModelArgs:
     rope_scaling: dict | None = None  # None | linear | llama3 | divisors, see `inverse_frequencies`
     tie_embeddings: bool = False
     max_seq_len: int = 2048  # the longest context the model was trained for
+    qkv_bias: bool = False  # Qwen2
+    qk_norm: bool = False  # Qwen3: an RMSNorm over each query and key head, before RoPE
+    num_experts: int = 0  # E; 0: one dense MLP. With experts, intermediate_size is that of one expert
+    experts_per_token: int = 0  # A
+    renormalise_experts: bool = True  # whether the weights of the A chosen experts are scaled to sum to 1
 
     @classmethod
     def from_config(cls, config: dict):
@@ -60,27 +65,51 @@ class ModelArgs:
             raise ValueError(f"config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim {self.head_dim} is odd, rotary embedding needs pairs")
+        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
+            raise ValueError(f"config: experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}")
         inverse_frequencies(self)  # raises on an unknown scaling
+
+    @property
+    def rope_factor(self) -> float:
+        """What cos and sin are multiplied by: 1 but for yarn (arXiv 2309.00071, section 3.4)."""
+        scaling = self.rope_scaling or {}
+        if scaling.get("rope_type", scaling.get("type")) != "yarn":
+            return 1.0
+        if scaling.get("attention_factor") is not None:
+            return float(scaling["attention_factor"])
+
+        def magnitude(weight: float) -> float:
+            return 0.1 * weight * math.log(scaling["factor"]) + 1 if scaling["factor"] > 1 else 1.0
+
+        if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+            return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
+        return magnitude(1.0)
 
 
 @dataclass(frozen=True)
 class HeadArgs(ModelArgs):
-    """Shape of an EAGLE-3 head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
+    """Shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
 
     draft_vocab_size: int = 0
     target_hidden_size: int = 0
     # Target layers whose *input* residual stream feeds the head (0-based; L means the output of the last layer).
     aux_layers: tuple[int, ...] = ()
+    fc_bias: bool = False
+    own_embedding: bool = False  # else the target's table is used
+    own_lm_head: bool = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
+    feature_norm: str = ""  # EAGLE-3.1, before fc: "" none, "each" captured state has its norm, "all" share a wide one
+    norm_before_residual: bool = False  # the residual stream starts from the normed feature, not from the feature
+    recycle_normed: bool = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
 
     def check(self) -> None:
         """Raise ValueError if the numbers contradict each other."""
         super().check()
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}")
-        if self.num_layers != 1:
-            raise ValueError(f"config: an EAGLE-3 head has one layer here, got {self.num_layers}")
         if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
             raise ValueError(f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}")
+        if self.feature_norm not in ("", "each", "all"):
+            raise ValueError(f"config: feature_norm {self.feature_norm!r} is none of '', 'each', 'all'")
 
     @property
     def feature_width(self) -> int:
@@ -101,7 +130,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
     """RoPE inverse frequencies [hd/2], float32. Raises ValueError on a scaling we do not have.
 
     `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency divided by
-    `factor`. `divisors`: one divisor per frequency, as GGUF stores llama3 scaling (`rope_freqs.weight`).
+    `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between (arXiv 2309.00071);
+    see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF stores llama3 scaling
+    (`rope_freqs.weight`).
     """
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64).float() / args.head_dim
     freq = 1.0 / (args.rope_base ** exponents)
@@ -125,15 +156,32 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
             turns = original * freq / (2 * math.pi)  # how often each pair turns within the original context
             blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
             return (1 - blend) * freq / factor + blend * freq
+        if kind == "yarn":
+            factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+
+            def pair(turns: float) -> float:  # the pair that turns so often within the original context
+                return args.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(args.rope_base))
+
+            low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+            if scaling.get("truncate", True):
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, args.head_dim - 1)
+            ramp = ((torch.arange(args.head_dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+            return ramp * freq / factor + (1 - ramp) * freq
     except KeyError as e:
         raise ValueError(f"config: rope_scaling of type {kind} lacks {e}") from None
-    raise ValueError(f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, divisors)")
+    if kind == "dynamic":
+        raise ValueError(
+            "config: rope_scaling type 'dynamic' is not supported: its frequencies change as the text grows, so that keys"
+            " already in the cache would be wrong; use linear or yarn scaling"
+        )
+    raise ValueError(f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, yarn)")
 
 
-def rope_table(inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin for `positions` [B, T] -> two of [B, 1, T, hd/2], float32. Made once per pass, used by every layer."""
     angles = positions[:, None, :, None].float() * inv_freq
-    return angles.cos(), angles.sin()
+    return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -209,7 +257,7 @@ class Pass:
     """What every layer of one forward pass shares: RoPE, cache slots, the mask as a bias, the live length."""
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, dtype):
-        self.cos, self.sin = rope_table(inv_freq, positions)
+        self.cos, self.sin = rope_table(args, inv_freq, positions)
         self.slots = slots
         self.live = visible.shape[-1]
         self.bias = attention_bias(visible, args.num_heads // args.num_kv_heads, dtype)
@@ -220,6 +268,48 @@ class Pass:
         return attend(q, cache.k[:, : self.live], cache.v[:, : self.live], self.bias)
 
 
+class MLP(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.w_gate_up = nn.Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
+        self.w_down = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w_gate_up(x).chunk(2, dim=-1)
+        return self.w_down(F.silu(gate) * up)
+
+
+class Experts(nn.Module):
+    """A mixture of E experts of which every row uses its own A (Mixtral, Qwen3-MoE): one batched product, static shapes."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
+        self.used, self.renormalise = args.experts_per_token, args.renormalise_experts
+        self.router = nn.Linear(H, E, bias=False)
+        self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
+        self.w_down = nn.Parameter(torch.empty(E, H, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)  # [R, H]
+        weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
+        if self.renormalise:
+            weight = weight / weight.sum(-1, keepdim=True)
+        weight = weight.to(x.dtype)
+        if chosen.numel() < self.router.out_features:
+            # Few rows, as in plain decoding: only the weights of the experts they use are read.
+            gate, up = torch.einsum("rh,raih->rai", rows, self.w_gate_up[chosen]).chunk(2, dim=-1)
+            out = torch.einsum("rai,rahi->rah", F.silu(gate) * up, self.w_down[chosen])
+            out = (out * weight[..., None]).sum(1)
+        else:
+            # Many rows use nearly all experts: every expert computes every row, and each row takes what it wants.
+            gate, up = (rows @ self.w_gate_up.transpose(1, 2)).chunk(2, dim=-1)  # [E, R, inner] each
+            out = (F.silu(gate) * up) @ self.w_down.transpose(1, 2)  # [E, R, H]
+            share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
+            out = torch.einsum("erh,re->rh", out, share)
+        return out.view_as(x)
+
+
 class Block(nn.Module):
     """One decoder layer, in two halves around the attention: `qkv` before it, `finish` after it."""
 
@@ -227,17 +317,21 @@ class Block(nn.Module):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
         H, width = args.hidden_size, args.num_heads * args.head_dim
-        self.wqkv = nn.Linear(input_size, width + 2 * args.num_kv_heads * args.head_dim, bias=False)
+        self.wqkv = nn.Linear(input_size, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
+        self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.wo = nn.Linear(width, H, bias=False)
         self.mlp_norm = RMSNorm(H, args.norm_eps)
-        self.w_gate_up = nn.Linear(H, 2 * args.intermediate_size, bias=False)
-        self.w_down = nn.Linear(args.intermediate_size, H, bias=False)
+        self.mlp = Experts(args) if args.num_experts else MLP(args)
 
     def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Normalised input [B, T, input_size] -> [B, nh + 2*nkv, T, hd]: rotated q and k, then v; see `split`."""
         B, T, _ = x.shape
         heads = self.wqkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+        if self.q_norm is not None:
+            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         return torch.cat((rotate(qk, cos, sin), v), dim=1)
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,8 +342,7 @@ class Block(nn.Module):
         """Residual stream x [B, T, H] and attention output [B, nh, T, hd] -> residual stream after the layer."""
         B, T, _ = x.shape
         x = x + self.wo(attended.transpose(1, 2).reshape(B, T, -1))
-        gate, up = self.w_gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.w_down(F.silu(gate) * up)
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class TargetBlock(Block):
@@ -312,7 +405,7 @@ class Transformer(nn.Module):
         """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for scoring."""
         B, T = tokens.shape
         x = self.embed(tokens)
-        cos, sin = rope_table(self.inv_freq, torch.arange(T, device=tokens.device)[None])
+        cos, sin = rope_table(self.args, self.inv_freq, torch.arange(T, device=tokens.device)[None])
         features = []
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
@@ -332,57 +425,127 @@ class Transformer(nn.Module):
 
 
 class DraftBlock(Block):
-    """The head's layer: attention reads embedding and feature side by side (2H), the residual is the feature alone."""
+    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H), the residual stream is
+    the feature alone."""
 
     def __init__(self, args: HeadArgs):
         super().__init__(args, 2 * args.hidden_size)
+        self.norm_before_residual = args.norm_before_residual
         self.embed_norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
-    def inputs(self, embedded: Tensor, feature: Tensor) -> Tensor:
-        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding first."""
-        return torch.cat((self.embed_norm(embedded), self.feature_norm(feature)), dim=-1)
+    def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding first, and the
+        residual stream [B, T, H]."""
+        normed = self.feature_norm(feature)
+        return torch.cat((self.embed_norm(embedded), normed), dim=-1), normed if self.norm_before_residual else feature
 
 
-class Eagle3Head(nn.Module):
-    """The EAGLE-3 draft head (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
+class Head(nn.Module):
+    """What the draft heads share, and the face a drafter sees: `fuse`, `forward`, `logits`, `draft_ids`, `caches`.
 
-    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. `features` of the target
-    go through `fuse` once; from the second drafted token on the head's own output h is fed back in their place.
-    `embed` is the target's table (`use_target_embedding`) unless the checkpoint carries its own.
+    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the target go
+    through `fuse` once; from the second drafted token on the head's own output is fed back in their place.
+    What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
     """
 
-    def __init__(self, args: HeadArgs, own_embedding: bool = False):
+    def __init__(self, args: HeadArgs):
         super().__init__()
         self.args = args
-        self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if own_embedding else None
-        self.fc = nn.Linear(args.feature_width, args.hidden_size, bias=False)
-        self.layer = DraftBlock(args)
-        self.norm = RMSNorm(args.hidden_size, args.norm_eps)
-        self.lm_head = nn.Linear(args.hidden_size, args.draft_vocab_size, bias=False)
+        self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
+        self.lm_head = nn.Linear(args.hidden_size, args.draft_vocab_size, bias=False) if args.own_lm_head else None
         # Target id of each draft id, ascending; the identity when both vocabularies are the same.
         self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
 
-    def use_target_embedding(self, target: Transformer) -> None:
-        """Share the target's embedding table; a no-op for a head that carries its own."""
+    def use_target(self, target: Transformer) -> None:
+        """Share the target's embedding table and lm_head where the checkpoint carries none."""
+        if self.lm_head is None:
+            tied = self.embed if self.args.tie_embeddings and self.embed is not None else None
+            self.lm_head = tied or (target.embed if target.lm_head is None else target.lm_head)
         if self.embed is None:
             self.embed = target.embed
 
+    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
+        """One KVCache per layer of the head."""
+        return nn.ModuleList(KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers))
+
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> the feature [B, T, H] to feed back.
+
+        The other arguments are those of `Transformer.forward`, for the head's own caches.
+        """
+        raise NotImplementedError
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """Output of `forward` [..., H] -> draft logits [..., Vd] in float32; draft id j is target id `draft_ids[j]`."""
+        raise NotImplementedError
+
+
+class Eagle1Head(Head):
+    """The head of EAGLE-1 and EAGLE-2 (arXiv 2401.15077, section 4.1; SafeAILab/EAGLE model/cnets1.py).
+
+    Its features are the target's states after the final norm, which it predicts; its logits are the target's lm_head on
+    them. The one layer has no input norm: `fc` of embedding and feature is its input and its residual stream.
+    """
+
+    def __init__(self, args: HeadArgs):
+        super().__init__(args)
+        self.fc = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=args.fc_bias)
+        self.layer = Block(args, args.hidden_size)
+        self.target_norm = None
+
+    def use_target(self, target: Transformer) -> None:
+        super().use_target(target)
+        self.target_norm = target.norm
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.target_norm(features)
+
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible, feature.dtype)
+        x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
+        q, k, v = self.layer.split(self.layer.qkv(x, shared.cos, shared.sin))
+        return self.layer.finish(x, shared.attention(q, k, v, caches[0]))
+
+    def logits(self, feature: Tensor) -> Tensor:
+        return F.linear(feature, self.lm_head.weight).float()
+
+
+class Eagle3Head(Head):
+    """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py) and of its variants in SpecForge,
+    SGLang and speculators: see the flags of `HeadArgs`."""
+
+    def __init__(self, args: HeadArgs):
+        super().__init__(args)
+        H, Ht = args.hidden_size, args.target_hidden_size
+        widths = {"": (), "each": (Ht,) * len(args.aux_layers), "all": (args.feature_width,)}[args.feature_norm]
+        self.fc_norms = nn.ModuleList(RMSNorm(width, args.norm_eps) for width in widths)
+        self.fc = nn.Linear(args.feature_width, H, bias=args.fc_bias)
+        self.layer = DraftBlock(args)
+        self.more_layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers - 1))
+        self.norm = RMSNorm(H, args.norm_eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.fc_norms:
+            parts = features.chunk(len(self.fc_norms), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
         return self.fc(features)
 
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, cache: KVCache):
-        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> h [B, T, H].
-
-        The other arguments are those of `Transformer.forward`, for the head's own one-layer cache.
-        """
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
         shared = Pass(self.args, self.inv_freq, positions, slots, visible, feature.dtype)
-        qkv = self.layer.qkv(self.layer.inputs(self.embed(tokens), feature), shared.cos, shared.sin)
-        q, k, v = self.layer.split(qkv)
-        return self.layer.finish(feature, shared.attention(q, k, v, cache))
+        inputs, x = self.layer.inputs(self.embed(tokens), feature)
+        q, k, v = self.layer.split(self.layer.qkv(inputs, shared.cos, shared.sin))
+        x = self.layer.finish(x, shared.attention(q, k, v, caches[0]))
+        for layer, cache in zip(self.more_layers, caches[1:]):
+            q, k, v = layer.split(layer.qkv(layer.attn_norm(x), shared.cos, shared.sin))
+            x = layer.finish(x, shared.attention(q, k, v, cache))
+        return self.norm(x) if self.args.recycle_normed else x
 
-    def logits(self, h: Tensor) -> Tensor:
-        """h [..., H] -> draft logits [..., Vd] in float32; draft id j is target id `draft_ids[j]`."""
-        return self.lm_head(self.norm(h)).float()
+    def logits(self, feature: Tensor) -> Tensor:
+        normed = feature if self.args.recycle_normed else self.norm(feature)
+        return F.linear(normed, self.lm_head.weight).float()

@@ -5,6 +5,7 @@ asks for them, and nothing is kept: a model larger than the memory converts.
 """
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import warnings
@@ -32,6 +33,10 @@ SMALL_FILES = (
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
           "I32": torch.int32, "BOOL": torch.bool}
+MODEL_TYPES = {  # for configs without `architectures`
+    "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 
 
@@ -152,7 +157,7 @@ def _open_folder(path: Path) -> Source:
 
 
 def _architecture(config: dict) -> str | None:
-    names = config.get("architectures") or [{"llama": "LlamaForCausalLM"}.get(config.get("model_type"))]
+    names = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
     if not isinstance(names, list) or not isinstance(names[0], str | None):
         raise CheckpointError(f"config: architectures is not a list of names: {names!r}")
     return names[0]
@@ -282,18 +287,18 @@ def _open_gguf(path: Path) -> Source:
     arch = fields.get("general.architecture")
     if fields.get("split.count", 1) > 1:
         raise CheckpointError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
-    if fields.get(f"{arch}.expert_count"):
-        raise CheckpointError(f"{path}: a mixture of experts in a GGUF is not supported")
     stored = {t.name: t for t in reader.tensors}
     freqs = stored.pop("rope_freqs.weight", None)
     config = _gguf_config(path, arch, fields, stored, freqs)
     # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
     # The number of heads does not matter for undoing it, only their size.
     permuted = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
-    tensors = {
-        name: _gguf_entry(path, tensor, config["head_dim"] if permuted.fullmatch(name) else None)
-        for name, tensor in stored.items()
-    }
+    tensors = {}
+    for name, tensor in stored.items():
+        if len(tensor.shape) == 3:
+            tensors |= {f"{name}[{e}]": _gguf_entry(path, tensor, None, e) for e in range(int(tensor.shape[2]))}
+        else:
+            tensors[name] = _gguf_entry(path, tensor, config["head_dim"] if permuted.fullmatch(name) else None)
 
     ids = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, types = fields.get("tokenizer.ggml.tokens") or [], fields.get("tokenizer.ggml.token_type") or []
@@ -307,8 +312,9 @@ def _open_gguf(path: Path) -> Source:
         from_gguf(fields, folder)
         return True
 
+    family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
-        path, f"gguf:{arch}", config, tensors, stop_ids=_ids(*ids, *(control.get(name) for name in END_TOKENS)),
+        path, family, config, tensors, stop_ids=_ids(*ids, *(control.get(name) for name in END_TOKENS)),
         bos_id=fields.get("tokenizer.ggml.bos_token_id"), tokenizer=tokenizer,
     )
 
@@ -356,7 +362,9 @@ def _gguf_config(path: Path, arch: str, fields: dict, tensors: dict, freqs) -> d
     return {
         "vocab_size": int(embed.shape[-1]) if embed is not None else get("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": get("feed_forward_length"),
+        "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
+        "num_experts": get("expert_count", 0),
+        "num_experts_per_tok": get("expert_used_count", 0),
         "num_hidden_layers": get("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
@@ -383,20 +391,24 @@ def _gguf_scaling(path: Path, get: Callable, freqs) -> dict | None:
     return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
 
 
-def _gguf_entry(path: Path, tensor, permuted_head: int | None) -> Entry:
-    """`permuted_head`: the head size, if the rows of each head are interleaved and have to be put back in halves."""
+def _gguf_entry(path: Path, tensor, permuted_head: int | None, expert: int | None = None) -> Entry:
+    """`permuted_head`: the head size, if the rows of each head are interleaved and have to be put back in halves.
+    `expert`: which matrix of a stack."""
     import gguf
 
     shape = tuple(int(n) for n in reversed(tensor.shape.tolist()))
+    data = tensor.data
+    if expert is not None:
+        shape, data = shape[1:], data[expert]
     kinds = {"F32": torch.float32, "F16": torch.float16}  # everything else becomes bf16, which holds it as well as any
     unit = permuted_head or 1
     if shape[0] % unit:
         raise CheckpointError(f"{path}: tensor {tensor.name} {list(shape)} has no whole number of heads of {unit} rows")
-    rows = max(BLOCK_BYTES // (4 * (tensor.n_elements // shape[0])) // unit, 1) * unit
+    rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
 
     def blocks() -> Iterator[Tensor]:
         for start in range(0, shape[0], rows):
-            block = torch.tensor(gguf.quants.dequantize(tensor.data[start : start + rows], tensor.tensor_type))
+            block = torch.tensor(gguf.quants.dequantize(data[start : start + rows], tensor.tensor_type))
             if permuted_head:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
                 block = block.unflatten(0, (-1, permuted_head // 2, 2)).transpose(1, 2).flatten(0, 2)
             yield block

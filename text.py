@@ -19,12 +19,13 @@ import torch
 
 from checkpoint import CheckpointError, load_head, load_target
 from decoder import Decoder, Output, Run, Sampling
-from drafters.eagle import Eagle3
+from drafters.eagle import Eagle, StaticEagle
 from tokenizer import Tokenizer
-from tree import TreeShape
+from tree import EAGLE1_TREE, PathTree, TreeShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DRAFTERS = ("none", "eagle3")
+# What `speculate` names: the kind of head, in the folder of that name beside the target, and how its tree is drafted.
+DRAFTERS = {"none": None, "eagle": ("eagle", StaticEagle), "eagle2": ("eagle", Eagle), "eagle3": ("eagle3", Eagle)}
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
 
@@ -95,12 +96,15 @@ def check_compiler() -> None:
 
 
 def load(
-    checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | None = None,
+    checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1, max_seq_len: int | None = None,
     compile: bool = True, say: Callable[[str], None] | None = None,
 ) -> TextDecoder:
-    """Load a converted target, and with speculate="eagle3" its head (`draft`, default CHECKPOINT/eagle3).
+    """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head.
 
+    draft: the head's folder (default CHECKPOINT/eagle for the first two, CHECKPOINT/eagle3). tree: a `TreeShape`, drafted
+    dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
+    "eagle", else `default_tree`.
     dtype None keeps the stored one. max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
     Raises CheckpointError, one line, if anything is missing, damaged or does not fit.
     """
@@ -115,13 +119,22 @@ def load(
     target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
     tokenizer = Tokenizer.load(checkpoint)
     drafter = None
-    if speculate == "eagle3":
-        folder = Path(draft or Path(checkpoint) / "eagle3")
+    if DRAFTERS[speculate]:
+        kind, drafts = DRAFTERS[speculate]
+        folder = Path(draft or Path(checkpoint) / kind)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
-        head = load_head(folder, target)
+        head = load_head(folder, target, kind)
+        if tree == "auto":
+            from tune import PROMPTS, auto_tree
+
+            if tokenizer is None:
+                raise CheckpointError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
+            prompts = [encode(tokenizer, p) for p in PROMPTS]
+            tree = auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say or (lambda line: None))
+        drafts = StaticEagle if isinstance(tree, PathTree) else Eagle if tree else drafts
         try:
-            drafter = Eagle3(head, tree or default_tree(device), coupled)
+            drafter = drafts(head, tree or (EAGLE1_TREE if drafts is StaticEagle else default_tree(device)), coupled)
         except ValueError as e:
             raise CheckpointError(str(e)) from None
     longest = target.args.max_seq_len
@@ -132,6 +145,26 @@ def load(
         compile=compile, say=say,
     )
     return TextDecoder(decoder, tokenizer)
+
+
+def encode(tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+    """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as they are.
+
+    Raises CheckpointError if text is given without a tokenizer, or a system message without a chat template.
+    """
+    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+        return prompt
+    if tokenizer is None:
+        raise CheckpointError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+    if system is not None and (raw or not tokenizer.has_template):
+        raise CheckpointError("a system message (--system) needs the chat template, which is left out by --raw or missing here")
+    if isinstance(prompt, str):
+        if raw or not tokenizer.has_template:
+            return tokenizer.encode(prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    if system is not None:
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return tokenizer.chat(prompt)
 
 
 class TextDecoder:
@@ -149,23 +182,8 @@ class TextDecoder:
         return TextDecoder(twin, self.tokenizer)
 
     def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
-        """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as they are.
-
-        Raises CheckpointError if text is given without a tokenizer, or a system message without a chat template.
-        """
-        if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
-            return prompt
-        if self.tokenizer is None:
-            raise CheckpointError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
-        if system is not None and (raw or not self.tokenizer.has_template):
-            raise CheckpointError("a system message (--system) needs the chat template, which is left out by --raw or missing here")
-        if isinstance(prompt, str):
-            if raw or not self.tokenizer.has_template:
-                return self.tokenizer.encode(prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        if system is not None:
-            prompt = [{"role": "system", "content": system}, *prompt]
-        return self.tokenizer.chat(prompt)
+        """A prompt as token ids, as `encode` does with this checkpoint's tokenizer."""
+        return encode(self.tokenizer, prompt, raw=raw, system=system)
 
     def warm_up(self, sampling: Sampling = Sampling()) -> None:
         """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""

@@ -55,7 +55,7 @@ class Tokenizer:
 
     def __init__(self, backend: _Json | _SentencePiece, config: dict, template: str | None):
         self.backend, self.template = backend, template
-        self.names = _named(config)
+        self.names = backend.names | _named(config)
         self.vocab_size, self.has_template = backend.size, template is not None
         self.control = {a.content: i for i, a in backend.added.items() if a.special}  # text -> id
         self.bos_id = backend.id_of(self.names["bos_token"]) if "bos_token" in self.names else backend.bos_id
@@ -216,7 +216,7 @@ class _Json:
         for name in (v for k, v in _named(config).items() if k in ("bos_token", "eos_token")):
             if name not in special and model.token_to_id(name) is not None:
                 model.add_special_tokens([name])
-        self.model, self.size = model, model.get_vocab_size()
+        self.model, self.size, self.names = model, model.get_vocab_size(), {}
         self.added, self.unseen = model.get_added_tokens_decoder(), frozenset()
         probe = model.encode("a")
         self.adds_bos = bool(probe.special_tokens_mask[:1] == [1])
@@ -281,6 +281,8 @@ class _SentencePiece:
         self.size = max(n, 1 + max(self.added, default=0))
         self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
         self.adds_bos = self.bos_id is not None
+        ends = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id()}
+        self.names = {name: self.model.id_to_piece(i) for name, i in ends.items() if i >= 0}  # where the config names none
 
     def id_of(self, token: str) -> int | None:
         added = {a.content: i for i, a in self.added.items()}

@@ -92,19 +92,20 @@ def ttt_loss(head: Eagle3Head, batch: Batch, features: Tensor, teacher: Tensor, 
 
     fused = head.fuse(features)
     shifted = batch.tokens.roll(-1, 1)
-    cos, sin = rope_table(head.inv_freq, positions[None])
-    q, k0, v0 = layer.split(layer.qkv(layer.inputs(head.embed(shifted), fused), cos, sin))
+    cos, sin = rope_table(args, head.inv_freq, positions[None])
+    inputs, residual = layer.inputs(head.embed(shifted), fused)
+    q, k0, v0 = layer.split(layer.qkv(inputs, cos, sin))
     k0, v0 = (x[:, :, None].transpose(3, 4) if x is k0 else x[:, :, None] for x in (k0, v0))  # [B, nkv, 1, hd, T], [.., T, hd]
     hidden = torch.where(positions <= batch.row[..., None], 0.0, float("-inf"))[:, None, None]  # [B, 1, 1, R, T]
     q = batch.at(q.transpose(1, 2), 0).transpose(1, 2)
-    feature = batch.at(fused, 0)
+    feature = residual = batch.at(residual, 0)  # of step 0; later steps start from the head's own output
 
     total, accuracy, own = 0.0, [], []  # own: keys and values of steps 1..i
     for step in range(steps):
         if step:
-            cos, sin = rope_table(head.inv_freq, batch.row + step)
-            tokens = batch.at(batch.tokens, 1 + step)
-            q, k, v = layer.split(layer.qkv(layer.inputs(head.embed(tokens), feature), cos, sin))
+            cos, sin = rope_table(args, head.inv_freq, batch.row + step)
+            inputs, residual = layer.inputs(head.embed(batch.at(batch.tokens, 1 + step)), feature)
+            q, k, v = layer.split(layer.qkv(inputs, cos, sin))
             own.append((k[:, :, None], v[:, :, None]))  # [B, nkv, 1, R, hd]
         grouped = q.reshape(B, args.num_kv_heads, groups, R, args.head_dim)
         scores = [grouped @ k0 * args.head_dim**-0.5 + hidden]
@@ -113,7 +114,7 @@ def ttt_loss(head: Eagle3Head, batch: Batch, features: Tensor, teacher: Tensor, 
         attended = weights[..., :T] @ v0
         for i, (_, v) in enumerate(own):
             attended = attended + weights[..., T + i, None] * v
-        feature = layer.finish(feature, attended.reshape(B, args.num_heads, R, args.head_dim))
+        feature = layer.finish(residual, attended.reshape(B, args.num_heads, R, args.head_dim))
 
         # Position p = row + 1 + step: the target's distribution there is what the head should predict.
         wanted, nexts = batch.at(greedy, 1 + step), batch.at(batch.tokens, 2 + step)
@@ -334,7 +335,7 @@ def new_head(target: Transformer, draft_ids: Tensor, intermediate_size: int | No
     head = Eagle3Head(args)
     for name, p in head.named_parameters():
         if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.02 if "wo" not in name and "w_down" not in name else 0.02 / math.sqrt(2))
+            torch.nn.init.normal_(p, std=0.02 if not name.endswith(("wo.weight", "w_down.weight")) else 0.02 / math.sqrt(2))
     rows = target.embed.weight if target.lm_head is None else target.lm_head.weight
     head.lm_head.weight.data = rows[draft_ids].float().clone()
     head.norm.weight.data = target.norm.weight.float() * 0.3

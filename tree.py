@@ -53,6 +53,105 @@ class TreeShape:
         return max(self.nodes, self.window + self.width * self.depth)
 
 
+class Level(NamedTuple):
+    """How one level of a `PathTree` is drafted. Rows are the nodes of the level above that are expanded, in order."""
+
+    nodes: list[int]  # each drafted node's place in its rows' ranked children: row * width + rank
+    rows: list[int]  # which of the nodes drafted by the level above are expanded
+    came_from: list[int]  # and the row each of those was drafted by
+    sees: list[list[bool]]  # [rows, all rows so far] which drafted rows each row attends to, itself included
+
+
+@dataclass(frozen=True)
+class PathTree:
+    """A static tree: `paths` of ranks below the root, (0, 2) being the third child of the first child (EAGLE-1, Medusa).
+
+    Nodes are in the order of depth, then of ranks, the root first. Raises ValueError on a path without its parent, a
+    repeated path or one that is no list of ranks.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self):
+        if not self.paths:
+            raise ValueError("tree: no paths")
+        for path in self.paths:
+            ranks = all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path)
+            if not path or not ranks:
+                raise ValueError(f"tree: path {list(path)} is no list of ranks (0, 1, ...)")
+            if len(path) > 1 and path[:-1] not in self.paths:
+                raise ValueError(f"tree: path {list(path)} has no parent {list(path[:-1])}")
+        if len(set(self.paths)) != len(self.paths):
+            raise ValueError("tree: a path is given twice")
+        object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
+
+    @property
+    def nodes(self) -> int:
+        """T, the root included."""
+        return len(self.paths) + 1
+
+    @property
+    def width(self) -> int:
+        """How many ranked children of a row are looked at."""
+        return 1 + max(max(p) for p in self.paths)
+
+    @property
+    def window(self) -> int:
+        """W, the most tokens one step can commit: the root and a full path."""
+        return 1 + len(self.paths[-1])
+
+    @property
+    def room(self) -> int:
+        """As `TreeShape.room`."""
+        return max(self.nodes, self.window + sum(len(level.rows) for level in self.levels))
+
+    @property
+    def parent(self) -> list[int]:
+        """Index of each node's parent [T]; the root's is 0, itself."""
+        place = {(): 0} | {p: i for i, p in enumerate(self.paths, 1)}
+        return [0] + [place[p[:-1]] for p in self.paths]
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of each node [T], the root 0."""
+        return [0] + [len(p) for p in self.paths]
+
+    @property
+    def ancestors(self) -> list[list[bool]]:
+        """[T, T] row i sees column j: j is i or an ancestor of i."""
+        every = ((), *self.paths)
+        return [[p[: len(q)] == q for q in every] for p in every]
+
+    @property
+    def levels(self) -> list[Level]:
+        """How each level below the root is drafted, first level first."""
+        inner = {p[:-1] for p in self.paths}
+        result, rows, drafted = [], [()], []  # rows of the level at hand; all drafted rows, in the order of their slots
+        above: list[tuple] = []
+        for depth in range(1, self.window):
+            level = [p for p in self.paths if len(p) == depth]
+            if depth > 1:
+                parents, rows = rows, [p for p in above if p in inner]
+                drafted += rows
+                came_from = [parents.index(p[:-1]) for p in rows]
+                sees = [[p[: len(q)] == q for q in drafted] for p in rows]
+                result.append(Level([rows.index(p[:-1]) * self.width + p[-1] for p in level],
+                                    [above.index(p) for p in rows], came_from, sees))
+            else:
+                result.append(Level([p[-1] for p in level], [], [], []))
+            above = level
+        return result
+
+
+# EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on average.
+EAGLE1_TREE = PathTree((
+    (0,), (1,), (2,), (3,),
+    (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
+    (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
+    (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2), (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
+))
+
+
 class Tree(NamedTuple):
     """A batch of pruned trees. Nodes are in ascending candidate order: the root first, parents before children."""
 

@@ -113,10 +113,10 @@ class Transformers:
             at = f"model.layers.{i}."
             for name, part in zip("qkv", layer.wqkv.weight.split((q, kv, kv))):
                 weights[f"{at}self_attn.{name}_proj.weight"] = part
-            for name, part in zip(("gate", "up"), layer.w_gate_up.weight.chunk(2)):
+            for name, part in zip(("gate", "up"), layer.mlp.w_gate_up.weight.chunk(2)):
                 weights[f"{at}mlp.{name}_proj.weight"] = part
             weights |= {
-                f"{at}self_attn.o_proj.weight": layer.wo.weight, f"{at}mlp.down_proj.weight": layer.w_down.weight,
+                f"{at}self_attn.o_proj.weight": layer.wo.weight, f"{at}mlp.down_proj.weight": layer.mlp.w_down.weight,
                 f"{at}input_layernorm.weight": layer.attn_norm.weight,
                 f"{at}post_attention_layernorm.weight": layer.mlp_norm.weight,
             }

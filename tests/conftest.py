@@ -31,20 +31,29 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
-    """The golden target, converted, with a byte tokenizer, and its head in `eagle3`."""
+    """The golden target, converted, with a byte tokenizer, and its heads in `eagle3` and `eagle`."""
     from convert_checkpoint import convert
 
     folder = tmp_path_factory.mktemp("golden") / "target"
     convert(GOLDEN / "target", folder, quiet=True)
     convert(GOLDEN / "eagle3", target=folder, quiet=True)
+    convert(GOLDEN / "eagle1", target=folder, quiet=True)
     write_byte_tokenizer(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def models(golden):
-    """(target, head) in float32."""
+    """(target, EAGLE-3 head) in float32."""
     from checkpoint import load_head, load_target
 
     target, _ = load_target(golden)
-    return target, load_head(golden / "eagle3", target)
+    return target, load_head(golden / "eagle3", target, "eagle3")
+
+
+@pytest.fixture(scope="session")
+def models1(golden, models):
+    """(target, EAGLE-1 head) in float32."""
+    from checkpoint import load_head
+
+    return models[0], load_head(golden / "eagle", models[0], "eagle")

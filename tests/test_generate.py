@@ -66,6 +66,33 @@ def test_prompts_of_every_kind_in_one_batch(golden, capsys, tmp_path):
         assert rows(cli(capsys, *common, *prompt)[1])[0]["output_ids"] == row["output_ids"]
 
 
+@pytest.mark.parametrize("flags", [
+    ["--speculate", "eagle"], ["--speculate", "eagle2", *SMALL], ["--speculate", "eagle3", "--tree", "paper"],
+    ["--speculate", "eagle3", "--tree", "12,2,4"], ["--speculate", "eagle3", "--tree", "FILE"], ["--speculate", "eagle", "--tree", "FILE"],
+], ids=" ".join)
+def test_every_method_and_tree_gives_the_plain_text(golden, capsys, tmp_path, flags):
+    (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")
+    flags = [str(tmp_path / "paths.json") if f == "FILE" else f for f in flags]
+    (row,) = rows(cli(capsys, "--checkpoint", golden, "--prompt", "Hello", "--max-new-tokens", 40, "--json", "--compare", *flags)[1])
+    assert row["equal"] is True and row["tau"] > 1.2
+
+
+def test_auto_tree_is_measured_once(golden, capsys, tmp_path):
+    shutil.copytree(golden, tmp_path / "t")
+    common = ("--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "--max-new-tokens", 20)
+    code, out, err = cli(capsys, *common)
+    assert code == 0 and "choosing a tree" in err and "60/7/10" in err and (tmp_path / "t" / "eagle3" / "tree.json").is_file()
+    code, again, err = cli(capsys, *common)
+    assert code == 0 and again == out and "chosen before" in err
+
+
+def test_prompts_beyond_the_batch_wait_their_turn(golden, capsys):
+    common = ("--checkpoint", golden, "--speculate", "eagle3", "--max-new-tokens", 15, "--json", *SMALL)
+    prompts = [x for i in range(5) for x in ("--prompt", f"question {i}" * (i + 1))]
+    together, apart = (rows(cli(capsys, *common, *prompts, "--batch-size", n)[1]) for n in (5, 2))
+    assert [r["output_ids"] for r in together] == [r["output_ids"] for r in apart] and len(apart) == 5
+
+
 def test_raw_system_and_template_reach_the_model(golden, capsys):
     model = load(golden, compile=False)
     assert model.encode("hi") == list(b"u:hi\na:")
@@ -266,6 +293,12 @@ BAD = {
     "top-k": (["--prompt", "x", "--top-k", "99999999999999999999"], "top_k"),
     "threads": (["--prompt", "x", "--threads", "99999999999999"], "--threads"),
     "a device that holds nothing": (["--prompt", "x", "--device", "meta"], "--device meta"),
+    "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size"),
+    "two trees": (["--prompt", "x", "--speculate", "eagle3", "--tree", "paper", "--tree-nodes", "8"], "--tree-nodes"),
+    "a tree for plain decoding": (["--prompt", "x", "--tree", "paper"], "--speculate"),
+    "no tree file": (["--prompt", "x", "--speculate", "eagle", "--tree", "/nowhere.json"], "/nowhere.json"),
+    "an orphan path": (["--prompt", "x", "--speculate", "eagle", "--tree", "ORPHAN"], "no parent"),
+    "a head of another kind": (["--prompt", "x", "--speculate", "eagle", "--draft", "EAGLE3"], "eagle3"),
     "context too long": (["--prompt", "x", "--max-seq-len", "5000"], "5000"),
     "prompt too long": (["--prompt", "x" * 50, "--max-seq-len", "20"], "20"),
     "device": (["--prompt", "x", "--device", "cuda:7"], "cuda:7"),
@@ -275,15 +308,18 @@ BAD = {
     "interactive and prompt": (["--prompt", "x", "--interactive"], "--interactive"),
     "interactive and raw": (["--raw", "--interactive"], "--raw"),
     "a tree of the root alone": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "1"], "one node"),
-    "more samples than memory": (["--prompt", "x", "--num-samples", "1000000000000"], "GB are free"),
+    "too many samples": (["--prompt", "x", "--num-samples", "1000000000000"], "--num-samples"),
+    "a batch larger than memory": (["--prompt", "x", "--num-samples", "100000", "--batch-size", "100000"], "GB are free"),
     "a tree deeper than memory": (["--prompt", "x", "--speculate", "eagle3", "--tree-depth", "1000000000000"], "GB are free"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_one_clear_line(golden, capsys, name):
+def test_bad_input_is_one_clear_line(golden, capsys, tmp_path, name):
     args, words = BAD[name]
-    args = [str(golden) if a == "SELF" else a for a in args]
+    (tmp_path / "orphan.json").write_text("[[0], [1, 0]]")
+    places = {"SELF": golden, "EAGLE3": golden / "eagle3", "ORPHAN": tmp_path / "orphan.json"}
+    args = [str(places.get(a, a)) for a in args]
     if "--checkpoint" not in args:
         args = ["--checkpoint", str(golden), *args]
     code, out, err = cli(capsys, *args)

@@ -10,7 +10,7 @@ from checkpoint import CheckpointError, load_head, load_target
 from convert_checkpoint import convert
 from dataset import read_prompts, user_header
 from decoder import Decoder, Sampling
-from drafters.eagle import Eagle3
+from drafters.eagle import Eagle
 from export import export_eagle3
 from model import KVCache
 from tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def test_trains_exports_and_decodes(golden, prompt_file, tmp_path):
     head = load_head(folder, target)
     prompt = list(b"u:question 3\na:")
     (plain,) = Decoder(target, compile=False, max_seq_len=200).generate([prompt], Sampling(60))
-    (fast,) = Decoder(target, Eagle3(head, TreeShape(16, 3, 4)), compile=False, max_seq_len=200).generate([prompt], Sampling(60))
+    (fast,) = Decoder(target, Eagle(head, TreeShape(16, 3, 4)), compile=False, max_seq_len=200).generate([prompt], Sampling(60))
     assert fast.ids == plain.ids
 
 

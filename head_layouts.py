@@ -1,0 +1,215 @@
+"""The layouts of draft heads: whose they are, how they name things, and what only their contents tell.
+
+EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM). Where sources contradict each other the
+file decides; where it cannot, the user is asked for a flag: see `Answers`.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint import CheckpointError
+from families import model_fields, refuse
+from model import ModelArgs, eagle3_aux_layers
+from sources import Entry, Source
+
+ATTENTION_AND_MLP = {
+    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
+    "wqkv.bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
+    "q_norm.weight": ["self_attn.q_norm.weight"],
+    "k_norm.weight": ["self_attn.k_norm.weight"],
+    "wo.weight": ["self_attn.o_proj.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+    "mlp.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.w_down.weight": ["mlp.down_proj.weight"],
+}
+COMMON = {
+    "embed.weight": ["embed_tokens.weight"],
+    "lm_head.weight": ["lm_head.weight"],
+    "fc.weight": ["fc.weight"],
+    "fc.bias": ["fc.bias"],
+    **{f"layer.{ours}": [f"layers.0.{x}" for x in theirs] for ours, theirs in ATTENTION_AND_MLP.items()},
+}
+EAGLE1 = COMMON
+EAGLE3 = COMMON | {
+    "layer.embed_norm.weight": ["layers.0.input_layernorm.weight"],
+    "layer.feature_norm.weight": ["layers.0.hidden_norm.weight"],
+    "norm.weight": ["norm.weight"],
+}
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a user may have to say about a head whose files leave it open (flags of convert_checkpoint.py)."""
+
+    aux_layers: tuple[int, ...] | None = None  # --aux-layers: target layers whose inputs feed the head
+    norm_before_residual: bool | None = None  # --[no-]norm-before-residual
+    recycle: str | None = None  # --recycle normed|raw
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A head as found: the config of ours it becomes, the name table, and its tensors under the names of that table."""
+
+    config: dict
+    names: dict[str, list[str]]
+    tensors: dict[str, Entry]
+
+
+def kind_of(source: Source) -> str | None:
+    """"eagle" or "eagle3" for a head, None for a target. Raises CheckpointError for heads of another kind."""
+    config, names = source.config, set(_renamed(source))
+    given = config.get("speculators_model_type")
+    if given is not None and given != "eagle3":
+        raise CheckpointError(f"{source.path}: a speculators head of type {given!r} is not supported (only eagle3)")
+    if "medusa_num_heads" in config or any(n.startswith("medusa_head.") for n in names):
+        raise CheckpointError(f"{source.path}: Medusa heads are not supported")
+    if given or config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in names:
+        return "eagle3"
+    return "eagle" if "fc.weight" in names else None
+
+
+def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+    """Everything about a head but its embedding, lm_head and vocabulary map, which need the target's weights to judge."""
+    kind = kind_of(source)
+    tensors = _renamed(source)
+    given = _flat_config(source.config)
+    fields = model_fields(source.path, given)
+    rows = {name: sum(entry.shape[:1]) for name, entry in tensors.items()}
+    if "layers.0.self_attn.q_proj.weight" in rows:
+        # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
+        fields["head_dim"] = rows["layers.0.self_attn.q_proj.weight"] // fields["num_heads"]
+    fields |= {
+        "kind": kind,
+        "fc_bias": "fc.bias" in tensors,  # a config without `bias` means yes to one loader and no to another
+        "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors,
+        "qk_norm": "layers.0.self_attn.q_norm.weight" in tensors,
+        "tie_embeddings": bool(given.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
+        "target_hidden_size": given.get("target_hidden_size") or target.hidden_size,
+    }
+    read = _eagle1 if kind == "eagle" else _eagle3
+    return read(source, given, fields, tensors, target, answers)
+
+
+def _renamed(source: Source) -> dict[str, Entry]:
+    """The tensors under one set of names: no `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab)."""
+    names = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # SGLang
+
+    def rename(name: str) -> str:
+        name = re.sub(r"^midlayer\.", "layers.0.", name)
+        return re.sub(r"^(aux_norm_\w+)(?=\.)", lambda m: names.get(m[0], m[0]), name)
+
+    is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
+    return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
+
+
+def _flat_config(config: dict) -> dict:
+    """One flat config: speculators nests the layer's shape, old vLLM copies of EAGLE-1 nest everything."""
+    inner = config.get("transformer_layer_config") or config.get("model") or {}
+    inner = inner if isinstance(inner, dict) else {}
+    outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
+    merged = {k: v for k, v in (inner | outer).items() if v is not None}
+    if inner:
+        merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))  # the target's; outside it may be the draft's
+    return merged
+
+
+def _eagle1(source: Source, given: dict, fields: dict, tensors: dict, target: ModelArgs, answers: Answers) -> Layout:
+    if fields["num_layers"] != 1:
+        raise CheckpointError(f"{source.path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
+    for name in ("layers.0.input_layernorm.weight", "embedding_layernorm.weight", "hidden_states_layernorm.weight"):
+        if name in tensors:
+            raise CheckpointError(f"{source.path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported")
+    config = fields | {
+        "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers], "own_lm_head": "lm_head.weight" in tensors,
+    }
+    return Layout(config, EAGLE1, tensors)
+
+
+def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: ModelArgs, answers: Answers) -> Layout:
+    path, nested = source.path, given.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"{path}: config: eagle_config is not an object: {nested!r}")
+    draft_vocab = given.get("draft_vocab_size") or (tensors["lm_head.weight"].shape or (0,))[0] if "lm_head.weight" in tensors else None
+    draft_vocab = draft_vocab or given.get("draft_vocab_size") or fields["vocab_size"]
+    if not isinstance(draft_vocab, int):
+        raise CheckpointError(f"{path}: config: draft_vocab_size is not a number: {draft_vocab!r}")
+    if nested.get("use_aux_hidden_state") is False:
+        raise CheckpointError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
+    flags = given | nested
+    refuse(path, flags, ("inputs_embeds",))
+    each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
+    if each and together:
+        raise CheckpointError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
+    aux = list(answers.aux_layers or _aux_layers(path, given, nested, target))
+    config = fields | {
+        "draft_vocab_size": draft_vocab,
+        "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
+        "aux_layers": aux,
+        "feature_norm": "each" if each or flags.get("fc_norm") else "all" if together or flags.get("norm_before_fc") else "",
+        "norm_before_residual": _norm_before_residual(source, flags, answers),
+        "recycle_normed": _recycle_normed(source, flags, answers),
+    }
+    names = dict(EAGLE3)
+    names |= {f"fc_norms.{j}.weight": [f"fc_norm.{j}.weight" if config["feature_norm"] == "each" else "input_norm.weight"]
+              for j in range(len(aux))}
+    tensors = dict(tensors)
+    for k in range(1, fields["num_layers"]):
+        layer = f"layers.{k}."
+        names |= {f"more_layers.{k - 1}.{o}": [layer + t for t in ts] for o, ts in ATTENTION_AND_MLP.items()}
+        # SGLang builds its further layers from the first one's class and norms their input by `hidden_norm`.
+        norm = layer + ("hidden_norm.weight" if layer + "hidden_norm.weight" in tensors else "input_layernorm.weight")
+        names[f"more_layers.{k - 1}.attn_norm.weight"] = [norm]
+        if norm.endswith("hidden_norm.weight"):
+            tensors.pop(layer + "input_layernorm.weight", None)  # there, never used
+    return Layout(config, names, tensors)
+
+
+def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
+    """speculators trains with true, its class defaults to false, vLLM takes true for absent: an absent key says nothing."""
+    if answers.norm_before_residual is not None:
+        return answers.norm_before_residual
+    if "norm_before_residual" in flags:
+        return bool(flags["norm_before_residual"])
+    if "speculators_model_type" in source.config:
+        raise CheckpointError(
+            f"{source.path}: config has no norm_before_residual and programs disagree on what that means:"
+            " say --norm-before-residual or --no-norm-before-residual (try both, one drafts far better)"
+        )
+    return False
+
+
+def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
+    """Whether norm(h) is fed back. speculators and SGLang mean that by `norm_output`, SpecForge trains otherwise by it."""
+    if answers.recycle is not None:
+        return answers.recycle == "normed"
+    if not flags.get("norm_output"):
+        return False
+    if "speculators_model_type" in source.config:
+        return True
+    raise CheckpointError(
+        f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw one:"
+        " say --recycle normed or --recycle raw (try both, one drafts far better)"
+    )
+
+
+def _aux_layers(path: Path, given: dict, nested: dict, target: ModelArgs) -> tuple[int, ...]:
+    """The target layers whose inputs feed the head.
+
+    Files disagree on whether an id names a layer's output or its input. All of them start with the second layer's
+    output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM, speculators).
+    """
+    ids = nested.get(AUX_KEY) or given.get(AUX_KEY)
+    if not ids:
+        return eagle3_aux_layers(target.num_layers)
+    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        raise CheckpointError(f"{path}: {AUX_KEY} is not a list of layer numbers: {ids!r}")
+    if ids[0] in (1, 2):
+        return tuple(i + 2 - ids[0] for i in ids)
+    inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
+    raise CheckpointError(
+        f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers?"
+        f" say --aux-layers {inputs} if inputs, {outputs} if outputs"
+    )

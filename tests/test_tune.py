@@ -1,0 +1,81 @@
+"""Choosing a tree: the simulated acceptance is the real one, the best ratio wins, a choice is kept as long as it holds."""
+import os
+
+import pytest
+import torch
+
+import tune
+from decoder import Decoder, Run, Sampling
+from tree import TreeShape, accept
+
+PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:"), list(b"hello world")]
+
+
+def test_simulated_acceptance_is_that_of_the_real_tree(models):
+    """For every recorded step and tree: as many accepted as `accept` finds in the tree that is really pruned."""
+    target, head = models
+    recorder = tune.Recorder(head)
+    run = Run(Decoder(target, recorder, batch=3, max_seq_len=120, compile=False), PROMPTS, Sampling(60))
+    for _ in run:
+        pass
+    texts = [p + ids for p, ids in zip(PROMPTS, run.ids)]
+    checked = accepted = 0
+    for length, growths in recorder.seen[:12]:
+        rows = [b for b, n in enumerate(length.tolist()) if n + tune.DEEPEST + 1 < len(texts[b])]
+        if not rows:
+            break
+        truth = torch.tensor([texts[b][int(length[b]) + 1 : int(length[b]) + tune.DEEPEST + 2] for b in rows])
+        for k in (2, 4, 10):
+            grown = growths[k]
+            whole = grown.tokens, grown.scores, grown.parents
+            for shape, count in tune.count_accepted(grown, truth, rows).items():
+                grown.shape = shape
+                grown.tokens, grown.scores, grown.parents = (x[: shape.depth + 1] for x in whole)
+                tree = grown.prune(torch.zeros(3, dtype=torch.int64))
+                grown.tokens, grown.scores, grown.parents = whole
+                tree = type(tree)(*(x[rows] for x in tree))
+                wanted = torch.cat((truth, truth[:, -1:]), 1).gather(1, tree.depth)  # what the target draws at each depth
+                assert torch.equal(accept(tree, wanted, shape.window)[1] - 1, count.long())
+                checked, accepted = checked + 1, accepted + int(count.sum())
+            grown.shape = TreeShape(2, tune.DEEPEST, k)
+    assert checked > 500 and accepted > 500
+
+
+def test_predicted_tau_is_close_to_decoding(models):
+    """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
+    from drafters.eagle import Eagle
+
+    target, head = models
+    taus = tune.measure_tau(target, head, PROMPTS, [], tokens=120)
+    for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
+        outputs = Decoder(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(PROMPTS, Sampling(120))
+        lengths = [n for o in outputs for n in o.accept_lengths]
+        assert sum(lengths) / len(lengths) == pytest.approx(taus[shape], rel=0.15)
+
+
+def test_the_best_ratio_wins():
+    small, large = TreeShape(4, 1, 2), TreeShape(60, 7, 10)
+    taus, level = {small: 1.8, large: 3.0}, {2: 0.001, 10: 0.001}
+    assert tune.choose(taus, {4: 0.010, 60: 0.011}, level)[0].shape == large  # rows are nearly free, as on a GPU
+    best = tune.choose(taus, {4: 0.010, 60: 0.050}, level)[0]
+    assert best.shape == small and best.seconds == pytest.approx(0.010 + 2 * 0.001)
+
+
+def test_a_choice_is_kept_until_something_changes(models, tmp_path, monkeypatch):
+    target, head = models
+    (tmp_path / "model.safetensors").touch()
+    said, measured = [], []
+    original = tune.measure_tau
+    monkeypatch.setattr(tune, "measure_tau", lambda *a: measured.append(1) or original(*a, tokens=24))
+    monkeypatch.setattr(tune.Costs, "_time", lambda self, call, original=tune.Costs._time: original(self, call, repeat=1))
+
+    def choose():
+        return tune.auto_tree(target, head, PROMPTS, [], tmp_path, False, said.append)
+
+    first = choose()
+    assert isinstance(first, TreeShape) and len(measured) == 1 and any("60/7/10" in line for line in said)
+    assert choose() == first and len(measured) == 1 and "chosen before" in said[-1]
+    os.utime(tmp_path / "model.safetensors", (2e9, 2e9))  # another head came
+    assert choose() and len(measured) == 2
+    (tmp_path / "tree.json").write_text("{")
+    assert choose() and len(measured) == 3

@@ -1,0 +1,245 @@
+"""`--tree auto`: the tree that decodes fastest with this target, head and device.
+
+A tree of T nodes, depth D and width k emits tau(T, D, k) tokens in verify(T) + catch-up + D * level(k) seconds. Both sides
+are measured: the costs on compiled passes, tau on a short calibration text. One growth of width k holds every smaller
+tree of that width (levels do not depend on what comes after them, pruning only takes the best T-1), so a single decoding
+run gives tau for all trees at once. The best ratio wins, and is kept beside the head.
+"""
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from decoder import SPAN, Decoder, Run, Sampling
+from drafters.eagle import Eagle
+from model import Head, Transformer
+from tree import Growth, Tree, TreeShape, visible_slots
+
+WIDTHS = (2, 3, 4, 6, 8, 10)
+NODES = (4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 60, 80)
+DEEPEST = 7
+PROMPTS = (
+    "Explain how rain forms, step by step.",
+    "Write a short story about a lighthouse keeper and a lost dog.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 60 miles in 90 minutes. What is its average speed in miles per hour?",
+    "Summarize the causes of the French Revolution in three sentences.",
+    "Give me five tips for learning a new language.",
+    "Translate to French: The weather is nice today and we are going to the park.",
+    "What are the differences between a virus and a bacterium?",
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree with what is expected of it: tokens per step, seconds per step."""
+
+    shape: TreeShape
+    tau: float
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tau / self.seconds
+
+
+class Recorder(Eagle):
+    """Drafts as `Eagle` does and keeps, for every step, all candidates of every width."""
+
+    def __init__(self, head: Head):
+        super().__init__(head, TreeShape(60, DEEPEST, 10))
+        self.seen: list[tuple[Tensor, dict[int, Growth]]] = []
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        last = self._catch_up(state, slots)
+        grown = {k: self.grow(last, state, slots, None, TreeShape(2, DEEPEST, k)) for k in WIDTHS}
+        self.seen.append((state.length.clone(), grown))
+        grown[10].shape = self.shape
+        return grown[10].prune(state.root())
+
+
+@torch.no_grad()
+def measure_tau(target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64) -> dict[TreeShape, float]:
+    """Acceptance length of every tree of WIDTHS x depths x NODES on the target's greedy answers to these prompts."""
+    recorder = Recorder(head)
+    longest = max(map(len, prompts)) + tokens + 1
+    decoder = Decoder(target, recorder, batch=len(prompts), max_seq_len=longest, stop_ids=stop_ids, compile=False)
+    run = Run(decoder, prompts, Sampling(tokens))
+    for _ in run:
+        pass
+    texts = [p + ids for p, ids in zip(prompts, run.ids)]
+    accepted: dict[TreeShape, list[float]] = {}
+    for length, growths in recorder.seen:
+        # Steps whose true continuation is known to the tree's full depth.
+        rows = [b for b, n in enumerate(length.tolist()) if n + DEEPEST + 1 < len(texts[b])]
+        if not rows:
+            continue
+        truth = torch.tensor([texts[b][n + 1 : n + DEEPEST + 2] for b, n in ((b, int(length[b])) for b in rows)])
+        for grown in growths.values():
+            for shape, count in count_accepted(grown, truth, rows).items():
+                accepted.setdefault(shape, []).extend(count.tolist())
+    return {shape: 1 + statistics.fmean(counts) for shape, counts in accepted.items()}
+
+
+def count_accepted(grown: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
+    """How many drafted tokens each tree of this width gets accepted where `truth` [R, DEEPEST+1] follows, per row [R]."""
+    k = grown.shape.width
+    tokens, scores, parents = (torch.cat(x, dim=1)[rows].cpu() for x in (grown.tokens, grown.scores, grown.parents))
+    right = torch.zeros_like(tokens, dtype=torch.bool)
+    right[:, :k] = tokens[:, :k] == truth[:, :1]
+    for level in range(1, DEEPEST + 1):
+        at = slice(k + (level - 1) * k * k, k + level * k * k)
+        right[:, at] = (tokens[:, at] == truth[:, level, None]) & right.gather(1, parents[:, at])
+    found = {}
+    for depth in range(DEEPEST + 1):
+        size = k + depth * k * k
+        order = scores[:, :size].sort(dim=1, descending=True, stable=True).indices
+        hits = right[:, :size].gather(1, order).cumsum(1)  # [R, size] right ones among the best n
+        for nodes in NODES:
+            if nodes - 1 <= size:
+                found[TreeShape(nodes, depth, k)] = hits[:, nodes - 2].float()
+    return found
+
+
+class Costs:
+    """Seconds of a verify pass over T rows, of a draft level over k rows, of a catch-up pass over W rows: medians."""
+
+    def __init__(self, target: Transformer, head: Head, compile: bool, live: int = 4 * SPAN):
+        self.target, self.head = target, head
+        self.device = target.embed.weight.device
+        dtype = target.embed.weight.dtype
+        self.slots = torch.arange(live, device=self.device)
+        room = live - 2 * max(NODES)
+        self.length = torch.full((1,), room, device=self.device)
+        from model import KVCache
+
+        self.caches = torch.nn.ModuleList(KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers))
+        self.head_caches = head.caches(1, live, dtype, self.device)
+        wrap = torch.compile if compile else lambda f, **options: f
+        self.verify_pass = wrap(self._verify, dynamic=True)
+        self.level_pass = wrap(self._level, dynamic=True)
+        self.feature = torch.zeros(1, 1, head.args.hidden_size, dtype=dtype, device=self.device)
+
+    def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
+        visible = visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
+        x, _ = self.target(tokens, own, own, visible, self.caches, self.head.args.aux_layers)
+        return self.target.logits(x).argmax(-1)
+
+    def _level(self, tokens: Tensor, own: Tensor, feature: Tensor):
+        visible = visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
+        h = self.head(tokens, feature, own, own, visible, self.head_caches)
+        logits = self.head.logits(h)
+        return logits.topk(4, dim=-1), logits.logsumexp(-1)
+
+    @torch.no_grad()
+    def _time(self, call: Callable, repeat: int = 12) -> float:
+        for _ in range(3):
+            call()
+        times = []
+        for _ in range(repeat):
+            self._settle()
+            began = time.perf_counter()
+            call()
+            self._settle()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def verify(self, rows: int) -> float:
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
+        own = self.length[:, None] + torch.arange(rows, device=self.device)
+        return self._time(lambda: self.verify_pass(tokens, own))
+
+    def level(self, rows: int) -> float:
+        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
+        own = self.length[:, None] + torch.arange(rows, device=self.device)
+        feature = self.feature.expand(-1, rows, -1).contiguous()
+        return self._time(lambda: self.level_pass(tokens, own, feature))
+
+
+def choose(taus: dict[TreeShape, float], verify: dict[int, float], level: dict[int, float]) -> list[Candidate]:
+    """All trees, fastest first. `verify` by nodes, `level` by rows (widths, and windows for the catch-up)."""
+    rows = sorted(level)
+
+    def level_cost(n: int) -> float:
+        return level[min(rows, key=lambda r: abs(r - n))]
+
+    found = [
+        Candidate(shape, tau, verify[shape.nodes] + level_cost(shape.window) + shape.depth * level_cost(shape.width))
+        for shape, tau in taus.items()
+    ]
+    return sorted(found, key=lambda c: -c.tokens_per_second)
+
+
+def fingerprint(target: Transformer, head: Head, compile: bool) -> dict:
+    """What a choice depends on beside the two checkpoints."""
+    weight = target.embed.weight
+    on_cuda = weight.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else platform.processor() or platform.machine(),
+        "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
+        "torch": torch.__version__, "head": [head.args.hidden_size, head.args.draft_vocab_size, len(head.args.aux_layers)],
+    }
+
+
+def auto_tree(
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, folder: Path, compile: bool, say: Callable[[str], None]
+) -> TreeShape:
+    """The fastest tree, from `folder`/tree.json if it was chosen before under the same conditions, else measured now.
+
+    folder: the head's. Says what was chosen and why. A folder that cannot be written to is measured every time.
+    """
+    file, made_by = folder / "tree.json", fingerprint(target, head, compile)
+    weights = (folder / "model.safetensors").stat().st_mtime if (folder / "model.safetensors").exists() else 0
+    try:
+        kept = json.loads(file.read_text())
+        if kept["made_by"] == made_by and file.stat().st_mtime >= weights:
+            shape = TreeShape(**kept["tree"])
+            say(f"tree {shape.nodes}/{shape.depth}/{shape.width} (chosen before: {file})")
+            return shape
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    say("choosing a tree: acceptance on a few prompts ...")
+    taus = {s: t for s, t in measure_tau(target, head, prompts, stop_ids).items() if s.width <= head.args.draft_vocab_size}
+    say("choosing a tree: cost of passes ...")
+    costs = Costs(target, head, compile)
+    verify = {1: costs.verify(1)} | {n: costs.verify(n) for n in NODES}
+    level = {n: costs.level(n) for n in sorted({1, *WIDTHS})}
+    ranked = choose(taus, verify, level)
+    best, paper = ranked[0], next((c for c in ranked if c.shape == TreeShape(60, 7, 10)), None)
+    shape = best.shape
+    lines = [
+        f"tree {shape.nodes}/{shape.depth}/{shape.width}: {best.tau:.2f} tokens in {best.seconds * 1e3:.1f} ms expected"
+        f" ({best.tokens_per_second:.0f}/s): verify {verify[shape.nodes] * 1e3:.1f} ms (one row {verify[1] * 1e3:.1f}),"
+        f" {shape.depth + 1} draft passes of about {level[shape.width] * 1e3:.1f} ms"
+    ]
+    if paper:
+        lines.append(f"the paper's 60/7/10: {paper.tau:.2f} tokens in {paper.seconds * 1e3:.1f} ms ({paper.tokens_per_second:.0f}/s)")
+    if best.tokens_per_second < 1 / verify[1]:
+        lines.append(f"plain decoding is expected to be faster: {1 / verify[1]:.0f}/s")
+    for line in lines:
+        say(line)
+    record = {
+        "made_by": made_by, "tree": asdict(shape), "verify_ms": {n: t * 1e3 for n, t in verify.items()},
+        "level_ms": {n: t * 1e3 for n, t in level.items()},
+        "ranked": [[*asdict(c.shape).values(), round(c.tau, 3), round(c.tokens_per_second, 1)] for c in ranked[:20]],
+    }
+    try:
+        part = file.with_suffix(".partial")
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(part, file)
+    except OSError:
+        say(f"{file}: cannot be written, so this is measured again next time")
+    return shape
