@@ -239,9 +239,7 @@ class Decoder:
         if compile:
             # One process may hold several decoders (plain and speculative, say), all compiled from these two functions.
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-            # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
-            trace = torch._dynamo.dont_skip_tracing
-            self._step, self._prefill = (torch.compile(trace(f), fullgraph=True) for f in (step, prefill))
+            self._step, self._prefill = compile_whole(step), compile_whole(prefill)
         self.capture = CapturedStep(self) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
         self._serial = 0  # of the text at hand
@@ -517,6 +515,12 @@ class CapturedStep:
             result = self.decoder._call_step(span)
         done.copy_(kept)
         return graph, result
+
+
+def compile_whole(function: Callable, **options) -> Callable:
+    """torch.compile as one graph, or not at all."""
+    # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
+    return torch.compile(torch._dynamo.dont_skip_tracing(function), fullgraph=True, **options)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -19,13 +19,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decoder import SPAN, Decoder, Run, Sampling
+from decoder import SPAN, Decoder, Run, Sampling, compile_whole
 from drafters.eagle import Eagle
 from model import Head, Transformer
 from tree import Growth, Tree, TreeShape, visible_slots
 
 WIDTHS = (2, 3, 4, 6, 8, 10)
 NODES = (4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 60, 80)
+# What is timed; sizes between are interpolated. Each is compiled with static shapes, as the step is.
+VERIFY_ROWS, LEVEL_ROWS = (1, 8, 16, 32, 80), (1, 4, 10)
 DEEPEST = 7
 PROMPTS = (
     "Explain how rain forms, step by step.",
@@ -124,9 +126,9 @@ class Costs:
 
         self.caches = torch.nn.ModuleList(KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers))
         self.head_caches = head.caches(1, live, dtype, self.device)
-        wrap = torch.compile if compile else lambda f, **options: f
-        self.verify_pass = wrap(self._verify, dynamic=True)
-        self.level_pass = wrap(self._level, dynamic=True)
+        self.verify_pass, self.level_pass = self._verify, self._level
+        if compile:
+            self.verify_pass, self.level_pass = (compile_whole(f, dynamic=False) for f in (self._verify, self._level))
         self.feature = torch.zeros(1, 1, head.args.hidden_size, dtype=dtype, device=self.device)
 
     def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
@@ -169,15 +171,21 @@ class Costs:
         return self._time(lambda: self.level_pass(tokens, own, feature))
 
 
+def between(measured: dict[int, float], rows: int) -> float:
+    """The cost at `rows`, linearly between the nearest measured sizes; beyond them that of the last."""
+    sizes = sorted(measured)
+    rows = min(max(rows, sizes[0]), sizes[-1])
+    high = next(n for n in sizes if n >= rows)
+    low = max((n for n in sizes if n <= rows), default=high)
+    return measured[low] if high == low else measured[low] + (measured[high] - measured[low]) * (rows - low) / (high - low)
+
+
 def choose(taus: dict[TreeShape, float], verify: dict[int, float], level: dict[int, float]) -> list[Candidate]:
-    """All trees, fastest first. `verify` by nodes, `level` by rows (widths, and windows for the catch-up)."""
-    rows = sorted(level)
-
-    def level_cost(n: int) -> float:
-        return level[min(rows, key=lambda r: abs(r - n))]
-
+    """All trees, fastest first. `verify` and `level`: seconds of a pass by rows; the catch-up is a level of W rows."""
     found = [
-        Candidate(shape, tau, verify[shape.nodes] + level_cost(shape.window) + shape.depth * level_cost(shape.width))
+        Candidate(
+            shape, tau, between(verify, shape.nodes) + between(level, shape.window) + shape.depth * between(level, shape.width)
+        )
         for shape, tau in taus.items()
     ]
     return sorted(found, key=lambda c: -c.tokens_per_second)
@@ -215,15 +223,15 @@ def auto_tree(
     taus = {s: t for s, t in measure_tau(target, head, prompts, stop_ids).items() if s.width <= head.args.draft_vocab_size}
     say("choosing a tree: cost of passes ...")
     costs = Costs(target, head, compile)
-    verify = {1: costs.verify(1)} | {n: costs.verify(n) for n in NODES}
-    level = {n: costs.level(n) for n in sorted({1, *WIDTHS})}
+    verify = {n: costs.verify(n) for n in VERIFY_ROWS}
+    level = {n: costs.level(n) for n in LEVEL_ROWS}
     ranked = choose(taus, verify, level)
     best, paper = ranked[0], next((c for c in ranked if c.shape == TreeShape(60, 7, 10)), None)
     shape = best.shape
     lines = [
         f"tree {shape.nodes}/{shape.depth}/{shape.width}: {best.tau:.2f} tokens in {best.seconds * 1e3:.1f} ms expected"
-        f" ({best.tokens_per_second:.0f}/s): verify {verify[shape.nodes] * 1e3:.1f} ms (one row {verify[1] * 1e3:.1f}),"
-        f" {shape.depth + 1} draft passes of about {level[shape.width] * 1e3:.1f} ms"
+        f" ({best.tokens_per_second:.0f}/s): verify {between(verify, shape.nodes) * 1e3:.1f} ms (one row {verify[1] * 1e3:.1f}),"
+        f" {shape.depth + 1} draft passes of about {between(level, shape.width) * 1e3:.1f} ms"
     ]
     if paper:
         lines.append(f"the paper's 60/7/10: {paper.tau:.2f} tokens in {paper.seconds * 1e3:.1f} ms ({paper.tokens_per_second:.0f}/s)")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import CONFIG, WEIGHTS, CheckpointError, read_config
+from checkpoint import CONFIG, WEIGHTS, CheckpointError, read_json
 from sources import Entry
 
 WRITTEN_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64"}
@@ -43,8 +43,9 @@ def check_out(out: Path, kind: str, force: bool) -> None:
     if not out.exists() and not out.is_symlink():
         return
     try:
-        found = read_config(out)["kind"]
-    except CheckpointError:
+        config = read_json(out / CONFIG)
+        found, _ = config["kind"], config["format"]  # of any version: an old one is what --force is for
+    except (CheckpointError, KeyError):
         raise CheckpointError(f"{out}: exists and is not one of our checkpoint folders; choose another --out") from None
     if found != kind:
         raise CheckpointError(f"{out}: holds a {found} checkpoint, a {kind} may not replace it; choose another --out")

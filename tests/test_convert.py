@@ -388,6 +388,14 @@ def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "target", "target-source"]
 
 
+def test_force_replaces_an_older_format(tmp_path, target):
+    old = json.loads((target / "config.json").read_text()) | {"format": 1}
+    (target / "config.json").write_text(json.dumps(old))
+    with pytest.raises(CheckpointError, match="convert it again"):
+        load_target(target)
+    load_target(convert(write_source(tmp_path / "in", target_state()), target, force=True, quiet=True))
+
+
 def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")

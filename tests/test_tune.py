@@ -59,6 +59,7 @@ def test_the_best_ratio_wins():
     assert tune.choose(taus, {4: 0.010, 60: 0.011}, level)[0].shape == large  # rows are nearly free, as on a GPU
     best = tune.choose(taus, {4: 0.010, 60: 0.050}, level)[0]
     assert best.shape == small and best.seconds == pytest.approx(0.010 + 2 * 0.001)
+    assert [tune.between({4: 1.0, 8: 3.0}, n) for n in (1, 4, 5, 8, 20)] == [1.0, 1.0, 1.5, 3.0, 3.0]
 
 
 def test_a_choice_is_kept_until_something_changes(models, tmp_path, monkeypatch):
