@@ -90,7 +90,15 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
         "target_hidden_size": given.get("target_hidden_size") or target.hidden_size,
     }
     read = _eagle1 if kind == "eagle" else _eagle3
-    return read(source, given, fields, tensors, target, answers)
+    layout = read(source, given, fields, tensors, target, answers)
+    if not any(name.startswith("midlayer.") for name in source.tensors):
+        return layout
+
+    def as_in_file(name: str) -> str:  # so that errors name tensors as the user knows them
+        return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+
+    names = {ours: [as_in_file(n) for n in theirs] for ours, theirs in layout.names.items()}
+    return Layout(layout.config, names, {as_in_file(n): entry for n, entry in layout.tensors.items()})
 
 
 def _renamed(source: Source) -> dict[str, Entry]:

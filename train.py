@@ -430,9 +430,11 @@ def main(argv: list[str] | None = None) -> int:
     options.work = options.work or str(Path("runs") / Path(options.out).name)
     try:
         for folder in (options.out, options.work):  # now, not after hours
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            if not os.access(folder, os.W_OK):
-                raise CheckpointError(f"{folder}: cannot be written to")
+            place = Path(folder).absolute()
+            while not place.exists():
+                place = place.parent
+            if not place.is_dir() or not os.access(place, os.W_OK):
+                raise CheckpointError(f"{folder}: not a folder that can be written to")
         check_device(options.device)
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
         target, config = load_target(options.checkpoint, options.device, dtype)

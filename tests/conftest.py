@@ -8,7 +8,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 

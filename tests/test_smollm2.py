@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").is_file(), reason="
 
 def test_logits_agree_with_transformers_on_512_tokens():
     pytest.importorskip("transformers")
-    from benchmarks.first_turns import Transformers
+    from first_turns import Transformers
 
     target, config = load_target(FOLDER, dtype=torch.float32)
     peer = Transformers(target, config["stop_ids"]).model

@@ -472,12 +472,12 @@ def test_gguf_refusals_say_what_to_do(tmp_path):
     good = gguf_fields(train_bpe(PRE["gpt-2"][0]), "gpt-2")
     merge = {"tokenizer.ggml.merges": ["no such"]}
     for change in ({"tokenizer.ggml.pre": "viking"}, {"tokenizer.ggml.model": "bert"}, merge):
-        with pytest.raises(CheckpointError, match="beside the GGUF") as e:
+        with pytest.raises(CheckpointError, match="convert the Hugging Face folder") as e:
             from_gguf({**good, **change}, tmp_path)
         assert "\n" not in str(e.value)
     with pytest.raises(CheckpointError, match="viking"):
         from_gguf({**good, "tokenizer.ggml.pre": "viking"}, tmp_path)
-    with pytest.raises(CheckpointError, match="beside the GGUF"):
+    with pytest.raises(CheckpointError, match="convert the Hugging Face folder"):
         from_gguf({k: v for k, v in good.items() if not k.endswith("tokens")}, tmp_path)
 
 

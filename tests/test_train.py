@@ -37,15 +37,15 @@ def test_unrolled_steps_are_the_drafters_chain(models):
     for b, row in enumerate(rows):
         ids, n = row["ids"], len(row["ids"])
         for j in range(row["answer"] - 1, n - 2):
-            cache = KVCache(1, 64, head.args, torch.float32, "cpu")
+            caches = [KVCache(1, 64, head.args, torch.float32, "cpu")]
             at = torch.arange(j + 1)[None]
             visible = torch.arange(64) <= at[..., None]
             with torch.no_grad():
-                h = head(torch.tensor([ids[1 : j + 2]]), head.fuse(features[b : b + 1, : j + 1]), at, at, visible, cache)[:, -1:]
+                h = head(torch.tensor([ids[1 : j + 2]]), head.fuse(features[b : b + 1, : j + 1]), at, at, visible, caches)[:, -1:]
                 for step in range(steps):
                     if step:
                         at = torch.tensor([[j + step]])
-                        h = head(torch.tensor([[ids[j + 1 + step]]]), h, at, at, torch.arange(64) <= at[..., None], cache)
+                        h = head(torch.tensor([[ids[j + 1 + step]]]), h, at, at, torch.arange(64) <= at[..., None], caches)
                     if j + 2 + step >= n:
                         break
                     valid[step] += 1
