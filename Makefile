@@ -4,8 +4,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in a few sentences why the sky is blue.
-# float32, where the same text means exactly that. bf16 (DTYPE=bf16) is faster, and may take the other side of a near tie.
-DTYPE ?= fp32
 ARGS ?=
 RUN = $(VENV)/bin/python
 
@@ -16,7 +14,7 @@ demo: $(VENV)/ready
 	@case " $(ARGS) " in *" --no-compile "*) ;; *) command -v "$${CXX:-g++}" >/dev/null || { \
 		echo "error: no C++ compiler: torch.compile needs $${CXX:-g++}; install it, set CXX, or run: make demo ARGS=--no-compile" >&2; exit 1; };; esac
 	@$(MAKE) --no-print-directory fetch
-	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --dtype $(DTYPE) --prompt "$(PROMPT)" --compare $(ARGS)
+	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
 
 fetch: $(VENV)/ready
 	$(RUN) demo.py fetch

@@ -49,6 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add("--device", help="default: cuda if there is one, else cpu")
     add("--threads", type=int, help="CPU threads (default: PyTorch's)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile prefill and step")
+    add("--kernels", action=argparse.BooleanOptionalAction, default=True, help="on a CPU, when compiling: our own products (see kernels/)")
     add("--compare", action="store_true", help="decode plainly too: speedup, and whether the texts are equal")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
     add("--trace", metavar="FILE", help="write every drafted tree and accepted path (safetensors); one prompt only")
@@ -187,7 +188,7 @@ def load_model(o, batch: int):
     began = time.perf_counter()
     model = load(
         checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, device=device, dtype=o.dtype, batch=batch,
-        max_seq_len=o.max_seq_len, compile=o.compile, say=note,
+        max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels, say=note,
     )
     decoder = model.decoder
     note(
@@ -305,8 +306,8 @@ def first_difference(results: list, others: list) -> str:
     i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(results, others)) if a.ids != b.ids)
     at = next((n for n, (x, y) in enumerate(zip(*ids)) if x != y), min(map(len, ids)))
     return (
-        f"prompt {i + 1} parts at token {at + 1}: in 16 bits a pass over many rows rounds differently from a pass over one,"
-        " so near ties may fall either way; --dtype fp32 is exact"
+        f"prompt {i + 1} parts at token {at + 1}: where our kernels do not compute (a GPU, fp16, experts, --no-kernels, --no-compile)"
+        " a pass over many rows rounds differently from a pass over one, so near ties may fall either way; --dtype fp32 helps"
     )
 
 

@@ -179,34 +179,16 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
 
 
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` [B, T] -> two of [B, 1, T, hd/2], float32. Made once per pass, used by every layer."""
-    angles = positions[:, None, :, None].float() * inv_freq
+    """cos and sin for `positions` [B, T] -> two of [B, T, hd/2], float32. Made once per pass, used by every layer."""
+    angles = positions[..., None].float() * inv_freq
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (j, j + hd/2) of x [B, heads, T, hd]: the "NeoX" halves, as Hugging Face stores LLaMA."""
+    """Rotate pairs (j, j + hd/2) of x [B, T, heads, hd]: the "NeoX" halves, as Hugging Face stores LLaMA."""
     a, b = x.chunk(2, dim=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Grouped-query attention of q [B, nh, T, hd] over k, v [B, n, nkv, hd] -> [B, nh, T, hd].
-
-    `bias` [B, 1, G*T, n] is additive (0 or -inf), made once per pass by `attention_bias`. The G query heads that share a
-    key/value head become G*T rows of it, so keys and values are never repeated in memory.
-    """
-    B, nh, T, hd = q.shape
-    nkv = k.shape[2]
-    q = q.reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
-    out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
-    return out.reshape(B, nh, T, hd)
-
-
-def attention_bias(visible: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """Boolean `visible` [B, T, n] -> additive bias [B, 1, groups*T, n] for `attend`."""
-    zero = torch.zeros((), dtype=dtype, device=visible.device)
-    return torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
 
 
 class RMSNorm(nn.Module):
@@ -240,10 +222,10 @@ class KVCache(nn.Module):
         self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Store k, v [B, nkv, T, hd] at slots [B, T] (each sequence has its own)."""
+        """Store k, v [B, T, nkv, hd] at slots [B, T] (each sequence has its own)."""
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
-        self.k.index_put_((rows, slots), k.transpose(1, 2))
-        self.v.index_put_((rows, slots), v.transpose(1, 2))
+        self.k.index_put_((rows, slots), k)
+        self.v.index_put_((rows, slots), v)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the entries at slots `source` [B, W] to slots `target` [B, W]; all are read before any is written."""
@@ -254,29 +236,55 @@ class KVCache(nn.Module):
 
 
 class Pass:
-    """What every layer of one forward pass shares: RoPE, cache slots, the mask as a bias, the live length."""
+    """What every layer of one forward pass shares: RoPE, cache slots [B, T], which slots each row sees [B, T, n]."""
 
-    def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, dtype):
+    def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor):
         self.cos, self.sin = rope_table(args, inv_freq, positions)
-        self.slots = slots
-        self.live = visible.shape[-1]
-        self.bias = attention_bias(visible, args.num_heads // args.num_kv_heads, dtype)
+        self.slots, self.visible = slots, visible
+        self._bias: Tensor | None = None
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
-        """Store this pass's keys and values, then attend over the live prefix of the cache only."""
-        cache.write(k, v, self.slots)
-        return attend(q, cache.k[:, : self.live], cache.v[:, : self.live], self.bias)
+    def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
+        """`visible` as an additive mask [B, 1, groups*T, n], 0 or -inf, made once."""
+        if self._bias is None:
+            zero = torch.zeros((), dtype=dtype, device=self.visible.device)
+            self._bias = torch.where(self.visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+        return self._bias
+
+
+def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor:
+    """Store a layer's keys and values, then attend over the live prefix of its cache.
+
+    qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a key/value head become G*T
+    rows of it: keys and values are never repeated in memory.
+    """
+    q, k, v = block.split(_rotated(block, qkv, shared.cos, shared.sin))
+    cache.write(k, v, shared.slots)
+    B, T, nh, hd = q.shape
+    nkv, n = k.shape[2], shared.visible.shape[-1]
+    q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
+    k, v = cache.k[:, :n].transpose(1, 2), cache.v[:, :n].transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=shared.bias(nh // nkv, q.dtype))
+    return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
+
+
+class Linear(nn.Linear):
+    """A linear layer that can add what it computes to the residual stream `onto`."""
+
+    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        return y if onto is None else onto + y
 
 
 class MLP(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.w_gate_up = nn.Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
-        self.w_down = nn.Linear(args.intermediate_size, args.hidden_size, bias=False)
+        self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
+        self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """Normed x [B, T, H]; what comes out is added to the residual stream `onto` [B, T, H]."""
         gate, up = self.w_gate_up(x).chunk(2, dim=-1)
-        return self.w_down(F.silu(gate) * up)
+        return self.w_down(F.silu(gate) * up, onto)
 
 
 class Experts(nn.Module):
@@ -286,11 +294,12 @@ class Experts(nn.Module):
         super().__init__()
         E, H, inner = args.num_experts, args.hidden_size, args.intermediate_size
         self.used, self.renormalise = args.experts_per_token, args.renormalise_experts
-        self.router = nn.Linear(H, E, bias=False)
+        self.router = Linear(H, E, bias=False)
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
         self.w_down = nn.Parameter(torch.empty(E, H, inner))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        """As `MLP.forward`."""
         rows = x.flatten(0, -2)  # [R, H]
         weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
         if self.renormalise:
@@ -307,42 +316,40 @@ class Experts(nn.Module):
             out = (F.silu(gate) * up) @ self.w_down.transpose(1, 2)  # [E, R, H]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
-        return out.view_as(x)
+        return onto + out.view_as(x)
 
 
 class Block(nn.Module):
-    """One decoder layer, in two halves around the attention: `qkv` before it, `finish` after it."""
+    """One decoder layer: `wqkv` on the normed input, `attention`, `finish`."""
 
     def __init__(self, args: ModelArgs, input_size: int):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
         H, width = args.hidden_size, args.num_heads * args.head_dim
-        self.wqkv = nn.Linear(input_size, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wqkv = Linear(input_size, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
-        self.wo = nn.Linear(width, H, bias=False)
+        self.attention = attention  # may be replaced by another function of the same kind
+        self.wo = Linear(width, H, bias=False)
         self.mlp_norm = RMSNorm(H, args.norm_eps)
         self.mlp = Experts(args) if args.num_experts else MLP(args)
 
-    def qkv(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Normalised input [B, T, input_size] -> [B, nh + 2*nkv, T, hd]: rotated q and k, then v; see `split`."""
-        B, T, _ = x.shape
-        heads = self.wqkv(x).view(B, T, -1, self.head_dim).transpose(1, 2)
-        qk, v = heads.split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=1)
+    def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What `wqkv` gave [B, T, (nh + 2*nkv)*hd] -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
         if self.q_norm is not None:
-            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        return torch.cat((rotate(qk, cos, sin), v), dim=1)
+            q, k = qk.split((self.num_heads, self.num_kv_heads), dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        return torch.cat((rotate(qk, cos, sin), v), dim=2)
 
-    def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, nh, T, hd] and k, v [B, nkv, T, hd] as views."""
-        return qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
+    def split(self, heads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, nh, hd] and k, v [B, T, nkv, hd] as views."""
+        return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream x [B, T, H] and attention output [B, nh, T, hd] -> residual stream after the layer."""
-        B, T, _ = x.shape
-        x = x + self.wo(attended.transpose(1, 2).reshape(B, T, -1))
-        return x + self.mlp(self.mlp_norm(x))
+        """Residual stream x [B, T, H] and attention output [B, T, nh*hd] -> residual stream after the layer."""
+        x = self.wo(attended, x)
+        return self.mlp(self.mlp_norm(x), x)
 
 
 class TargetBlock(Block):
@@ -353,16 +360,21 @@ class TargetBlock(Block):
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
 
-# The layers differ only in their weights. Marking each half as a region lets torch.compile trace and lower it once and
+# The layers differ only in their weights. Marking their parts as regions lets torch.compile trace and lower each once and
 # reuse it for all L layers: half the compile time of L unrolled copies, and the same speed or better. A region must
 # return whole tensors, never views: inductor (2.13) frees the buffer behind a returned view and reuses it too early.
 @torch.compiler.nested_compile_region
-def _before_attention(block: TargetBlock, x: Tensor, cos: Tensor, sin: Tensor):
-    return block.qkv(block.attn_norm(x), cos, sin)
+def _before_attention(block: TargetBlock, x: Tensor) -> Tensor:
+    return block.wqkv(block.attn_norm(x))
 
 
 @torch.compiler.nested_compile_region
-def _after_attention(block: TargetBlock, x: Tensor, attended: Tensor):
+def _rotated(block: Block, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return block.heads(qkv, cos, sin)
+
+
+@torch.compiler.nested_compile_region
+def _after_attention(block: TargetBlock, x: Tensor, attended: Tensor) -> Tensor:
     return block.finish(x, attended)
 
 
@@ -375,7 +387,7 @@ class Transformer(nn.Module):
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size)
         self.layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers))
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
-        self.lm_head = None if args.tie_embeddings else nn.Linear(args.hidden_size, args.vocab_size, bias=False)
+        self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
 
     def forward(
@@ -390,13 +402,12 @@ class Transformer(nn.Module):
         residual streams entering those layers side by side [B, T, len(aux_layers)*H], else None.
         """
         x = self.embed(tokens)
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible, x.dtype)
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         features = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches)):
             if i in aux_layers:
                 features.append(x)
-            q, k, v = layer.split(_before_attention(layer, x, shared.cos, shared.sin))
-            x = _after_attention(layer, x, shared.attention(q, k, v, cache))
+            x = _after_attention(layer, x, layer.attention(layer, _before_attention(layer, x), cache, shared))
         if self.args.num_layers in aux_layers:
             features.append(x)
         return x, torch.cat(features, dim=-1) if features else None
@@ -410,18 +421,23 @@ class Transformer(nn.Module):
         for i, layer in enumerate(self.layers):
             if i in aux_layers:
                 features.append(x)
-            q, k, v = layer.split(layer.qkv(layer.attn_norm(x), cos, sin))
+            q, k, v = (t.transpose(1, 2) for t in layer.split(layer.heads(layer.wqkv(layer.attn_norm(x)), cos, sin)))
             groups = self.args.num_heads // self.args.num_kv_heads
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            x = layer.finish(x, F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = layer.finish(x, attended.transpose(1, 2).flatten(2))
         if self.args.num_layers in aux_layers:
             features.append(x)
         return x, torch.cat(features, dim=-1) if features else None
 
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> logits [..., V] in float32."""
-        head = self.embed if self.lm_head is None else self.lm_head
-        return F.linear(self.norm(x), head.weight).float()
+        return project(self.embed if self.lm_head is None else self.lm_head, self.norm(x))
+
+
+def project(head: nn.Module, x: Tensor) -> Tensor:
+    """x [..., H] -> float32 logits by an lm_head or, tied, an embedding table. A packed head has its own way."""
+    return head.logits(x) if hasattr(head, "logits") else F.linear(x, head.weight).float()
 
 
 class DraftBlock(Block):
@@ -453,7 +469,7 @@ class Head(nn.Module):
         super().__init__()
         self.args = args
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
-        self.lm_head = nn.Linear(args.hidden_size, args.draft_vocab_size, bias=False) if args.own_lm_head else None
+        self.lm_head = Linear(args.hidden_size, args.draft_vocab_size, bias=False) if args.own_lm_head else None
         # Target id of each draft id, ascending; the identity when both vocabularies are the same.
         self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
@@ -495,7 +511,7 @@ class Eagle1Head(Head):
 
     def __init__(self, args: HeadArgs):
         super().__init__(args)
-        self.fc = nn.Linear(2 * args.hidden_size, args.hidden_size, bias=args.fc_bias)
+        self.fc = Linear(2 * args.hidden_size, args.hidden_size, bias=args.fc_bias)
         self.layer = Block(args, args.hidden_size)
         self.target_norm = None
 
@@ -507,13 +523,12 @@ class Eagle1Head(Head):
         return self.target_norm(features)
 
     def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible, feature.dtype)
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
-        q, k, v = self.layer.split(self.layer.qkv(x, shared.cos, shared.sin))
-        return self.layer.finish(x, shared.attention(q, k, v, caches[0]))
+        return self.layer.finish(x, self.layer.attention(self.layer, self.layer.wqkv(x), caches[0], shared))
 
     def logits(self, feature: Tensor) -> Tensor:
-        return F.linear(feature, self.lm_head.weight).float()
+        return project(self.lm_head, feature)
 
 
 class Eagle3Head(Head):
@@ -525,7 +540,7 @@ class Eagle3Head(Head):
         H, Ht = args.hidden_size, args.target_hidden_size
         widths = {"": (), "each": (Ht,) * len(args.aux_layers), "all": (args.feature_width,)}[args.feature_norm]
         self.fc_norms = nn.ModuleList(RMSNorm(width, args.norm_eps) for width in widths)
-        self.fc = nn.Linear(args.feature_width, H, bias=args.fc_bias)
+        self.fc = Linear(args.feature_width, H, bias=args.fc_bias)
         self.layer = DraftBlock(args)
         self.more_layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers - 1))
         self.norm = RMSNorm(H, args.norm_eps)
@@ -537,15 +552,13 @@ class Eagle3Head(Head):
         return self.fc(features)
 
     def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible, feature.dtype)
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         inputs, x = self.layer.inputs(self.embed(tokens), feature)
-        q, k, v = self.layer.split(self.layer.qkv(inputs, shared.cos, shared.sin))
-        x = self.layer.finish(x, shared.attention(q, k, v, caches[0]))
+        x = self.layer.finish(x, self.layer.attention(self.layer, self.layer.wqkv(inputs), caches[0], shared))
         for layer, cache in zip(self.more_layers, caches[1:]):
-            q, k, v = layer.split(layer.qkv(layer.attn_norm(x), shared.cos, shared.sin))
-            x = layer.finish(x, shared.attention(q, k, v, cache))
+            x = layer.finish(x, layer.attention(layer, layer.wqkv(layer.attn_norm(x)), cache, shared))
         return self.norm(x) if self.args.recycle_normed else x
 
     def logits(self, feature: Tensor) -> Tensor:
         normed = feature if self.args.recycle_normed else self.norm(feature)
-        return F.linear(normed, self.lm_head.weight).float()
+        return project(self.lm_head, normed)

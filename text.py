@@ -20,6 +20,8 @@ import torch
 from checkpoint import CheckpointError, load_head, load_target
 from decoder import Decoder, Output, Run, Sampling
 from drafters.eagle import Eagle, StaticEagle
+from kernels import load as load_kernels
+from packed import pack
 from tokenizer import Tokenizer
 from tree import EAGLE1_TREE, PathTree, TreeShape
 
@@ -98,13 +100,15 @@ def check_compiler() -> None:
 def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1, max_seq_len: int | None = None,
-    compile: bool = True, say: Callable[[str], None] | None = None,
+    compile: bool = True, kernels: bool = True, say: Callable[[str], None] | None = None,
 ) -> TextDecoder:
     """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head.
 
     draft: the head's folder (default CHECKPOINT/eagle for the first two, CHECKPOINT/eagle3). tree: a `TreeShape`, drafted
     dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
     "eagle", else `default_tree`.
+    compile, kernels: run through torch.compile, and, on a CPU, on our own compiled products (see kernels); without either
+    nothing needs a C++ compiler, and 16-bit text is no longer bound to be that of plain decoding.
     dtype None keeps the stored one. max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
     Raises CheckpointError, one line, if anything is missing, damaged or does not fit.
     """
@@ -118,20 +122,25 @@ def load(
         check_compiler()
     target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
     tokenizer = Tokenizer.load(checkpoint)
-    drafter = None
+    say = say or (lambda line: None)
+    drafter = head = None
     if DRAFTERS[speculate]:
         kind, drafts = DRAFTERS[speculate]
         folder = Path(draft or Path(checkpoint) / kind)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
         head = load_head(folder, target, kind)
+    if compile and kernels and torch.device(device).type == "cpu":
+        load_kernels(say)
+        pack(*filter(None, (target, head)))
+    if head is not None:
         if tree == "auto":
             from tune import PROMPTS, auto_tree
 
             if tokenizer is None:
                 raise CheckpointError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
             prompts = [encode(tokenizer, p) for p in PROMPTS]
-            tree = auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say or (lambda line: None))
+            tree = auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say)
         drafts = StaticEagle if isinstance(tree, PathTree) else Eagle if tree else drafts
         try:
             drafter = drafts(head, tree or (EAGLE1_TREE if drafts is StaticEagle else default_tree(device)), coupled)

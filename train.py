@@ -90,11 +90,14 @@ def ttt_loss(head: Eagle3Head, batch: Batch, features: Tensor, teacher: Tensor, 
     positions = torch.arange(T, device=batch.tokens.device)
     in_draft = torch.zeros(args.vocab_size, dtype=torch.bool, device=batch.tokens.device).index_fill_(0, head.draft_ids, True)
 
+    def heads(inputs: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:  # q [B, nh, T, hd], k, v [B, nkv, T, hd]
+        return tuple(x.transpose(1, 2) for x in layer.split(layer.heads(layer.wqkv(inputs), cos, sin)))
+
     fused = head.fuse(features)
     shifted = batch.tokens.roll(-1, 1)
     cos, sin = rope_table(args, head.inv_freq, positions[None])
     inputs, residual = layer.inputs(head.embed(shifted), fused)
-    q, k0, v0 = layer.split(layer.qkv(inputs, cos, sin))
+    q, k0, v0 = heads(inputs, cos, sin)
     k0, v0 = (x[:, :, None].transpose(3, 4) if x is k0 else x[:, :, None] for x in (k0, v0))  # [B, nkv, 1, hd, T], [.., T, hd]
     hidden = torch.where(positions <= batch.row[..., None], 0.0, float("-inf"))[:, None, None]  # [B, 1, 1, R, T]
     q = batch.at(q.transpose(1, 2), 0).transpose(1, 2)
@@ -105,7 +108,7 @@ def ttt_loss(head: Eagle3Head, batch: Batch, features: Tensor, teacher: Tensor, 
         if step:
             cos, sin = rope_table(args, head.inv_freq, batch.row + step)
             inputs, residual = layer.inputs(head.embed(batch.at(batch.tokens, 1 + step)), feature)
-            q, k, v = layer.split(layer.qkv(inputs, cos, sin))
+            q, k, v = heads(inputs, cos, sin)
             own.append((k[:, :, None], v[:, :, None]))  # [B, nkv, 1, R, hd]
         grouped = q.reshape(B, args.num_kv_heads, groups, R, args.head_dim)
         scores = [grouped @ k0 * args.head_dim**-0.5 + hidden]
@@ -114,7 +117,8 @@ def ttt_loss(head: Eagle3Head, batch: Batch, features: Tensor, teacher: Tensor, 
         attended = weights[..., :T] @ v0
         for i, (_, v) in enumerate(own):
             attended = attended + weights[..., T + i, None] * v
-        feature = layer.finish(residual, attended.reshape(B, args.num_heads, R, args.head_dim))
+        attended = attended.reshape(B, args.num_heads, R, args.head_dim).transpose(1, 2).flatten(2)
+        feature = layer.finish(residual, attended)
 
         # Position p = row + 1 + step: the target's distribution there is what the head should predict.
         wanted, nexts = batch.at(greedy, 1 + step), batch.at(batch.tokens, 2 + step)

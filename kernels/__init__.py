@@ -1,0 +1,177 @@
+"""Our own products: linear layers, attention over the live prefix and RMS norm as C++ for the CPU (`cpu.cpp`).
+
+They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not depend, by a
+single bit, on the rows computed with it, which is what makes speculative text equal plain text in bfloat16 too.
+
+`linear`, `attend` and `rms_norm` are PyTorch operators (`torch.ops.eagle`), opaque to torch.compile, so one compiled step
+may call them. They have no gradient. Which modules use them is the business of `packed.py`.
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from errors import CheckpointError
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+CACHE = Path(__file__).resolve().parent.parent / ".cache" / "kernels"
+FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
+COLUMNS = 32  # of one packed block, as in cpu.cpp
+_loaded = False
+
+
+def load(say: Callable[[str], None] = lambda line: None) -> None:
+    """Make the operators callable, compiling them if this machine, torch and source have not been seen before.
+
+    Raises CheckpointError, one line, if there is no C++ compiler or it fails.
+    """
+    global _loaded
+    if _loaded:
+        return
+    library = _build(say)
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as e:
+        raise CheckpointError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
+    torch.library.register_fake("eagle::linear")(_linear_shape)
+    torch.library.register_fake("eagle::attend")(_attend_shape)
+    torch.library.register_fake("eagle::rms_norm")(_rms_norm_shape)
+    _loaded = True
+
+
+def _build(say: Callable[[str], None]) -> Path:
+    """The compiled library of this source, torch, compiler and processor, made now if it is not there."""
+    wanted = os.environ.get("CXX", "g++")
+    compiler = shutil.which(wanted)
+    if compiler is None:
+        raise CheckpointError(f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    key = (SOURCE.read_text(), torch.__version__, version, " ".join(FLAGS), _processor())
+    name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    for folder in (CACHE, Path(tempfile.gettempdir()) / f"eagle-kernels-{os.getuid()}"):
+        if (folder / name).is_file():
+            return folder / name
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        folder = CACHE if os.access(CACHE, os.W_OK) else folder
+    except OSError:  # a read-only checkout
+        pass
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    say("compiling the kernels ...")
+    began = time.perf_counter()
+    root = Path(torch.__file__).parent
+    draft = folder / f".{name}.{os.getpid()}"  # renamed when whole: another process may be doing the same
+    command = [
+        compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
+        f"-I{root}/include/torch/csrc/api/include", str(SOURCE), "-o", str(draft), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
+    ]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode:
+            lines = [line for line in result.stderr.splitlines() if "error" in line] or [f"status {result.returncode}"]
+            raise CheckpointError(f"{compiler} could not compile the kernels ({lines[0]}); pass --no-kernels")
+        draft.rename(folder / name)
+    finally:
+        draft.unlink(missing_ok=True)
+    say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
+    return folder / name
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+    except OSError:
+        return platform.machine() + platform.processor()
+
+
+def takes(weight: Tensor) -> bool:
+    """Whether the kernels work on a weight [..., K] of this kind: float32, or bfloat16 with an even K, on the CPU."""
+    return weight.device.type == "cpu" and (
+        weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0)
+    )
+
+
+def takes_heads(head_dim: int, weight: Tensor) -> bool:
+    """Whether `attend` works on heads of this size, in the dtype of such a weight: whole 64-byte vectors."""
+    return takes(weight) and head_dim * weight.dtype.itemsize % 64 == 0
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Weight [N, K] -> [ceil(N/32), K/w, 32, w], w = 2 values of bfloat16 or 1 of float32, rows beyond N zero.
+
+    32 output columns lie side by side, so that a block is read front to back, once per pass.
+    """
+    N, K = weight.shape
+    per_word = 4 // weight.dtype.itemsize
+    weight = _padded(weight, COLUMNS)
+    return weight.view(-1, COLUMNS, K // per_word, per_word).transpose(1, 2).contiguous()
+
+
+def pack_gated(weight: Tensor) -> Tensor:
+    """Gate and up [2*N, K], one above the other, packed so that each block has 16 columns of either."""
+    half = COLUMNS // 2
+    gate, up = (_padded(part, half).unflatten(0, (-1, half)) for part in weight.chunk(2))
+    return pack(torch.cat((gate, up), dim=1).flatten(0, 1))
+
+
+def _padded(weight: Tensor, multiple: int) -> Tensor:
+    """With zero rows behind, so that their number is a multiple."""
+    missing = -weight.shape[0] % multiple
+    return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
+
+
+SAME, FLOAT32, GATED = range(3)  # modes of `linear`
+
+
+def linear(
+    x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, residual: Tensor | None = None, mode: int = SAME
+) -> Tensor:
+    """x [..., K] times a packed weight of `columns` rows, plus bias [N] (float32), plus residual [..., N] -> [..., N].
+
+    Sums are float32, rounded once, to x's dtype; FLOAT32: not at all. GATED: the weight is from `pack_gated` and silu(gate)
+    * up [..., N] comes out.
+    """
+    return torch.ops.eagle.linear(x, packed, bias, residual, columns, mode)
+
+
+def attend(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor, visible: Tensor,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:
+    """Everything between a layer's wqkv and wo: qkv [B, T, (nh + 2*nkv)*hd] -> [B, T, nh*hd].
+
+    Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]; keys and values are
+    stored at slots [B, T] of the caches k, v [B, S, nkv, hd]; then each row attends to those of the first n slots that
+    visible [B, T, n] says. Scores, softmax and sums are float32.
+    """
+    return torch.ops.eagle.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Each row of x [..., H] divided by its root mean square, times weight [H], in float32, rounded once."""
+    return torch.ops.eagle.rms_norm(x, weight, eps)
+
+
+def _linear_shape(x, packed, bias, residual, columns, mode) -> Tensor:
+    return x.new_empty((*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype)
+
+
+def _attend_shape(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[2] * k.shape[3]))
+
+
+def _rms_norm_shape(x, weight, eps) -> Tensor:
+    return x.new_empty(x.shape)

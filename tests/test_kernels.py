@@ -1,0 +1,225 @@
+"""The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its company."""
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+from checkpoint import load_head, load_target
+from decoder import Decoder, Sampling
+from drafters.eagle import Eagle
+from errors import CheckpointError
+from model import Eagle3Head, HeadArgs, ModelArgs, Pass, Transformer, attention, inverse_frequencies
+from packed import PackedLinear, pack
+from tree import TreeShape
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+DTYPES = (torch.float32, torch.bfloat16)
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # of one product, relative to the largest: rounding of the output
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    kernels.load()
+
+
+def draws(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(dtype)
+
+
+def close(found, expected, dtype):
+    assert (found.double() - expected).abs().max() <= ERROR[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", (1, 31, 32, 75))
+@pytest.mark.parametrize("rows", (1, 5, 12, 13, 40))
+def test_linear(dtype, columns, rows):
+    draw = draws(rows)
+    x, weight, bias = draw(2, rows, 38, dtype=dtype), draw(columns, 38, dtype=dtype), draw(columns)
+    onto = draw(2, rows, columns, dtype=dtype)
+    packed, expected = kernels.pack(weight), x.double() @ weight.double().T
+    close(kernels.linear(x, packed, columns), expected, dtype)
+    close(kernels.linear(x, packed, columns, bias, onto), expected + bias + onto, dtype)
+    exact = kernels.linear(x, packed, columns, mode=kernels.FLOAT32)
+    assert exact.dtype == torch.float32
+    close(exact, expected, torch.float32)
+    assert torch.equal(kernels.linear(x.transpose(0, 1), packed, columns), kernels.linear(x, packed, columns).transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", (16, 24, 100))
+def test_gated(dtype, inner):
+    draw = draws(inner)
+    x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    close(kernels.linear(x, kernels.pack_gated(weight), inner, mode=kernels.GATED), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", (1, 16, 50, 576))
+def test_rms_norm(dtype, size):
+    draw = draws(size)
+    x, weight = draw(2, 5, size, dtype=dtype), draw(size, dtype=dtype)
+    close(kernels.rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (size,), weight.double(), 1e-5), dtype)
+
+
+def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
+    draw = draws(seed)
+    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms)
+    qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
+    slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
+    visible = draw(B, T, n) > -0.5
+    visible.scatter_(2, slots[..., None], True)  # a row sees itself
+    weights = (draw(head_dim, dtype=dtype), draw(head_dim, dtype=dtype), 1e-5) if norms else ()
+    return args, qkv, k, v, slots, visible, weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", (
+    (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
+    (1, 3, 5, 5, 96, 8, False),
+))
+def test_attend(dtype, shape):
+    args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
+    positions = slots + 100
+    block = Transformer(args).layers[0].to(dtype)
+    if weights:
+        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
+        block.q_norm.eps = block.k_norm.eps = 1e-5
+
+    class Cache:
+        def __init__(self, k, v):
+            self.k, self.v = k.clone(), v.clone()
+
+        def write(self, k, v, slots):
+            rows = torch.arange(len(slots))[:, None]
+            self.k[rows, slots], self.v[rows, slots] = k, v
+
+    ours, theirs = Cache(k, v), Cache(k.double(), v.double())
+    shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
+    found = kernels.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
+    expected = attention(block.double(), qkv.double(), theirs, shared)
+    assert torch.equal(ours.v.double(), theirs.v)
+    close(ours.k, theirs.k, dtype)
+    assert (found.double() - expected).abs().max() <= 2 * ERROR[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_never_depends_on_its_company(dtype):
+    """Bit for bit: any subset of rows, any number of threads."""
+    draw = draws(3)
+    x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
+    packed, gated = kernels.pack(weight), kernels.pack_gated(weight)
+    for compute in (
+        lambda x: kernels.linear(x, packed, 70), lambda x: kernels.linear(x, packed, 70, mode=kernels.FLOAT32),
+        lambda x: kernels.linear(x, gated, 35, mode=kernels.GATED), lambda x: kernels.rms_norm(x, norm, 1e-6),
+    ):
+        whole = compute(x)
+        for first in range(40):
+            for count in (1, 2, 3, 7, 8, 11, 12, 13, 25):
+                assert torch.equal(compute(x[first : first + count]), whole[first : first + count])
+        torch.set_num_threads(3)
+        threaded = compute(x)
+        torch.set_num_threads(1)
+        assert torch.equal(threaded, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_never_depends_on_where_the_slots_lie(dtype):
+    """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by side."""
+    args, qkv, k, v, _, _, _ = attend_case(dtype, 1, 4, 6, 2, 64, 90, False)
+    cos, sin = draws(1)(1, 4, 32).cos(), draws(2)(1, 4, 32).sin()
+    results = []
+    for places in ((50, 51, 52, 53), (50, 57, 63, 80)):
+        keys, values, slots = k.clone(), v.clone(), torch.tensor([places])
+        visible = torch.zeros(1, 4, 90, dtype=torch.bool)
+        visible[:, :, :50] = True
+        for i in range(4):
+            visible[:, i, list(places[: i + 1])] = True
+        results.append(kernels.attend(qkv, cos, sin, keys, values, slots, visible))
+    assert torch.equal(*results)
+
+
+def tiny(dtype, seed=0, **options):
+    """A random target and EAGLE-3 head with heads of 32, packed."""
+    torch.manual_seed(seed)
+    size = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
+    head = Eagle3Head(HeadArgs(num_layers=1, draft_vocab_size=96, target_hidden_size=64, aux_layers=(2, 3, 4), **size))
+    head.draft_ids.copy_(torch.randperm(160)[:96].sort().values)
+    for p in [*target.parameters(), *head.parameters()]:
+        p.data = (torch.randn(p.shape) * 0.25).to(dtype) if p.dim() > 1 else torch.rand(p.shape).to(dtype) + 0.5
+    target.requires_grad_(False), head.requires_grad_(False)
+    head.use_target(target)
+    return target.eval(), head.eval()
+
+
+@pytest.mark.parametrize("options", ({}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}))
+def test_a_packed_model_is_the_model(options):
+    target, head = tiny(torch.float32, **options)
+    prompt = list(range(3, 40))
+    shape = TreeShape(12, 3, 4)
+
+    def decode():
+        return Decoder(target, Eagle(head, shape), compile=False, max_seq_len=200).generate([prompt], Sampling(80))[0]
+
+    tokens = torch.randint(0, 160, (2, 30))
+    before, logits = decode(), target.logits(target.causal(tokens)[0])
+    pack(target, head)
+    assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
+    assert isinstance(head.fc, PackedLinear)
+    after = decode()
+    assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
+    found = target.logits(target.causal(tokens)[0])
+    assert (found - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature):
+    """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the texts part."""
+    target, head = tiny(dtype)
+    pack(target, head)
+    prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
+    sampling = [Sampling(150, temperature, seed=i) for i in range(6)]
+    plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
+    for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
+        fast = Decoder(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300).generate(prompts, sampling)
+        assert [o.ids for o in fast] == [o.ids for o in plain]
+
+
+def test_what_the_kernels_cannot_take_is_left_alone():
+    target, head = tiny(torch.float16)
+    pack(target, head)
+    assert not any(isinstance(m, PackedLinear) for m in target.modules())
+    odd = Transformer(ModelArgs(20, 12, 10, 1, 2, 1, 6)).requires_grad_(False)  # heads of 6: reference attention, packed layers
+    pack(odd)
+    assert odd.layers[0].attention is attention and isinstance(odd.layers[0].wo, PackedLinear)
+    assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
+
+
+def test_a_compiled_step_on_the_kernels(golden):
+    """Compiled, as users run it, on the golden target: the text of the reference path."""
+    target, _ = load_target(golden)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
+    expected = Decoder(target, Eagle(head, shape), compile=False, max_seq_len=120).generate([prompt], Sampling(60))[0]
+    pack(target, head)
+    found = Decoder(target, Eagle(head, shape), max_seq_len=120).generate([prompt], Sampling(60))[0]
+    assert found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
+
+
+def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernels, "_loaded", False)
+    monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(kernels, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
+    with pytest.raises(CheckpointError, match=r"could not compile the kernels.*--no-kernels"):
+        kernels.load()
+    assert not list(tmp_path.glob("cache/*"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(CheckpointError, match=r"no C\+\+ compiler.*no-such-compiler"):
+        kernels.load()
