@@ -77,7 +77,7 @@ def default_tree(device: str) -> TreeShape:
     A GPU verifies 60 rows in the time of one. A CPU does not: time grows with the rows, and every draft level costs a pass
     of the head (README, "Which tree"), so a CPU wants few nodes and few levels.
     """
-    return TreeShape(60, 7, 10) if torch.device(device).type == "cuda" else TreeShape(16, 2, 4)
+    return TreeShape(60, 7, 10) if torch.device(device).type == "cuda" else TreeShape(12, 3, 4)
 
 
 def check_device(device: str) -> None:

@@ -2,11 +2,12 @@
 
     python benchmarks/first_turns.py --checkpoint checkpoints/smollm2-135m --questions question.jsonl --equality
     python benchmarks/first_turns.py --checkpoint checkpoints/smollm2-135m --questions question.jsonl --speed [--transformers]
+    python benchmarks/first_turns.py ... --speed --trees 8,2,3 12,3,4 16,3,4
     python benchmarks/first_turns.py ... --coupling
 
---equality  float32, batches of 16: EAGLE-3 text against plain text, greedy and at temperature 1 with seeds.
---speed     the stored dtype, batch 1, compiled: every question plainly and speculatively, alternating; medians and ratios.
-            --transformers also times `generate` of transformers on the same weights.
+--equality  float32 and the stored dtype, batches of 16: EAGLE-3 text against plain text, greedy and at temperature 1 with seeds.
+--speed     the stored dtype, batch 1, compiled: every question decoded plainly and with each tree, in turns; medians and
+            ratios. --transformers also times `generate` of transformers on the same weights.
 --coupling  tau at temperature 1 with coupled drafting on and off.
 Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from common import describe, write  # first: it makes the modules below importable
 
+from checkpoint import load_target
 from dataset import read_prompts
 from decoder import Sampling
 from model import Transformer
@@ -31,6 +33,10 @@ from tree import TreeShape
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def tree_of(spec: str) -> TreeShape:
+    return TreeShape(*map(int, spec.split(",")))
 
 
 def decode(model, prompts: list[str], settings: list[Sampling], batch: int) -> list:
@@ -51,56 +57,63 @@ def tau_of(results) -> float:
 
 
 def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
-    """Text equality in float32, compiled as users run it unless --no-compile."""
-    batch = min(16, len(prompts))
-    options = {"dtype": "fp32", "batch": batch, "compile": o.compile, "say": say}
-    plain, fast = load(o.checkpoint, **options), load(o.checkpoint, "eagle3", tree=shape, **options)
-    found = {}
-    for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
-        settings = [Sampling(o.max_new_tokens, temperature, seed=i) for i in range(len(prompts))]
-        a, b = decode(plain, prompts, settings, batch), decode(fast, prompts, settings, batch)
-        differ = [i for i, (x, y) in enumerate(zip(a, b)) if x.ids != y.ids]
-        found[name] = {"equal": len(prompts) - len(differ), "of": len(prompts), "differ": differ, "tau": tau_of(b)}
-        say(f"{name}: {found[name]}")
+    """Text equality, compiled as users run it unless --no-compile."""
+    batch, found = min(16, len(prompts)), {}
+    for dtype in ("fp32", None):
+        options = {"dtype": dtype, "batch": batch, "compile": o.compile, "say": say}
+        plain, fast = load(o.checkpoint, **options), load(o.checkpoint, "eagle3", tree=shape, **options)
+        for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
+            settings = [Sampling(o.max_new_tokens, temperature, seed=i) for i in range(len(prompts))]
+            a, b = decode(plain, prompts, settings, batch), decode(fast, prompts, settings, batch)
+            differ = [i for i, (x, y) in enumerate(zip(a, b)) if x.ids != y.ids]
+            name = f"{dtype or 'as stored'}, {name}"
+            found[name] = {"equal": len(prompts) - len(differ), "of": len(prompts), "differ": differ, "tau": tau_of(b)}
+            say(f"{name}: {found[name]}")
     return found
 
 
 def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
-    """Tokens per second of each question, plain and speculative alternating; medians."""
-    plain, fast = load(o.checkpoint, compile=o.compile, say=say), load(o.checkpoint, "eagle3", tree=shape, compile=o.compile, say=say)
-    peer = Transformers(plain.decoder.target, plain.decoder.state.stop_ids.tolist()) if o.transformers else None
-    setting = Sampling(o.max_new_tokens)
-    for model in (plain, fast):
-        model.warm_up(setting)
+    """Tokens per second on each question of every contender, in turns; medians, and ratios to plain decoding."""
+    trees = {f"eagle3 {spec}": tree_of(spec) for spec in o.trees} or {"eagle3": shape}
+    models = {"plain": load(o.checkpoint, compile=o.compile, say=say)}
+    models |= {name: load(o.checkpoint, "eagle3", tree=tree, compile=o.compile, say=say) for name, tree in trees.items()}
+    for model in models.values():
+        model.warm_up(Sampling(o.max_new_tokens))
         model.generate(prompts[0], max_new_tokens=16)
+    peer = Transformers(*load_target(o.checkpoint)) if o.transformers else None
     rows = []
     for i, prompt in enumerate(prompts):
-        pair = [(m, m.generate(prompt, max_new_tokens=o.max_new_tokens)) for m in ((plain, fast) if i % 2 else (fast, plain))]
-        a, b = (next(r for m, r in pair if m is which) for which in (plain, fast))
-        row = {"plain": a.tokens_per_second, "eagle3": b.tokens_per_second, "accept_lengths": b.accept_lengths, "equal": a.ids == b.ids}
+        first = i % len(models)  # whoever begins changes with every question
+        order = [*models][first:] + [*models][:first]
+        results = {name: models[name].generate(prompt, max_new_tokens=o.max_new_tokens) for name in order}
+        rates = {name: results[name].tokens_per_second for name in models}
+        if not all(rates.values()):  # an answer of one token has no speed
+            continue
         if peer:
-            row["transformers"] = peer.tokens_per_second(plain.encode(prompt), o.max_new_tokens)
-        rows.append(row)
-        say(f"  {i + 1}/{len(prompts)} " + " ".join(f"{k} {v:.1f}" for k, v in row.items() if isinstance(v, float)))
-    timed = [r for r in rows if r["plain"] and r["eagle3"]]
-    lengths = [n for r in rows for n in r["accept_lengths"]]
-    found = {
-        "tau": sum(lengths) / len(lengths),
-        "plain_tokens_per_second": statistics.median(r["plain"] for r in timed),
-        "eagle3_tokens_per_second": statistics.median(r["eagle3"] for r in timed),
-        "speedup_median": statistics.median(r["eagle3"] / r["plain"] for r in timed),
-        "texts_equal": sum(r["equal"] for r in rows), "of": len(rows),
-    }
-    if peer:
-        found["transformers_tokens_per_second"] = statistics.median(r["transformers"] for r in timed)
-        found["speedup_over_transformers_median"] = statistics.median(r["eagle3"] / r["transformers"] for r in timed)
+            rates["transformers"] = peer.tokens_per_second(models["plain"].encode(prompt), o.max_new_tokens)
+        rows.append({
+            "tokens_per_second": rates, "equal": {name: r.ids == results["plain"].ids for name, r in results.items()},
+            "accept_lengths": {name: r.accept_lengths for name, r in results.items()},
+        })
+        say(f"  {i + 1}/{len(prompts)} " + ", ".join(f"{k} {v:.1f}" for k, v in rates.items()))
+    found = {}
+    for name in rows[0]["tokens_per_second"]:
+        rates = [row["tokens_per_second"][name] for row in rows]
+        found[name] = {"tokens_per_second": statistics.median(rates)}
+        found[name] |= {
+            f"times_{base}": statistics.median(rate / row["tokens_per_second"][base] for rate, row in zip(rates, rows))
+            for base in ("plain", "transformers") if base in rows[0]["tokens_per_second"] and base != name
+        }
+        if name in trees:
+            lengths = [n for row in rows for n in row["accept_lengths"][name]]
+            found[name] |= {"tau": sum(lengths) / len(lengths), "texts_equal": sum(row["equal"][name] for row in rows), "of": len(rows)}
     return {**found, "rows": rows}
 
 
 class Transformers:
     """`generate` of transformers on our weights, handed over as a Hugging Face LLaMA (greedy, static prompt ids)."""
 
-    def __init__(self, target: Transformer, stop_ids: list[int]):
+    def __init__(self, target: Transformer, config: dict):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         a = target.args
@@ -130,7 +143,7 @@ class Transformers:
         )
         self.model.load_state_dict(weights, assign=True)  # the weights' own dtype; RoPE stays float32
         self.model.eval()
-        self.stop = stop_ids
+        self.stop = config["stop_ids"]
 
     @torch.no_grad()
     def tokens_per_second(self, ids: list[int], max_new_tokens: int) -> float:
@@ -163,6 +176,7 @@ def main() -> int:
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--tree", default=None, metavar="T,D,K", help="default: the device's default tree")
+    p.add_argument("--trees", nargs="+", default=[], metavar="T,D,K", help="with --speed: these instead of --tree")
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--transformers", action="store_true", help="with --speed: time transformers too")
     for part in ("equality", "speed", "coupling"):
@@ -171,9 +185,9 @@ def main() -> int:
     o = p.parse_args()
     torch.set_num_threads(o.threads)
     prompts = read_prompts(o.questions)[: o.limit]
-    shape = TreeShape(*map(int, o.tree.split(","))) if o.tree else None
+    shape = tree_of(o.tree) if o.tree else None
     record = describe(o.threads) | {
-        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default",
+        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default", "kernels": o.compile,
     }
     for name, part in (("equality", equality), ("speed", speed), ("coupling", coupling)):
         if getattr(o, name):

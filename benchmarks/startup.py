@@ -19,7 +19,7 @@ import time
 from common import ROOT, describe, write
 
 PARTS = {
-    "load": r"^loaded .* in ([\d.]+) s", "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
+    "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s", "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
     "compile step": r"^compiling the step.* took ([\d.]+) s",
 }
 
@@ -44,6 +44,7 @@ def start(o, speculate: str, cache: str, *extra: str) -> dict[str, float]:
     for name, pattern in PARTS.items():
         if match := re.search(pattern, lines, re.MULTILINE):
             found[name] = float(match[1])
+    found["load"] -= found.get("kernels", 0.0)  # compiled while loading
     ready = float(re.search(r"^ready ([\d.]+) s", lines, re.MULTILINE)[1])
     found["import"] = ready - sum(found.get(name, 0.0) for name in PARTS)
     return found

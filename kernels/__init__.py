@@ -23,8 +23,9 @@ from torch import Tensor
 
 from errors import CheckpointError
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
-CACHE = Path(__file__).resolve().parent.parent / ".cache" / "kernels"
+SOURCE = Path(__file__).resolve().with_name("cpu.cpp")
+# Beside what torch.compile keeps, if that has a place of its own.
+CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 COLUMNS = 32  # of one packed block, as in cpu.cpp
 _loaded = False
