@@ -29,9 +29,9 @@ from checkpoint import (
     read_config,
 )
 from families import family_of, target_fields
-from head_layouts import Answers, Layout, kind_of, read_layout
+from head_layouts import Answers, kind_of, read_layout
 from model import ModelArgs
-from sources import Entry, Source, open_source, resolve_source
+from sources import Entry, Source, is_gguf, open_source, resolve_source
 from templates import find_template
 from tokenizer import Tokenizer
 from writer import Planned, check_out, write_folder
@@ -113,7 +113,7 @@ def origin(source: str | Path) -> str:
 
 def _name(source: str | Path) -> str:
     path = Path(source)
-    return path.stem if path.suffix.lower() == ".gguf" else path.name if not path.is_dir() else path.resolve().name
+    return path.stem if is_gguf(path) else path.name if not path.is_dir() else path.resolve().name
 
 
 # What will be written
@@ -142,7 +142,8 @@ def _plan_target(source: Source, dtype: str) -> tuple[dict, list[Planned]]:
 def _plan_head(source: Source, target: Path, dtype: str, answers: Answers) -> tuple[dict, list[Planned]]:
     path, target_config = source.path, read_config(target, "target")
     target_args = build(target_config).args
-    config, names, tensors = _parts(read_layout(source, target_args, answers))
+    layout = read_layout(source, target_args, answers)
+    config, names, tensors = dict(layout.config), layout.names, dict(layout.tensors)
     theirs = {"embed": "embed.weight", "lm_head": "embed.weight" if target_args.tie_embeddings else "lm_head.weight"}
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     config["own_embedding"] = embed is not None and not _same_as_target(embed, target, theirs["embed"])
@@ -157,10 +158,6 @@ def _plan_head(source: Source, target: Path, dtype: str, answers: Answers) -> tu
     ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     entry = Entry(tuple(ids.shape), ids.dtype, lambda: iter((ids,)))
     return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
-
-
-def _parts(layout: Layout) -> tuple[dict, dict, dict]:
-    return dict(layout.config), layout.names, dict(layout.tensors)
 
 
 def _same_as_target(entry: Entry, target: Path, name: str) -> bool:

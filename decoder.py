@@ -109,7 +109,6 @@ class State(nn.Module):
         self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
         return count
 
-
     def hand_over(self, features: Tensor, count: Tensor, where: Tensor) -> None:
         """Keep features [B, <=W, F] of the `count` [B] tokens just committed for the drafter, in the sequences `where` [B]."""
         kept = self.features[:, : features.shape[1]]
@@ -152,8 +151,7 @@ def step(
     path, count = accept(tree, chosen, window)
     if drafter.shape.nodes > 1:  # the root, the only node of plain decoding, is where it belongs already
         source, goal = state.length[:, None] + path, own[:, :1] + torch.arange(window, device=slots.device)
-        for cache in caches:
-            cache.move(source, goal)
+        target.move(caches, source, goal)
     moving = ~state.done
     count = state.emit(chosen.gather(1, path), count)
     if features is not None:

@@ -11,35 +11,38 @@ from dataclasses import dataclass, field
 from checkpoint import CheckpointError
 from sources import Source
 
-LAYER = "model.layers.{i}."
-AROUND = {
-    "embed.weight": ["model.embed_tokens.weight"],
-    "norm.weight": ["model.norm.weight"],
-    "lm_head.weight": ["lm_head.weight"],
-    "layers.{i}.attn_norm.weight": [LAYER + "input_layernorm.weight"],
-    "layers.{i}.mlp_norm.weight": [LAYER + "post_attention_layernorm.weight"],
-}
+# Of one layer, without the prefix; draft heads name theirs the same way.
 ATTENTION = {
-    "layers.{i}.wqkv.weight": [f"{LAYER}self_attn.{x}_proj.weight" for x in "qkv"],
-    "layers.{i}.wqkv.bias": [f"{LAYER}self_attn.{x}_proj.bias" for x in "qkv"],
-    "layers.{i}.q_norm.weight": [LAYER + "self_attn.q_norm.weight"],
-    "layers.{i}.k_norm.weight": [LAYER + "self_attn.k_norm.weight"],
-    "layers.{i}.wo.weight": [LAYER + "self_attn.o_proj.weight"],
+    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
+    "wqkv.bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
+    "q_norm.weight": ["self_attn.q_norm.weight"],
+    "k_norm.weight": ["self_attn.k_norm.weight"],
+    "wo.weight": ["self_attn.o_proj.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
 }
 DENSE = {
-    "layers.{i}.mlp.w_gate_up.weight": [f"{LAYER}mlp.{x}_proj.weight" for x in ("gate", "up")],
-    "layers.{i}.mlp.w_down.weight": [LAYER + "mlp.down_proj.weight"],
+    "mlp.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.w_down.weight": ["mlp.down_proj.weight"],
 }
 MIXTRAL = {
-    "layers.{i}.mlp.router.weight": [LAYER + "block_sparse_moe.gate.weight"],
-    "layers.{i}.mlp.w_gate_up": [f"{LAYER}block_sparse_moe.experts.{{e}}.{w}.weight" for w in ("w1", "w3")],
-    "layers.{i}.mlp.w_down": [LAYER + "block_sparse_moe.experts.{e}.w2.weight"],
+    "mlp.router.weight": ["block_sparse_moe.gate.weight"],
+    "mlp.w_gate_up": [f"block_sparse_moe.experts.{{e}}.{w}.weight" for w in ("w1", "w3")],
+    "mlp.w_down": ["block_sparse_moe.experts.{e}.w2.weight"],
 }
 QWEN_MOE = {
-    "layers.{i}.mlp.router.weight": [LAYER + "mlp.gate.weight"],
-    "layers.{i}.mlp.w_gate_up": [f"{LAYER}mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
-    "layers.{i}.mlp.w_down": [LAYER + "mlp.experts.{e}.down_proj.weight"],
+    "mlp.router.weight": ["mlp.gate.weight"],
+    "mlp.w_gate_up": [f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
+    "mlp.w_down": ["mlp.experts.{e}.down_proj.weight"],
 }
+
+
+def hugging_face(mlp: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The table of a Hugging Face model whose layers have this kind of MLP."""
+    layer = ATTENTION | mlp | {"attn_norm.weight": ["input_layernorm.weight"]}
+    around = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"], "lm_head.weight": ["lm_head.weight"]}
+    return around | {f"layers.{{i}}.{ours}": [f"model.layers.{{i}}.{x}" for x in theirs] for ours, theirs in layer.items()}
+
+
 BLK = "blk.{i}."
 GGUF = {
     "embed.weight": ["token_embd.weight"],
@@ -72,17 +75,16 @@ class Family:
     experts: bool = False
 
 
-HF = AROUND | ATTENTION
 FAMILIES = {
-    "LlamaForCausalLM": Family(HF | DENSE),
-    "MistralForCausalLM": Family(HF | DENSE, defaults={"num_key_value_heads": 8}),
-    "Qwen2ForCausalLM": Family(HF | DENSE, {"qkv_bias": True}),
-    "Qwen3ForCausalLM": Family(HF | DENSE, {"qk_norm": True}, {"head_dim": 128}),
+    "LlamaForCausalLM": Family(hugging_face(DENSE)),
+    "MistralForCausalLM": Family(hugging_face(DENSE), defaults={"num_key_value_heads": 8}),
+    "Qwen2ForCausalLM": Family(hugging_face(DENSE), {"qkv_bias": True}),
+    "Qwen3ForCausalLM": Family(hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128}),
     "MixtralForCausalLM": Family(
-        HF | MIXTRAL, {"renormalise_experts": True},
+        hugging_face(MIXTRAL), {"renormalise_experts": True},
         {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}, True,
     ),
-    "Qwen3MoeForCausalLM": Family(HF | QWEN_MOE, {"qk_norm": True}, {"norm_topk_prob": False}, True),
+    "Qwen3MoeForCausalLM": Family(hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False}, True),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
     "gguf:qwen3": Family(GGUF, {"qk_norm": True}),

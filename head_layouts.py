@@ -10,26 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from checkpoint import CheckpointError
-from families import model_fields, refuse
+from families import ATTENTION, DENSE, model_fields
 from model import ModelArgs, eagle3_aux_layers
 from sources import Entry, Source
 
-ATTENTION_AND_MLP = {
-    "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
-    "wqkv.bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
-    "q_norm.weight": ["self_attn.q_norm.weight"],
-    "k_norm.weight": ["self_attn.k_norm.weight"],
-    "wo.weight": ["self_attn.o_proj.weight"],
-    "mlp_norm.weight": ["post_attention_layernorm.weight"],
-    "mlp.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
-    "mlp.w_down.weight": ["mlp.down_proj.weight"],
-}
+LAYER = ATTENTION | DENSE
 COMMON = {
     "embed.weight": ["embed_tokens.weight"],
     "lm_head.weight": ["lm_head.weight"],
     "fc.weight": ["fc.weight"],
     "fc.bias": ["fc.bias"],
-    **{f"layer.{ours}": [f"layers.0.{x}" for x in theirs] for ours, theirs in ATTENTION_AND_MLP.items()},
+    **{f"layer.{ours}": [f"layers.0.{x}" for x in theirs] for ours, theirs in LAYER.items()},
 }
 EAGLE1 = COMMON
 EAGLE3 = COMMON | {
@@ -60,7 +51,11 @@ class Layout:
 
 def kind_of(source: Source) -> str | None:
     """"eagle" or "eagle3" for a head, None for a target. Raises CheckpointError for heads of another kind."""
-    config, names = source.config, set(_renamed(source))
+    return _kind(source, _renamed(source))
+
+
+def _kind(source: Source, names) -> str | None:
+    config = source.config
     given = config.get("speculators_model_type")
     if given is not None and given != "eagle3":
         raise CheckpointError(f"{source.path}: a speculators head of type {given!r} is not supported (only eagle3)")
@@ -73,8 +68,8 @@ def kind_of(source: Source) -> str | None:
 
 def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     """Everything about a head but its embedding, lm_head and vocabulary map, which need the target's weights to judge."""
-    kind = kind_of(source)
     tensors = _renamed(source)
+    kind = _kind(source, tensors)
     given = _flat_config(source.config)
     fields = model_fields(source.path, given)
     rows = {name: sum(entry.shape[:1]) for name, entry in tensors.items()}
@@ -89,8 +84,7 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
         "tie_embeddings": bool(given.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": given.get("target_hidden_size") or target.hidden_size,
     }
-    read = _eagle1 if kind == "eagle" else _eagle3
-    layout = read(source, given, fields, tensors, target, answers)
+    layout = _eagle1(source.path, fields, tensors, target) if kind == "eagle" else _eagle3(source, given, fields, tensors, target, answers)
     if not any(name.startswith("midlayer.") for name in source.tensors):
         return layout
 
@@ -102,12 +96,13 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """The tensors under one set of names: no `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab)."""
-    names = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}  # SGLang
+    """The tensors under one set of names: no `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and
+    speculators' names for the norms before fc (SGLang's are others)."""
+    sglang = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
     def rename(name: str) -> str:
-        name = re.sub(r"^midlayer\.", "layers.0.", name)
-        return re.sub(r"^(aux_norm_\w+)(?=\.)", lambda m: names.get(m[0], m[0]), name)
+        first, dot, rest = name.partition(".")
+        return {"midlayer": "layers.0", **sglang}.get(first, first) + dot + rest
 
     is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
     return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
@@ -124,12 +119,12 @@ def _flat_config(config: dict) -> dict:
     return merged
 
 
-def _eagle1(source: Source, given: dict, fields: dict, tensors: dict, target: ModelArgs, answers: Answers) -> Layout:
+def _eagle1(path: Path, fields: dict, tensors: dict, target: ModelArgs) -> Layout:
     if fields["num_layers"] != 1:
-        raise CheckpointError(f"{source.path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
+        raise CheckpointError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
     for name in ("layers.0.input_layernorm.weight", "embedding_layernorm.weight", "hidden_states_layernorm.weight"):
         if name in tensors:
-            raise CheckpointError(f"{source.path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported")
+            raise CheckpointError(f"{path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported")
     config = fields | {
         "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers], "own_lm_head": "lm_head.weight" in tensors,
     }
@@ -140,14 +135,13 @@ def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: Mo
     path, nested = source.path, given.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise CheckpointError(f"{path}: config: eagle_config is not an object: {nested!r}")
-    draft_vocab = given.get("draft_vocab_size") or (tensors["lm_head.weight"].shape or (0,))[0] if "lm_head.weight" in tensors else None
-    draft_vocab = draft_vocab or given.get("draft_vocab_size") or fields["vocab_size"]
+    lm_head = tensors.get("lm_head.weight")
+    draft_vocab = given.get("draft_vocab_size") or (lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"])
     if not isinstance(draft_vocab, int):
         raise CheckpointError(f"{path}: config: draft_vocab_size is not a number: {draft_vocab!r}")
     if nested.get("use_aux_hidden_state") is False:
         raise CheckpointError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
     flags = given | nested
-    refuse(path, flags, ("inputs_embeds",))
     each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
     if each and together:
         raise CheckpointError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
@@ -160,13 +154,15 @@ def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: Mo
         "norm_before_residual": _norm_before_residual(source, flags, answers),
         "recycle_normed": _recycle_normed(source, flags, answers),
     }
-    names = dict(EAGLE3)
-    names |= {f"fc_norms.{j}.weight": [f"fc_norm.{j}.weight" if config["feature_norm"] == "each" else "input_norm.weight"]
-              for j in range(len(aux))}
+    if config["feature_norm"] == "all":
+        norms = ["input_norm.weight"]
+    else:
+        norms = [f"fc_norm.{j}.weight" for j in range(len(aux))]
+    names = EAGLE3 | {f"fc_norms.{j}.weight": [norm] for j, norm in enumerate(norms)}
     tensors = dict(tensors)
     for k in range(1, fields["num_layers"]):
         layer = f"layers.{k}."
-        names |= {f"more_layers.{k - 1}.{o}": [layer + t for t in ts] for o, ts in ATTENTION_AND_MLP.items()}
+        names |= {f"more_layers.{k - 1}.{o}": [layer + t for t in ts] for o, ts in LAYER.items()}
         # SGLang builds its further layers from the first one's class and norms their input by `hidden_norm`.
         norm = layer + ("hidden_norm.weight" if layer + "hidden_norm.weight" in tensors else "input_layernorm.weight")
         names[f"more_layers.{k - 1}.attn_norm.weight"] = [norm]

@@ -227,12 +227,14 @@ class KVCache(nn.Module):
         self.k.index_put_((rows, slots), k)
         self.v.index_put_((rows, slots), v)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy the entries at slots `source` [B, W] to slots `target` [B, W]; all are read before any is written."""
-        rows = torch.arange(source.shape[0], device=source.device)[:, None]
-        k, v = self.k[rows, source], self.v[rows, source]
-        self.k.index_put_((rows, target), k)
-        self.v.index_put_((rows, target), v)
+
+def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
+    """Copy the entries at slots `source` [B, W] of every cache to slots `target` [B, W]; all are read before any is written."""
+    rows = torch.arange(source.shape[0], device=source.device)[:, None]
+    for cache in caches:
+        k, v = cache.k[rows, source], cache.v[rows, source]
+        cache.k.index_put_((rows, target), k)
+        cache.v.index_put_((rows, target), v)
 
 
 class Pass:
@@ -378,8 +380,21 @@ def _after_attention(block: TargetBlock, x: Tensor, attended: Tensor) -> Tensor:
     return block.finish(x, attended)
 
 
+def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
+    """All layers of a target on its residual stream x [B, T, H] -> the stream behind them, and those entering `aux_layers`
+    side by side, or None."""
+    features = []
+    for i, (layer, cache) in enumerate(zip(model.layers, caches)):
+        if i in aux_layers:
+            features.append(x)
+        x = _after_attention(layer, x, layer.attention(layer, _before_attention(layer, x), cache, shared))
+    if model.args.num_layers in aux_layers:
+        features.append(x)
+    return x, torch.cat(features, dim=-1) if features else None
+
+
 class Transformer(nn.Module):
-    """A LLaMA-architecture target."""
+    """A LLaMA-architecture target. `run_layers` and `move` may be replaced by functions of the same kind."""
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -389,6 +404,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
+        self.run_layers, self.move = run_layers, move
 
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches, aux_layers: tuple[int, ...] = ()
@@ -401,16 +417,8 @@ class Transformer(nn.Module):
         Returns the last residual stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the
         residual streams entering those layers side by side [B, T, len(aux_layers)*H], else None.
         """
-        x = self.embed(tokens)
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        features = []
-        for i, (layer, cache) in enumerate(zip(self.layers, caches)):
-            if i in aux_layers:
-                features.append(x)
-            x = _after_attention(layer, x, layer.attention(layer, _before_attention(layer, x), cache, shared))
-        if self.args.num_layers in aux_layers:
-            features.append(x)
-        return x, torch.cat(features, dim=-1) if features else None
+        return self.run_layers(self, self.embed(tokens), caches, shared, aux_layers)
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for scoring."""

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch import Tensor
 
 import kernels
-from model import MLP, Block, KVCache, Pass, RMSNorm
+from model import MLP, Block, KVCache, Pass, RMSNorm, Transformer
 
 
 class PackedLinear(nn.Module):
@@ -60,6 +60,29 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
     return kernels.attend(qkv, shared.cos, shared.sin, cache.k, cache.v, shared.slots, shared.visible, *norms)
 
 
+def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
+    """`model.run_layers` as one operator, for a target packed through and through."""
+    none = x.new_empty(0)
+
+    def of(layer: Block) -> list[Tensor]:
+        norms = (none, none) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
+        bias = none if layer.wqkv.bias is None else layer.wqkv.bias
+        mlp = (layer.mlp.gate_up, layer.mlp.w_down.packed)
+        return [layer.attn_norm.weight, layer.wqkv.packed, bias, *norms, layer.wo.packed, layer.mlp_norm.weight, *mlp]
+
+    weights = [tensor for layer in model.layers for tensor in of(layer)]
+    k, v = [cache.k for cache in caches], [cache.v for cache in caches]
+    x, features = kernels.layers(
+        x, shared.cos, shared.sin, weights, k, v, shared.slots, shared.visible, model.args.norm_eps, aux_layers
+    )
+    return x, features if aux_layers else None
+
+
+def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
+    """`model.move` as one operator."""
+    kernels.move([t for cache in caches for t in (cache.k, cache.v)], source, target)
+
+
 def pack(*models: nn.Module) -> None:
     """Let these models, which may share modules (a head its target's lm_head), run on the kernels, in place.
 
@@ -88,3 +111,10 @@ def pack(*models: nn.Module) -> None:
                     setattr(parent, name, PackedMLP(child))
                 elif isinstance(child, nn.Linear if name != "lm_head" else nn.Linear | nn.Embedding) and kernels.takes(child.weight):
                     setattr(parent, name, packed(child))
+        if isinstance(model, Transformer) and all(_is_packed(layer) for layer in model.layers):
+            model.run_layers, model.move = run_layers, move
+
+
+def _is_packed(layer: Block) -> bool:
+    parts = ((layer.wqkv, PackedLinear), (layer.wo, PackedLinear), (layer.mlp, PackedMLP), (layer.attn_norm, PackedNorm))
+    return layer.attention is attention and all(isinstance(part, kind) for part, kind in parts)

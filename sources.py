@@ -66,18 +66,23 @@ class Source:
     tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
 def resolve_source(checkpoint: str | Path) -> Path:
     """A local folder or .gguf file as it is; `org/name`, where no such path exists, downloaded from the hub.
 
     Raises CheckpointError if it is neither, or if the hub does not deliver.
     """
     path = Path(checkpoint)
-    if path.is_dir() or (path.suffix.lower() == ".gguf" and path.is_file()):
+    if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():
         raise CheckpointError(f"{path}: not a folder (nor a .gguf file)")
     name = str(checkpoint)
-    if path.suffix.lower() == ".gguf" or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise CheckpointError(f"{path}: no such file or folder")
     return _download(name)
 
@@ -123,7 +128,7 @@ def _download(repo: str) -> Path:
 
 def open_source(path: Path) -> Source:
     """Open what `resolve_source` returned. Raises CheckpointError if anything in it is missing or damaged."""
-    return _open_gguf(path) if path.suffix.lower() == ".gguf" else _open_folder(path)
+    return _open_gguf(path) if is_gguf(path) else _open_folder(path)
 
 
 # Hugging Face folders

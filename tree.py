@@ -7,6 +7,7 @@ the host, and no loop runs over nodes (the loops below run over levels).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ class PathTree:
         every = ((), *self.paths)
         return [[p[: len(q)] == q for q in every] for p in every]
 
-    @property
+    @cached_property
     def levels(self) -> list[Level]:
         """How each level below the root is drafted, first level first."""
         inner = {p[:-1] for p in self.paths}

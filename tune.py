@@ -19,15 +19,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from checkpoint import WEIGHTS
 from decoder import SPAN, Decoder, Run, Sampling, compile_whole
 from drafters.eagle import Eagle
-from model import Head, Transformer
+from model import Head, KVCache, Transformer
 from tree import Growth, Tree, TreeShape, visible_slots
 
 WIDTHS = (2, 3, 4, 6, 8, 10)
 NODES = (4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 60, 80)
 # What is timed; sizes between are interpolated. Each is compiled with static shapes, as the step is.
-VERIFY_ROWS, LEVEL_ROWS = (1, 8, 16, 32, 80), (1, 4, 10)
+VERIFY_ROWS, LEVEL_ROWS = (1, 8, 12, 16, 32, 80), (1, 4, 10)
 DEEPEST = 7
 PROMPTS = (
     "Explain how rain forms, step by step.",
@@ -82,10 +83,11 @@ def measure_tau(target: Transformer, head: Head, prompts: list[list[int]], stop_
     accepted: dict[TreeShape, list[float]] = {}
     for length, growths in recorder.seen:
         # Steps whose true continuation is known to the tree's full depth.
-        rows = [b for b, n in enumerate(length.tolist()) if n + DEEPEST + 1 < len(texts[b])]
+        ahead = [text[n + 1 : n + DEEPEST + 2] for text, n in zip(texts, length.tolist())]
+        rows = [b for b, tokens in enumerate(ahead) if len(tokens) == DEEPEST + 1]
         if not rows:
             continue
-        truth = torch.tensor([texts[b][n + 1 : n + DEEPEST + 2] for b, n in ((b, int(length[b])) for b in rows)])
+        truth = torch.tensor([ahead[b] for b in rows])
         for grown in growths.values():
             for shape, count in count_accepted(grown, truth, rows).items():
                 accepted.setdefault(shape, []).extend(count.tolist())
@@ -122,8 +124,6 @@ class Costs:
         self.slots = torch.arange(live, device=self.device)
         room = live - 2 * max(NODES)
         self.length = torch.full((1,), room, device=self.device)
-        from model import KVCache
-
         self.caches = torch.nn.ModuleList(KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers))
         self.head_caches = head.caches(1, live, dtype, self.device)
         self.verify_pass, self.level_pass = self._verify, self._level
@@ -159,14 +159,19 @@ class Costs:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def verify(self, rows: int) -> float:
-        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
+    def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
+        """Tokens and slots of so many rows behind the committed ones, both [1, rows]."""
         own = self.length[:, None] + torch.arange(rows, device=self.device)
+        return torch.zeros_like(own), own
+
+    def verify(self, rows: int) -> float:
+        """Seconds of a pass of the target over so many rows."""
+        tokens, own = self._rows(rows)
         return self._time(lambda: self.verify_pass(tokens, own))
 
     def level(self, rows: int) -> float:
-        tokens = torch.zeros(1, rows, dtype=torch.int64, device=self.device)
-        own = self.length[:, None] + torch.arange(rows, device=self.device)
+        """Seconds of a pass of the head over so many rows, the choice of the best children included."""
+        tokens, own = self._rows(rows)
         feature = self.feature.expand(-1, rows, -1).contiguous()
         return self._time(lambda: self.level_pass(tokens, own, feature))
 
@@ -210,7 +215,7 @@ def auto_tree(
     folder: the head's. Says what was chosen and why. A folder that cannot be written to is measured every time.
     """
     file, made_by = folder / "tree.json", fingerprint(target, head, compile)
-    weights = (folder / "model.safetensors").stat().st_mtime if (folder / "model.safetensors").exists() else 0
+    weights = (folder / WEIGHTS).stat().st_mtime
     try:
         kept = json.loads(file.read_text())
         if kept["made_by"] == made_by and file.stat().st_mtime >= weights:

@@ -187,7 +187,7 @@ def main() -> int:
     prompts = read_prompts(o.questions)[: o.limit]
     shape = tree_of(o.tree) if o.tree else None
     record = describe(o.threads) | {
-        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default", "kernels": o.compile,
+        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default",
     }
     for name, part in (("equality", equality), ("speed", speed), ("coupling", coupling)):
         if getattr(o, name):

@@ -19,8 +19,8 @@ import time
 from common import ROOT, describe, write
 
 PARTS = {
-    "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s", "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
-    "compile step": r"^compiling the step.* took ([\d.]+) s",
+    "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",
+    "compile prefill": r"^compiling the prefill.* took ([\d.]+) s", "compile step": r"^compiling the step.* took ([\d.]+) s",
 }
 
 

@@ -1,10 +1,10 @@
-"""Our own products: linear layers, attention over the live prefix and RMS norm as C++ for the CPU (`cpu.cpp`).
+"""Our own products for the CPU, in C++ (`cpu.cpp`): linear layers, attention over the live prefix, RMS norm, whole layers.
 
 They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not depend, by a
 single bit, on the rows computed with it, which is what makes speculative text equal plain text in bfloat16 too.
 
-`linear`, `attend` and `rms_norm` are PyTorch operators (`torch.ops.eagle`), opaque to torch.compile, so one compiled step
-may call them. They have no gradient. Which modules use them is the business of `packed.py`.
+They are PyTorch operators (`torch.ops.eagle`), opaque to torch.compile, so one compiled step may call them. They have no
+gradient. Which modules use them is the business of `packed.py`.
 """
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ def load(say: Callable[[str], None] = lambda line: None) -> None:
         torch.ops.load_library(str(library))
     except OSError as e:
         raise CheckpointError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
-    torch.library.register_fake("eagle::linear")(_linear_shape)
-    torch.library.register_fake("eagle::attend")(_attend_shape)
-    torch.library.register_fake("eagle::rms_norm")(_rms_norm_shape)
+    for name, shapes in SHAPES.items():
+        torch.library.register_fake(f"eagle::{name}")(shapes)
     _loaded = True
 
 
@@ -166,13 +165,36 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.ops.eagle.rms_norm(x, weight, eps)
 
 
-def _linear_shape(x, packed, bias, residual, columns, mode) -> Tensor:
-    return x.new_empty((*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype)
+def layers(
+    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], k: list[Tensor], v: list[Tensor], slots: Tensor, visible: Tensor,
+    eps: float, aux: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    """All L layers of a target on x [B, T, H] -> the residual stream behind them [B, T, H], and those entering the layers
+    `aux` (L: behind the last) side by side [B, T, len(aux)*H].
+
+    weights: nine of each layer, an empty tensor for what it has not: norm, wqkv packed, its bias (float32), q_norm, k_norm,
+    wo packed, norm, gate and up packed, down packed. k, v: the caches of each layer; the other arguments are `attend`'s.
+    """
+    return torch.ops.eagle.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux)
 
 
-def _attend_shape(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible) -> Tensor:
-    return qkv.new_empty((*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[2] * k.shape[3]))
+def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
+    """Copy the entries at slots `source` [B, W] of every cache [B, S, nkv, hd] to slots `target`; all are read before any is
+    written."""
+    torch.ops.eagle.move(caches, source, target)
 
 
-def _rms_norm_shape(x, weight, eps) -> Tensor:
-    return x.new_empty(x.shape)
+# What torch.compile is told of the operators: the shapes of what they return.
+SHAPES = {
+    "linear": lambda x, packed, bias, residual, columns, mode: x.new_empty(
+        (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
+    ),
+    "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible: qkv.new_empty(
+        (*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[2] * k.shape[3])
+    ),
+    "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
+    "layers": lambda x, cos, sin, weights, k, v, slots, visible, eps, aux: (
+        x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
+    ),
+    "move": lambda caches, source, target: None,
+}

@@ -54,18 +54,27 @@ inline F fma(F a, F b, F c) {
 inline F even(U pairs) { return (F)(pairs << 16); }
 inline F odd(U pairs) { return (F)(pairs & 0xFFFF0000u); }
 
-// f(begin, end) on every thread's share of 0..count-1. Not at::parallel_for: that takes the thread count from the OpenMP
-// runtime this file is linked to, which need not be the one torch.set_num_threads speaks to.
-template <class Body>
-inline void share_out(int64_t count, const Body& body) {
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), count);
-  if (threads <= 1) return body(0, count);
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-    body(count * me / all, count * (me + 1) / all);
+// The threads of one operator. Not at::parallel_for: that takes the thread count from the OpenMP runtime this file is
+// linked to, which need not be the one torch.set_num_threads speaks to.
+struct Team {
+  int64_t me, all;
+
+  template <class Body>
+  static void run(const Body& body) {
+    const int threads = at::get_num_threads();
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    body(Team{omp_get_thread_num(), omp_get_num_threads()});
   }
-}
+  // Wait until all have come here.
+  void meet() const {
+#pragma omp barrier
+  }
+  // body(i) for this thread's share of 0..count-1, consecutive ones.
+  template <class Body>
+  void share(int64_t count, const Body& body) const {
+    for (int64_t i = count * me / all; i < count * (me + 1) / all; i++) body(i);
+  }
+};
 
 typedef uint16_t Half __attribute__((vector_size(32)));
 
@@ -159,55 +168,39 @@ inline void block_rows(int rows, const uint32_t* x, int64_t words, const uint32_
   }
 }
 
-enum Mode { SAME = 0, FLOAT32 = 1, GATED = 2 };  // what `linear` makes of its sums, see there
+// A weight as `kernels.pack` lays it out: [blocks, K words, 32 columns].
+struct Packed {
+  const uint32_t* data;
+  int64_t blocks, words;
 
+  explicit Packed(const Tensor& t) : data(static_cast<const uint32_t*>(t.const_data_ptr())), blocks(t.size(0)), words(t.size(1)) {}
+};
+
+// x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a block holds 16
+// gate and 16 up columns; silu(gate) * up comes out.
 template <class E, class Out>
-void linear_into(const Tensor& x, const Tensor& packed, const float* bias, const typename Out::Value* residual, bool gated, Tensor& out) {
-  const int64_t blocks = packed.size(0), words = packed.size(1), N = out.size(-1), M = out.numel() / N;
+void linear_part(const Team& team, const void* x, int64_t M, const Packed& w, const float* bias, const typename Out::Value* residual,
+                 bool gated, int64_t N, typename Out::Value* out) {
+  const auto* input = static_cast<const uint32_t*>(x);
   const int64_t width = gated ? LANES : BLOCK;
-  const auto* input = static_cast<const uint32_t*>(x.const_data_ptr());
-  const auto* weight = static_cast<const uint32_t*>(packed.const_data_ptr());
-  auto* output = static_cast<typename Out::Value*>(out.mutable_data_ptr());
-  share_out(blocks, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[ROWS * BLOCK];
-    for (int64_t b = begin; b < end; b++) {
-      for (int64_t m = 0; m < M; m += ROWS) {
-        const int rows = std::min<int64_t>(ROWS, M - m);
-        block_rows<E>(rows, input + m * words, words, weight + b * words * BLOCK, m == 0, sums);
-        for (int r = 0; r < rows; r++) {
-          for (int64_t c = 0; c < width; c += LANES) {
-            const int64_t column = b * width + c, place = (m + r) * N + column;
-            if (column >= N) break;
-            F sum = load<F>(sums + r * BLOCK + c);
-            if (gated) sum = silu(sum) * load<F>(sums + r * BLOCK + LANES);
-            if (bias) sum += Fp32::get(bias + column, N - column);
-            if (residual) sum += Out::get(residual + place, N - column);
-            Out::put(output + place, sum, N - column);
-          }
+  alignas(64) float sums[ROWS * BLOCK];
+  team.share(w.blocks, [&](int64_t b) {
+    for (int64_t m = 0; m < M; m += ROWS) {
+      const int rows = std::min<int64_t>(ROWS, M - m);
+      block_rows<E>(rows, input + m * w.words, w.words, w.data + b * w.words * BLOCK, m == 0, sums);
+      for (int r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < width; c += LANES) {
+          const int64_t column = b * width + c, place = (m + r) * N + column;
+          if (column >= N) break;
+          F sum = load<F>(sums + r * BLOCK + c);
+          if (gated) sum = silu(sum) * load<F>(sums + r * BLOCK + LANES);
+          if (bias) sum += Fp32::get(bias + column, N - column);
+          if (residual) sum += Out::get(residual + place, N - column);
+          Out::put(out + place, sum, N - column);
         }
       }
     }
   });
-}
-
-// x [..., K] times a packed weight [blocks, K words, 32 (, 2)], plus bias [N], plus residual [..., N] -> [..., N].
-// SAME and FLOAT32: in x's dtype or in float32. GATED: a block holds 16 gate and 16 up columns; silu(gate) * up comes out.
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-              int64_t columns, int64_t mode) {
-  const Tensor in = x.contiguous();
-  auto shape = in.sizes().vec();
-  shape.back() = columns;
-  Tensor out = at::empty(shape, mode == FLOAT32 ? in.options().dtype(at::kFloat) : in.options());
-  const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
-  const Tensor onto = residual ? residual->contiguous() : Tensor();
-  const void* from = residual ? onto.const_data_ptr() : nullptr;
-  if (in.scalar_type() == at::kFloat)
-    linear_into<Fp32, Fp32>(in, packed, b, static_cast<const float*>(from), mode == GATED, out);
-  else if (mode == FLOAT32)
-    linear_into<Bf16, Fp32>(in, packed, b, static_cast<const float*>(from), false, out);
-  else
-    linear_into<Bf16, Bf16>(in, packed, b, static_cast<const uint16_t*>(from), mode == GATED, out);
-  return out;
 }
 
 // Row [size] over its root mean square, times weight [size], into `out`, through floats only.
@@ -241,77 +234,93 @@ inline void rotate_head(const typename E::Value* head, const float* cosine, cons
   }
 }
 
-// Attention of up to 16 query rows, one per lane, over the n live slots of one key/value head.
+// What every layer of a pass shares: B sequences of T rows each, their rotations, cache slots and mask. The heads that share
+// a key/value head make per_kv * T query rows, taken in groups of up to 16, one per lane.
+struct Rows {
+  int64_t B, T, heads, kv_heads, hd, per_kv, groups, n;
+  const float *cosine, *sine;
+  const int64_t* slots;
+  const bool* visible;
+  std::vector<std::vector<int32_t>> live;   // by sequence and group: the slots that one of its rows attends to
+  std::vector<std::vector<uint16_t>> seen;  // and for each of them, bit r: row r does
+
+  Rows(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, const Tensor& cosine, const Tensor& sine, const Tensor& slots,
+       const Tensor& visible)
+      : B(B), T(T), heads(heads), kv_heads(kv_heads), hd(hd), per_kv(heads / kv_heads), groups((per_kv * T + LANES - 1) / LANES),
+        n(visible.size(2)), cosine(cosine.const_data_ptr<float>()), sine(sine.const_data_ptr<float>()),
+        slots(slots.const_data_ptr<int64_t>()), visible(visible.const_data_ptr<bool>()), live(B * groups), seen(B * groups) {}
+
+  int64_t width() const { return (heads + 2 * kv_heads) * hd; }
+  int group_size(int64_t group) const { return std::min<int64_t>(LANES, per_kv * T - group * LANES); }
+  // Which query head and which row of the pass the r-th row of a group is.
+  int64_t head_of(int64_t kv, int64_t group, int r) const { return kv * per_kv + (group * LANES + r) / T; }
+  int64_t row_of(int64_t b, int64_t group, int r) const { return b * T + (group * LANES + r) % T; }
+
+  void read_mask(const Team& team) {
+    team.share(B * groups, [&](int64_t unit) {
+      std::vector<uint16_t> bits(n);
+      for (int r = 0; r < group_size(unit % groups); r++) {
+        const bool* row = visible + row_of(unit / groups, unit % groups, r) * n;
+        for (int64_t j = 0; j < n; j++) bits[j] |= uint16_t(row[j]) << r;
+      }
+      for (int64_t j = 0; j < n; j++)
+        if (bits[j]) live[unit].push_back(j), seen[unit].push_back(bits[j]);
+    });
+  }
+};
+
+// Scores, softmax weights and weighted values of one group of query rows.
 template <class E>
 struct Group {
+  using Value = typename E::Value;
   static constexpr int KEYS = 8;  // slots scored together: they share the loads of the queries
-  int64_t n, head_dim, stride;    // stride: from one slot to the next, in values
-  std::vector<uint32_t> queries;  // [head_dim words, 16]
-  std::vector<uint16_t> seen;     // [n] bit r: row r attends to the slot
-  std::vector<float> scores;      // [n, 16]
-
-  Group(int64_t n, int64_t head_dim, int64_t stride)
-      : n(n), head_dim(head_dim), stride(stride), queries(head_dim / E::PER_WORD * LANES), seen(n), scores(n * LANES) {}
-
-  void set_row(int row, const typename E::Value* query, const bool* visible) {
-    const int64_t words = head_dim / E::PER_WORD;
-    for (int64_t w = 0; w < words; w++) std::memcpy(&queries[w * LANES + row], query + w * E::PER_WORD, 4);
-    for (int64_t j = 0; j < n; j++) seen[j] |= uint16_t(visible[j]) << row;
-  }
-  void clear() {
-    std::fill(seen.begin(), seen.end(), 0);
-    std::fill(queries.begin(), queries.end(), 0);
-  }
+  const std::vector<int32_t>& live;
+  const std::vector<uint16_t>& seen;
+  const int64_t hd, stride;  // stride: from one slot to the next, in values
+  uint32_t* queries;         // [hd words, 16]
+  float* scores;             // [live, 16]
 
   // Softmax weights, unnormalised, into `scores`; returns their sums by lane.
-  F weigh(const typename E::Value* keys, float scale) {
-    const int64_t words = head_dim / E::PER_WORD;
+  F weigh(const Value* keys, float scale) {
+    const int64_t words = hd / E::PER_WORD, count = live.size();
     const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const F nothing = broadcast(-INFINITY);
     F most = nothing;
-    for (int64_t j = 0; j < n; j += KEYS) {
-      const int count = std::min<int64_t>(KEYS, n - j);
+    for (int64_t j = 0; j < count; j += KEYS) {
       const uint32_t* key[KEYS];
-      bool any = false;
-      for (int i = 0; i < KEYS; i++) {
-        const int64_t slot = j + std::min(i, count - 1);
-        key[i] = reinterpret_cast<const uint32_t*>(keys + slot * stride);
-        any |= seen[slot] != 0;
-      }
-      if (!any) continue;
+      for (int i = 0; i < KEYS; i++) key[i] = reinterpret_cast<const uint32_t*>(keys + live[std::min(j + i, count - 1)] * stride);
       F sum[KEYS] = {};
       for (int64_t w = 0; w < words; w++) {
-        const U query = load<U>(&queries[w * LANES]);
+        const U query = load<U>(queries + w * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < KEYS; i++) sum[i] = E::dot(sum[i], query, broadcast(key[i][w]));
       }
-      for (int i = 0; i < count; i++) {
+      for (int i = 0; i < KEYS && j + i < count; i++) {
         const U bits = (broadcast(uint32_t(seen[j + i])) >> lane) & 1u;
         const F score = bits != 0u ? sum[i] * scale : nothing;
         most = score > most ? score : most;
-        store(&scores[(j + i) * LANES], score);
+        store(scores + (j + i) * LANES, score);
       }
     }
     F total = {};
-    for (int64_t j = 0; j < n; j++) {
-      if (!seen[j]) continue;
-      const F score = load<F>(&scores[j * LANES]);
+    for (int64_t j = 0; j < count; j++) {
+      const F score = load<F>(scores + j * LANES);
       const F weight = score == nothing ? F{} : exponential(score - most);
       total += weight;
-      store(&scores[j * LANES], weight);
+      store(scores + j * LANES, weight);
     }
     return total;
   }
 
-  // R rows from `row` on, one chunk of 32 (bf16) or 16 (float) values of the head: sums over the slots.
+  // The weighted values of R rows from `row` on, over `total`.
   template <int R>
-  void gather(const typename E::Value* values, int row, typename E::Value* const* out, const float* total) {
+  void gather(const Value* values, int row, Value* const* out, const float* total) {
     constexpr int W = E::PER_WORD, CHUNK = W * LANES;
-    for (int64_t d = 0; d < head_dim; d += CHUNK) {
+    const int64_t count = live.size();
+    for (int64_t d = 0; d < hd; d += CHUNK) {
       F sum[R][W] = {};
-      for (int64_t j = 0; j < n; j++) {
-        if (!seen[j]) continue;
-        const U words = load<U>(values + j * stride + d);
+      for (int64_t j = 0; j < count; j++) {
+        const U words = load<U>(values + live[j] * stride + d);
         F value[W];
         if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
         else value[0] = (F)words;
@@ -337,95 +346,196 @@ struct Group {
   }
 };
 
-struct Heads {  // what `attend` works on
-  Tensor qkv, cosine, sine, q_norm, k_norm, slots, visible, k, v, rotated, out;
-  float eps;
-};
-
+// Everything between wqkv and wo for one layer: rotate queries and keys (into `rotated` and the cache), store the values,
+// attend. qkv [B*T, width], rotated and out [B*T, heads*hd], keys and values [B, S, kv_heads, hd] with these strides.
 template <class E>
-void attend_into(Heads& t) {
+void attention_part(const Team& team, const Rows& rows, const typename E::Value* qkv, const typename E::Value* q_norm,
+                    const typename E::Value* k_norm, float eps, typename E::Value* keys, typename E::Value* values, int64_t sequence,
+                    int64_t stride, typename E::Value* rotated, typename E::Value* out) {
   using Value = typename E::Value;
-  const int64_t B = t.qkv.size(0), T = t.qkv.size(1), kv_heads = t.k.size(2), hd = t.k.size(3), n = t.visible.size(2);
-  const int64_t heads = t.qkv.size(2) / hd - 2 * kv_heads, per_kv = heads / kv_heads, all = heads + 2 * kv_heads;
-  const int64_t rows = per_kv * T, groups = (rows + LANES - 1) / LANES, units = B * kv_heads * groups;
-  const auto* qkv = static_cast<const Value*>(t.qkv.const_data_ptr());
-  const auto *cosine = t.cosine.const_data_ptr<float>(), *sine = t.sine.const_data_ptr<float>();
-  const auto* q_norm = t.q_norm.defined() ? static_cast<const Value*>(t.q_norm.const_data_ptr()) : nullptr;
-  const auto* k_norm = t.k_norm.defined() ? static_cast<const Value*>(t.k_norm.const_data_ptr()) : nullptr;
-  const auto* slots = t.slots.const_data_ptr<int64_t>();
-  const auto* sees = t.visible.const_data_ptr<bool>();
-  auto* keys = static_cast<Value*>(t.k.mutable_data_ptr());
-  auto* values = static_cast<Value*>(t.v.mutable_data_ptr());
-  auto* rotated = static_cast<Value*>(t.rotated.mutable_data_ptr());
-  auto* output = static_cast<Value*>(t.out.mutable_data_ptr());
-  const int64_t stride = t.k.stride(1), sequence = t.k.stride(0);
-
-  share_out(B * T, [&](int64_t begin, int64_t end) {  // rotate queries and keys, store keys and values
-    for (int64_t row = begin; row < end; row++) {
-      const int64_t place = row / T * sequence + slots[row] * stride;
-      for (int64_t h = 0; h < heads + kv_heads; h++) {
-        const bool query = h < heads;
-        Value* to = query ? rotated + (row * heads + h) * hd : keys + place + (h - heads) * hd;
-        rotate_head<E>(qkv + (row * all + h) * hd, cosine + row * hd / 2, sine + row * hd / 2, query ? q_norm : k_norm, t.eps, hd, to);
-      }
-      std::memcpy(values + place, qkv + (row * all + heads + kv_heads) * hd, kv_heads * hd * sizeof(Value));
+  const int64_t heads = rows.heads, kv_heads = rows.kv_heads, hd = rows.hd;
+  team.share(rows.B * rows.T, [&](int64_t row) {
+    const Value* from = qkv + row * rows.width();
+    const int64_t place = row / rows.T * sequence + rows.slots[row] * stride;
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      const bool query = h < heads;
+      Value* to = query ? rotated + (row * heads + h) * hd : keys + place + (h - heads) * hd;
+      rotate_head<E>(from + h * hd, rows.cosine + row * hd / 2, rows.sine + row * hd / 2, query ? q_norm : k_norm, eps, hd, to);
     }
+    std::memcpy(values + place, from + (heads + kv_heads) * hd, kv_heads * hd * sizeof(Value));
   });
-  share_out(units, [&](int64_t begin, int64_t end) {
-    Group<E> group(n, hd, stride);
-    alignas(64) float total[LANES];
-    for (int64_t unit = begin; unit < end; unit++) {
-      const int64_t b = unit / (kv_heads * groups), kv = unit / groups % kv_heads, first = unit % groups * LANES;
-      const int count = std::min<int64_t>(LANES, rows - first);
-      Value* to[LANES];
-      group.clear();
-      for (int r = 0; r < count; r++) {
-        const int64_t head = kv * per_kv + (first + r) / T, row = b * T + (first + r) % T;
-        group.set_row(r, rotated + (row * heads + head) * hd, sees + row * n);
-        to[r] = output + (row * heads + head) * hd;
-      }
-      const int64_t start = b * sequence + kv * hd;
-      store(total, group.weigh(keys + start, 1.0f / std::sqrt(float(hd))));
-      int r = 0;
-      for (; r + 8 <= count; r += 8) group.template gather<8>(values + start, r, to, total);
-      if (r + 4 <= count) group.template gather<4>(values + start, r, to, total), r += 4;
-      if (r + 2 <= count) group.template gather<2>(values + start, r, to, total), r += 2;
-      if (r < count) group.template gather<1>(values + start, r, to, total);
+  team.meet();
+  const int64_t words = hd / E::PER_WORD;
+  std::vector<float> scores(rows.n * LANES);
+  std::vector<uint32_t> queries(words * LANES);
+  alignas(64) float total[LANES];
+  team.share(rows.B * kv_heads * rows.groups, [&](int64_t unit) {
+    const int64_t b = unit / (kv_heads * rows.groups), kv = unit / rows.groups % kv_heads, group = unit % rows.groups;
+    const int count = rows.group_size(group);
+    Value* to[LANES];
+    for (int r = 0; r < count; r++) {
+      const int64_t place = (rows.row_of(b, group, r) * heads + rows.head_of(kv, group, r)) * hd;
+      for (int64_t w = 0; w < words; w++) std::memcpy(&queries[w * LANES + r], rotated + place + w * E::PER_WORD, 4);
+      to[r] = out + place;
     }
+    const int64_t mask = b * rows.groups + group, start = b * sequence + kv * hd;
+    Group<E> g{rows.live[mask], rows.seen[mask], hd, stride, queries.data(), scores.data()};
+    store(total, g.weigh(keys + start, 1.0f / std::sqrt(float(hd))));
+    int r = 0;
+    for (; r + 8 <= count; r += 8) g.template gather<8>(values + start, r, to, total);
+    if (r + 4 <= count) g.template gather<4>(values + start, r, to, total), r += 4;
+    if (r + 2 <= count) g.template gather<2>(values + start, r, to, total), r += 2;
+    if (r < count) g.template gather<1>(values + start, r, to, total);
   });
 }
 
-// Everything between wqkv and wo. qkv [B, T, (nh + 2 nkv) * hd]: q and k are normed (if there are weights [hd]) and rotated by
-// cos, sin [B, T, hd/2]; k and v are stored at slots [B, T] of the caches k, v [B, S, nkv, hd]; then row t attends to slot
-// j < n where visible [B, T, n] -> [B, T, nh * hd].
+// ---- operators --------------------------------------------------------------------------------------------------------
+
+template <class E>
+inline const typename E::Value* data(const Tensor& t) {  // nullptr for an absent weight, which comes as an empty tensor
+  return t.defined() && t.numel() ? static_cast<const typename E::Value*>(t.const_data_ptr()) : nullptr;
+}
+template <class E>
+inline typename E::Value* mutable_data(const Tensor& t) {
+  return static_cast<typename E::Value*>(t.mutable_data_ptr());
+}
+
+enum Mode { SAME = 0, FLOAT32 = 1, GATED = 2 };
+
+// x [..., K] times a packed weight, plus bias [N] (float32), plus residual [..., N] -> [..., N], in x's dtype; FLOAT32: in
+// float32; GATED: see `linear_part`.
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
+              int64_t columns, int64_t mode) {
+  const Tensor in = x.contiguous(), onto = residual ? residual->contiguous() : Tensor();
+  auto shape = in.sizes().vec();
+  shape.back() = columns;
+  Tensor out = at::empty(shape, mode == FLOAT32 ? in.options().dtype(at::kFloat) : in.options());
+  const Packed w(packed);
+  const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
+  const int64_t M = out.numel() / columns;
+  const void* from = in.const_data_ptr();
+  Team::run([&](const Team& team) {
+    if (in.scalar_type() == at::kFloat)
+      linear_part<Fp32, Fp32>(team, from, M, w, b, data<Fp32>(onto), mode == GATED, columns, mutable_data<Fp32>(out));
+    else if (mode == FLOAT32)
+      linear_part<Bf16, Fp32>(team, from, M, w, b, data<Fp32>(onto), false, columns, mutable_data<Fp32>(out));
+    else
+      linear_part<Bf16, Bf16>(team, from, M, w, b, data<Bf16>(onto), mode == GATED, columns, mutable_data<Bf16>(out));
+  });
+  return out;
+}
+
+// qkv [B, T, (nh + 2 nkv) * hd] -> [B, T, nh * hd]: `attention_part` of one layer with caches k, v [B, S, nkv, hd].
 Tensor attend(const Tensor& qkv, const Tensor& cosine, const Tensor& sine, const std::optional<Tensor>& q_norm,
               const std::optional<Tensor>& k_norm, double eps, Tensor& k, Tensor& v, const Tensor& slots, const Tensor& visible) {
-  const int64_t B = qkv.size(0), T = qkv.size(1), width = qkv.size(2) - 2 * k.size(2) * k.size(3);
-  Heads t{qkv.contiguous(), cosine.contiguous(), sine.contiguous(), q_norm.value_or(Tensor()), k_norm.value_or(Tensor()),
-          slots.contiguous(), visible.contiguous(), k, v, at::empty({B, T, width}, qkv.options()),
-          at::empty({B, T, width}, qkv.options()), float(eps)};
-  if (qkv.scalar_type() == at::kFloat) attend_into<Fp32>(t);
-  else attend_into<Bf16>(t);
-  return t.out;
-}
-
-template <class E>
-void norm_into(const Tensor& x, const Tensor& weight, float eps, Tensor& out) {
-  using Value = typename E::Value;
-  const int64_t H = x.size(-1), M = x.numel() / H;
-  const auto *input = static_cast<const Value*>(x.const_data_ptr()), *scale = static_cast<const Value*>(weight.const_data_ptr());
-  auto* output = static_cast<Value*>(out.mutable_data_ptr());
-  // One thread: waking the others takes longer than a few rows do.
-  for (int64_t m = 0; m < M; m++) norm_row<E>(input + m * H, scale, H, eps, output + m * H);
+  const Tensor in = qkv.contiguous(), c = cosine.contiguous(), s = sine.contiguous(), at_slots = slots.contiguous(), mask = visible.contiguous();
+  const int64_t B = in.size(0), T = in.size(1), hd = k.size(3), heads = in.size(2) / hd - 2 * k.size(2);
+  Rows rows(B, T, heads, k.size(2), hd, c, s, at_slots, mask);
+  Tensor out = at::empty({B, T, heads * hd}, in.options()), rotated = at::empty(out.sizes(), in.options());
+  Team::run([&](const Team& team) {
+    rows.read_mask(team);  // `attention_part` meets before it is used
+    const auto part = [&](auto e) {
+      using E = decltype(e);
+      attention_part<E>(team, rows, data<E>(in), data<E>(q_norm.value_or(Tensor())), data<E>(k_norm.value_or(Tensor())), eps,
+                        mutable_data<E>(k), mutable_data<E>(v), k.stride(0), k.stride(1), mutable_data<E>(rotated), mutable_data<E>(out));
+    };
+    if (in.scalar_type() == at::kFloat) part(Fp32());
+    else part(Bf16());
+  });
+  return out;
 }
 
 // Each row of x [..., H] over its root mean square, times weight [H].
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const Tensor in = x.contiguous();
   Tensor out = at::empty(in.sizes(), in.options());
-  if (in.scalar_type() == at::kFloat) norm_into<Fp32>(in, weight, eps, out);
-  else norm_into<Bf16>(in, weight, eps, out);
+  const int64_t H = in.size(-1);
+  const auto rows = [&](auto e) {
+    using E = decltype(e);
+    // One thread: waking the others takes longer than a few rows do.
+    for (int64_t m = 0; m < in.numel() / H; m++) norm_row<E>(data<E>(in) + m * H, data<E>(weight), H, eps, mutable_data<E>(out) + m * H);
+  };
+  if (in.scalar_type() == at::kFloat) rows(Fp32());
+  else rows(Bf16());
   return out;
+}
+
+constexpr int WEIGHTS = 9;  // of a layer: attn_norm, wqkv, its bias, q_norm, k_norm, wo, mlp_norm, gate_up, down
+
+// All layers of a target on x [B, T, H] -> (the residual stream behind them, those entering the layers `aux` side by side).
+// One parallel region: the threads only wait for each other between the products.
+template <class E>
+void layers_into(const Tensor& x, Rows& rows, at::TensorList weights, at::TensorList k, at::TensorList v, float eps, at::IntArrayRef aux,
+                 const Tensor& features) {
+  using Value = typename E::Value;
+  const int64_t M = rows.B * rows.T, H = x.size(-1), L = k.size(), width = rows.width(), inside = rows.heads * rows.hd;
+  const int64_t inner = Packed(weights[WEIGHTS - 1]).words * E::PER_WORD;
+  const auto scratch = [&](int64_t columns) { return at::empty({M, columns}, x.options()); };
+  const Tensor normed = scratch(H), qkv = scratch(width), rotated = scratch(inside), attended = scratch(inside), gated = scratch(inner);
+  Value *stream = mutable_data<E>(x), *n = mutable_data<E>(normed), *q = mutable_data<E>(qkv), *a = mutable_data<E>(attended),
+        *g = mutable_data<E>(gated);
+  const auto norm = [&](const Team& team, const Tensor& weight) {
+    team.share(M, [&](int64_t m) { norm_row<E>(stream + m * H, data<E>(weight), H, eps, n + m * H); });
+    team.meet();
+  };
+  const auto keep = [&](const Team& team, int64_t layer) {
+    for (size_t i = 0; i < aux.size(); i++)
+      if (aux[i] == layer)
+        team.share(M, [&](int64_t m) {
+          std::memcpy(mutable_data<E>(features) + (m * aux.size() + i) * H, stream + m * H, H * sizeof(Value));
+        });
+  };
+  Team::run([&](const Team& team) {
+    rows.read_mask(team);
+    for (int64_t l = 0; l < L; l++) {
+      const Tensor* w = &weights[l * WEIGHTS];
+      keep(team, l);
+      norm(team, w[0]);
+      linear_part<E, E>(team, n, M, Packed(w[1]), data<Fp32>(w[2]), nullptr, false, width, q);
+      team.meet();
+      attention_part<E>(team, rows, q, data<E>(w[3]), data<E>(w[4]), eps, mutable_data<E>(k[l]), mutable_data<E>(v[l]), k[l].stride(0),
+                        k[l].stride(1), mutable_data<E>(rotated), a);
+      team.meet();
+      linear_part<E, E>(team, a, M, Packed(w[5]), nullptr, stream, false, H, stream);
+      team.meet();
+      norm(team, w[6]);
+      linear_part<E, E>(team, n, M, Packed(w[7]), nullptr, nullptr, true, inner, g);
+      team.meet();
+      linear_part<E, E>(team, g, M, Packed(w[8]), nullptr, stream, false, H, stream);
+      team.meet();
+    }
+    keep(team, L);
+  });
+}
+
+std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const Tensor& sine, at::TensorList weights, at::TensorList k,
+                                  at::TensorList v, const Tensor& slots, const Tensor& visible, double eps, at::IntArrayRef aux) {
+  const Tensor c = cosine.contiguous(), s = sine.contiguous(), at_slots = slots.contiguous(), mask = visible.contiguous();
+  Tensor stream = x.clone(at::MemoryFormat::Contiguous);
+  const int64_t B = x.size(0), T = x.size(1), H = x.size(2), hd = k[0].size(3);
+  const int64_t per_word = x.scalar_type() == at::kFloat ? 1 : 2, heads = Packed(weights[5]).words * per_word / hd;
+  Rows rows(B, T, heads, k[0].size(2), hd, c, s, at_slots, mask);
+  Tensor features = at::empty({B, T, int64_t(aux.size()) * H}, x.options());
+  if (x.scalar_type() == at::kFloat) layers_into<Fp32>(stream, rows, weights, k, v, eps, aux, features);
+  else layers_into<Bf16>(stream, rows, weights, k, v, eps, aux, features);
+  return {stream, features};
+}
+
+// Copy entries `source` [B, W] of every cache [B, S, nkv, hd] to `target` [B, W]; all of a row's are read before any is written.
+void move(at::TensorList caches, const Tensor& source, const Tensor& target) {
+  const Tensor from = source.contiguous(), to = target.contiguous();
+  const int64_t B = from.size(0), W = from.size(1);
+  const auto *f = from.const_data_ptr<int64_t>(), *t = to.const_data_ptr<int64_t>();
+  for (const Tensor& cache : caches) {
+    const int64_t size = cache.stride(1) * cache.element_size();
+    std::vector<char> kept(W * size);
+    auto* base = static_cast<char*>(cache.mutable_data_ptr());
+    for (int64_t b = 0; b < B; b++) {
+      char* sequence = base + b * cache.stride(0) * cache.element_size();
+      for (int64_t i = 0; i < W; i++) std::memcpy(&kept[i * size], sequence + f[b * W + i] * size, size);
+      for (int64_t i = 0; i < W; i++) std::memcpy(sequence + t[b * W + i] * size, &kept[i * size], size);
+    }
+  }
 }
 
 }  // namespace
@@ -436,10 +546,16 @@ TORCH_LIBRARY(eagle, m) {
       "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) k, Tensor(b!) v,"
       " Tensor slots, Tensor visible) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
+  m.def(
+      "layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor visible,"
+      " float eps, int[] aux) -> (Tensor, Tensor)");
+  m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(eagle, CPU, m) {
   m.impl("linear", &linear);
   m.impl("attend", &attend);
   m.impl("rms_norm", &rms_norm);
+  m.impl("layers", &layers);
+  m.impl("move", &move);
 }

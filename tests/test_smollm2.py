@@ -19,7 +19,7 @@ def test_logits_agree_with_transformers_on_512_tokens():
     from first_turns import Transformers
 
     target, config = load_target(FOLDER, dtype=torch.float32)
-    peer = Transformers(target, config["stop_ids"]).model
+    peer = Transformers(target, config).model
     tokens = torch.randint(0, 49152, (1, 512), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = target.logits(target.causal(tokens)[0]), peer(tokens).logits
