@@ -3,6 +3,7 @@
     DIR/config.json         format, kind ("target", "eagle" or "eagle3"), the fields of ModelArgs/HeadArgs, and for a target
                             `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
+                            (`quantization` in the config: its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, and tokenizer_config.json / chat_template.jinja
     DIR/eagle3/, DIR/eagle/ heads of that target (EAGLE-3; EAGLE-1, which EAGLE-2 shares), same layout
 """
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from errors import CheckpointError
 from model import Eagle1Head, Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
+from quantized import replace_linears
 
 FORMAT = 2
 HEADS = {"eagle": Eagle1Head, "eagle3": Eagle3Head}  # kind -> what it is built as
@@ -55,16 +57,20 @@ def read_config(folder: str | Path, kind: str | None = None) -> dict:
 
 def build(config: dict) -> Transformer | Head:
     """The module a config.json describes, on the meta device (no memory). Raises CheckpointError on a bad config."""
+    if config["kind"] != "target" and config["kind"] not in HEADS:
+        raise CheckpointError(f"config: unknown kind {config['kind']!r}")
     try:
         with torch.device("meta"):
             if config["kind"] == "target":
-                return Transformer(ModelArgs.from_config(config))
-            if config["kind"] in HEADS:
+                module = Transformer(ModelArgs.from_config(config))
+            else:
                 config = {**config, "aux_layers": tuple(config.get("aux_layers", ()))}
-                return HEADS[config["kind"]](HeadArgs.from_config(config))
-    except ValueError as e:
+                module = HEADS[config["kind"]](HeadArgs.from_config(config))
+            if "quantization" in config:
+                replace_linears(module, **config["quantization"])
+            return module
+    except (ValueError, TypeError) as e:
         raise CheckpointError(str(e)) from None
-    raise CheckpointError(f"config: unknown kind {config['kind']!r}")
 
 
 def check_keys(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: str) -> None:
@@ -90,7 +96,8 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
             check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
             for name in wanted:
                 tensor = file.get_tensor(name)
-                state[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+                stored = name.endswith(".scale") or not tensor.is_floating_point()  # of quantised weights: as they are
+                state[name] = tensor if stored or dtype is None else tensor.to(dtype)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None
     except (SafetensorError, OSError) as e:

@@ -6,41 +6,55 @@ is all there is to it. Packing is for decoding only: the packed modules have no 
 """
 from __future__ import annotations
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
 import kernels
 from model import MLP, Block, KVCache, Pass, RMSNorm, Transformer
+from quantized import QuantizedLinear
 
 
 class PackedLinear(nn.Module):
-    """`Linear` with its weight [N, K] packed in blocks of 32 rows."""
+    """A `Linear` or `QuantizedLinear` (or a tied embedding) packed for x of this dtype; `gated`: of gate and up together."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+    def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
-        self.columns = weight.shape[0]
-        self.packed = nn.Parameter(kernels.pack(weight.detach()), requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), requires_grad=False)
+        per_word = 4 // dtype.itemsize
+        weight, scale, pack = linear.weight.detach(), None, kernels.pack
+        if isinstance(linear, QuantizedLinear):
+            weight, scale = linear.values(), linear.scale
+            pack = kernels.pack_int4 if linear.group else kernels.pack
+        self.columns, self.mode = weight.shape[0], kernels.SAME
+        if gated:
+            self.columns, self.mode = self.columns // 2, kernels.GATED
+            weight, scale = kernels.interleave(weight), scale if scale is None else kernels.interleave(scale)
+        bias = getattr(linear, "bias", None)
+        self.packed = _constant(pack(weight, per_word))
+        self.scale = None if scale is None else _constant(kernels.pack_scale(scale))
+        self.bias = None if bias is None else _constant(bias.detach().float())
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        return kernels.linear(x, self.packed, self.columns, self.bias, onto)
+        return kernels.linear(x, self.packed, self.columns, self.scale, self.bias, onto, self.mode)
 
     def logits(self, x: Tensor) -> Tensor:
         """The same in float32: nothing is rounded to 16 bits after the sums."""
-        return kernels.linear(x, self.packed, self.columns, self.bias, mode=kernels.FLOAT32)
+        return kernels.linear(x, self.packed, self.columns, self.scale, self.bias, None, kernels.FLOAT32)
+
+
+def _constant(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
 
 
 class PackedMLP(nn.Module):
     """`MLP`, the activation computed where gate and up are."""
 
-    def __init__(self, mlp: MLP):
+    def __init__(self, mlp: MLP, dtype: torch.dtype):
         super().__init__()
-        self.inner = mlp.w_down.weight.shape[1]
-        self.gate_up = nn.Parameter(kernels.pack_gated(mlp.w_gate_up.weight.detach()), requires_grad=False)
-        self.w_down = PackedLinear(mlp.w_down.weight)
+        self.w_gate_up, self.w_down = PackedLinear(mlp.w_gate_up, dtype, gated=True), PackedLinear(mlp.w_down, dtype)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
-        return self.w_down(kernels.linear(x, self.gate_up, self.inner, mode=kernels.GATED), onto)
+        return self.w_down(self.w_gate_up(x), onto)
 
 
 class PackedNorm(nn.Module):
@@ -63,17 +77,16 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
 def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
     """`model.run_layers` as one operator, for a target packed through and through."""
     none = x.new_empty(0)
-
-    def of(layer: Block) -> list[Tensor]:
-        norms = (none, none) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
-        bias = none if layer.wqkv.bias is None else layer.wqkv.bias
-        mlp = (layer.mlp.gate_up, layer.mlp.w_down.packed)
-        return [layer.attn_norm.weight, layer.wqkv.packed, bias, *norms, layer.wo.packed, layer.mlp_norm.weight, *mlp]
-
-    weights = [tensor for layer in model.layers for tensor in of(layer)]
+    weights: list[Tensor | None] = []
+    for layer in model.layers:
+        a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
+        norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
+        weights += [layer.attn_norm.weight, a.packed, a.scale, a.bias, *norms, o.packed, o.scale]
+        weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
     k, v = [cache.k for cache in caches], [cache.v for cache in caches]
     x, features = kernels.layers(
-        x, shared.cos, shared.sin, weights, k, v, shared.slots, shared.visible, model.args.norm_eps, aux_layers
+        x, shared.cos, shared.sin, [none if w is None else w for w in weights], k, v, shared.slots, shared.visible,
+        model.args.norm_eps, aux_layers,
     )
     return x, features if aux_layers else None
 
@@ -91,25 +104,31 @@ def pack(*models: nn.Module) -> None:
     """
     done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
 
-    def packed(module: nn.Module) -> PackedLinear:
-        key = id(module.weight)
-        if key not in done:
-            done[key] = PackedLinear(module.weight, getattr(module, "bias", None))
-        return done[key]
-
     for model in models:
-        weight = model.embed.weight
-        if model.lm_head is None and kernels.takes(weight):
+        dtype, device = model.embed.weight.dtype, model.embed.weight.device
+
+        def packed(module: nn.Module, dtype: torch.dtype = dtype) -> PackedLinear:
+            if id(module.weight) not in done:
+                done[id(module.weight)] = PackedLinear(module, dtype)
+            return done[id(module.weight)]
+
+        def takes(module: nn.Module, dtype: torch.dtype = dtype, device: torch.device = device) -> bool:
+            if isinstance(module, QuantizedLinear):
+                return kernels.takes(module.values().shape[1], dtype, device)
+            linear = isinstance(module, (nn.Linear, nn.Embedding))
+            return linear and module.weight.dtype == dtype and kernels.takes(module.weight.shape[1], dtype, device)
+
+        if model.lm_head is None and takes(model.embed):
             model.lm_head = packed(model.embed)  # tied: the table stays, for reading embeddings
         for parent in list(model.modules()):
-            if isinstance(parent, Block) and kernels.takes_heads(parent.head_dim, weight):
+            if isinstance(parent, Block) and kernels.takes_heads(parent.head_dim, dtype, device):
                 parent.attention = attention
             for name, child in list(parent.named_children()):
-                if isinstance(child, RMSNorm) and kernels.takes(child.weight):
+                if isinstance(child, RMSNorm) and kernels.takes(2, dtype, device):
                     setattr(parent, name, PackedNorm(child))
-                elif isinstance(child, MLP) and kernels.takes(child.w_down.weight):
-                    setattr(parent, name, PackedMLP(child))
-                elif isinstance(child, nn.Linear if name != "lm_head" else nn.Linear | nn.Embedding) and kernels.takes(child.weight):
+                elif isinstance(child, MLP) and takes(child.w_gate_up) and takes(child.w_down):
+                    setattr(parent, name, PackedMLP(child, dtype))
+                elif takes(child) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
                     setattr(parent, name, packed(child))
         if isinstance(model, Transformer) and all(_is_packed(layer) for layer in model.layers):
             model.run_layers, model.move = run_layers, move

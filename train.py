@@ -442,6 +442,8 @@ def main(argv: list[str] | None = None) -> int:
         check_device(options.device)
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.dtype]
         target, config = load_target(options.checkpoint, options.device, dtype)
+        if "quantization" in config:
+            raise CheckpointError(f"{options.checkpoint}: a head is trained on the whole weights; name the checkpoint before quantisation")
         rows = collect(options, target, config)
         answers = sum(len(r["ids"]) - r["answer"] for r in rows)
         size = min(options.draft_vocab, target.args.vocab_size)

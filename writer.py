@@ -19,7 +19,9 @@ from tqdm import tqdm
 from checkpoint import CONFIG, WEIGHTS, CheckpointError, read_json
 from sources import Entry
 
-WRITTEN_DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64"}
+WRITTEN_DTYPES = {
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.int8: "I8", torch.uint8: "U8",
+}
 SPARE_BYTES = 32 << 20  # beside the weights: tokenizer, config, file system
 
 

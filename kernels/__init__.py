@@ -26,7 +26,7 @@ from errors import CheckpointError
 SOURCE = Path(__file__).resolve().with_name("cpu.cpp")
 # Beside what torch.compile keeps, if that has a place of its own.
 CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
-FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 COLUMNS = 32  # of one packed block, as in cpu.cpp
 _loaded = False
 
@@ -97,34 +97,46 @@ def _processor() -> str:
         return platform.machine() + platform.processor()
 
 
-def takes(weight: Tensor) -> bool:
-    """Whether the kernels work on a weight [..., K] of this kind: float32, or bfloat16 with an even K, on the CPU."""
-    return weight.device.type == "cpu" and (
-        weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and weight.shape[-1] % 2 == 0)
-    )
+def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels work on rows of so many values: float32, or bfloat16 in even numbers, on the CPU."""
+    return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
-def takes_heads(head_dim: int, weight: Tensor) -> bool:
-    """Whether `attend` works on heads of this size, in the dtype of such a weight: whole 64-byte vectors."""
-    return takes(weight) and head_dim * weight.dtype.itemsize % 64 == 0
+def takes_heads(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `attend` works on heads of this size: whole 64-byte vectors."""
+    return takes(head_dim, dtype, device) and head_dim * dtype.itemsize % 64 == 0
 
 
-def pack(weight: Tensor) -> Tensor:
-    """Weight [N, K] -> [ceil(N/32), K/w, 32, w], w = 2 values of bfloat16 or 1 of float32, rows beyond N zero.
+def pack(weight: Tensor, per_word: int) -> Tensor:
+    """Weight [N, K] -> [ceil(N/32), K/w, 32, w], rows beyond N zero; w = `per_word`, the values of x in 4 bytes.
 
-    32 output columns lie side by side, so that a block is read front to back, once per pass.
+    32 output columns lie side by side, so that a block is read front to back, once per pass. int8 weights are laid out
+    the same way.
     """
-    N, K = weight.shape
-    per_word = 4 // weight.dtype.itemsize
-    weight = _padded(weight, COLUMNS)
-    return weight.view(-1, COLUMNS, K // per_word, per_word).transpose(1, 2).contiguous()
+    return _blocks(weight).unflatten(2, (-1, per_word)).transpose(1, 2).contiguous()
 
 
-def pack_gated(weight: Tensor) -> Tensor:
-    """Gate and up [2*N, K], one above the other, packed so that each block has 16 columns of either."""
+def pack_int4(values: Tensor, per_word: int) -> Tensor:
+    """Values [N, K] int8 in -8..7 -> [ceil(N/32), K/w, 16*w] uint8: a byte has those of column c in its low four bits and
+    those of column c + 16 in its high ones."""
+    low, high = (pack(values, per_word) + 8).to(torch.uint8).flatten(2).chunk(2, dim=2)
+    return low | (high << 4)
+
+
+def pack_scale(scale: Tensor) -> Tensor:
+    """Scales [N, groups] -> [ceil(N/32), groups, 32]."""
+    return _blocks(scale).transpose(1, 2).contiguous()
+
+
+def interleave(weight: Tensor) -> Tensor:
+    """Gate and up [2*N, K], one above the other -> 16 rows of either in turn, so that a block has both: for GATED."""
     half = COLUMNS // 2
     gate, up = (_padded(part, half).unflatten(0, (-1, half)) for part in weight.chunk(2))
-    return pack(torch.cat((gate, up), dim=1).flatten(0, 1))
+    return torch.cat((gate, up), dim=1).flatten(0, 1)
+
+
+def _blocks(weight: Tensor) -> Tensor:
+    return _padded(weight, COLUMNS).unflatten(0, (-1, COLUMNS))
 
 
 def _padded(weight: Tensor, multiple: int) -> Tensor:
@@ -137,14 +149,15 @@ SAME, FLOAT32, GATED = range(3)  # modes of `linear`
 
 
 def linear(
-    x: Tensor, packed: Tensor, columns: int, bias: Tensor | None = None, residual: Tensor | None = None, mode: int = SAME
+    x: Tensor, packed: Tensor, columns: int, scale: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+    mode: int = SAME,
 ) -> Tensor:
     """x [..., K] times a packed weight of `columns` rows, plus bias [N] (float32), plus residual [..., N] -> [..., N].
 
-    Sums are float32, rounded once, to x's dtype; FLOAT32: not at all. GATED: the weight is from `pack_gated` and silu(gate)
-    * up [..., N] comes out.
+    scale: of an int8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded once, to x's dtype;
+    FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N] comes out.
     """
-    return torch.ops.eagle.linear(x, packed, bias, residual, columns, mode)
+    return torch.ops.eagle.linear(x, packed, scale, bias, residual, columns, mode)
 
 
 def attend(
@@ -172,8 +185,9 @@ def layers(
     """All L layers of a target on x [B, T, H] -> the residual stream behind them [B, T, H], and those entering the layers
     `aux` (L: behind the last) side by side [B, T, len(aux)*H].
 
-    weights: nine of each layer, an empty tensor for what it has not: norm, wqkv packed, its bias (float32), q_norm, k_norm,
-    wo packed, norm, gate and up packed, down packed. k, v: the caches of each layer; the other arguments are `attend`'s.
+    weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and bias (float32),
+    q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed, its scale.
+    k, v: the caches of each layer. The other arguments are `attend`'s.
     """
     return torch.ops.eagle.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux)
 
@@ -186,7 +200,7 @@ def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
 
 # What torch.compile is told of the operators: the shapes of what they return.
 SHAPES = {
-    "linear": lambda x, packed, bias, residual, columns, mode: x.new_empty(
+    "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
         (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
     ),
     "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible: qkv.new_empty(

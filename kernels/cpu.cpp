@@ -20,7 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <vector>
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || defined(__FMA__)
 #include <immintrin.h>
 #endif
 
@@ -44,9 +44,19 @@ inline void store(void* p, F v) { std::memcpy(p, &v, sizeof v); }
 inline F broadcast(float x) { return F{} + x; }
 inline U broadcast(uint32_t x) { return U{} + x; }
 
+// One rounding where the processor can, and then always: the compiler may not choose (-ffp-contract=off), or two
+// instantiations of one loop would differ.
 inline F fma(F a, F b, F c) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  __m256 x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof a), std::memcpy(y, &b, sizeof b), std::memcpy(z, &c, sizeof c);
+  z[0] = _mm256_fmadd_ps(x[0], y[0], z[0]), z[1] = _mm256_fmadd_ps(x[1], y[1], z[1]);
+  return load<F>(z);
+#elif defined(__FP_FAST_FMAF)
+  for (int l = 0; l < LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+  return c;
 #else
   return a * b + c;
 #endif
@@ -134,47 +144,134 @@ inline F silu(F x) {
   return x * (x < 0.0f ? e : broadcast(1.0f)) / (e + 1.0f);
 }
 
-// R rows of x [R, K] against one block of 32 columns [K words, 32]: sums [R, 32]. AHEAD: fetch the next block meanwhile.
-template <class E, int R, bool AHEAD>
-inline void block_product(const uint32_t* x, int64_t words, const uint32_t* w, float* sums) {
-  F low[R] = {}, high[R] = {};
-  for (int64_t k = 0; k < words; k++, w += BLOCK) {
-    if constexpr (AHEAD) {
-      __builtin_prefetch(w + words * BLOCK, 0, 2);
-      __builtin_prefetch(w + words * BLOCK + LANES, 0, 2);
-    }
-    const U w0 = load<U>(w), w1 = load<U>(w + LANES);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++) {
-      const U value = broadcast(x[r * words + k]);
-      low[r] = E::dot(low[r], w0, value);
-      high[r] = E::dot(high[r], w1, value);
-    }
-  }
-  for (int r = 0; r < R; r++) {
-    store(sums + r * BLOCK, low[r]);
-    store(sums + r * BLOCK + LANES, high[r]);
-  }
-}
-
-template <class E, int R = ROWS>
-inline void block_rows(int rows, const uint32_t* x, int64_t words, const uint32_t* w, bool ahead, float* sums) {
-  if (rows < R) {
-    if constexpr (R > 1) block_rows<E, R - 1>(rows, x, words, w, ahead, sums);
-  } else if (R > 4 && ahead) {  // with few rows the processor's own prefetching keeps up
-    block_product<E, R, true>(x, words, w, sums);
-  } else {
-    block_product<E, R, false>(x, words, w, sums);
-  }
-}
-
-// A weight as `kernels.pack` lays it out: [blocks, K words, 32 columns].
-struct Packed {
-  const uint32_t* data;
-  int64_t blocks, words;
-
-  explicit Packed(const Tensor& t) : data(static_cast<const uint32_t*>(t.const_data_ptr())), blocks(t.size(0)), words(t.size(1)) {}
+// How the 32 weights of a block at one word of K are stored: BYTES of them, unpacked to two vectors of E's words.
+template <class E>
+struct Whole {
+  static constexpr int64_t BYTES = 2 * sizeof(U);
+  static inline void unpack(const char* p, U& w0, U& w1) { w0 = load<U>(p), w1 = load<U>(p + sizeof(U)); }
 };
+
+typedef int8_t Bytes __attribute__((vector_size(16)));
+
+inline F floats(const char* p) { return __builtin_convertvector(load<Bytes>(p), F); }
+
+template <class E>
+struct Int8;  // one byte each, in the order of E's values
+template <>
+struct Int8<Fp32> {
+  static constexpr int64_t BYTES = BLOCK;
+  static inline void unpack(const char* p, U& w0, U& w1) { w0 = (U)floats(p), w1 = (U)floats(p + LANES); }
+};
+template <>
+struct Int8<Bf16> {
+  static constexpr int64_t BYTES = 2 * BLOCK;
+  static inline U pairs(const char* p) {  // 32 bytes -> 16 pairs; a byte is exact in bfloat16
+#ifdef __AVX512BF16__
+    return (U)_mm512_cvtne2ps_pbh((__m512)floats(p + LANES), (__m512)floats(p));
+#else
+    Half bytes = load<Half>(p);
+    const U both = __builtin_convertvector(bytes, U);
+    const F even = __builtin_convertvector(((I)(both << 24)) >> 24, F), odd = __builtin_convertvector(((I)(both << 16)) >> 24, F);
+    return ((U)even >> 16) | ((U)odd & 0xFFFF0000u);
+#endif
+  }
+  static inline void unpack(const char* p, U& w0, U& w1) { w0 = pairs(p), w1 = pairs(p + BLOCK); }
+};
+
+template <class E>
+struct Int4;  // four bits each, 8 more than the value: the low ones of all bytes make the first vector, the high ones the second
+template <>
+struct Int4<Fp32> {
+  static constexpr int64_t BYTES = LANES;
+  static inline void unpack(const char* p, U& w0, U& w1) {
+    const Bytes both = load<Bytes>(p);
+    w0 = (U)(__builtin_convertvector(both & 15, F) - 8.0f), w1 = (U)(__builtin_convertvector((both >> 4) & 15, F) - 8.0f);
+  }
+};
+template <>
+struct Int4<Bf16> {
+  static constexpr int64_t BYTES = BLOCK;
+  static inline void unpack(const char* p, U& w0, U& w1) {
+#ifdef __AVX512BW__
+    static const uint16_t values[32] = {0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0,      0x3F80, 0x4000,
+                                        0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};  // -8 ... 7 in bfloat16
+    const __m512i table = _mm512_loadu_si512(values), both = _mm512_cvtepu8_epi16(load<__m256i>(p));
+    w0 = (U)_mm512_permutexvar_epi16(_mm512_and_si512(both, _mm512_set1_epi16(15)), table);
+    w1 = (U)_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), table);
+#else
+    const U both = __builtin_convertvector(load<Half>(p), U);  // bytes 2c and 2c + 1: column c's pair, low and high nibbles
+    const auto value = [&](int shift) { return __builtin_convertvector((I)((both >> shift) & 15u) - 8, F); };
+    w0 = ((U)value(0) >> 16) | ((U)value(8) & 0xFFFF0000u), w1 = ((U)value(4) >> 16) | ((U)value(12) & 0xFFFF0000u);
+#endif
+  }
+};
+
+// A weight as `kernels.pack` lays it out: [blocks, K words, 32 columns], with scales [blocks, groups, 32] if it is quantised:
+// float32 and one group (int8), or bfloat16 and a group for every so many inputs (int4).
+struct Packed {
+  enum Format { WHOLE, INT8, INT4 } format;
+  const char* data;
+  const void* scales;
+  int64_t blocks, words, groups;
+
+  Packed(const Tensor& t, const Tensor& scale)
+      : format(t.scalar_type() == at::kChar ? INT8 : t.scalar_type() == at::kByte ? INT4 : WHOLE),
+        data(static_cast<const char*>(t.const_data_ptr())), scales(format == WHOLE ? nullptr : scale.const_data_ptr()), blocks(t.size(0)),
+        words(t.size(1)), groups(format == INT4 ? scale.size(1) : 1) {}
+};
+
+// Up to R rows of x [rows, K words] against block b of w: sums [R, 32]. AHEAD: fetch the next block meanwhile.
+template <class E, template <class> class Weights, int R, bool AHEAD>
+inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t b, float* sums) {
+  constexpr int64_t BYTES = Weights<E>::BYTES;
+  const char* p = w.data + b * w.words * BYTES;
+  const uint32_t* row[R];
+  for (int r = 0; r < R; r++) row[r] = x + std::min(r, rows - 1) * w.words;
+  const int64_t group = w.words / w.groups;
+  for (int64_t g = 0; g < w.groups; g++) {
+    F low[R] = {}, high[R] = {};
+    for (int64_t k = g * group; k < (g + 1) * group; k++, p += BYTES) {
+      if constexpr (AHEAD) {
+        __builtin_prefetch(p + w.words * BYTES, 0, 2);
+        if constexpr (BYTES > 64) __builtin_prefetch(p + w.words * BYTES + 64, 0, 2);
+      }
+      U w0, w1;
+      Weights<E>::unpack(p, w0, w1);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const U value = broadcast(row[r][k]);
+        low[r] = E::dot(low[r], w0, value);
+        high[r] = E::dot(high[r], w1, value);
+      }
+    }
+    if (w.format == Packed::INT8) {
+      const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
+      for (int r = 0; r < R; r++) low[r] *= load<F>(scale), high[r] *= load<F>(scale + LANES);
+    } else if (w.format == Packed::INT4) {
+      const uint16_t* scale = static_cast<const uint16_t*>(w.scales) + (b * w.groups + g) * BLOCK;
+      const F s0 = Bf16::get(scale), s1 = Bf16::get(scale + LANES);
+      for (int r = 0; r < R; r++) {
+        low[r] = fma(low[r], s0, g ? load<F>(sums + r * BLOCK) : F{});
+        high[r] = fma(high[r], s1, g ? load<F>(sums + r * BLOCK + LANES) : F{});
+      }
+    }
+    for (int r = 0; r < R; r++) {
+      store(sums + r * BLOCK, low[r]);
+      store(sums + r * BLOCK + LANES, high[r]);
+    }
+  }
+}
+
+template <class E, template <class> class Weights>
+inline void block_rows(const uint32_t* x, int rows, const Packed& w, int64_t b, bool ahead, float* sums) {
+  if (rows == 1) return block_product<E, Weights, 1, false>(x, rows, w, b, sums);
+  if (rows == 2) return block_product<E, Weights, 2, false>(x, rows, w, b, sums);
+  if (rows <= 4) return block_product<E, Weights, 4, false>(x, rows, w, b, sums);  // few rows: the processor prefetches well
+  if (rows <= 8 && ahead) return block_product<E, Weights, 8, true>(x, rows, w, b, sums);
+  if (rows <= 8) return block_product<E, Weights, 8, false>(x, rows, w, b, sums);
+  if (ahead) return block_product<E, Weights, ROWS, true>(x, rows, w, b, sums);
+  block_product<E, Weights, ROWS, false>(x, rows, w, b, sums);
+}
 
 // x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a block holds 16
 // gate and 16 up columns; silu(gate) * up comes out.
@@ -183,11 +280,12 @@ void linear_part(const Team& team, const void* x, int64_t M, const Packed& w, co
                  bool gated, int64_t N, typename Out::Value* out) {
   const auto* input = static_cast<const uint32_t*>(x);
   const int64_t width = gated ? LANES : BLOCK;
+  const auto product = w.format == Packed::INT8 ? block_rows<E, Int8> : w.format == Packed::INT4 ? block_rows<E, Int4> : block_rows<E, Whole>;
   alignas(64) float sums[ROWS * BLOCK];
   team.share(w.blocks, [&](int64_t b) {
     for (int64_t m = 0; m < M; m += ROWS) {
       const int rows = std::min<int64_t>(ROWS, M - m);
-      block_rows<E>(rows, input + m * w.words, w.words, w.data + b * w.words * BLOCK, m == 0, sums);
+      product(input + m * w.words, rows, w, b, m == 0, sums);
       for (int r = 0; r < rows; r++) {
         for (int64_t c = 0; c < width; c += LANES) {
           const int64_t column = b * width + c, place = (m + r) * N + column;
@@ -402,15 +500,15 @@ inline typename E::Value* mutable_data(const Tensor& t) {
 
 enum Mode { SAME = 0, FLOAT32 = 1, GATED = 2 };
 
-// x [..., K] times a packed weight, plus bias [N] (float32), plus residual [..., N] -> [..., N], in x's dtype; FLOAT32: in
+// x [..., K] times a packed weight with its scale, plus bias [N] (float32), plus residual [..., N] -> [..., N], in x's dtype; FLOAT32: in
 // float32; GATED: see `linear_part`.
-Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, const std::optional<Tensor>& residual,
-              int64_t columns, int64_t mode) {
+Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& scale, const std::optional<Tensor>& bias,
+              const std::optional<Tensor>& residual, int64_t columns, int64_t mode) {
   const Tensor in = x.contiguous(), onto = residual ? residual->contiguous() : Tensor();
   auto shape = in.sizes().vec();
   shape.back() = columns;
   Tensor out = at::empty(shape, mode == FLOAT32 ? in.options().dtype(at::kFloat) : in.options());
-  const Packed w(packed);
+  const Packed w(packed, scale.value_or(Tensor()));
   const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
   const int64_t M = out.numel() / columns;
   const void* from = in.const_data_ptr();
@@ -460,7 +558,8 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   return out;
 }
 
-constexpr int WEIGHTS = 9;  // of a layer: attn_norm, wqkv, its bias, q_norm, k_norm, wo, mlp_norm, gate_up, down
+// Of a layer: attn_norm, wqkv, its scale and bias, q_norm, k_norm, wo, its scale, mlp_norm, gate_up and scale, down and scale.
+constexpr int WEIGHTS = 13;
 
 // All layers of a target on x [B, T, H] -> (the residual stream behind them, those entering the layers `aux` side by side).
 // One parallel region: the threads only wait for each other between the products.
@@ -469,7 +568,7 @@ void layers_into(const Tensor& x, Rows& rows, at::TensorList weights, at::Tensor
                  const Tensor& features) {
   using Value = typename E::Value;
   const int64_t M = rows.B * rows.T, H = x.size(-1), L = k.size(), width = rows.width(), inside = rows.heads * rows.hd;
-  const int64_t inner = Packed(weights[WEIGHTS - 1]).words * E::PER_WORD;
+  const int64_t inner = weights[WEIGHTS - 2].size(1) * E::PER_WORD;
   const auto scratch = [&](int64_t columns) { return at::empty({M, columns}, x.options()); };
   const Tensor normed = scratch(H), qkv = scratch(width), rotated = scratch(inside), attended = scratch(inside), gated = scratch(inner);
   Value *stream = mutable_data<E>(x), *n = mutable_data<E>(normed), *q = mutable_data<E>(qkv), *a = mutable_data<E>(attended),
@@ -491,17 +590,17 @@ void layers_into(const Tensor& x, Rows& rows, at::TensorList weights, at::Tensor
       const Tensor* w = &weights[l * WEIGHTS];
       keep(team, l);
       norm(team, w[0]);
-      linear_part<E, E>(team, n, M, Packed(w[1]), data<Fp32>(w[2]), nullptr, false, width, q);
+      linear_part<E, E>(team, n, M, Packed(w[1], w[2]), data<Fp32>(w[3]), nullptr, false, width, q);
       team.meet();
-      attention_part<E>(team, rows, q, data<E>(w[3]), data<E>(w[4]), eps, mutable_data<E>(k[l]), mutable_data<E>(v[l]), k[l].stride(0),
+      attention_part<E>(team, rows, q, data<E>(w[4]), data<E>(w[5]), eps, mutable_data<E>(k[l]), mutable_data<E>(v[l]), k[l].stride(0),
                         k[l].stride(1), mutable_data<E>(rotated), a);
       team.meet();
-      linear_part<E, E>(team, a, M, Packed(w[5]), nullptr, stream, false, H, stream);
+      linear_part<E, E>(team, a, M, Packed(w[6], w[7]), nullptr, stream, false, H, stream);
       team.meet();
-      norm(team, w[6]);
-      linear_part<E, E>(team, n, M, Packed(w[7]), nullptr, nullptr, true, inner, g);
+      norm(team, w[8]);
+      linear_part<E, E>(team, n, M, Packed(w[9], w[10]), nullptr, nullptr, true, inner, g);
       team.meet();
-      linear_part<E, E>(team, g, M, Packed(w[8]), nullptr, stream, false, H, stream);
+      linear_part<E, E>(team, g, M, Packed(w[11], w[12]), nullptr, stream, false, H, stream);
       team.meet();
     }
     keep(team, L);
@@ -513,7 +612,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   const Tensor c = cosine.contiguous(), s = sine.contiguous(), at_slots = slots.contiguous(), mask = visible.contiguous();
   Tensor stream = x.clone(at::MemoryFormat::Contiguous);
   const int64_t B = x.size(0), T = x.size(1), H = x.size(2), hd = k[0].size(3);
-  const int64_t per_word = x.scalar_type() == at::kFloat ? 1 : 2, heads = Packed(weights[5]).words * per_word / hd;
+  const int64_t per_word = x.scalar_type() == at::kFloat ? 1 : 2, heads = weights[6].size(1) * per_word / hd;
   Rows rows(B, T, heads, k[0].size(2), hd, c, s, at_slots, mask);
   Tensor features = at::empty({B, T, int64_t(aux.size()) * H}, x.options());
   if (x.scalar_type() == at::kFloat) layers_into<Fp32>(stream, rows, weights, k, v, eps, aux, features);
@@ -541,7 +640,7 @@ void move(at::TensorList caches, const Tensor& source, const Tensor& target) {
 }  // namespace
 
 TORCH_LIBRARY(eagle, m) {
-  m.def("linear(Tensor x, Tensor packed, Tensor? bias, Tensor? residual, int columns, int mode) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, Tensor? residual, int columns, int mode) -> Tensor");
   m.def(
       "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) k, Tensor(b!) v,"
       " Tensor slots, Tensor visible) -> Tensor");

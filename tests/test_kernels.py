@@ -1,5 +1,8 @@
 """The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its company."""
+import platform
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from drafters.eagle import Eagle
 from errors import CheckpointError
 from model import Eagle3Head, HeadArgs, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from packed import PackedLinear, pack
+from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
 from tree import TreeShape
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
@@ -40,9 +44,9 @@ def test_linear(dtype, columns, rows):
     draw = draws(rows)
     x, weight, bias = draw(2, rows, 38, dtype=dtype), draw(columns, 38, dtype=dtype), draw(columns)
     onto = draw(2, rows, columns, dtype=dtype)
-    packed, expected = kernels.pack(weight), x.double() @ weight.double().T
+    packed, expected = kernels.pack(weight, 4 // dtype.itemsize), x.double() @ weight.double().T
     close(kernels.linear(x, packed, columns), expected, dtype)
-    close(kernels.linear(x, packed, columns, bias, onto), expected + bias + onto, dtype)
+    close(kernels.linear(x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
     exact = kernels.linear(x, packed, columns, mode=kernels.FLOAT32)
     assert exact.dtype == torch.float32
     close(exact, expected, torch.float32)
@@ -55,7 +59,32 @@ def test_gated(dtype, inner):
     draw = draws(inner)
     x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    close(kernels.linear(x, kernels.pack_gated(weight), inner, mode=kernels.GATED), F.silu(gate) * up, dtype)
+    packed = kernels.pack(kernels.interleave(weight), 4 // dtype.itemsize)
+    close(kernels.linear(x, packed, inner, mode=kernels.GATED), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", (0, 32, 64))
+@pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
+@pytest.mark.parametrize("gated", (False, True))
+def test_quantised(dtype, group, rows, gated):
+    """int8 and int4: exactly the product with the weight that the quantised one stands for, and row-invariant."""
+    draw = draws(rows)
+    layer = QuantizedLinear(128, 90, group=group)
+    q, scale = quantize_int4(draw(90, 128), group) if group else quantize_int8(draw(90, 128))
+    layer.weight.data, layer.scale.data = pack_nibbles(q) if group else q, scale
+    x, onto = draw(rows, 128, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
+    expected = x.double() @ layer.whole(torch.float64).T
+    packed = PackedLinear(layer, dtype, gated)
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    else:
+        close(packed.logits(x), expected, torch.float32)
+    whole = packed(x)
+    close(whole, expected, dtype)
+    close(packed(x, onto), expected + onto, dtype)
+    assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -113,7 +142,8 @@ def test_a_row_never_depends_on_its_company(dtype):
     """Bit for bit: any subset of rows, any number of threads."""
     draw = draws(3)
     x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
-    packed, gated = kernels.pack(weight), kernels.pack_gated(weight)
+    per_word = 4 // dtype.itemsize
+    packed, gated = kernels.pack(weight, per_word), kernels.pack(kernels.interleave(weight), per_word)
     for compute in (
         lambda x: kernels.linear(x, packed, 70), lambda x: kernels.linear(x, packed, 70, mode=kernels.FLOAT32),
         lambda x: kernels.linear(x, gated, 35, mode=kernels.GATED), lambda x: kernels.rms_norm(x, norm, 1e-6),
@@ -211,6 +241,19 @@ def test_a_compiled_step_on_the_kernels(golden):
     pack(target, head)
     found = Decoder(target, Eagle(head, shape), max_seq_len=120).generate([prompt], Sampling(60))[0]
     assert found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
+def test_an_older_processor():
+    """The same code for a processor without AVX512: vectors in halves, bfloat16 by hand."""
+    script = (
+        "import sys, kernels, pytest; kernels.FLAGS = tuple('-march=x86-64-v3' if f == '-march=native' else f for f in kernels.FLAGS);"
+        " sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/test_kernels.py', '-k',"
+        " 'linear or gated or quantised or attend or company or slots_lie']))"
+    )
+    root = kernels.SOURCE.parent.parent
+    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
 
 
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):

@@ -1,0 +1,190 @@
+"""Quantise a converted checkpoint, once: int8 or int4 weights, nothing else changes.
+
+    python quantize.py --checkpoint checkpoints/smollm2-135m --mode int8            # into checkpoints/smollm2-135m-int8
+    python quantize.py --checkpoint checkpoints/smollm2-135m --mode int4 --group 64 --text sample.txt
+
+A target takes its heads along, each quantised the same way; a head's own folder works too. One tensor is in memory at a
+time. Every layer's relative error is reported and, with --text, how often the quantised model's next token is the
+original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
+"""
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import CONFIG, HEADS, WEIGHTS, CheckpointError, build, check_keys, load_target, read_config
+from quantized import GROUPS, MODES, QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
+from sources import Entry
+from tokenizer import Tokenizer
+from writer import Planned, check_out, write_folder
+
+
+def quantize_tensor(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Weight [N, K] -> what the file holds: (int8 [N, K], scale [N, 1]) or, in groups, (two to a byte, scales)."""
+    if not group:
+        return quantize_int8(weight)
+    q, scale = quantize_int4(weight, group)
+    return pack_nibbles(q), scale
+
+
+def relative_error(weight: Tensor, stored: Tensor, scale: Tensor, group: int) -> float:
+    """Norm of the difference over the norm of the weight."""
+    layer = QuantizedLinear(weight.shape[1], weight.shape[0], group=group)
+    layer.weight.data, layer.scale.data = stored, scale
+    weight = weight.float()
+    return float((layer.whole(torch.float32) - weight).norm() / weight.norm().clamp(min=1e-30))
+
+
+def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False) -> list[tuple[str, float]]:
+    """Write `source`, one of our folders, quantised to `out`. Returns the relative error of every quantised layer.
+
+    A target's tied lm_head becomes a quantised matrix of its own beside the table. Raises CheckpointError on a folder that
+    is not ours, damaged, quantised already, a mixture of experts, or whose layers the group does not divide.
+    """
+    config = read_config(source)
+    if "quantization" in config:
+        raise CheckpointError(f"{source}: is quantised already ({config['quantization']['mode']})")
+    if config.get("num_experts"):
+        raise CheckpointError(f"{source}: quantising a mixture of experts is not supported")
+    check_out(out, config["kind"], force)
+    tied = config["kind"] == "target" and config.get("tie_embeddings", False)
+    plain_names = {name: tuple(t.shape) for name, t in build(config).state_dict().items()}
+    config = {**config, "quantization": {"mode": mode, "group": group if mode == "int4" else 0, "lm_head": lm_head}}
+    if tied and lm_head:
+        config["tie_embeddings"] = False
+    try:
+        module = build(config)
+    except CheckpointError as e:
+        raise CheckpointError(f"{source}: {e}; choose another --group") from None
+    errors: dict[str, float] = {}
+    path = source / WEIGHTS
+    try:
+        with safe_open(path, framework="pt") as file:
+            check_keys({k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}, plain_names, str(path))  # noqa: SIM118
+
+            def planned(name: str, tensor: Tensor) -> Planned:
+                layer, _, leaf = name.rpartition(".")
+                owner = module.get_submodule(layer)
+                given = f"{layer}.weight" if f"{layer}.weight" in plain_names else "embed.weight"  # the tied lm_head
+                if not isinstance(owner, QuantizedLinear) or leaf == "bias":
+                    dtype, read = file.get_tensor(name).dtype, lambda: file.get_tensor(name)
+                else:
+                    dtype = tensor.dtype
+
+                    def read() -> Tensor:
+                        weight = file.get_tensor(given)
+                        parts = quantize_tensor(weight, owner.group)
+                        if leaf == "weight":
+                            errors[layer] = relative_error(weight, *parts, owner.group)
+                        return parts[0] if leaf == "weight" else parts[1]
+
+                def blocks() -> Iterator[Tensor]:
+                    yield read()
+
+                return Planned(name, tuple(tensor.shape), dtype, [Entry(tuple(tensor.shape), dtype, blocks)])
+
+            def others(folder: Path) -> bool:
+                """Everything else of the folder: tokenizer, template."""
+                for item in source.iterdir():
+                    if item.is_file() and item.name not in (CONFIG, WEIGHTS, "tree.json"):
+                        shutil.copy2(item, folder / item.name)
+                return True
+
+            plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
+            write_folder(out, config, plan, others, quiet=False)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None
+    except SafetensorError as e:
+        raise CheckpointError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+    return sorted(errors.items())
+
+
+@torch.no_grad()
+def compare(source: Path, out: Path, text: Path, length: int = 512, tokens: int = 16384) -> dict:
+    """How the quantised target reads a text, against the original: perplexity of both, next-token agreement.
+
+    The first `tokens` tokens, in pieces of `length`. Raises CheckpointError on an unreadable or too short text.
+    """
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise CheckpointError(f"--text {text}: cannot be read ({e})") from None
+    tokenizer = Tokenizer.load(source)
+    if tokenizer is None:
+        raise CheckpointError(f"{source}: comparing on a text needs a tokenizer")
+    ids = torch.tensor(tokenizer.encode(content)[:tokens])
+    if len(ids) < 16:
+        raise CheckpointError(f"--text {text}: {len(ids)} tokens are too few to compare on")
+    models = [load_target(folder)[0] for folder in (source, out)]
+    loss, same, count = [0.0, 0.0], 0, 0
+    for piece in tqdm(ids.split(length), desc="comparing", disable=not sys.stderr.isatty()):
+        if len(piece) < 2:
+            continue
+        logits = [model.logits(model.causal(piece[None])[0])[0, :-1] for model in models]
+        for i, l in enumerate(logits):  # noqa: E741
+            loss[i] += float(F.cross_entropy(l, piece[1:], reduction="sum"))
+        same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+        count += len(piece) - 1
+    return {
+        "tokens": count, "agreement": same / count,
+        "perplexity": math.exp(loss[0] / count), "quantised_perplexity": math.exp(loss[1] / count),
+    }
+
+
+def report(name: str, source: Path, out: Path, errors: list[tuple[str, float]]) -> None:
+    """Sizes, and the errors: all layers of a kind in one line."""
+    before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, out))
+    print(f"{name}: {before:,} -> {after:,} bytes ({after / before:.0%})")
+    kinds: dict[str, list[float]] = {}
+    for layer, error in errors:
+        kinds.setdefault(layer.split(".")[-1], []).append(error)
+    for kind, values in kinds.items():
+        print(f"  {kind:10s} {len(values):3d} layers, relative error {sum(values) / len(values):.2%} (worst {max(values):.2%})")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="a converted target or head")
+    parser.add_argument("--out", metavar="DIR", help="default: DIR-MODE")
+    parser.add_argument("--mode", choices=MODES, default="int8")
+    parser.add_argument("--group", type=int, choices=GROUPS, default=64, help="int4: inputs that share a scale (default 64)")
+    parser.add_argument("--keep-lm-head", action="store_true", help="leave the lm_head in 16 bits")
+    parser.add_argument("--text", metavar="FILE", help="compare with the original on this text: perplexity, next-token agreement")
+    parser.add_argument("--force", action="store_true", help="replace an existing output folder")
+    o = parser.parse_args(argv)
+    source = Path(o.checkpoint)
+    out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
+    try:
+        config = read_config(source)
+        if o.text and config["kind"] != "target":
+            raise CheckpointError(f"--text compares targets; {source} is a head")
+        heads = [d for d in sorted(source.iterdir()) if d.name in HEADS and (d / CONFIG).is_file()] if config["kind"] == "target" else []
+        for folder, into in [(source, out), *((head, out / head.name) for head in heads)]:
+            errors = quantize(folder, into, o.mode, o.group, not o.keep_lm_head, o.force)
+            report(str(into), folder, into, errors)
+        if o.text:
+            found = compare(source, out, Path(o.text))
+            print(f"on {found['tokens']:,} tokens of {o.text}: perplexity {found['perplexity']:.3f} -> "
+                  f"{found['quantised_perplexity']:.3f}, same next token {found['agreement']:.1%}")
+    except (CheckpointError, OSError) as e:
+        print("error:", " ".join(str(e).split()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

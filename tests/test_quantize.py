@@ -1,0 +1,156 @@
+"""quantize.py: what is written, what it is worth, and that speculation on it is plain decoding on it."""
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import quantize
+from checkpoint import CheckpointError, load_head, load_target
+from convert_checkpoint import convert
+from decoder import Decoder, Sampling
+from drafters.eagle import Eagle
+from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8, unpack_nibbles
+from text import load
+from tree import TreeShape
+
+PROMPT = [256, *b"Once upon a time there was"]
+
+
+def run(capsys, *args):
+    code = quantize.main([str(a) for a in args])
+    return code, capsys.readouterr()
+
+
+def test_int8_is_the_nearest():
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    q, scale = quantize_int8(weight)
+    assert q.dtype == torch.int8 and q.abs().max() == 127
+    assert ((q * scale - weight).abs() <= scale / 2 * 1.0001).all() and (q[3] == 0).all()
+
+
+@pytest.mark.parametrize("group", (32, 64, 128))
+def test_int4_beats_reaching_the_extreme(group):
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    q, scale = quantize_int4(weight, group)
+    assert q.min() >= -8 and q.max() <= 7 and scale.shape == (40, 256 // group) and (q[3] == 0).all()
+    assert torch.equal(unpack_nibbles(pack_nibbles(q)), q)
+    parts = weight.unflatten(1, (-1, group))
+    ours = (q.unflatten(1, (-1, group)) * scale.float()[..., None] - parts).square().sum()
+    step = parts.abs().amax(2, keepdim=True) / 7
+    simple = ((parts / step.clamp(min=1e-9)).round() * step - parts).square().sum()
+    assert ours < 0.85 * simple
+
+
+@pytest.mark.parametrize("mode, most", (("int8", 0.01), ("int4", 0.15)))
+def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
+    out = tmp_path / "q"
+    group = () if mode == "int8" else ("--group", 32)
+    code, said = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
+    assert code == 0 and f"{out}: " in said.out and f"{out / 'eagle3'}: " in said.out and "wqkv" in said.out
+    before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
+    assert torch.equal(after["embed.weight"], before["embed.weight"]) and torch.equal(after["norm.weight"], before["norm.weight"])
+    whole, _ = load_target(golden)
+    model, config = load_target(out)
+    assert config["quantization"]["mode"] == mode and (out / "tokenizer.json").is_file()
+    layer = model.layers[2].wqkv
+    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (torch.int8, torch.uint8)
+    error = (layer.whole(torch.float32) - before["layers.2.wqkv.weight"]).norm() / before["layers.2.wqkv.weight"].norm()
+    assert 0 < error < most
+    tokens = torch.tensor([PROMPT])
+    a, b = (m.logits(m.causal(tokens)[0]) for m in (whole, model))
+    assert 0 < (a - b).norm() / a.norm() < 10 * most
+    head = load_head(out / "eagle3", model, "eagle3")
+    assert isinstance(head.fc, QuantizedLinear) and isinstance(head.lm_head, QuantizedLinear)
+
+
+@pytest.mark.parametrize("mode", ("int8", "int4"))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype, temperature):
+    out = tmp_path / "q"
+    assert quantize.main(["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]) == 0
+    from kernels import load as load_kernels
+    from packed import pack
+
+    load_kernels()
+    target, _ = load_target(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    head = load_head(out / "eagle3", target, "eagle3")
+    reference = None
+    for on_kernels in (False, True):
+        if on_kernels:
+            pack(target, head)
+        sampling = Sampling(80, temperature, seed=3)
+        plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        fast = Decoder(target, Eagle(head, TreeShape(12, 3, 4)), compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        if on_kernels or dtype == "fp32":
+            assert fast == plain
+        if dtype == "fp32":
+            assert reference in (None, plain)
+            reference = plain
+
+
+def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
+    from test_convert import CONFIG, target_state, write_source
+
+    config = {**CONFIG, "tie_word_embeddings": True}
+    target = convert(write_source(tmp_path / "in", target_state(config), config), tmp_path / "t", quiet=True)
+    for name, options in (("all", ()), ("kept", ("--keep-lm-head",))):
+        assert run(capsys, "--checkpoint", target, "--out", tmp_path / name, *options)[0] == 0
+        with safe_open(tmp_path / name / "model.safetensors", framework="pt") as file:
+            assert ("lm_head.scale" in file.keys()) == (name == "all")  # noqa: SIM118
+        assert (load_target(tmp_path / name)[0].lm_head is None) == (name == "kept")
+
+
+def test_text_is_compared(golden, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The cat sat on the mat, and the dog sat on the cat. " * 30)
+    code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "q", "--text", text)
+    assert code == 0
+    line = next(x for x in said.out.splitlines() if "perplexity" in x)
+    assert float(line.split("same next token ")[1].rstrip("%")) > 90
+
+
+def test_generate_reads_it(golden, tmp_path):
+    assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
+    result = load(tmp_path / "q", "eagle3", compile=False).generate("Hello", max_new_tokens=12)
+    assert len(result.ids) == 12
+
+
+WRONG = {
+    "no folder": (lambda d: shutil.rmtree(d), "not a folder"),
+    "not ours": (lambda d: (d / "config.json").write_text("{}"), "not converted yet"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no such file"),
+    "cut short": (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]), "damaged"),
+    "quantised already": (lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"),
+    "another shape": (lambda d: edit(d, intermediate_size=1000), "has shape"),
+}
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_input_is_one_line_and_leaves_nothing(golden, tmp_path, capsys, what):
+    spoil, message = WRONG[what]
+    shutil.copytree(golden, tmp_path / "in")
+    spoil(tmp_path / "in")
+    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 1 and said.err.startswith("error: ") and said.err.count("\n") == 1 and message in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_refusals(golden, tmp_path, capsys):
+    code, said = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", "--text", "x")
+    assert code == 1 and "is a head" in said.err
+    (tmp_path / "there").mkdir()
+    code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "there")
+    assert code == 1 and "not one of our" in said.err
+    with pytest.raises(CheckpointError, match="does not divide"):
+        quantize.quantize(golden, tmp_path / "g", "int4", group=1000)
