@@ -31,7 +31,9 @@ from checkpoint import CheckpointError, load_target
 from dataset import Collector, load_shards, read_prompts
 from decoder import Decoder
 from export import export_eagle3
+from kernels import load as load_kernels
 from model import Eagle3Head, HeadArgs, Transformer, eagle3_aux_layers, rope_table
+from packed import pack
 from text import check_device
 from tokenizer import Tokenizer
 from tree import pick
@@ -409,9 +411,18 @@ def collect(options, target: Transformer, config: dict) -> list[dict]:
     prompts = [prompts[i] for i in torch.randperm(len(prompts), generator=generator).tolist()][: options.limit]
     if not prompts and not options.synthesize:
         raise CheckpointError("nothing to train on: give --prompts FILE, --synthesize N or both")
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    if options.compile and torch.device(options.device).type == "cpu":
+        # Answers come more than twice as fast from the kernels; training needs the weights as they are, hence a second copy.
+        target, _ = load_target(options.checkpoint, options.device, target.embed.weight.dtype)
+        load_kernels(say)
+        pack(target)
     decoder = Decoder(
         target, batch=options.decode_batch, max_seq_len=options.max_prompt_tokens + options.max_new_tokens,
-        stop_ids=config["stop_ids"], compile=options.compile, say=lambda line: print(line, file=sys.stderr, flush=True),
+        stop_ids=config["stop_ids"], compile=options.compile, say=say,
     )
     collector = Collector(
         decoder, tokenizer, Path(options.work) / "data", seed=options.seed, max_new_tokens=options.max_new_tokens,

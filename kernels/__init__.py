@@ -58,16 +58,9 @@ def _build(say: Callable[[str], None]) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     key = (SOURCE.read_text(), torch.__version__, version, " ".join(FLAGS), _processor())
     name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
-    for folder in (CACHE, Path(tempfile.gettempdir()) / f"eagle-kernels-{os.getuid()}"):
-        if (folder / name).is_file():
-            return folder / name
-    try:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        folder = CACHE if os.access(CACHE, os.W_OK) else folder
-    except OSError:  # a read-only checkout
-        pass
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-
+    folder = _folder()
+    if (folder / name).is_file():
+        return folder / name
     say("compiling the kernels ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
@@ -86,6 +79,21 @@ def _build(say: Callable[[str], None]) -> Path:
         draft.unlink(missing_ok=True)
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return folder / name
+
+
+def _folder() -> Path:
+    """Where libraries are kept: `CACHE`, or, in a read-only checkout, a folder of our own among the temporary ones."""
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        if os.access(CACHE, os.W_OK):
+            return CACHE
+    except OSError:
+        pass
+    folder = Path(tempfile.gettempdir()) / f"eagle-kernels-{os.getuid()}"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    if folder.stat().st_uid != os.getuid():  # someone else's code is not to be loaded
+        raise CheckpointError(f"{folder}: belongs to another user; remove it, or pass --no-kernels")
+    return folder
 
 
 def _processor() -> str:
