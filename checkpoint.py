@@ -141,6 +141,11 @@ def check_head_fits(config: dict, target: ModelArgs, where: str) -> None:
             f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
             " and it carries no embedding of its own"
         )
+    if not config.get("own_lm_head", True) and not config.get("tie_embeddings") and config["hidden_size"] != target.hidden_size:
+        raise CheckpointError(
+            f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
+            " and it carries no lm_head of its own"
+        )
     last = max(config["aux_layers"])
     if min(config["aux_layers"]) < 0 or last > target.num_layers:
         raise CheckpointError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")

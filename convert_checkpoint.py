@@ -178,6 +178,10 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
     if "d2t" in maps:
         check_keys({"d2t": maps["d2t"].shape}, {"d2t": (draft_vocab,)}, str(path))
         ids = ids + maps["d2t"].read().to(torch.int64)
+    elif "t2d" in maps:
+        ids = maps["t2d"].read().bool().nonzero()[:, 0]
+        if len(ids) != draft_vocab:
+            raise CheckpointError(f"{path}: t2d marks {len(ids)} ids, the draft vocabulary has {draft_vocab}")
     elif draft_vocab != vocab:
         raise CheckpointError(f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids")
     if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() <= 0).any()):

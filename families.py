@@ -75,16 +75,17 @@ class Family:
     experts: bool = False
 
 
+NO_WINDOW = {"use_sliding_window": False}  # Qwen's windows have a switch, off unless a config says otherwise
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE)),
-    "MistralForCausalLM": Family(hugging_face(DENSE), defaults={"num_key_value_heads": 8}),
-    "Qwen2ForCausalLM": Family(hugging_face(DENSE), {"qkv_bias": True}),
-    "Qwen3ForCausalLM": Family(hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128}),
+    "MistralForCausalLM": Family(hugging_face(DENSE), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(hugging_face(DENSE), {"qkv_bias": True}, NO_WINDOW),
+    "Qwen3ForCausalLM": Family(hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128, **NO_WINDOW}),
     "MixtralForCausalLM": Family(
         hugging_face(MIXTRAL), {"renormalise_experts": True},
         {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}, True,
     ),
-    "Qwen3MoeForCausalLM": Family(hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False}, True),
+    "Qwen3MoeForCausalLM": Family(hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, True),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
     "gguf:qwen3": Family(GGUF, {"qk_norm": True}),
@@ -110,7 +111,9 @@ def refuse(path, config: dict, keys: tuple[str, ...]) -> None:
 def target_fields(source: Source) -> dict:
     """The fields of ModelArgs, from the source's config and what its family implies."""
     family, path = family_of(source), source.path
-    config = family.defaults | {k: v for k, v in source.config.items() if v is not None}
+    refuse(path, source.config, ("attention_bias",))
+    given = {k: v for k, v in source.config.items() if v is not None}
+    config = {k: v for k, v in family.defaults.items() if k not in source.config} | given  # an explicit null is no absence
     fields = {**model_fields(path, config), "tie_embeddings": bool(config.get("tie_word_embeddings", False)), **family.fixed}
     if family.experts:
         refuse(path, config, ("mlp_only_layers",))
@@ -127,7 +130,7 @@ def target_fields(source: Source) -> dict:
 
 def model_fields(path, config: dict) -> dict:
     """The fields of ModelArgs that every config of the LLaMA kind states, with LLaMA's defaults for absent keys."""
-    refuse(path, config, ("quantization_config", "attention_bias", "mlp_bias", "use_sliding_window"))
+    refuse(path, config, ("quantization_config", "mlp_bias", "use_sliding_window"))
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -154,7 +157,7 @@ def model_fields(path, config: dict) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaling = {k: v for k, v in rope.items() if k not in ("type", "rope_type", "rope_theta", "partial_rotary_factor")}
     if kind == "yarn":
-        scaling.setdefault("original_max_position_embeddings", longest)
+        scaling.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings", longest))
     numbers = {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
@@ -162,6 +165,10 @@ def model_fields(path, config: dict) -> dict:
     for key, value in numbers.items():
         if not isinstance(value, (int, float)) or not value > 0:
             raise CheckpointError(f"{path}: config: {key} must be a positive number, got {value!r}")
+    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's recipe).
+    original = scaling.get("original_max_position_embeddings") if kind == "yarn" else longest if kind == "linear" else None
+    if isinstance(original, (int, float)) and isinstance(scaling.get("factor"), (int, float)):
+        longest = max(longest, int(original * scaling["factor"]))
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

@@ -169,7 +169,7 @@ def asked_tree(o, usual):
         raise CheckpointError(f"--tree {o.tree}: none of {known} ({e})") from None
 
 
-def load_model(o, batch: int):
+def load_model(o, batch: int, prompts: list):
     """Load the checkpoint and its head -> (TextDecoder, Sampling). Nothing is compiled yet."""
     import torch
 
@@ -188,7 +188,8 @@ def load_model(o, batch: int):
     began = time.perf_counter()
     model = load(
         checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, device=device, dtype=o.dtype, batch=batch,
-        max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels, say=note,
+        max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels,
+        tune_on=[p for p in prompts if isinstance(p, list)], say=note,
     )
     decoder = model.decoder
     note(
@@ -356,7 +357,7 @@ def run(o) -> int:
 
     count = max(1, len(prompts) * o.num_samples)
     batch = min(count, o.batch_size or 16)
-    model, sampling = load_model(o, batch)
+    model, sampling = load_model(o, batch, prompts)
     spread = [p for p in prompts for _ in range(o.num_samples)]
     samplings = [replace(sampling, seed=o.seed + i) for _ in prompts for i in range(o.num_samples)]
     with compile_errors():

@@ -71,11 +71,11 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     tensors = _renamed(source)
     kind = _kind(source, tensors)
     given = _flat_config(source.config)
-    fields = model_fields(source.path, given)
-    rows = {name: sum(entry.shape[:1]) for name, entry in tensors.items()}
-    if "layers.0.self_attn.q_proj.weight" in rows:
+    query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), given.get("num_attention_heads")
+    if query and query.shape and isinstance(heads, int) and heads > 0:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
-        fields["head_dim"] = rows["layers.0.self_attn.q_proj.weight"] // fields["num_heads"]
+        given["head_dim"] = query.shape[0] // heads
+    fields = model_fields(source.path, given)
     fields |= {
         "kind": kind,
         "fc_bias": "fc.bias" in tensors,  # a config without `bias` means yes to one loader and no to another
@@ -106,6 +106,12 @@ def _renamed(source: Source) -> dict[str, Entry]:
 
     is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
     return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
+
+
+def _of_speculators(config: dict) -> bool:
+    """Whether a head comes from the speculators library, whichever key says so."""
+    named = any(str(name).endswith("Speculator") for name in config.get("architectures") or ())
+    return named or "speculators_model_type" in config or "transformer_layer_config" in config
 
 
 def _flat_config(config: dict) -> dict:
@@ -139,13 +145,16 @@ def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: Mo
     draft_vocab = given.get("draft_vocab_size") or (lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"])
     if not isinstance(draft_vocab, int):
         raise CheckpointError(f"{path}: config: draft_vocab_size is not a number: {draft_vocab!r}")
+    fc = tensors.get("fc.weight")
+    states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
+    captured = 3 if rest else states  # a width that is no multiple is told of when tensors are compared
     if nested.get("use_aux_hidden_state") is False:
         raise CheckpointError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
     flags = given | nested
     each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
     if each and together:
         raise CheckpointError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
-    aux = list(answers.aux_layers or _aux_layers(path, given, nested, target))
+    aux = list(answers.aux_layers or _aux_layers(path, given, nested, captured, target))
     config = fields | {
         "draft_vocab_size": draft_vocab,
         "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
@@ -177,7 +186,7 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
         return answers.norm_before_residual
     if "norm_before_residual" in flags:
         return bool(flags["norm_before_residual"])
-    if "speculators_model_type" in source.config:
+    if _of_speculators(source.config):
         raise CheckpointError(
             f"{source.path}: config has no norm_before_residual and programs disagree on what that means:"
             " say --norm-before-residual or --no-norm-before-residual (try both, one drafts far better)"
@@ -189,29 +198,50 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
     """Whether norm(h) is fed back. speculators and SGLang mean that by `norm_output`, SpecForge trains otherwise by it."""
     if answers.recycle is not None:
         return answers.recycle == "normed"
-    if not flags.get("norm_output"):
+    if flags.get("norm_output") is None:
         return False
-    if "speculators_model_type" in source.config:
-        return True
+    if _of_speculators(source.config):
+        return bool(flags["norm_output"])
+    if not flags["norm_output"]:
+        raise CheckpointError(
+            f"{source.path}: norm_output false: SGLang norms before the lm_head all the same, SpecForge then trains without:"
+            " say --recycle raw if it is normed there; a head without that norm is not supported"
+        )
     raise CheckpointError(
         f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw one:"
         " say --recycle normed or --recycle raw (try both, one drafts far better)"
     )
 
 
-def _aux_layers(path: Path, given: dict, nested: dict, target: ModelArgs) -> tuple[int, ...]:
-    """The target layers whose inputs feed the head.
+def _aux_layers(path: Path, given: dict, nested: dict, captured: int, target: ModelArgs) -> tuple[int, ...]:
+    """The target layers whose inputs feed the head; `captured`: how many of them its fc is wide.
 
     Files disagree on whether an id names a layer's output or its input. All of them start with the second layer's
     output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM, speculators).
     """
-    ids = nested.get(AUX_KEY) or given.get(AUX_KEY)
-    if not ids:
+    inner, outer = nested.get(AUX_KEY), given.get(AUX_KEY)
+    for ids in (inner, outer):
+        if ids and (not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
+            raise CheckpointError(f"{path}: {AUX_KEY} is not a list of layer numbers: {ids!r}")
+    if not inner and not outer:
+        if captured != 3:
+            raise CheckpointError(
+                f"{path}: fc.weight takes {captured} states of the target and the config does not say of which layers: say --aux-layers"
+            )
         return eagle3_aux_layers(target.num_layers)
-    if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
-        raise CheckpointError(f"{path}: {AUX_KEY} is not a list of layer numbers: {ids!r}")
+    found = {_as_inputs(path, ids, target) for ids in (inner, outer) if ids}
+    if len(found) > 1:
+        options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(found))
+        raise CheckpointError(f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}")
+    return found.pop()
+
+
+def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]:
+    """Layer ids of a config as the layers whose inputs are meant."""
     if ids[0] in (1, 2):
         return tuple(i + 2 - ids[0] for i in ids)
+    if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
+        return tuple(ids)
     inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
     raise CheckpointError(
         f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers?"

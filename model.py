@@ -61,6 +61,8 @@ class ModelArgs:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
+        if self.num_layers > 10_000 or self.num_experts > 10_000:
+            raise ValueError(f"config: {self.num_layers} layers of {self.num_experts} experts are not plausible")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:

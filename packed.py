@@ -96,12 +96,13 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
     kernels.move([t for cache in caches for t in (cache.k, cache.v)], source, target)
 
 
-def pack(*models: nn.Module) -> None:
+def pack(*models: nn.Module) -> bool:
     """Let these models, which may share modules (a head its target's lm_head), run on the kernels, in place.
 
-    `kernels.load` comes first. What the kernels cannot take (float16, odd sizes, a GPU, the experts of a mixture) is left
-    as it is.
+    `kernels.load` comes first. What the kernels cannot take (float16, an odd number of bfloat16 values, a GPU, the experts
+    of a mixture) is left as it is. Returns whether the targets among them are on the kernels throughout.
     """
+    whole = True
     done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
 
     for model in models:
@@ -121,7 +122,7 @@ def pack(*models: nn.Module) -> None:
         if model.lm_head is None and takes(model.embed):
             model.lm_head = packed(model.embed)  # tied: the table stays, for reading embeddings
         for parent in list(model.modules()):
-            if isinstance(parent, Block) and kernels.takes_heads(parent.head_dim, dtype, device):
+            if isinstance(parent, Block) and kernels.takes(parent.head_dim, dtype, device):
                 parent.attention = attention
             for name, child in list(parent.named_children()):
                 if isinstance(child, RMSNorm) and kernels.takes(2, dtype, device):
@@ -130,8 +131,12 @@ def pack(*models: nn.Module) -> None:
                     setattr(parent, name, PackedMLP(child, dtype))
                 elif takes(child) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
                     setattr(parent, name, packed(child))
-        if isinstance(model, Transformer) and all(_is_packed(layer) for layer in model.layers):
-            model.run_layers, model.move = run_layers, move
+        if isinstance(model, Transformer):
+            if all(_is_packed(layer) for layer in model.layers):
+                model.run_layers, model.move = run_layers, move
+            else:
+                whole = False
+    return whole
 
 
 def _is_packed(layer: Block) -> bool:

@@ -60,15 +60,15 @@ def _ordered(x: Tensor) -> Tensor:
 
 
 def _highest_threshold(order: Tensor, weight: Tensor, need: Tensor) -> Tensor:
-    """The largest t with sum(weight where order >= t) >= need: order, weight [..., V], need [..., 1] -> [..., 1].
+    """The largest t with sum(weight where order >= t) >= need: order, weight [..., V], need [..., 1] -> [..., 1], all int64.
 
     Bisection over 32 bits: no sort of the vocabulary, a fixed number of reductions, exact. Ties at t are all kept.
     """
-    low = torch.full_like(need, -(2**31), dtype=torch.int64)  # always enough weight above
-    high = torch.full_like(need, 2**31 - 1, dtype=torch.int64)  # the first t that may have too little
+    low = torch.full_like(need, -(2**31))  # always enough weight above
+    high = torch.full_like(need, 2**31 - 1)  # the first t that may have too little
     for _ in range(32):
         middle = (low + high) >> 1
-        enough = torch.where(order >= middle, weight, 0.0).sum(-1, keepdim=True) >= need
+        enough = torch.where(order >= middle, weight, 0).sum(-1, keepdim=True) >= need
         low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     return low
 
@@ -80,12 +80,15 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature 0 are left alone.
     """
     order = _ordered(logits)
-    wanted = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1])[:, None, None]
-    by_rank = order >= _highest_threshold(order, torch.ones_like(logits), wanted.float().expand(*logits.shape[:2], 1))
+    rows = (*logits.shape[:2], 1)
+    wanted = torch.where(top_k > 0, top_k, logits.shape[-1]).clamp(max=logits.shape[-1])[:, None, None].expand(rows)
+    by_rank = order >= _highest_threshold(order, torch.ones_like(order), wanted)
     warm = torch.where(temperature > 0, temperature, 1.0)[:, None, None]
-    p = torch.softmax(torch.where(by_rank, logits, float("-inf")) / warm, dim=-1)
-    need = top_p[:, None, None].expand(*logits.shape[:2], 1)
-    # p sums to 1 only up to rounding: top_p = 1 must keep everything, not what bisection finds.
-    by_mass = (order >= _highest_threshold(order, p, need)) | (need >= 1)
+    scaled = torch.where(by_rank, logits, float("-inf")) / warm
+    # In whole 2^-32 of the likeliest token's weight: such sums do not depend on the order, nor the cut on who computes it.
+    mass = ((scaled - scaled.amax(-1, keepdim=True)).exp().double() * 2.0**32).long()
+    share = top_p[:, None, None].expand(rows)
+    need = (mass.sum(-1, keepdim=True).double() * share.double()).ceil().long()
+    by_mass = (order >= _highest_threshold(order, mass, need)) | (share >= 1)  # 1 keeps also what weighs nothing
     keep = (by_rank & by_mass) | (temperature == 0)[:, None, None]
     return torch.where(keep, logits, float("-inf"))

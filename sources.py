@@ -379,6 +379,7 @@ def _gguf_config(path: Path, arch: str, fields: dict, tensors: dict, freqs) -> d
         "rope_scaling": _gguf_scaling(path, get, freqs),
         "tie_word_embeddings": "output.weight" not in tensors,
         "max_position_embeddings": get("context_length"),
+        "sliding_window": get("attention.sliding_window"),
     }
 
 
@@ -389,8 +390,17 @@ def _short(value: float) -> float:
 
 def _gguf_scaling(path: Path, get: Callable, freqs) -> dict | None:
     kind = get("rope.scaling.type") or "none"
-    if kind not in ("none", "linear") or (kind == "linear" and freqs is not None):
+    if kind not in ("none", "linear", "yarn") or (kind != "none" and freqs is not None):
         raise CheckpointError(f"{path}: rope scaling of type {kind!r} is not supported")
+    if kind == "yarn":
+        keys = {
+            "factor": "factor", "original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
+        }
+        scaling = {ours: value for ours, key in keys.items() if (value := get(f"rope.scaling.{key}")) is not None}
+        if extra := get("rope.scaling.attn_factor"):  # llama.cpp multiplies the usual factor by it
+            scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
+        return {"rope_type": "yarn", **scaling}
     if freqs is not None:  # llama3 scaling arrives as one divisor per frequency
         return {"rope_type": "divisors", "divisors": [float(x) for x in freqs.data]}
     return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None

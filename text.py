@@ -100,13 +100,14 @@ def check_compiler() -> None:
 def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1, max_seq_len: int | None = None,
-    compile: bool = True, kernels: bool = True, say: Callable[[str], None] | None = None,
+    compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> TextDecoder:
     """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head.
 
     draft: the head's folder (default CHECKPOINT/eagle for the first two, CHECKPOINT/eagle3). tree: a `TreeShape`, drafted
     dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
-    "eagle", else `default_tree`.
+    "eagle", else `default_tree`. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
     compile, kernels: run through torch.compile, and, on a CPU, on our own compiled products (see kernels); without either
     nothing needs a C++ compiler, and 16-bit text is no longer bound to be that of plain decoding.
     dtype None keeps the stored one. max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
@@ -132,14 +133,15 @@ def load(
         head = load_head(folder, target, kind)
     if compile and kernels and torch.device(device).type == "cpu":
         load_kernels(say)
-        pack(*filter(None, (target, head)))
+        if not pack(*filter(None, (target, head))):
+            say("parts of this model do not run on our kernels (fp16, experts): speculative text may leave plain text at near ties")
     if head is not None:
         if tree == "auto":
             from tune import PROMPTS, auto_tree
 
-            if tokenizer is None:
-                raise CheckpointError("--tree auto: choosing a tree needs a tokenizer; give its numbers")
-            prompts = [encode(tokenizer, p) for p in PROMPTS]
+            prompts = [encode(tokenizer, p) for p in PROMPTS] if tokenizer else tune_on
+            if not prompts:
+                raise CheckpointError("--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers")
             tree = auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say)
         drafts = StaticEagle if isinstance(tree, PathTree) else Eagle if tree else drafts
         try:

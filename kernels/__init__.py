@@ -110,11 +110,6 @@ def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
-def takes_heads(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `attend` works on heads of this size: whole 64-byte vectors."""
-    return takes(head_dim, dtype, device) and head_dim * dtype.itemsize % 64 == 0
-
-
 def pack(weight: Tensor, per_word: int) -> Tensor:
     """Weight [N, K] -> [ceil(N/32), K/w, 32, w], rows beyond N zero; w = `per_word`, the values of x in 4 bytes.
 

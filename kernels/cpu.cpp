@@ -416,9 +416,11 @@ struct Group {
     constexpr int W = E::PER_WORD, CHUNK = W * LANES;
     const int64_t count = live.size();
     for (int64_t d = 0; d < hd; d += CHUNK) {
+      const int64_t rest = hd - d;  // of a head that is no multiple of a vector, the last part
       F sum[R][W] = {};
       for (int64_t j = 0; j < count; j++) {
-        const U words = load<U>(values + live[j] * stride + d);
+        U words = {};
+        std::memcpy(&words, values + live[j] * stride + d, rest < CHUNK ? rest * sizeof(Value) : sizeof words);
         F value[W];
         if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
         else value[0] = (F)words;
@@ -434,10 +436,10 @@ struct Group {
             low[2 * l] = sum[r][0][l], low[2 * l + 1] = sum[r][1][l];
             high[2 * l] = sum[r][0][LANES / 2 + l], high[2 * l + 1] = sum[r][1][LANES / 2 + l];
           }
-          E::put(out[row + r] + d, low * share);
-          E::put(out[row + r] + d + LANES, high * share);
+          E::put(out[row + r] + d, low * share, rest);
+          if (rest > LANES) E::put(out[row + r] + d + LANES, high * share, rest - LANES);
         } else {
-          E::put(out[row + r] + d, sum[r][0] * share);
+          E::put(out[row + r] + d, sum[r][0] * share, rest);
         }
       }
     }

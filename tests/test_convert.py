@@ -582,7 +582,7 @@ BAD_HEADS = {
         head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}), "reads layer 9"),
     "two aux layers": (head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4]}), "fc.weight"),
     "aux layers in disorder": (head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}), "ascending"),
-    "no d2t": (head_maker(drop=["d2t"]), "d2t"),
+    "no d2t": (head_maker(drop=["d2t", "t2d"]), "d2t"),
     "d2t too far": (head_maker({"d2t": lambda t: t + 90}, drop=["t2d"]), "d2t"),
     "d2t doubles an id": (head_maker({"d2t": lambda t: -torch.arange(24)}, drop=["t2d"]), "d2t"),
     "t2d says otherwise": (head_maker({"t2d": lambda t: ~t}), "t2d"),

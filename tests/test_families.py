@@ -342,6 +342,36 @@ def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
     assert torch.equal(head.lm_head.weight, own) and head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
 
 
+def test_a_narrow_head_cannot_borrow_a_wide_lm_head(tmp_path, base):
+    state, config = make_head("eagle3", draft=V, hidden=32, embedding=True, target_hidden_size=H)
+    del state["lm_head.weight"]
+    head = write_head(tmp_path / "h", state, config | {"draft_vocab_size": None})
+    with pytest.raises(CheckpointError, match="no lm_head of its own"):
+        convert(head, tmp_path / "o", base["Llama-3"][0], quiet=True)
+
+
+def test_the_mask_alone_tells_the_draft_ids(tmp_path, base):
+    state, config = make_head("eagle3")
+    ids = torch.arange(state["d2t"].numel()) + state.pop("d2t")
+    state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
+    folder = convert(write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True)
+    assert torch.equal(load_file(folder / "model.safetensors")["draft_ids"], ids)
+
+
+def test_biases_are_found_in_the_file_whatever_the_config_says(tmp_path, base):
+    state, config = make_head("eagle3", qkv_bias=True, attention_bias=True)
+    folder = convert(write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True)
+    assert read_config(folder)["qkv_bias"]
+
+
+def test_an_id_that_only_an_input_can_have(tmp_path, base):
+    ids = [0, 3, LAYERS]
+    state, config = make_head("eagle3", eagle_config={AUX: ids})
+    folder = convert(write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True)
+    assert read_config(folder)["aux_layers"] == ids
+
+
+AUX = "eagle_aux_hidden_state_layer_ids"
 QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)
     "norm_before_residual": (
         {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"], ("norm_before_residual", True)),
@@ -352,6 +382,13 @@ QUESTIONS = {  # what the files leave open -> (config, words of the question, an
     "aux layers": (
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
         ("aux_layers", [3, 4, 5])),
+    "aux layers, twice": (
+        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "--aux-layers 2,3,5 or --aux-layers 2,4,5", ["--aux-layers", "2,4,5"],
+        ("aux_layers", [2, 4, 5])),
+    "as many states as fc is wide": ({"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])),
+    "norm_output, false": ({"norm_output": False}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)),
+    "a speculator by its name": (
+        {"architectures": ["Eagle3Speculator"]}, "--norm-before-residual", ["--norm-before-residual"], ("norm_before_residual", True)),
 }
 
 
@@ -387,6 +424,48 @@ def test_refused_heads(tmp_path, base, name):
         convert(head, tmp_path / "o", base["Llama-3"][0], answers=Answers(), quiet=True)
 
 
+LENGTHS = {  # config keys -> the longest context
+    "as it says": ({}, 512),
+    "Vicuna-16k": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+    "Qwen2.5's recipe": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
+    "yarn, stretched already": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512),
+    "yarn, the original outside": ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128}, 512),
+    "llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                 "original_max_position_embeddings": 64}}, 512),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_longest_context(tmp_path, name):
+    changes, longest = LENGTHS[name]
+    make_target(tmp_path / "in", "Llama-3")
+    file = tmp_path / "in" / "config.json"
+    config = json.loads(file.read_text()) | {"max_position_embeddings": 512}
+    del config["rope_parameters"]
+    file.write_text(json.dumps(config | changes))
+    target, written = load_target(convert(tmp_path / "in", tmp_path / "out", quiet=True))
+    assert written["max_seq_len"] == longest
+    if "yarn" in name and longest == 512:
+        assert target.args.rope_scaling["original_max_position_embeddings"] == 128
+
+
+def test_windows_are_off_unless_a_family_has_them(tmp_path):
+    for name, window, off in (("Qwen2", 64, True), ("Mistral", None, True), ("Mistral", ..., False)):
+        make_target(tmp_path / "in", name)
+        file = tmp_path / "in" / "config.json"
+        config = json.loads(file.read_text()) | {"max_position_embeddings": 8192, "sliding_window": window}
+        config.pop("use_sliding_window", None)
+        config.pop("layer_types", None)
+        if window is ...:
+            del config["sliding_window"]  # absent: 4096, transformers' default for Mistral
+        file.write_text(json.dumps(config))
+        if off:
+            convert(tmp_path / "in", tmp_path / "out", quiet=True, force=True)
+        else:
+            with pytest.raises(CheckpointError, match="sliding_window 4096"):
+                convert(tmp_path / "in", tmp_path / "other", quiet=True)
+
+
 REFUSED_TARGETS = {
     "dynamic RoPE": (
         "Llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "keys already in the cache"),
@@ -396,6 +475,7 @@ REFUSED_TARGETS = {
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     "every other layer without experts": ("Qwen3-MoE", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     "no number of experts": ("Qwen3-MoE", {"num_experts": 0}, "number of experts"),
+    "more layers than can be": ("Llama-3", {"num_hidden_layers": 10**9}, "not plausible"),
 }
 
 
@@ -424,7 +504,7 @@ def test_experts_of_few_rows_and_of_many(tmp_path):
 # -- GGUF of every family --------------------------------------------------------------------------------------------
 
 
-def write_gguf(file: Path, theirs, arch: str) -> Path:
+def write_gguf(file: Path, theirs, arch: str, extra=lambda w: None) -> Path:
     """As llama.cpp's converter would: its names, its metadata, its interleaved q/k for arch llama."""
     import gguf
 
@@ -473,11 +553,32 @@ def write_gguf(file: Path, theirs, arch: str) -> Path:
             gate, up = gate_up.chunk(2, dim=1)
             for name, t in (("gate", gate), ("up", up), ("down", down)):
                 put(f"blk.{i}.ffn_{name}_exps.weight", t)
+    extra(w)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
     return file
+
+
+def test_gguf_yarn_and_window(tmp_path):
+    import gguf
+
+    theirs = make_target(tmp_path / "in", "Qwen3 tied, yarn")
+
+    def yarn(w):
+        w.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        w.add_rope_scaling_factor(YARN["factor"])
+        w.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
+
+    target, _ = load_target(convert(write_gguf(tmp_path / "m.gguf", theirs, "qwen3", yarn), tmp_path / "out", quiet=True))
+    tokens = torch.randint(0, V, (1, 200), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want, got = theirs(tokens).logits, target.logits(target.causal(tokens)[0])
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
+    file = write_gguf(tmp_path / "w.gguf", theirs, "qwen3", lambda w: w.add_sliding_window(64))
+    with pytest.raises(CheckpointError, match="sliding_window 64"):
+        convert(file, tmp_path / "w", quiet=True)
 
 
 @pytest.mark.parametrize(

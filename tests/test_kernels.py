@@ -13,7 +13,7 @@ from checkpoint import load_head, load_target
 from decoder import Decoder, Sampling
 from drafters.eagle import Eagle
 from errors import CheckpointError
-from model import Eagle3Head, HeadArgs, ModelArgs, Pass, Transformer, attention, inverse_frequencies
+from model import MLP, Eagle3Head, HeadArgs, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from packed import PackedLinear, pack
 from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
 from tree import TreeShape
@@ -110,7 +110,8 @@ def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", (
     (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
-    (1, 3, 5, 5, 96, 8, False),
+    (1, 3, 5, 5, 96, 8, False), (2, 6, 4, 2, 16, 40, True), (1, 4, 2, 1, 80, 20, False),
+    (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False),
 ))
 def test_attend(dtype, shape):
     args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
@@ -174,10 +175,10 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype):
     assert torch.equal(*results)
 
 
-def tiny(dtype, seed=0, **options):
-    """A random target and EAGLE-3 head with heads of 32, packed."""
+def tiny(dtype, seed=0, head_dim=32, **options):
+    """A random target and EAGLE-3 head."""
     torch.manual_seed(seed)
-    size = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 32}
+    size = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim}
     target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
     head = Eagle3Head(HeadArgs(num_layers=1, draft_vocab_size=96, target_hidden_size=64, aux_layers=(2, 3, 4), **size))
     head.draft_ids.copy_(torch.randperm(160)[:96].sort().values)
@@ -210,12 +211,13 @@ def test_a_packed_model_is_the_model(options):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature):
+@pytest.mark.parametrize("head_dim", (32, 6, 100))
+def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, head_dim):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the texts part."""
-    target, head = tiny(dtype)
-    pack(target, head)
+    target, head = tiny(dtype, head_dim=head_dim)
+    assert pack(target, head)
     prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
-    sampling = [Sampling(150, temperature, seed=i) for i in range(6)]
+    sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
     plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
     for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
         fast = Decoder(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300).generate(prompts, sampling)
@@ -224,23 +226,31 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature):
 
 def test_what_the_kernels_cannot_take_is_left_alone():
     target, head = tiny(torch.float16)
-    pack(target, head)
+    assert not pack(target, head)
     assert not any(isinstance(m, PackedLinear) for m in target.modules())
-    odd = Transformer(ModelArgs(20, 12, 10, 1, 2, 1, 6)).requires_grad_(False)  # heads of 6: reference attention, packed layers
-    pack(odd)
-    assert odd.layers[0].attention is attention and isinstance(odd.layers[0].wo, PackedLinear)
+    odd = Transformer(ModelArgs(20, 12, 9, 1, 2, 1, 6)).to(torch.bfloat16).requires_grad_(False)  # 9 values in a row: no pairs
+    assert not pack(odd)
+    assert isinstance(odd.layers[0].mlp, MLP) and isinstance(odd.layers[0].wo, PackedLinear)
     assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
 def test_a_compiled_step_on_the_kernels(golden):
-    """Compiled, as users run it, on the golden target: the text of the reference path."""
+    """Compiled, as users run it: in float32 the reference path's text, in bfloat16 the compiled plain text."""
+    prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
     target, _ = load_target(golden)
     head = load_head(golden / "eagle3", target, "eagle3")
-    prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
     expected = Decoder(target, Eagle(head, shape), compile=False, max_seq_len=120).generate([prompt], Sampling(60))[0]
     pack(target, head)
     found = Decoder(target, Eagle(head, shape), max_seq_len=120).generate([prompt], Sampling(60))[0]
     assert found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
+
+    target, _ = load_target(golden, dtype=torch.bfloat16)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    pack(target, head)
+    plain, fast = Decoder(target, max_seq_len=200), Decoder(target, Eagle(head, shape), max_seq_len=200)
+    for seed in range(6):
+        sampling = Sampling(150, 1.0, seed=seed)
+        assert fast.generate([prompt], sampling)[0].ids == plain.generate([prompt], sampling)[0].ids
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
