@@ -235,8 +235,6 @@ class Decoder:
         # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
         self._step, self._prefill = step, prefill
         if compile:
-            # One process may hold several decoders (plain and speculative, say), all compiled from these two functions.
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
             self._step, self._prefill = compile_whole(step), compile_whole(prefill)
         self.capture = CapturedStep(self) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
@@ -405,8 +403,7 @@ class Decoder:
         if self._compiled is None:
             return contextlib.nullcontext()
         if key in self._compiled:
-            # What the guards look at (modules, buffers, shapes) has not changed since; checking it takes half a millisecond.
-            return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
+            return unguarded()
         self._compiled.add(key)
         return self._timed(f"compiling the {what}" + (f" of {key[1]} rows" if what == "prefill" else ""))
 
@@ -521,7 +518,23 @@ class CapturedStep:
 def compile_whole(function: Callable, **options) -> Callable:
     """torch.compile as one graph, or not at all."""
     # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
-    return torch.compile(torch._dynamo.dont_skip_tracing(function), fullgraph=True, **options)
+    traced = torch._dynamo.dont_skip_tracing(function)
+
+    def whole(*args):
+        return traced(*args)
+
+    # What is compiled is kept per code object, and guards are checked entry by entry: each of us gets one of its own.
+    whole.__code__ = whole.__code__.replace(co_name=function.__name__)
+    return torch.compile(whole, fullgraph=True, **options)
+
+
+def unguarded():
+    """A context in which compiled functions run what is there unquestioned.
+
+    The guards look at modules, buffers and shapes, half a millisecond's worth; where the caller knows that none has changed
+    since the call that compiled, only those that tell several compiled versions apart are needed.
+    """
+    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -14,13 +14,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint import WEIGHTS
-from decoder import SPAN, Decoder, Run, Sampling, compile_whole
+from decoder import SPAN, Decoder, Run, Sampling, compile_whole, unguarded
 from drafters.eagle import Eagle
 from model import Head, KVCache, Transformer
 from tree import Growth, Tree, TreeShape, visible_slots
@@ -115,7 +116,7 @@ def count_accepted(grown: Growth, truth: Tensor, rows: list[int]) -> dict[TreeSh
 
 
 class Costs:
-    """Seconds of a verify pass over T rows, of a draft level over k rows, of a catch-up pass over W rows: medians."""
+    """What the passes of a step cost: of the target over T rows, of the head over k."""
 
     def __init__(self, target: Transformer, head: Head, compile: bool, live: int = 4 * SPAN):
         self.target, self.head = target, head
@@ -142,38 +143,40 @@ class Costs:
         logits = self.head.logits(h)
         return logits.topk(4, dim=-1), logits.logsumexp(-1)
 
-    @torch.no_grad()
-    def _time(self, call: Callable, repeat: int = 12) -> float:
-        for _ in range(3):
-            call()
-        times = []
-        for _ in range(repeat):
-            self._settle()
-            began = time.perf_counter()
-            call()
-            self._settle()
-            times.append(time.perf_counter() - began)
-        return statistics.median(times)
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
         """Tokens and slots of so many rows behind the committed ones, both [1, rows]."""
         own = self.length[:, None] + torch.arange(rows, device=self.device)
         return torch.zeros_like(own), own
 
-    def verify(self, rows: int) -> float:
-        """Seconds of a pass of the target over so many rows."""
-        tokens, own = self._rows(rows)
-        return self._time(lambda: self.verify_pass(tokens, own))
+    def measure(self, repeat: int = 15) -> tuple[dict[int, float], dict[int, float]]:
+        """Seconds of a pass of the target over VERIFY_ROWS and of the head over LEVEL_ROWS, by rows.
 
-    def level(self, rows: int) -> float:
-        """Seconds of a pass of the head over so many rows, the choice of the best children included."""
-        tokens, own = self._rows(rows)
-        feature = self.feature.expand(-1, rows, -1).contiguous()
-        return self._time(lambda: self.level_pass(tokens, own, feature))
+        In turns, so that a machine that is slow for a while is slow for all of them; medians.
+        """
+        calls = {}
+        for rows in VERIFY_ROWS:
+            calls["verify", rows] = partial(self.verify_pass, *self._rows(rows))
+        for rows in LEVEL_ROWS:
+            calls["level", rows] = partial(self.level_pass, *self._rows(rows), self.feature.expand(-1, rows, -1).contiguous())
+        times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+        with torch.no_grad():
+            for call in calls.values():
+                for _ in range(3):
+                    call()
+            with unguarded():  # as the decoder runs its step
+                for _ in range(repeat):
+                    for key, call in calls.items():
+                        self._settle()
+                        began = time.perf_counter()
+                        call()
+                        self._settle()
+                        times[key].append(time.perf_counter() - began)
+        verify, level = ({n: statistics.median(t) for (kind, n), t in times.items() if kind == which} for which in ("verify", "level"))
+        return verify, level
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def between(measured: dict[int, float], rows: int) -> float:
@@ -227,9 +230,7 @@ def auto_tree(
     say("choosing a tree: acceptance on a few prompts ...")
     taus = {s: t for s, t in measure_tau(target, head, prompts, stop_ids).items() if s.width <= head.args.draft_vocab_size}
     say("choosing a tree: cost of passes ...")
-    costs = Costs(target, head, compile)
-    verify = {n: costs.verify(n) for n in VERIFY_ROWS}
-    level = {n: costs.level(n) for n in LEVEL_ROWS}
+    verify, level = Costs(target, head, compile).measure()
     ranked = choose(taus, verify, level)
     best, paper = ranked[0], next((c for c in ranked if c.shape == TreeShape(60, 7, 10)), None)
     shape = best.shape

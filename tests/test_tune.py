@@ -68,7 +68,7 @@ def test_a_choice_is_kept_until_something_changes(models, tmp_path, monkeypatch)
     said, measured = [], []
     original = tune.measure_tau
     monkeypatch.setattr(tune, "measure_tau", lambda *a: measured.append(1) or original(*a, tokens=24))
-    monkeypatch.setattr(tune.Costs, "_time", lambda self, call, original=tune.Costs._time: original(self, call, repeat=1))
+    monkeypatch.setattr(tune.Costs, "measure", lambda self, original=tune.Costs.measure: original(self, repeat=1))
 
     def choose():
         return tune.auto_tree(target, head, PROMPTS, [], tmp_path, False, said.append)
