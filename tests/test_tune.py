@@ -80,3 +80,11 @@ def test_a_choice_is_kept_until_something_changes(models, tmp_path, monkeypatch)
     assert choose() and len(measured) == 2
     (tmp_path / "tree.json").write_text("{")
     assert choose() and len(measured) == 3
+
+
+def test_compiled_costs(models, monkeypatch):
+    """As users run it: every size compiled on its own."""
+    monkeypatch.setattr(tune, "VERIFY_ROWS", (1, 3))
+    monkeypatch.setattr(tune, "LEVEL_ROWS", (2,))
+    verify, level = tune.Costs(*models, compile=True).measure(repeat=3)
+    assert verify.keys() == {1, 3} and level.keys() == {2} and all(t > 0 for t in [*verify.values(), *level.values()])
