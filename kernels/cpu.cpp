@@ -32,6 +32,7 @@ typedef uint32_t U __attribute__((vector_size(64)));
 typedef int32_t I __attribute__((vector_size(64)));
 constexpr int LANES = 16;
 constexpr int BLOCK = 2 * LANES;  // output columns of one packed block
+constexpr int64_t SLOTS = 128;    // cache slots that one thread scores at a time
 constexpr int ROWS = 12;          // rows that share one load of the weights: their 24 sums stay in registers
 
 template <class V>
@@ -339,6 +340,8 @@ struct Rows {
   const float *cosine, *sine;
   const int64_t* slots;
   const bool* visible;
+  bool split;                               // whether there are too few units for a thread to take whole ones
+  mutable std::vector<float> scores, totals;  // of all units, if so
   std::vector<std::vector<int32_t>> live;   // by sequence and group: the slots that one of its rows attends to
   std::vector<std::vector<uint16_t>> seen;  // and for each of them, bit r: row r does
 
@@ -346,8 +349,13 @@ struct Rows {
        const Tensor& visible)
       : B(B), T(T), heads(heads), kv_heads(kv_heads), hd(hd), per_kv(heads / kv_heads), groups((per_kv * T + LANES - 1) / LANES),
         n(visible.size(2)), cosine(cosine.const_data_ptr<float>()), sine(sine.const_data_ptr<float>()),
-        slots(slots.const_data_ptr<int64_t>()), visible(visible.const_data_ptr<bool>()), live(B * groups), seen(B * groups) {}
+        slots(slots.const_data_ptr<int64_t>()), visible(visible.const_data_ptr<bool>()), live(B * groups), seen(B * groups) {
+    split = at::get_num_threads() > 1 && units() < 4 * at::get_num_threads();
+    if (split) scores.resize(units() * n * LANES), totals.resize(units() * LANES);
+  }
 
+  int64_t units() const { return B * kv_heads * groups; }
+  float* scores_of(int64_t unit) const { return &scores[unit * n * LANES]; }
   int64_t width() const { return (heads + 2 * kv_heads) * hd; }
   int group_size(int64_t group) const { return std::min<int64_t>(LANES, per_kv * T - group * LANES); }
   // Which query head and which row of the pass the r-th row of a group is.
@@ -371,36 +379,45 @@ struct Rows {
 template <class E>
 struct Group {
   using Value = typename E::Value;
-  static constexpr int KEYS = 8;  // slots scored together: they share the loads of the queries
+  static constexpr int KEYS = 8;    // slots scored together: they share the loads of the queries
+  static constexpr int AHEAD = 32;  // how many slots ahead of use their rows are fetched
   const std::vector<int32_t>& live;
   const std::vector<uint16_t>& seen;
   const int64_t hd, stride;  // stride: from one slot to the next, in values
   uint32_t* queries;         // [hd words, 16]
   float* scores;             // [live, 16]
 
-  // Softmax weights, unnormalised, into `scores`; returns their sums by lane.
-  F weigh(const Value* keys, float scale) {
-    const int64_t words = hd / E::PER_WORD, count = live.size();
+  // Scores of the live slots `from` to `to`.
+  void score(const Value* keys, float scale, int64_t from, int64_t to) {
+    const int64_t words = hd / E::PER_WORD;
     const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const F nothing = broadcast(-INFINITY);
-    F most = nothing;
-    for (int64_t j = 0; j < count; j += KEYS) {
+    for (int64_t j = from; j < to; j += KEYS) {
       const uint32_t* key[KEYS];
-      for (int i = 0; i < KEYS; i++) key[i] = reinterpret_cast<const uint32_t*>(keys + live[std::min(j + i, count - 1)] * stride);
+      for (int i = 0; i < KEYS; i++) key[i] = reinterpret_cast<const uint32_t*>(keys + live[std::min(j + i, to - 1)] * stride);
+      for (int i = 0; i < KEYS; i++)  // rows of one head lie apart: the processor does not foresee them
+        for (int64_t w = 0; w < words; w += LANES) __builtin_prefetch(keys + live[std::min(j + i + AHEAD, to - 1)] * stride + w * E::PER_WORD);
       F sum[KEYS] = {};
       for (int64_t w = 0; w < words; w++) {
         const U query = load<U>(queries + w * LANES);
 #pragma GCC unroll 8
         for (int i = 0; i < KEYS; i++) sum[i] = E::dot(sum[i], query, broadcast(key[i][w]));
       }
-      for (int i = 0; i < KEYS && j + i < count; i++) {
+      for (int i = 0; i < KEYS && j + i < to; i++) {
         const U bits = (broadcast(uint32_t(seen[j + i])) >> lane) & 1u;
-        const F score = bits != 0u ? sum[i] * scale : nothing;
-        most = score > most ? score : most;
-        store(scores + (j + i) * LANES, score);
+        store(scores + (j + i) * LANES, bits != 0u ? sum[i] * scale : broadcast(-INFINITY));
       }
     }
-    F total = {};
+  }
+
+  // Scores become softmax weights, unnormalised; returns their sums by lane.
+  F weigh() {
+    const int64_t count = live.size();
+    const F nothing = broadcast(-INFINITY);
+    F most = nothing, total = {};
+    for (int64_t j = 0; j < count; j++) {
+      const F score = load<F>(scores + j * LANES);
+      most = score > most ? score : most;
+    }
     for (int64_t j = 0; j < count; j++) {
       const F score = load<F>(scores + j * LANES);
       const F weight = score == nothing ? F{} : exponential(score - most);
@@ -410,38 +427,48 @@ struct Group {
     return total;
   }
 
-  // The weighted values of R rows from `row` on, over `total`.
+  // The weighted values of R rows from `row` on, over `total`: one vector's worth of the head, from d on.
   template <int R>
-  void gather(const Value* values, int row, Value* const* out, const float* total) {
-    constexpr int W = E::PER_WORD, CHUNK = W * LANES;
-    const int64_t count = live.size();
-    for (int64_t d = 0; d < hd; d += CHUNK) {
-      const int64_t rest = hd - d;  // of a head that is no multiple of a vector, the last part
-      F sum[R][W] = {};
-      for (int64_t j = 0; j < count; j++) {
-        U words = {};
-        std::memcpy(&words, values + live[j] * stride + d, rest < CHUNK ? rest * sizeof(Value) : sizeof words);
-        F value[W];
-        if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
-        else value[0] = (F)words;
+  void gather(const Value* values, int64_t d, int row, Value* const* out, const float* total) {
+    constexpr int W = E::PER_WORD;
+    const int64_t count = live.size(), rest = hd - d;  // the last part of a head may be less than a vector
+    F sum[R][W] = {};
+    for (int64_t j = 0; j < count; j++) {
+      __builtin_prefetch(values + live[std::min(j + AHEAD, count - 1)] * stride + d);
+      U words = {};
+      std::memcpy(&words, values + live[j] * stride + d, std::min<int64_t>(rest * sizeof(Value), sizeof words));
+      F value[W];
+      if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
+      else value[0] = (F)words;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
-          for (int i = 0; i < W; i++) sum[r][i] = fma(broadcast(scores[j * LANES + row + r]), value[i], sum[r][i]);
-      }
-      for (int r = 0; r < R; r++) {
-        const float share = total[row + r] > 0 ? 1.0f / total[row + r] : 0.0f;
-        if constexpr (W == 2) {  // even and odd values were summed apart
-          F low, high;
-          for (int l = 0; l < LANES / 2; l++) {
-            low[2 * l] = sum[r][0][l], low[2 * l + 1] = sum[r][1][l];
-            high[2 * l] = sum[r][0][LANES / 2 + l], high[2 * l + 1] = sum[r][1][LANES / 2 + l];
-          }
-          E::put(out[row + r] + d, low * share, rest);
-          if (rest > LANES) E::put(out[row + r] + d + LANES, high * share, rest - LANES);
-        } else {
-          E::put(out[row + r] + d, sum[r][0] * share, rest);
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < W; i++) sum[r][i] = fma(broadcast(scores[j * LANES + row + r]), value[i], sum[r][i]);
+    }
+    for (int r = 0; r < R; r++) {
+      const float share = total[row + r] > 0 ? 1.0f / total[row + r] : 0.0f;
+      if constexpr (W == 2) {  // even and odd values were summed apart
+        F low, high;
+        for (int l = 0; l < LANES / 2; l++) {
+          low[2 * l] = sum[r][0][l], low[2 * l + 1] = sum[r][1][l];
+          high[2 * l] = sum[r][0][LANES / 2 + l], high[2 * l + 1] = sum[r][1][LANES / 2 + l];
         }
+        E::put(out[row + r] + d, low * share, rest);
+        if (rest > LANES) E::put(out[row + r] + d + LANES, high * share, rest - LANES);
+      } else {
+        E::put(out[row + r] + d, sum[r][0] * share, rest);
       }
+    }
+  }
+
+  // The same for `rows` rows, ROWS_AT_ONCE in a pass over the values.
+  static constexpr int ROWS_AT_ONCE = 8;
+  template <int R = ROWS_AT_ONCE>
+  void gather_rows(int rows, const Value* values, int64_t d, int row, Value* const* out, const float* total) {
+    if (rows >= R) {
+      gather<R>(values, d, row, out, total);
+      if (rows > R) gather_rows<ROWS_AT_ONCE>(rows - R, values, d, row + R, out, total);
+    } else if constexpr (R > 1) {
+      gather_rows<R - 1>(rows, values, d, row, out, total);
     }
   }
 };
@@ -465,27 +492,49 @@ void attention_part(const Team& team, const Rows& rows, const typename E::Value*
     std::memcpy(values + place, from + (heads + kv_heads) * hd, kv_heads * hd * sizeof(Value));
   });
   team.meet();
-  const int64_t words = hd / E::PER_WORD;
-  std::vector<float> scores(rows.n * LANES);
+  const int64_t words = hd / E::PER_WORD, units = rows.units(), vector = E::PER_WORD * LANES, parts = (hd + vector - 1) / vector;
+  const float scale = 1.0f / std::sqrt(float(hd));
   std::vector<uint32_t> queries(words * LANES);
-  alignas(64) float total[LANES];
-  team.share(rows.B * kv_heads * rows.groups, [&](int64_t unit) {
+  Value* to[LANES];
+  // What a unit, one group of rows of one key/value head, works on. `fill`: with its queries.
+  const auto group_of = [&](int64_t unit, float* scores, bool fill) {
     const int64_t b = unit / (kv_heads * rows.groups), kv = unit / rows.groups % kv_heads, group = unit % rows.groups;
-    const int count = rows.group_size(group);
-    Value* to[LANES];
-    for (int r = 0; r < count; r++) {
+    for (int r = 0; r < rows.group_size(group); r++) {
       const int64_t place = (rows.row_of(b, group, r) * heads + rows.head_of(kv, group, r)) * hd;
-      for (int64_t w = 0; w < words; w++) std::memcpy(&queries[w * LANES + r], rotated + place + w * E::PER_WORD, 4);
+      for (int64_t w = 0; fill && w < words; w++) std::memcpy(&queries[w * LANES + r], rotated + place + w * E::PER_WORD, 4);
       to[r] = out + place;
     }
-    const int64_t mask = b * rows.groups + group, start = b * sequence + kv * hd;
-    Group<E> g{rows.live[mask], rows.seen[mask], hd, stride, queries.data(), scores.data()};
-    store(total, g.weigh(keys + start, 1.0f / std::sqrt(float(hd))));
-    int r = 0;
-    for (; r + 8 <= count; r += 8) g.template gather<8>(values + start, r, to, total);
-    if (r + 4 <= count) g.template gather<4>(values + start, r, to, total), r += 4;
-    if (r + 2 <= count) g.template gather<2>(values + start, r, to, total), r += 2;
-    if (r < count) g.template gather<1>(values + start, r, to, total);
+    const int64_t mask = b * rows.groups + group;
+    return Group<E>{rows.live[mask], rows.seen[mask], hd, stride, queries.data(), scores};
+  };
+  const auto start = [&](int64_t unit) { return unit / (kv_heads * rows.groups) * sequence + unit / rows.groups % kv_heads * hd; };
+  const auto size = [&](int64_t unit) { return rows.group_size(unit % rows.groups); };
+
+  if (!rows.split) {  // enough units for all threads: each does its own, the scores stay in its cache
+    std::vector<float> scores(rows.n * LANES);
+    alignas(64) float total[LANES];
+    team.share(units, [&](int64_t unit) {
+      Group<E> g = group_of(unit, scores.data(), true);
+      g.score(keys + start(unit), scale, 0, g.live.size());
+      store(total, g.weigh());
+      for (int64_t d = 0; d < hd; d += vector) g.gather_rows(size(unit), values + start(unit), d, 0, to, total);
+    });
+    return;
+  }
+  // Few units, as in plain decoding: the threads share the slots when scoring and the parts of a head when gathering.
+  const int64_t pieces = (rows.n + SLOTS - 1) / SLOTS;
+  team.share(units * pieces, [&](int64_t item) {
+    Group<E> g = group_of(item / pieces, rows.scores_of(item / pieces), true);
+    const int64_t from = item % pieces * SLOTS, count = g.live.size();
+    if (from < count) g.score(keys + start(item / pieces), scale, from, std::min(from + SLOTS, count));
+  });
+  team.meet();
+  team.share(units, [&](int64_t unit) { store(&rows.totals[unit * LANES], group_of(unit, rows.scores_of(unit), false).weigh()); });
+  team.meet();
+  team.share(units * parts, [&](int64_t item) {
+    const int64_t unit = item / parts;
+    group_of(unit, rows.scores_of(unit), false)
+        .gather_rows(size(unit), values + start(unit), item % parts * vector, 0, to, &rows.totals[unit * LANES]);
   });
 }
 

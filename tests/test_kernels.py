@@ -131,7 +131,10 @@ def test_attend(dtype, shape):
 
     ours, theirs = Cache(k, v), Cache(k.double(), v.double())
     shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
+    torch.set_num_threads(2)
     found = kernels.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
+    torch.set_num_threads(1)
+    assert torch.equal(found, kernels.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights))
     expected = attention(block.double(), qkv.double(), theirs, shared)
     assert torch.equal(ours.v.double(), theirs.v)
     close(ours.k, theirs.k, dtype)
@@ -171,8 +174,11 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype):
         visible[:, :, :50] = True
         for i in range(4):
             visible[:, i, list(places[: i + 1])] = True
-        results.append(kernels.attend(qkv, cos, sin, keys, values, slots, visible))
-    assert torch.equal(*results)
+        for threads in (1, 3):  # by themselves, or sharing slots and parts of heads
+            torch.set_num_threads(threads)
+            results.append(kernels.attend(qkv, cos, sin, keys.clone(), values.clone(), slots, visible))
+        torch.set_num_threads(1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 def tiny(dtype, seed=0, head_dim=32, **options):
