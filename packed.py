@@ -105,38 +105,40 @@ def pack(*models: nn.Module) -> bool:
     whole = True
     done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
 
+    def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
+        if id(module.weight) not in done:
+            done[id(module.weight)] = PackedLinear(module, dtype)
+        return done[id(module.weight)]
+
     for model in models:
         dtype, device = model.embed.weight.dtype, model.embed.weight.device
 
-        def packed(module: nn.Module, dtype: torch.dtype = dtype) -> PackedLinear:
-            if id(module.weight) not in done:
-                done[id(module.weight)] = PackedLinear(module, dtype)
-            return done[id(module.weight)]
-
-        def takes(module: nn.Module, dtype: torch.dtype = dtype, device: torch.device = device) -> bool:
-            if isinstance(module, QuantizedLinear):
-                return kernels.takes(module.values().shape[1], dtype, device)
-            linear = isinstance(module, (nn.Linear, nn.Embedding))
-            return linear and module.weight.dtype == dtype and kernels.takes(module.weight.shape[1], dtype, device)
-
-        if model.lm_head is None and takes(model.embed):
-            model.lm_head = packed(model.embed)  # tied: the table stays, for reading embeddings
+        if model.lm_head is None and _takes(model.embed, dtype, device):
+            model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
         for parent in list(model.modules()):
             if isinstance(parent, Block) and kernels.takes(parent.head_dim, dtype, device):
                 parent.attention = attention
             for name, child in list(parent.named_children()):
                 if isinstance(child, RMSNorm) and kernels.takes(2, dtype, device):
                     setattr(parent, name, PackedNorm(child))
-                elif isinstance(child, MLP) and takes(child.w_gate_up) and takes(child.w_down):
+                elif isinstance(child, MLP) and all(_takes(part, dtype, device) for part in (child.w_gate_up, child.w_down)):
                     setattr(parent, name, PackedMLP(child, dtype))
-                elif takes(child) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
-                    setattr(parent, name, packed(child))
+                elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
+                    setattr(parent, name, packed(child, dtype))
         if isinstance(model, Transformer):
             if all(_is_packed(layer) for layer in model.layers):
                 model.run_layers, model.move = run_layers, move
             else:
                 whole = False
     return whole
+
+
+def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a module is a linear layer or a table that the kernels can take."""
+    if isinstance(module, QuantizedLinear):
+        return kernels.takes(module.inputs, dtype, device)
+    linear = isinstance(module, (nn.Linear, nn.Embedding))
+    return linear and module.weight.dtype == dtype and kernels.takes(module.weight.shape[1], dtype, device)
 
 
 def _is_packed(layer: Block) -> bool:

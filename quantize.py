@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoint import CONFIG, HEADS, WEIGHTS, CheckpointError, build, check_keys, load_target, read_config
+from errors import exit_status
 from quantized import GROUPS, MODES, QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
 from sources import Entry
 from tokenizer import Tokenizer
@@ -152,6 +153,23 @@ def report(name: str, source: Path, out: Path, errors: list[tuple[str, float]]) 
         print(f"  {kind:10s} {len(values):3d} layers, relative error {sum(values) / len(values):.2%} (worst {max(values):.2%})")
 
 
+def run(o) -> None:
+    """Do what the parsed options say. Raises CheckpointError and OSError on bad input."""
+    source = Path(o.checkpoint)
+    out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
+    config = read_config(source)
+    if o.text and config["kind"] != "target":
+        raise CheckpointError(f"--text compares targets; {source} is a head")
+    heads = [d for d in sorted(source.iterdir()) if d.name in HEADS and (d / CONFIG).is_file()] if config["kind"] == "target" else []
+    for folder, into in [(source, out), *((head, out / head.name) for head in heads)]:
+        errors = quantize(folder, into, o.mode, o.group, not o.keep_lm_head, o.force)
+        report(str(into), folder, into, errors)
+    if o.text:
+        found = compare(source, out, Path(o.text))
+        print(f"on {found['tokens']:,} tokens of {o.text}: perplexity {found['perplexity']:.3f} -> "
+              f"{found['quantised_perplexity']:.3f}, same next token {found['agreement']:.1%}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,27 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--text", metavar="FILE", help="compare with the original on this text: perplexity, next-token agreement")
     parser.add_argument("--force", action="store_true", help="replace an existing output folder")
     o = parser.parse_args(argv)
-    source = Path(o.checkpoint)
-    out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
-    try:
-        config = read_config(source)
-        if o.text and config["kind"] != "target":
-            raise CheckpointError(f"--text compares targets; {source} is a head")
-        heads = [d for d in sorted(source.iterdir()) if d.name in HEADS and (d / CONFIG).is_file()] if config["kind"] == "target" else []
-        for folder, into in [(source, out), *((head, out / head.name) for head in heads)]:
-            errors = quantize(folder, into, o.mode, o.group, not o.keep_lm_head, o.force)
-            report(str(into), folder, into, errors)
-        if o.text:
-            found = compare(source, out, Path(o.text))
-            print(f"on {found['tokens']:,} tokens of {o.text}: perplexity {found['perplexity']:.3f} -> "
-                  f"{found['quantised_perplexity']:.3f}, same next token {found['agreement']:.1%}")
-    except (CheckpointError, OSError) as e:
-        print("error:", " ".join(str(e).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: run(o), OSError)
 
 
 if __name__ == "__main__":

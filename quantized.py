@@ -60,7 +60,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         if group and inputs % group:
             raise ValueError(f"int4 in groups of {group} does not divide {inputs} inputs")
-        self.group = group
+        self.inputs, self.group = inputs, group
         values = torch.empty(outputs, inputs // 2, dtype=torch.uint8) if group else torch.empty(outputs, inputs, dtype=torch.int8)
         scales = torch.empty(outputs, inputs // group, dtype=torch.bfloat16) if group else torch.empty(outputs, 1)
         self.weight = nn.Parameter(values, requires_grad=False)

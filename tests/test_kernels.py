@@ -1,6 +1,5 @@
 """The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its company."""
 import platform
-import shutil
 import subprocess
 import sys
 
@@ -18,7 +17,6 @@ from packed import PackedLinear, pack
 from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
 from tree import TreeShape
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # of one product, relative to the largest: rounding of the output
 
