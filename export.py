@@ -1,61 +1,42 @@
-"""Write an EAGLE-3 head of ours as a Hugging Face folder that the EAGLE repository, SGLang and vLLM read."""
+"""Write a head of ours as a Hugging Face folder that others read.
+
+    python export.py --head checkpoints/smollm2-135m/eagle3 --checkpoint checkpoints/smollm2-135m --layout speculators --out DIR
+
+sglang       EAGLE-3 and EAGLE-1 as the EAGLE repository publishes them; SGLang and vLLM read them too
+speculators  EAGLE-3 as the speculators library writes it; vLLM reads it
+"""
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
-from model import Eagle3Head
+from checkpoint import load_head, load_target, read_config
+from errors import CheckpointError, exit_status
+from model import Eagle1Head, Head
+
+LAYOUTS = ("sglang", "speculators")
 
 
-def export_eagle3(head: Eagle3Head, folder: str | Path, extra: dict | None = None) -> Path:
-    """Save `head` in the SafeAILab/SGLang layout: config.json and model.safetensors in bfloat16, without embedding.
+def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
+    """Save `head` as config.json and model.safetensors in bfloat16, without what is the target's.
 
-    `d2t` holds offsets (target id = draft id + d2t[draft id]) and `t2d` marks the target ids in the draft vocabulary.
-    `extra` keys are added to the config. Each file is written under a temporary name and renamed.
+    target_config: the target's config.json, for the speculators layout, which names the target. Each file is written under a
+    temporary name and renamed. Raises CheckpointError if the layout cannot hold this head.
     """
-    args, state = head.args, {k: v.detach().to("cpu") for k, v in head.state_dict().items()}
-    q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    tensors = {name: state[name] for name in ("fc.weight", "norm.weight", "lm_head.weight")}
-    for part, rows in zip("qkv", state["layer.wqkv.weight"].split((q, kv, kv))):
-        tensors[f"midlayer.self_attn.{part}_proj.weight"] = rows
-    for part, rows in zip(("gate", "up"), state["layer.mlp.w_gate_up.weight"].chunk(2)):
-        tensors[f"midlayer.mlp.{part}_proj.weight"] = rows
-    for ours, theirs in (
-        ("wo", "self_attn.o_proj"), ("mlp.w_down", "mlp.down_proj"), ("embed_norm", "input_layernorm"),
-        ("feature_norm", "hidden_norm"), ("mlp_norm", "post_attention_layernorm"),
-    ):
-        tensors[f"midlayer.{theirs}.weight"] = state[f"layer.{ours}.weight"]
-    tensors = {name: t.to(torch.bfloat16).contiguous() for name, t in tensors.items()}
-    ids = state["draft_ids"]
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(args.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-
-    config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "vocab_size": args.vocab_size,
-        "draft_vocab_size": args.draft_vocab_size,
-        "hidden_size": args.hidden_size,
-        "target_hidden_size": args.target_hidden_size,
-        "intermediate_size": args.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": args.num_heads,
-        "num_key_value_heads": args.num_kv_heads,
-        "head_dim": args.head_dim,
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": args.rope_base,
-        "max_position_embeddings": args.max_seq_len,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in args.aux_layers], "use_aux_hidden_state": True},
-        **(extra or {}),
-    }
+    if isinstance(head, Eagle1Head):
+        if layout != "sglang":
+            raise CheckpointError("the speculators layout is for EAGLE-3 heads only; write --layout sglang")
+        tensors, config = _eagle1(head)
+    else:
+        tensors = _eagle3(head, "midlayer" if layout == "sglang" else "layers.0")
+        config = _sglang_config(head) if layout == "sglang" else _speculators_config(head, target_config or {})
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Not save_file, which makes a file that only its owner can read.
@@ -64,3 +45,113 @@ def export_eagle3(head: Eagle3Head, folder: str | Path, extra: dict | None = Non
     for name in ("model.safetensors", "config.json"):
         os.replace(folder / f"{name}.partial", folder / name)
     return folder
+
+
+def _layer(head: Head, prefix: str, norms: dict[str, str]) -> dict[str, Tensor]:
+    """The one layer's weights, q/k/v and gate/up apart, under the names of a Hugging Face LLaMA."""
+    args, state = head.args, head.own_state()
+    q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
+    tensors = {}
+    for kind in ("weight", "bias"):
+        if f"layer.wqkv.{kind}" in state:
+            for part, rows in zip("qkv", state[f"layer.wqkv.{kind}"].split((q, kv, kv))):
+                tensors[f"{prefix}.self_attn.{part}_proj.{kind}"] = rows
+    for part, rows in zip(("gate", "up"), state["layer.mlp.w_gate_up.weight"].chunk(2)):
+        tensors[f"{prefix}.mlp.{part}_proj.weight"] = rows
+    names = {
+        "wo": "self_attn.o_proj", "mlp.w_down": "mlp.down_proj", "mlp_norm": "post_attention_layernorm",
+        "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", **norms,
+    }
+    for ours, theirs in names.items():
+        if f"layer.{ours}.weight" in state:
+            tensors[f"{prefix}.{theirs}.weight"] = state[f"layer.{ours}.weight"]
+    known = {f"layer.{name}" for name in ("wqkv.weight", "wqkv.bias", "mlp.w_gate_up.weight", *(f"{n}.weight" for n in names))}
+    rest = {"embed.weight": "embed_tokens.weight"} | {n: n for n in ("fc.weight", "fc.bias", "norm.weight", "lm_head.weight")}
+    tensors |= {theirs: state[ours] for ours, theirs in rest.items() if ours in state}
+    left = sorted(state.keys() - known - rest.keys() - {"draft_ids"})
+    if left:
+        raise CheckpointError(f"this head has weights that no layout written here has a place for: {', '.join(left)}")
+    return {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in tensors.items()}
+
+
+def _eagle1(head: Eagle1Head) -> tuple[dict[str, Tensor], dict]:
+    """EAGLE-1/2 (SafeAILab/EAGLE): no norm before the layer or behind it, the target's lm_head."""
+    a = head.args
+    return _layer(head, "layers.0", {}), {
+        "architectures": ["LlamaForCausalLMEagle"], **_llama_config(head), "bias": a.fc_bias, "qkv_bias": a.qkv_bias,
+    }
+
+
+def _eagle3(head: Head, prefix: str) -> dict[str, Tensor]:
+    """`d2t` holds offsets (target id = draft id + d2t[draft id]), `t2d` marks the target ids in the draft vocabulary."""
+    args, ids = head.args, head.draft_ids.cpu()
+    tensors = _layer(head, prefix, {"embed_norm": "input_layernorm", "feature_norm": "hidden_norm"})
+    tensors["d2t"] = ids - torch.arange(len(ids))
+    tensors["t2d"] = torch.zeros(args.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return tensors
+
+
+def _llama_config(head: Head) -> dict:
+    a = head.args
+    return {
+        "model_type": "llama", "vocab_size": a.vocab_size, "hidden_size": a.hidden_size, "intermediate_size": a.intermediate_size,
+        "num_hidden_layers": a.num_layers, "num_attention_heads": a.num_heads, "num_key_value_heads": a.num_kv_heads,
+        "head_dim": a.head_dim, "rms_norm_eps": a.norm_eps, "rope_theta": a.rope_base, "rope_scaling": a.rope_scaling,
+        "max_position_embeddings": a.max_seq_len, "hidden_act": "silu", "tie_word_embeddings": a.tie_embeddings,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _sglang_config(head: Head) -> dict:
+    a = head.args
+    for flag in ("norm_before_residual", "recycle_normed"):
+        if getattr(a, flag):
+            raise CheckpointError(f"{flag} has no place in the sglang layout; write --layout speculators")
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"], **_llama_config(head), "draft_vocab_size": a.draft_vocab_size,
+        "target_hidden_size": a.target_hidden_size,
+        # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
+    }
+
+
+def _speculators_config(head: Head, target: dict) -> dict:
+    a = head.args
+    return {
+        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": a.draft_vocab_size,
+        "target_hidden_size": a.target_hidden_size, "norm_before_residual": a.norm_before_residual, "norm_before_fc": False,
+        "fc_norm": False, "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
+        "eagle_aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
+        "transformer_layer_config": _llama_config(head),
+        "speculators_config": {
+            "algorithm": "eagle3", "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target.get("source") or target.get("name"), "architectures": target.get("architectures") or []},
+        },
+        "torch_dtype": "bfloat16",
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--head", required=True, help="converted head")
+    p.add_argument("--checkpoint", required=True, help="the converted target it belongs to")
+    p.add_argument("--layout", choices=LAYOUTS, default="sglang")
+    p.add_argument("--out", required=True)
+    p.add_argument("--force", action="store_true", help="replace the weights of an existing folder")
+    o = p.parse_args(argv)
+
+    def run() -> None:
+        if (Path(o.out) / "model.safetensors").exists() and not o.force:
+            raise CheckpointError(f"{o.out}: holds a model.safetensors; replace it with --force or choose another --out")
+        if "quantization" in read_config(o.head):
+            raise CheckpointError(f"{o.head}: quantised; export the head before quantisation")
+        target, config = load_target(o.checkpoint)
+        print(f"wrote {export(load_head(o.head, target), o.out, o.layout, config)}")
+
+    return exit_status(run, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

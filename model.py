@@ -492,6 +492,24 @@ class Head(nn.Module):
         if self.embed is None:
             self.embed = target.embed
 
+    def own_state(self) -> dict[str, Tensor]:
+        """The state dict without what `use_target` handed over."""
+        with torch.device("meta"):
+            names = type(self)(self.args).state_dict()
+        return {name: t for name, t in self.state_dict().items() if name in names}
+
+    def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
+        """A copy with weights of its own in this dtype, on the device of the target, which lends it the rest."""
+        with torch.device("meta"):
+            head = type(self)(self.args)
+        device = target.embed.weight.device
+        cast = {name: t.detach().to(device, dtype if t.is_floating_point() else None, copy=True) for name, t in self.own_state().items()}
+        head.load_state_dict(cast, assign=True)
+        head.inv_freq = self.inv_freq.to(device)
+        head.requires_grad_(False)
+        head.use_target(target)
+        return head
+
     def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
         """One KVCache per layer of the head."""
         return nn.ModuleList(KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers))

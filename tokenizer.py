@@ -115,7 +115,8 @@ class Tokenizer:
     def chat(self, messages: list[dict], **variables) -> list[int]:
         """Token ids of a conversation ({"role", "content"} dicts) up to where the assistant begins to speak.
 
-        BOS is there if the template writes it. `variables` are handed to the template (such as `enable_thinking`).
+        BOS is there if the template writes it. `variables` are handed to the template, such as `enable_thinking`, or
+        `add_generation_prompt=False` for a conversation that ends with what the assistant said.
         What the messages contain never becomes a control token. Raises CheckpointError if there is no template or
         the template refuses the messages.
         """
@@ -170,9 +171,9 @@ class Tokenizer:
     def _render(self, messages: list[dict], variables: dict) -> str:
         if self.template is None:
             raise CheckpointError("this checkpoint has no chat template; pass the prompt as plain text")
-        context = {"tools": None, "documents": None, **self.names, **variables}  # names that templates test for None
+        context = {"tools": None, "documents": None, "add_generation_prompt": True, **self.names, **variables}  # None: is tested for
         try:
-            return self._compiled.render(messages=messages, add_generation_prompt=True, **context)
+            return self._compiled.render(messages=messages, **context)
         except Exception as e:  # a template is a program of the checkpoint's author: anything can be raised in it
             raise CheckpointError(f"chat template: {_line(e)}") from None
 

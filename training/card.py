@@ -1,0 +1,55 @@
+"""The model card: README.md beside a trained head, with the figures of its run."""
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from model import Head
+from training.record import chain_tau
+from training.rows import report
+
+
+def write_card(
+    folder: Path, *, head: Head, kind: str, target: dict, data: dict, covered: float, command: list[str], plan: dict, steps: int,
+    log: list[dict], tree: str, seconds: float | None,
+) -> None:
+    """Write FOLDER/README.md. data: `training.rows.describe`; log: the entries of the run; tree: of the validation."""
+    eagle3 = kind == "eagle3"
+    own = sum(t.numel() for t in head.own_state().values() if t.is_floating_point()) / 1e6
+    what = "embedding and lm_head are the target's"
+    if eagle3:
+        what = f"draft vocabulary {head.args.draft_vocab_size:,} of {head.args.vocab_size:,} ids, {covered:.2%} of the answer tokens"
+    done = [f"{'training-time test' if eagle3 else 'feature regression'}, {steps} unrolled step{'s' * (steps > 1)}"]
+    short = plan["short_epochs"]
+    done += [f"{plan['epochs']} epochs" + (f", of which the first {short} unroll fewer steps" if short else "")]
+    done += [f"{max(e['step'] for e in log) if log else 0:,} optimizer steps of at most {plan['batch_tokens']:,} tokens"]
+    done += [f"AdamW {plan['lr']:g}, {plan['schedule']}" + (f", average {plan['ema']:g}" if plan["ema"] else "")]
+    if seconds:  # else the run was interrupted
+        done += [f"{seconds / 60:.0f} minutes"]
+    lines = [
+        f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/EAGLE-2'} head for {target['name']}", "",
+        f"{own:.1f} million weights of its own in bfloat16; {what}.", "",
+        "## Text", "", *(f"    {line}" for line in report(data).splitlines()), "",
+        "## Training", "", "; ".join(done) + ".", "", "```", "python train.py " + shlex.join(command), "```", "",
+        *_held_out([e for e in log if "held_out" in e], tree),
+        "## Use", "", "```",
+        "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET",
+        f"python generate.py --checkpoint TARGET --speculate {'eagle3' if eagle3 else 'eagle2'} --prompt ...", "```", "",
+        "TARGET is the converted target.", "",
+    ]
+    (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")
+
+
+def _held_out(entries: list[dict], tree: str) -> list[str]:
+    if not entries:
+        return []
+    steps, decoded = range(1, len(entries[-1]["held_out"]) + 1), any("tau" in e for e in entries)
+    said = "How often the head's first choice is the target's, by draft step, and the acceptance length τ of a greedy chain that follows"
+    said += f"; last, τ of the real decoder on held-out prompts (greedy, tree {tree})." if decoded else "."
+    head = ["after epoch", *map(str, steps), "chain τ"] + ["tree τ"] * decoded
+    rows = [
+        [str(e["epoch"]), *(f"{a:.3f}" for a in e["held_out"]), f"{chain_tau(e['held_out']):.2f}"] + [f"{e.get('tau', 0):.2f}"] * decoded
+        for e in entries
+    ]
+    table = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+    return ["## Held-out text", "", said, "", *table, "", "![loss, accuracy and τ over the run](curves.png)", ""]

@@ -1,0 +1,146 @@
+"""The target answers: prompts of a file, or user turns it writes itself. Kept as shards, so that a broken run goes on.
+
+A shard is one JSON-lines file of rows (training.rows). Its name ends in a digest of all that made it: other prompts,
+settings or another target never find it. Several processes share the work, each decoding its own shards.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from decoder import Decoder, Sampling
+from errors import CheckpointError
+from tokenizer import Tokenizer
+from training.processes import Processes
+from training.rows import extend, of_conversation, same_length
+
+TURN_TOKENS = 96  # most tokens of a user turn that the model writes
+
+
+def user_header(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
+    """Token ids up to where the user begins to write the next turn: what two different next turns have in common."""
+    a, b = (tokenizer.chat([*messages, {"role": "user", "content": text}]) for text in ("Apple", "zebra"))
+    return a[: same_length(a, b)]
+
+
+class Collector:
+    """Writes the shards that are not there yet; `shards` lists all that belong to what was asked for, in order.
+
+    `turns`: answers per conversation that the model writes alone. `openings`: how its user turns begin, in turns, to lead
+    it to subjects (empty: as it likes). `left_out` counts prompts that were too long.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, seed: int, max_new_tokens: int,
+                 temperature: float, max_prompt_tokens: int, processes: Processes | None = None, quiet: bool = False):
+        self.decoder, self.tokenizer, self.folder = decoder, tokenizer, Path(folder)
+        self.seed, self.max_new_tokens, self.temperature = seed, max_new_tokens, temperature
+        self.max_prompt_tokens, self.quiet = max_prompt_tokens, quiet
+        self.processes = processes or Processes()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.shards: list[Path] = []
+        self.left_out = 0
+        norm = decoder.target.norm.weight.float().cpu().numpy().tobytes()  # tells targets apart
+        self.made_by = [seed, max_new_tokens, temperature, max_prompt_tokens, hashlib.sha256(norm).hexdigest()]
+
+    def from_prompts(self, prompts: list[list[str]]) -> None:
+        """Answer these user turns, of one conversation each. Where one no longer fits in `max_prompt_tokens` with all that
+        was said before, the conversation ends."""
+        def rows(begin: int, end: int) -> Iterator[dict]:
+            def turns(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
+                return [prompts[begin + i][number] if number < len(prompts[begin + i]) else None for i in at]
+
+            return self._converse("prompts", begin, end - begin, turns)
+
+        self._write_shards("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
+
+    def synthesized(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
+        """Let the model write the user's part of `count` conversations too."""
+        def rows(begin: int, end: int) -> Iterator[dict]:
+            def write(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
+                if number == turns:
+                    return [None] * len(at)
+                begins = [openings[(begin + i) % len(openings)] if openings and not number else "" for i in at]
+                headers = [
+                    user_header(self.tokenizer, chat) + self.tokenizer.encode(text, bos=False) for chat, text in zip(chats, begins)
+                ]
+                # Temperature 0.8 rather than 1 with top-p: as sane, and without a search over the vocabulary at every step.
+                first = self.seed + 10**9 + number * 10**7 + begin
+                sampling = [Sampling(TURN_TOKENS, temperature=0.8, seed=first + i) for i in at]
+                fits = [len(h) <= self.max_prompt_tokens for h in headers]
+                outputs = iter(self._generate([h for h, ok in zip(headers, fits) if ok], [s for s, ok in zip(sampling, fits) if ok]))
+                written = []
+                for text, ok in zip(begins, fits):
+                    output = next(outputs) if ok else None
+                    whole = output is not None and output.finish == "stop"  # a turn cut in the middle is no question
+                    written.append((text + self.tokenizer.decode(output.ids)).strip() if whole else None)
+                return written
+
+            return self._converse("synthesized", begin, end - begin, write)
+
+        self._write_shards("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
+
+    def from_conversations(self, conversations: list[list[dict]]) -> None:
+        """Take conversations as they are. Those that the template refuses (roles out of order) count as left out."""
+        stop_ids = self.decoder.state.stop_ids.tolist()
+        refused = []
+
+        def rows(begin: int, end: int) -> Iterator[dict]:
+            for messages in conversations[begin:end]:
+                try:
+                    yield from of_conversation(self.tokenizer, messages, stop_ids)
+                except CheckpointError as e:
+                    refused.append(str(e))
+
+        self._write_shards("conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], size=1000)
+        self.left_out += len(refused)
+        if refused and len(refused) == len(conversations):
+            raise CheckpointError(f"--conversations: the chat template refuses every one of them ({refused[0]})")
+
+    def _converse(self, source: str, begin: int, count: int, next_turns: Callable) -> Iterator[dict]:
+        """`count` conversations side by side. next_turns(number, which, their messages) -> the user's turns, None: it is over."""
+        chats: list[list[dict]] = [[] for _ in range(count)]
+        rows: list[dict | None] = [None] * count
+        number, live = 0, list(range(count))
+        while live:
+            asked = next_turns(number, live, [chats[i] for i in live])
+            prompts = {}
+            for i, turn in zip(live, asked):
+                if turn:
+                    chats[i] = [*chats[i], {"role": "user", "content": turn}]
+                    prompts[i] = self.tokenizer.chat(chats[i])
+            live = [i for i in prompts if len(prompts[i]) <= self.max_prompt_tokens]
+            self.left_out += len(prompts) - len(live)
+            first = self.seed + number * 10**7 + begin
+            sampling = [Sampling(self.max_new_tokens, self.temperature, seed=first + i) for i in live]
+            for i, output in zip(live, self._generate([prompts[i] for i in live], sampling)):
+                chats[i] = [*chats[i], {"role": "assistant", "content": self.tokenizer.decode(output.ids)}]
+                ids = prompts[i] + output.ids
+                finished, rows[i] = extend(rows[i], ids, len(prompts[i]), len(ids), source)
+                if finished:
+                    yield finished
+            number += 1
+        yield from filter(None, rows)
+
+    def _generate(self, prompts: list[list[int]], sampling: list[Sampling]) -> list:
+        return self.decoder.generate(prompts, sampling) if prompts else []
+
+    def _write_shards(self, source: str, count: int, rows: Callable, told_apart_by: Callable, size: int | None = None) -> None:
+        """rows(begin, end) gives the rows of a shard, told_apart_by(begin, end) what they depend on."""
+        size = size or self.decoder.batch
+        spans = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
+        bar = tqdm(total=count, unit="prompt", desc=f"text ({source})", disable=self.quiet or not self.processes.first)
+        for number, (begin, end) in enumerate(spans):
+            made_by = json.dumps([self.made_by, told_apart_by(begin, end)])
+            path = self.folder / f"{source}-{begin:06d}-{hashlib.sha256(made_by.encode()).hexdigest()[:8]}.jsonl"
+            if self.processes.mine(number) and not path.exists():
+                part = path.with_suffix(".partial")
+                part.write_text("".join(json.dumps(row) + "\n" for row in rows(begin, end)))
+                os.replace(part, path)
+            self.shards.append(path)
+            bar.update(end - begin)
+        bar.close()

@@ -1,0 +1,176 @@
+"""What the target says about every row of the training text: computed when wanted, and kept in memory or on disk.
+
+On disk (--cache-features) it is computed once, before training, and serves later runs on any part of the same text: a
+store is named after the target and the layers it is read at, a row after its tokens. Every process appends to a file of its
+own; all read all files.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from errors import CheckpointError
+from model import Transformer
+from training.objective import read_target
+from training.processes import Processes
+
+Said = tuple[Tensor, Tensor, Tensor]  # of one row: features [n, F], normed state [n, H], choice [n]; on the CPU
+
+
+def batches(rows: list[dict], budget: int, generator: torch.Generator | None = None) -> list[list[int]]:
+    """Places of rows, grouped into batches of at most `budget` padded tokens (or one row), similar lengths together.
+
+    With a generator in random order, else shortest first.
+    """
+    order = list(range(len(rows))) if generator is None else torch.randperm(len(rows), generator=generator).tolist()
+    window = 512 if generator else max(1, len(rows))  # sort within a window only, so that every epoch groups differently
+    result = []
+    for i in range(0, len(order), window):
+        batch: list[int] = []
+        for j in sorted(order[i : i + window], key=lambda j: len(rows[j]["ids"])):
+            if batch and (len(batch) + 1) * len(rows[j]["ids"]) > budget:
+                result.append(batch)
+                batch = []
+            batch.append(j)
+        result.append(batch)
+    if generator:
+        result = [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
+    return result
+
+
+class Features:
+    """`read(rows)` gives what the target says about rows, from memory where it has been computed before.
+
+    room: bytes of memory to keep it in.
+    """
+
+    def __init__(self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0):
+        self.target, self.aux_layers, self.room = target, aux_layers, room
+        self.device = target.embed.weight.device
+        self.kept: dict[tuple[int, ...], Said] = {}
+
+    def read(self, rows: list[dict]) -> Said:
+        """Padded to one length [B, T, ...], on the target's device."""
+        keys = [tuple(row["ids"]) for row in rows]
+        known = [self.known(key) for key in keys]
+        if all(said is not None for said in known):
+            padded = [torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) for parts in zip(*known)]
+            features, state, greedy = (x.to(self.device, non_blocking=True) for x in padded)
+            return features, state, greedy.long()
+        features, state, greedy = self.compute(keys)
+        for i, key in enumerate(keys):
+            self.keep(key, tuple(x[i, : len(key)] for x in (features, state, greedy)))
+        return features, state, greedy
+
+    def compute(self, keys: list[tuple[int, ...]]) -> Said:
+        """Ask the target."""
+        tokens = torch.zeros(len(keys), max(map(len, keys)), dtype=torch.int64)
+        for i, key in enumerate(keys):
+            tokens[i, : len(key)] = torch.tensor(key)
+        return read_target(self.target, self.aux_layers, tokens.to(self.device))
+
+    def known(self, key: tuple[int, ...]) -> Said | None:
+        """What is kept of a row."""
+        return self.kept.get(key)
+
+    def keep(self, key: tuple[int, ...], said: Said) -> None:
+        """Keep a row if there is room."""
+        if self.room > 0 and key not in self.kept:
+            self.kept[key] = tuple(x.to("cpu", copy=True) for x in said)
+            self.room -= sum(x.numel() * x.element_size() for x in said)
+
+
+class StoredFeatures(Features):
+    """The same on disk, under `folder`. `fill` computes what is missing."""
+
+    def __init__(self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes):
+        super().__init__(target, aux_layers)
+        norm, weight = target.norm.weight, target.embed.weight
+        made_by = [hashlib.sha256(norm.float().cpu().numpy().tobytes()).hexdigest(), list(aux_layers), str(weight.dtype)]
+        self.folder = folder / hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
+        self.processes, self.dtype = processes, weight.dtype
+        self.width, self.hidden = len(aux_layers) * target.args.hidden_size, target.args.hidden_size
+        self.token_bytes = (self.width + self.hidden) * self.dtype.itemsize + 4
+        self.where: dict[str, tuple[np.memmap, int, int]] = {}
+
+    def known(self, key: tuple[int, ...]) -> Said | None:
+        data, start, n = self.where.get(_digest(key), (None, 0, 0))
+        if n != len(key):
+            return None
+        raw = torch.from_numpy(data[start : start + n * self.token_bytes].copy())  # a copy: torch wants to own what it may write
+        ends = np.cumsum([n * w * self.dtype.itemsize for w in (self.width, self.hidden)])
+        features, state = raw[: ends[0]].view(self.dtype).view(n, self.width), raw[ends[0] : ends[1]].view(self.dtype).view(n, self.hidden)
+        return features, state, raw[ends[1] :].view(torch.int32).long()
+
+    def keep(self, key, said) -> None:
+        """Nothing: `fill` has kept all it was asked for."""
+
+    def fill(self, rows: list[dict], budget: int) -> None:
+        """Compute what is missing, each process its share. Raises CheckpointError, with the numbers, if it does not fit."""
+        self._open()
+        missing = [row for row in rows if self.where.get(_digest(tuple(row["ids"])), (None, 0, 0))[2] != len(row["ids"])]
+        need = sum(len(row["ids"]) for row in missing) * self.token_bytes
+        place = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
+        free = shutil.disk_usage(place).free
+        if self.processes.first and missing:
+            line = f"features of {len(missing):,} rows need {need / 1e9:.2f} GB in {self.folder}; {free / 1e9:.1f} GB are free"
+            print(line, file=sys.stderr, flush=True)
+        if need > free - 2**28:
+            raise CheckpointError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free")
+        self.processes.wait()  # all have looked before any writes
+        if missing:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            bar = tqdm(total=len(missing), unit="row", desc="features", disable=not self.processes.first)
+            with open(self._file("bin"), "ab") as data, open(self._file("index"), "a") as index:
+                index.write("\n")  # ends a line that a killed run left unfinished
+                for number, batch in enumerate(batches(missing, budget)):
+                    if self.processes.mine(number):
+                        self._append(data, index, [tuple(missing[i]["ids"]) for i in batch])
+                    bar.update(len(batch))
+            bar.close()
+        self.processes.wait()
+        self._open()
+
+    def _file(self, kind: str) -> Path:
+        return self.folder / f"{self.processes.rank}.{kind}"
+
+    def _append(self, data, index, keys: list[tuple[int, ...]]) -> None:
+        said = self.compute(keys)
+        lines = []
+        for i, key in enumerate(keys):
+            features, state, greedy = (x[i, : len(key)].cpu().contiguous() for x in said)
+            lines.append(f"{_digest(key)} {data.tell()} {len(key)}\n")
+            for part in (features, state, greedy.int()):
+                data.write(part.view(torch.uint8).numpy().tobytes())
+        data.flush()  # the data first: a line of the index must not speak of what is not there
+        os.fsync(data.fileno())
+        index.write("".join(lines))
+        index.flush()
+
+    def _open(self) -> None:
+        self.where = {}
+        for path in sorted(self.folder.glob("*.index")):
+            file = path.with_suffix(".bin")
+            if not file.exists() or not file.stat().st_size:
+                continue
+            data = np.memmap(file, dtype=np.uint8, mode="r")
+            for line in path.read_text().splitlines():
+                digest, *numbers = line.split(" ")
+                if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+                    continue  # cut off when the run was killed
+                start, n = map(int, numbers)
+                if start + n * self.token_bytes <= len(data):
+                    self.where[digest] = (data, start, n)
+
+
+def _digest(key: tuple[int, ...]) -> str:
+    return hashlib.sha256(np.asarray(key, dtype=np.int32).tobytes()).hexdigest()[:24]

@@ -1,0 +1,153 @@
+"""Rows: conversations as token ids, with the parts marked that the assistant said. What a head is trained on.
+
+A row is {"ids": [...], "answers": [[begin, end], ...], "source": "..."}: ids[begin:end] is what the target said, and the
+only part a head learns to draft. A head never drafts an answer's first token, so an answer counts from three tokens on.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from errors import CheckpointError
+from tokenizer import Tokenizer
+
+SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
+COVERAGE = (2048, 4096, 8192, 16384, 32768)  # draft vocabularies that the report speaks of
+
+
+def same_length(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) -> tuple[dict | None, dict]:
+    """Add the answer ids[begin:end] to the row (None: there is none yet) of a conversation whose text so far is `ids`.
+
+    Returns (finished row or None, the row at hand): a template may rewrite what was said before (some drop the thoughts of
+    earlier answers); then the row up to here is finished and a new one begins with this answer alone.
+    """
+    if row and same_length(row["ids"], ids) >= row["answers"][-1][1]:
+        return None, {**row, "ids": ids[:end], "answers": [*row["answers"], [begin, end]]}
+    return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source}
+
+
+def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
+    """The rows of a conversation somebody else wrote: each answer up to and including its stop id."""
+    stop_ids, row = set(stop_ids), None
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        whole = tokenizer.chat(messages[: i + 1], add_generation_prompt=False)
+        begin = same_length(tokenizer.chat(messages[:i]), whole)
+        end = next((j + 1 for j in range(begin, len(whole)) if whole[j] in stop_ids), len(whole))
+        finished, row = extend(row, whole, begin, end, "conversations")
+        if finished:
+            yield finished
+    if row:
+        yield row
+
+
+def usable(row: dict, max_len: int) -> dict | None:
+    """The row cut to `max_len` tokens, without answers that are too short; None if none is left."""
+    answers = [[b, min(e, max_len)] for b, e in row["answers"]]
+    answers = [[b, e] for b, e in answers if e - b >= SHORTEST and b > 0]
+    return {**row, "ids": row["ids"][: answers[-1][1]], "answers": answers} if answers else None
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """The shards of a folder, by name. Raises CheckpointError if there are none."""
+    found = sorted(folder.glob("*.jsonl"))
+    if not found:
+        raise CheckpointError(f"--shards {folder}: holds no shards (*.jsonl); it is the data folder of another run's --work")
+    return found
+
+
+def load_shards(paths: list[Path], max_len: int, vocab_size: int) -> list[dict]:
+    """All usable rows of these shards, in order, without exact repeats. Raises CheckpointError on a line that is no row."""
+    seen, rows = set(), []
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                ids, spans = row["ids"], row["answers"]
+                whole = all(0 <= i < vocab_size for i in ids) and all(0 <= b <= e <= len(ids) for b, e in spans)
+            except (json.JSONDecodeError, KeyError, TypeError, ValueError):
+                whole = False
+            if not whole:
+                raise CheckpointError(f"{path}: line {number} is no row of this target's token ids and answers; delete it") from None
+            row = usable(row, max_len)
+            if row and tuple(row["ids"]) not in seen:
+                seen.add(tuple(row["ids"]))
+                rows.append(row)
+    return rows
+
+
+def prompt_digest(row: dict) -> str:
+    """Tells the first prompt of a row; rows that answer the same prompt share it."""
+    return hashlib.sha256(json.dumps(row["ids"][: row["answers"][0][0]]).encode()).hexdigest()
+
+
+def hold_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(held out, training): a twentieth of the prompts, at most 64, with all rows that answer them.
+
+    Which ones does not depend on the order of the rows, and no prompt is on both sides.
+    """
+    digests = {prompt_digest(row) for row in rows}
+    held = set(sorted(digests)[: max(1, min(64, len(digests) // 20))])
+    return [r for r in rows if prompt_digest(r) in held], [r for r in rows if prompt_digest(r) not in held]
+
+
+def answer_tokens(row: dict) -> int:
+    """How many of a row's tokens are the assistant's."""
+    return sum(e - b for b, e in row["answers"])
+
+
+def counts_of(rows: list[dict]) -> Counter:
+    """How often each token occurs in the answers."""
+    return Counter(t for r in rows for b, e in r["answers"] for t in r["ids"][b:e])
+
+
+def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The `size` most frequent answer tokens, ascending, and the share of answer tokens they cover."""
+    ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:size]
+    if len(ranked) < size:  # little text: fill with the lowest unused ids, which are the tokenizer's commonest merges
+        seen = set(ranked)
+        ranked += [t for t in range(vocab_size) if t not in seen][: size - len(ranked)]
+    covered = sum(counts[t] for t in ranked) / max(1, counts.total())
+    return torch.tensor(sorted(ranked)), covered
+
+
+def describe(rows: list[dict], vocab_size: int) -> dict:
+    """Figures of the training text: rows, tokens, answers, lengths, and what draft vocabularies would cover."""
+    lengths, counts = [len(r["ids"]) for r in rows], counts_of(rows)
+    histogram, low = {}, 0
+    for high in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30):
+        number = sum(low < n <= high for n in lengths)
+        if number:
+            histogram[f"{low + 1}-{high}" if high < 1 << 30 else f"over {low}"] = number
+        low = high
+    return {
+        "rows": len(rows), "by_source": dict(Counter(r["source"] for r in rows)), "answers": sum(len(r["answers"]) for r in rows),
+        "several_answers": sum(len(r["answers"]) > 1 for r in rows), "tokens": sum(lengths), "answer_tokens": counts.total(),
+        "longest": max(lengths), "lengths": histogram, "distinct_answer_tokens": len(counts),
+        "coverage": {size: draft_vocabulary(counts, size, vocab_size)[1] for size in COVERAGE if size < vocab_size},
+    }
+
+
+def report(d: dict) -> str:
+    """`describe` for people."""
+    sources = ", ".join(f"{name} {n:,}" for name, n in d["by_source"].items())
+    lines = [
+        f"{d['rows']:,} conversations ({sources}), {d['several_answers']:,} with several answers",
+        f"{d['tokens']:,} tokens, {d['answer_tokens']:,} of them in {d['answers']:,} answers; the longest row has {d['longest']:,}",
+        "lengths  " + ", ".join(f"{span}: {n:,}" for span, n in d["lengths"].items()),
+        f"{d['distinct_answer_tokens']:,} distinct answer tokens; a draft vocabulary covers "
+        + ", ".join(f"{size:,}: {share:.2%}" for size, share in d["coverage"].items()),
+    ]
+    return "\n".join(lines)
