@@ -1,0 +1,235 @@
+"""What a step costs, and where the time goes: plain and speculative, over tree sizes, context, batch and quantisation.
+
+    python benchmarks/step.py --checkpoint checkpoints/smollm2-135m
+    python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 1024 4096 16384 --batch 1 8 32
+
+`step` is the whole step as the decoder runs it (on CUDA: one captured graph), `verify` the target's pass over the tree,
+`draft` the head's passes; `rest` is what is left: accepting, committing, emitting. `roof` is the share of the device's
+measured memory bandwidth that the step's reads (weights once per pass, live keys and values) come to. On CUDA `launches`
+and `syncs` count what the host asks of the driver in one step. Times are medians of turns: the trees of one model take
+turns, so that a machine that is slow for a while is slow for all. Raw figures go to benchmarks/results/NAME.json.
+"""
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from common import describe, write  # first: it makes the modules below importable
+from shapes import models_of
+
+from decoder import Decoder, Sampling, compile_whole, unguarded
+from drafters.base import Drafter
+from drafters.eagle import Eagle
+from errors import CheckpointError, exit_status
+from kernels import load as load_kernels
+from model import cache_bytes
+from packed import pack
+from report import bytes_per_step
+from tree import TreeShape, visible_slots
+
+# Of so many rows: the shapes that are used on CPUs, and the paper's. 1 is plain decoding.
+TREES = {s[0]: TreeShape(*s) for s in ((1, 0, 0), (8, 2, 4), (12, 3, 4), (16, 3, 4), (32, 4, 8), (60, 7, 10))}
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second this device moves: the better of copying (reads and writes) and of adding up."""
+    n = 2**28 if device.type == "cuda" else 2**26
+    a, b = torch.zeros(n, dtype=torch.float32, device=device), torch.empty(n, dtype=torch.float32, device=device)
+    rates = []
+    for work, moved in ((lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)):
+        times = []
+        for _ in range(8):
+            settle(device)
+            began = time.perf_counter()
+            work()
+            settle(device)
+            times.append(time.perf_counter() - began)
+        rates.append(moved / statistics.median(times[2:]))
+    return max(rates)
+
+
+class Subject:
+    """One tree on one model: its decoder held at a context of n tokens, and the parts of its step to be timed."""
+
+    def __init__(self, target, head, rows: int, batch: int, longest: int, compiled: bool):
+        shape = TREES[rows]
+        self.rows, self.batch = rows, batch
+        drafter = Eagle(head, shape) if rows > 1 else Drafter()
+        self.decoder = Decoder(target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=say)
+        self.decoder.start([[1]] * batch, Sampling(1))
+        self.propose, self.verify = self._propose, self._verify
+        if compiled:
+            self.propose, self.verify = (compile_whole(f) for f in (self._propose, self._verify))
+        self.graphs: dict = {}
+
+    def hold(self, n: int) -> None:
+        """As if n tokens were committed."""
+        state, d = self.decoder.state, self.decoder
+        state.length.fill_(n)
+        state.limit.fill_(d.max_seq_len - 1)
+        state.done.fill_(False)
+        state.n_new.fill_(min(n, d.drafter.shape.window))
+        d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, (False, False)
+        self.span = d._span(n + d.drafter.shape.room)
+
+    def step(self) -> None:
+        """The whole step, then back to where it was."""
+        self.decoder._run_step(0)
+        self.decoder.state.length.copy_(self.length)
+
+    def _propose(self, span):
+        return self.decoder.drafter.propose(self.decoder.state, span, None)
+
+    def _verify(self, span):
+        d = self.decoder
+        own = d.state.length[:, None] + torch.arange(d.drafter.shape.nodes, device=span.device)
+        sees = torch.ones_like(own[..., None] == own[:, None])
+        visible = visible_slots(span, d.state.length, sees)
+        x, _ = d.target(torch.zeros_like(own), own, own, visible, d.caches, d.drafter.aux_layers)
+        return d.target.logits(x).argmax(-1)
+
+    def parts(self, n: int) -> dict[str, Callable]:
+        """What is timed at this context."""
+        self.hold(n)
+        self.length = self.decoder.state.length.clone()
+        found = {"step": self.step, "verify": lambda: self.run("verify", self.verify)}
+        if self.rows > 1:
+            found["draft"] = lambda: self.run("draft", self.propose)
+        return found
+
+    def run(self, name: str, part: Callable) -> None:
+        """A part; on CUDA as a graph of its own, as it is inside the step's."""
+        if self.decoder.device.type != "cuda" or not self.decoder.compiled:
+            part(self.span)
+            return
+        key = name, self.span.shape[0]
+        if key not in self.graphs:
+            for _ in range(3):
+                part(self.span)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                part(self.span)
+            self.graphs[key] = graph
+        self.graphs[key].replay()
+
+    def read(self, n: int) -> int:
+        """Bytes a step must read: weights by pass, live keys and values of target and head."""
+        d, dtype = self.decoder, self.decoder.target.embed.weight.dtype
+        slots = min(d.slots, n + d.drafter.shape.room)
+        target = cache_bytes(self.batch, slots, d.target.args, dtype) * d.target.args.num_layers
+        return bytes_per_step(d) + target + sum(cache_bytes(self.batch, slots, a, dtype) for a in d.drafter.cached) * d.drafter.passes
+
+
+def host_calls(subject: Subject) -> dict[str, int]:
+    """What one step asks of the CUDA driver: launches (graphs and single kernels) and synchronisations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        subject.decoder._run_step(0)
+    names = [e.name for e in seen.events()]
+    return {
+        "launches": sum(n.startswith(("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")) for n in names),
+        "syncs": sum("Synchronize" in n for n in names),
+    }
+
+
+def measure(subjects: list[Subject], n: int, repeat: int, roof: float) -> list[dict]:
+    """All subjects at a context of n tokens, in turns."""
+    calls = {(s, name): call for s in subjects for name, call in s.parts(n).items()}
+    times: dict = {key: [] for key in calls}
+    device = subjects[0].decoder.device
+    with torch.no_grad():
+        for (s, _), call in calls.items():
+            s.hold(n)
+            for _ in range(2):
+                call()
+        for _ in range(repeat):
+            for key, call in calls.items():
+                key[0].hold(n)
+                settle(device)
+                with unguarded():
+                    began = time.perf_counter()
+                    call()
+                    settle(device)
+                    times[key].append(time.perf_counter() - began)
+    found = []
+    for s in subjects:
+        middle = {name: statistics.median(t) for (owner, name), t in times.items() if owner is s}
+        s.hold(n)
+        row = {"rows": s.rows, "batch": s.batch, "context": n, **{name: t * 1e3 for name, t in middle.items()}}
+        row["rest"] = row["step"] - row["verify"] - row.get("draft", 0)
+        row["gigabytes"] = s.read(n) / 1e9
+        row["roof"] = s.read(n) / middle["step"] / roof
+        if device.type == "cuda":
+            with torch.no_grad():
+                row |= host_calls(s)
+        found.append(row)
+    return found
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", help="converted target with its EAGLE-3 head")
+    p.add_argument("--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored, bf16 for a shape")
+    p.add_argument("--modes", nargs="+", default=["none"], choices=("none", "int8", "int4"), help="quantisation of target and head")
+    p.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 60], choices=TREES, metavar="T", help="nodes of the trees")
+    p.add_argument("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
+    p.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B")
+    p.add_argument("--repeat", type=int, default=15)
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--name", default="step", help="of the file under benchmarks/results")
+    o = p.parse_args()
+    torch.set_num_threads(o.threads)
+    return exit_status(lambda: sweep(o), OSError, ValueError)
+
+
+def sweep(o) -> None:
+    """Every mode, batch and context; a line per tree."""
+    if bool(o.checkpoint) == bool(o.shape):
+        raise CheckpointError("give --checkpoint DIR or --shape NAME")
+    device, dtype = torch.device(o.device), {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[o.dtype]
+    roof = bandwidth(device)
+    model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
+    record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
+    print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
+    columns = ["mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches", "syncs"]
+    print(" ".join(f"{c:>8}" for c in columns))
+    for mode in o.modes:
+        target, head = models_of(o.checkpoint, o.shape, dtype, o.device, None if mode == "none" else mode)
+        if device.type == "cpu" and o.compile:
+            load_kernels(say)
+            pack(target, head)
+        longest = target.args.max_seq_len
+        contexts = [n for n in o.context if n + 200 <= longest]
+        for batch in o.batch:
+            subjects = [Subject(target, head, rows, batch, max(contexts), o.compile) for rows in o.rows]
+            for n in contexts:
+                rows = measure(subjects, n, o.repeat, roof)
+                plain = next((r["step"] for r in rows if r["rows"] == 1), None)
+                for row in rows:
+                    row |= {"mode": mode, "x plain": row["step"] / plain if plain else float("nan")}
+                    shown = [row.get(c, "") for c in columns]
+                    print(" ".join(f"{v:8.2f}" if isinstance(v, float) else f"{v:>8}" for v in shown), flush=True)
+                record["rows"] += rows
+                write(o.name, record)
+            del subjects
+
+
+if __name__ == "__main__":
+    sys.exit(main())
