@@ -180,7 +180,7 @@ def measure(subjects: list[Subject], n: int, repeat: int, roof: float) -> list[d
     return found
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", help="converted target with its EAGLE-3 head")
     p.add_argument("--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)")
@@ -194,7 +194,7 @@ def main() -> int:
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--name", default="step", help="of the file under benchmarks/results")
-    o = p.parse_args()
+    o = p.parse_args(argv)
     torch.set_num_threads(o.threads)
     return exit_status(lambda: sweep(o), OSError, ValueError)
 

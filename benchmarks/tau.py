@@ -21,7 +21,7 @@ from training.validate import Validator, decoding_copy
 from tree import TreeShape
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", required=True)
     p.add_argument("--draft", nargs="+", metavar="HEAD", help="converted heads (default: CHECKPOINT/eagle3)")
@@ -31,7 +31,7 @@ def main() -> int:
     p.add_argument("--tree", default="60,7,10", metavar="T,D,K")
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--name", default="tau", help="of the file under benchmarks/results")
-    o = p.parse_args()
+    o = p.parse_args(argv)
     torch.set_num_threads(o.threads)
     return exit_status(lambda: measure(o), OSError)
 
