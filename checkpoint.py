@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from errors import CheckpointError
 from model import Eagle1Head, Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
-from quantized import replace_linears
+from quantized import replace_all
 
 FORMAT = 2
 HEADS = {"eagle": Eagle1Head, "eagle3": Eagle3Head}  # kind -> what it is built as
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_json(path: Path) -> dict:
@@ -67,7 +68,7 @@ def build(config: dict) -> Transformer | Head:
                 config = {**config, "aux_layers": tuple(config.get("aux_layers", ()))}
                 module = HEADS[config["kind"]](HeadArgs.from_config(config))
             if "quantization" in config:
-                replace_linears(module, **config["quantization"])
+                replace_all(module, **config["quantization"])
             return module
     except (ValueError, TypeError) as e:
         raise CheckpointError(str(e)) from None
@@ -96,7 +97,7 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
             check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
             for name in wanted:
                 tensor = file.get_tensor(name)
-                stored = name.endswith(".scale") or not tensor.is_floating_point()  # of quantised weights: as they are
+                stored = name.endswith(".scale") or tensor.dtype not in CASTABLE  # of quantised weights: as they are
                 state[name] = tensor if stored or dtype is None else tensor.to(dtype)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None

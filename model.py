@@ -302,6 +302,13 @@ class Experts(nn.Module):
         self.w_gate_up = nn.Parameter(torch.empty(E, 2 * inner, H))
         self.w_down = nn.Parameter(torch.empty(E, H, inner))
 
+    def matrices(self, name: str, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """`w_gate_up` or `w_down` of the experts `chosen` [...], or of all; the stack may be quantised."""
+        stack = getattr(self, name)
+        if isinstance(stack, nn.Module):
+            return stack(chosen, dtype)
+        return stack if chosen is None else stack[chosen]
+
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         """As `MLP.forward`."""
         rows = x.flatten(0, -2)  # [R, H]
@@ -311,13 +318,13 @@ class Experts(nn.Module):
         weight = weight.to(x.dtype)
         if chosen.numel() < self.router.out_features:
             # Few rows, as in plain decoding: only the weights of the experts they use are read.
-            gate, up = torch.einsum("rh,raih->rai", rows, self.w_gate_up[chosen]).chunk(2, dim=-1)
-            out = torch.einsum("rai,rahi->rah", F.silu(gate) * up, self.w_down[chosen])
+            gate, up = torch.einsum("rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype)).chunk(2, dim=-1)
+            out = torch.einsum("rai,rahi->rah", F.silu(gate) * up, self.matrices("w_down", chosen, x.dtype))
             out = (out * weight[..., None]).sum(1)
         else:
             # Many rows use nearly all experts: every expert computes every row, and each row takes what it wants.
-            gate, up = (rows @ self.w_gate_up.transpose(1, 2)).chunk(2, dim=-1)  # [E, R, inner] each
-            out = (F.silu(gate) * up) @ self.w_down.transpose(1, 2)  # [E, R, H]
+            gate, up = (rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)).chunk(2, dim=-1)  # [E, R, inner] each
+            out = (F.silu(gate) * up) @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
         return onto + out.view_as(x)

@@ -136,7 +136,7 @@ def pack(*models: nn.Module) -> bool:
 def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a module is a linear layer or a table that the kernels can take."""
     if isinstance(module, QuantizedLinear):
-        return kernels.takes(module.inputs, dtype, device)
+        return module.mode != "fp8" and kernels.takes(module.inputs, dtype, device)
     linear = isinstance(module, (nn.Linear, nn.Embedding))
     return linear and module.weight.dtype == dtype and kernels.takes(module.weight.shape[1], dtype, device)
 

@@ -1,4 +1,4 @@
-"""Quantise a converted checkpoint, once: int8 or int4 weights, nothing else changes.
+"""Quantise a converted checkpoint, once: int8, int4 or fp8 weights.
 
     python quantize.py --checkpoint checkpoints/smollm2-135m --mode int8            # into checkpoints/smollm2-135m-int8
     python quantize.py --checkpoint checkpoints/smollm2-135m --mode int4 --group 64 --text sample.txt
@@ -13,7 +13,7 @@ import argparse
 import math
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -24,39 +24,29 @@ from tqdm import tqdm
 
 from checkpoint import CONFIG, HEADS, WEIGHTS, CheckpointError, build, check_keys, load_target, read_config
 from errors import exit_status
-from quantized import GROUPS, MODES, QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
+from quantized import GROUPS, MODES, QuantizedLinear, QuantizedStack, scales, stored, whole
 from sources import Entry
 from tokenizer import Tokenizer
-from writer import Planned, check_out, write_folder
+from writer import WRITTEN_DTYPES, Planned, check_out, write_folder
 
 
-def quantize_tensor(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] -> what the file holds: (int8 [N, K], scale [N, 1]) or, in groups, (two to a byte, scales)."""
-    if not group:
-        return quantize_int8(weight)
-    q, scale = quantize_int4(weight, group)
-    return pack_nibbles(q), scale
+def entry(read: Callable[[], Tensor], like: Tensor, dtype: torch.dtype) -> Entry:
+    """A tensor to write, read when its turn comes."""
+    def blocks() -> Iterator[Tensor]:
+        yield read()
 
-
-def relative_error(weight: Tensor, stored: Tensor, scale: Tensor, group: int) -> float:
-    """Norm of the difference over the norm of the weight."""
-    layer = QuantizedLinear(weight.shape[1], weight.shape[0], group=group)
-    layer.weight.data, layer.scale.data = stored, scale
-    weight = weight.float()
-    return float((layer.whole(torch.float32) - weight).norm() / weight.norm().clamp(min=1e-30))
+    return Entry(tuple(like.shape), dtype, blocks)
 
 
 def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False) -> list[tuple[str, float]]:
     """Write `source`, one of our folders, quantised to `out`. Returns the relative error of every quantised layer.
 
     A target's tied lm_head becomes a quantised matrix of its own beside the table. Raises CheckpointError on a folder that
-    is not ours, damaged, quantised already, a mixture of experts, or whose layers the group does not divide.
+    is not ours, damaged, quantised already, or whose layers the group does not divide.
     """
     config = read_config(source)
     if "quantization" in config:
         raise CheckpointError(f"{source}: is quantised already ({config['quantization']['mode']})")
-    if config.get("num_experts"):
-        raise CheckpointError(f"{source}: quantising a mixture of experts is not supported")
     check_out(out, config["kind"], force)
     tied = config["kind"] == "target" and config.get("tie_embeddings", False)
     plain_names = {name: tuple(t.shape) for name, t in build(config).state_dict().items()}
@@ -68,6 +58,7 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
     except CheckpointError as e:
         raise CheckpointError(f"{source}: {e}; choose another --group") from None
     errors: dict[str, float] = {}
+    found_scales: dict[str, Tensor] = {}  # the writer asks for them before it asks for the weights
     path = source / WEIGHTS
     try:
         with safe_open(path, framework="pt") as file:
@@ -76,23 +67,25 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
             def planned(name: str, tensor: Tensor) -> Planned:
                 layer, _, leaf = name.rpartition(".")
                 owner = module.get_submodule(layer)
-                given = f"{layer}.weight" if f"{layer}.weight" in plain_names else "embed.weight"  # the tied lm_head
-                if not isinstance(owner, QuantizedLinear) or leaf == "bias":
-                    dtype, read = file.get_tensor(name).dtype, lambda: file.get_tensor(name)
-                else:
-                    dtype = tensor.dtype
+                if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
+                    dtype = next(d for d, known in WRITTEN_DTYPES.items() if known == file.get_slice(name).get_dtype())
+                    return Planned(name, tuple(tensor.shape), dtype, [entry(lambda: file.get_tensor(name), tensor, dtype)])
+                # A linear layer, a stack of experts, or the tied lm_head, which the file has as the embedding.
+                given = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in plain_names)
 
-                    def read() -> Tensor:
-                        weight = file.get_tensor(given)
-                        parts = quantize_tensor(weight, owner.group)
-                        if leaf == "weight":
-                            errors[layer] = relative_error(weight, *parts, owner.group)
-                        return parts[0] if leaf == "weight" else parts[1]
+                def scale() -> Tensor:
+                    found_scales[layer] = scales(file.get_tensor(given), mode, owner.group)
+                    return found_scales[layer]
 
-                def blocks() -> Iterator[Tensor]:
-                    yield read()
+                def weight() -> Tensor:
+                    exact = file.get_tensor(given)
+                    kept = stored(exact, found_scales[layer], mode)
+                    error = whole(kept, found_scales[layer], torch.float32) - exact.float()
+                    errors[layer] = float(error.norm() / exact.float().norm().clamp(min=1e-30))
+                    return kept
 
-                return Planned(name, tuple(tensor.shape), dtype, [Entry(tuple(tensor.shape), dtype, blocks)])
+                read = weight if leaf == "weight" else scale
+                return Planned(name, tuple(tensor.shape), tensor.dtype, [entry(read, tensor, tensor.dtype)])
 
             def others(folder: Path) -> bool:
                 """Everything else of the folder: tokenizer, template."""

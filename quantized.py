@@ -1,7 +1,9 @@
-"""Weight-only quantisation: the arithmetic, and the linear layer that holds its result.
+"""Quantised weights: the arithmetic, and the linear layer that holds its result.
 
 int8: one scale per output row, w = scale * q, q in -127..127. int4: one scale per output row and group of inputs,
-q in -8..7. Symmetric, nearest rounding; activations stay what they are. Files hold int8 as it is, int4 two to a byte.
+q in -8..7. Symmetric, nearest rounding; activations stay what they are. fp8 (e4m3): one scale per output row, and the
+activations are rounded to fp8 too, each row by its own largest value. Files hold int8 and fp8 as they are, int4 two to a
+byte.
 """
 from __future__ import annotations
 
@@ -10,93 +12,174 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-MODES = ("int8", "int4")
+from kernels import gpu
+
+MODES = ("int8", "int4", "fp8")
 GROUPS = (32, 64, 128)
+FP8_MOST = 448.0  # the largest e4m3
 
 
-def quantize_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] -> (q [N, K] int8, scale [N, 1] float32)."""
+def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
+    """Weight [..., N, K] -> its scales: [..., N, 1] float32, or for int4 [..., N, K/group] bfloat16."""
     weight = weight.float()
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
-    return (weight / scale).round().to(torch.int8), scale
-
-
-def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] -> (q [N, K] int8 in -8..7, scale [N, K/group] bfloat16).
-
-    Of several scales for a group, the one with the least squared error: to reach its extreme exactly serves few weights.
-    """
-    parts = weight.float().unflatten(1, (-1, group))  # [N, K/group, group]
-    extreme = parts.gather(2, parts.abs().argmax(2, keepdim=True))
+    if mode != "int4":
+        return weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MOST if mode == "fp8" else 127)
+    # Of several scales for a group, the one with the least squared error: to reach its extreme exactly serves few weights.
+    parts = weight.unflatten(-1, (-1, group))  # [..., N, K/group, group]
+    extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
     best, least = None, None
     for steps in (-8.0, -7.4, -6.8, 7.0, 6.4, 5.8):  # a negative scale gives the extreme the longer side, -8
         scale = (extreme / steps).to(torch.bfloat16)
         safe = torch.where(scale == 0, 1, scale).float()
-        error = ((parts / safe).round().clamp(-8, 7) * scale.float() - parts).square().sum(2, keepdim=True)
+        error = ((parts / safe).round().clamp(-8, 7) * scale.float() - parts).square().sum(-1, keepdim=True)
         best = scale if best is None else torch.where(error < least, scale, best)
         least = error if least is None else torch.minimum(error, least)
-    safe = torch.where(best == 0, 1, best).float()
-    return (parts / safe).round().clamp(-8, 7).to(torch.int8).flatten(1), best[..., 0]
+    return best[..., 0]
+
+
+def values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
+    """Weight [..., N, K] in units of its scales: int8 (for int4 in -8..7) or float8_e4m3fn."""
+    parts = weight.float().unflatten(-1, (scale.shape[-1], -1))
+    units = (parts / torch.where(scale == 0, 1, scale).float()[..., None]).flatten(-2)
+    if mode == "fp8":
+        return units.to(torch.float8_e4m3fn)
+    return (units.round().clamp(-8, 7) if mode == "int4" else units.round()).to(torch.int8)
+
+
+def stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
+    """`values` as files and layers hold them: int4 two to a byte."""
+    q = values(weight, scale, mode)
+    return pack_nibbles(q) if mode == "int4" else q
+
+
+def whole(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight [..., N, K] that a stored one with its scales stands for."""
+    q = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
+    return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
 
 
 def pack_nibbles(q: Tensor) -> Tensor:
-    """q [N, K] in -8..7 -> [N, K/2] uint8, even inputs in the low four bits."""
-    low, high = (q + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+    """q [..., K] in -8..7 -> [..., K/2] uint8, even inputs in the low four bits."""
+    low, high = (q + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return low | (high << 4)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse of `pack_nibbles`, int8."""
-    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1).to(torch.int8) - 8
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+
+
+def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, nn.Parameter]:
+    """Room for a weight [..., N, K] and its scales. Raises ValueError if the mode or the group cannot be."""
+    *rest, inputs = shape
+    if mode not in MODES:
+        raise ValueError(f"quantisation {mode!r} is none of {', '.join(MODES)}")
+    if (mode == "int4") != bool(group):
+        raise ValueError(f"{mode} with groups of {group}: int4 has groups, nothing else has")
+    if group and inputs % group:
+        raise ValueError(f"int4 in groups of {group} does not divide {inputs} inputs")
+    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}[mode]
+    weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
+    scale = torch.empty(*rest, inputs // group, dtype=torch.bfloat16) if group else torch.empty(*rest, 1)
+    return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer [K] -> [N] whose weight is int8 (`group` 0) or int4 in groups of `group` inputs.
+    """A linear layer [K] -> [N] whose weight is int8, int4 in groups of `group` inputs, or fp8.
 
-    This is the reference: it makes the weight whole again for every call. `packed.py` has the fast one for a CPU.
+    On a GPU, int8 and int4 run on our kernel (kernels/gpu.py) and fp8 on the tensor cores'; elsewhere this is the reference,
+    which makes the weight whole again for every call. `packed.py` has the fast one for a CPU.
     """
 
-    def __init__(self, inputs: int, outputs: int, bias: bool = False, group: int = 0):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
         super().__init__()
-        if group and inputs % group:
-            raise ValueError(f"int4 in groups of {group} does not divide {inputs} inputs")
-        self.inputs, self.group = inputs, group
-        values = torch.empty(outputs, inputs // 2, dtype=torch.uint8) if group else torch.empty(outputs, inputs, dtype=torch.int8)
-        scales = torch.empty(outputs, inputs // group, dtype=torch.bfloat16) if group else torch.empty(outputs, 1)
-        self.weight = nn.Parameter(values, requires_grad=False)
-        self.scale = nn.Parameter(scales, requires_grad=False)
+        self.inputs, self.mode, self.group = inputs, mode, group
+        self.weight, self.scale = empty((outputs, inputs), mode, group)
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
+    @classmethod
+    def of(cls, weight: Tensor, mode: str, group: int = 0, bias: Tensor | None = None) -> QuantizedLinear:
+        """A weight [N, K] quantised."""
+        layer = cls(weight.shape[1], weight.shape[0], False, mode, group)
+        layer.scale.data = scales(weight, mode, group)
+        layer.weight.data = stored(weight, layer.scale, mode)
+        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return layer
+
     def values(self) -> Tensor:
-        """q [N, K] int8."""
+        """q [N, K], int8 or fp8."""
         return unpack_nibbles(self.weight) if self.group else self.weight
 
     def whole(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] that the quantised one stands for."""
-        parts = self.values().float().unflatten(1, (self.scale.shape[1], -1))
-        return (parts * self.scale.float()[..., None]).flatten(1).to(dtype)
+        return whole(self.weight, self.scale, dtype)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        y = F.linear(x, self.whole(x.dtype), self.bias)
+        if self.mode == "fp8":
+            y = self._fp8(x)
+        elif gpu.takes(x):
+            y = gpu.linear(x, self.weight, self.scale, self.bias, self.group)
+        else:
+            y = F.linear(x, self.whole(x.dtype), self.bias)
         return y if onto is None else onto + y
+
+    def _fp8(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        scale = scales(rows, "fp8")
+        q = values(rows, scale, "fp8")
+        if x.is_cuda and all(n % 16 == 0 for n in self.weight.shape) and torch.cuda.get_device_capability(x.device) >= (8, 9):
+            y = torch._scaled_mm(q, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16)
+        else:
+            y = (q.float() @ self.weight.float().t()) * scale * self.scale.t()
+        y = y if self.bias is None else y + self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def logits(self, x: Tensor) -> Tensor:
         """The same in float32."""
         return self(x).float()
 
 
+class QuantizedStack(nn.Module):
+    """The matrices of all E experts of a mixture [E, N, K], quantised; only weights are (in fp8 too)."""
+
+    def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
+        super().__init__()
+        self.mode, self.group = mode, group
+        self.weight, self.scale = empty(shape, mode, group)
+
+    def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Those of the experts `chosen` [...] -> [..., N, K], or all [E, N, K]; only what is asked for is read."""
+        if chosen is None:
+            return whole(self.weight, self.scale, dtype)
+        # Indexing has no kernel for fp8; its bytes are moved as they are.
+        weight = self.weight.view(torch.uint8)[chosen].view(self.weight.dtype)
+        return whole(weight, self.scale[chosen], dtype)
+
+
 def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """The linear layers of a model that quantisation replaces: all but a mixture's router, the lm_head if asked for."""
-    return [
+    """What quantisation replaces: linear layers (the lm_head if asked for) and the stacks of experts, not their router."""
+    linears = [
         name for name, child in module.named_modules()
         if isinstance(child, nn.Linear) and not name.endswith("router") and (lm_head or name != "lm_head")
     ]
+    return linears + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
-def replace_linears(module: nn.Module, mode: str, group: int, lm_head: bool) -> None:
-    """Put an empty `QuantizedLinear` where `quantized_names` says. Raises ValueError if a group does not divide a layer."""
+def replace(module: nn.Module, name: str, mode: str, group: int) -> nn.Module:
+    """Put an empty quantised layer in the place `name`. Raises ValueError if the group does not divide it."""
+    parent, _, attribute = name.rpartition(".")
+    owner, group = module.get_submodule(parent), group if mode == "int4" else 0
+    old = getattr(owner, attribute)
+    if isinstance(old, nn.Parameter):
+        delattr(owner, attribute)
+        new: nn.Module = QuantizedStack(tuple(old.shape), mode, group)
+    else:
+        new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, mode, group)
+    setattr(owner, attribute, new)
+    return new
+
+
+def replace_all(module: nn.Module, mode: str, group: int, lm_head: bool) -> None:
+    """Put empty quantised layers where `quantized_names` says. Raises ValueError if a group does not divide one."""
     for name in quantized_names(module, lm_head):
-        linear = module.get_submodule(name)
-        parent, _, attribute = name.rpartition(".")
-        quantized = QuantizedLinear(linear.in_features, linear.out_features, linear.bias is not None, group if mode == "int4" else 0)
-        setattr(module.get_submodule(parent), attribute, quantized)
+        replace(module, name, mode, group)

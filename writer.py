@@ -21,6 +21,7 @@ from sources import Entry
 
 WRITTEN_DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.int8: "I8", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 SPARE_BYTES = 32 << 20  # beside the weights: tokenizer, config, file system
 

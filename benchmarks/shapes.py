@@ -7,7 +7,7 @@ import torch.nn as nn
 from checkpoint import load_head, load_target
 from errors import CheckpointError
 from model import Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, eagle3_aux_layers, inverse_frequencies
-from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8, quantized_names
+from quantized import QuantizedLinear, quantized_names
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 # Of the target; then the draft vocabulary and the MLP of its published EAGLE-3 head.
@@ -22,7 +22,7 @@ SHAPES = {
 
 
 def random_models(name: str, dtype: torch.dtype, device: str, mode: str | None, group: int = 64) -> tuple[Transformer, Head]:
-    """A target of this shape and its EAGLE-3 head; mode None, "int8" or "int4" for the linear layers of both."""
+    """A target of this shape and its EAGLE-3 head; mode None, "int8", "int4" or "fp8" for the linear layers of both."""
     args, draft_vocab, inner = SHAPES[name]
     head_args = HeadArgs(
         args.vocab_size, args.hidden_size, inner, 1, args.num_heads, args.num_kv_heads, args.head_dim, args.norm_eps, 1e4,
@@ -53,11 +53,8 @@ def quantise(model: nn.Module, mode: str, group: int = 64) -> None:
     """Replace the linear layers of a model by quantised ones, in place, layer by layer."""
     for name in quantized_names(model, True):
         linear = model.get_submodule(name)
-        quantized = QuantizedLinear(linear.in_features, linear.out_features, linear.bias is not None, group if mode == "int4" else 0)
-        q, scale = quantize_int4(linear.weight, group) if mode == "int4" else quantize_int8(linear.weight)
-        quantized.weight.data, quantized.scale.data = pack_nibbles(q) if mode == "int4" else q, scale
-        quantized.bias = linear.bias
         parent, _, attribute = name.rpartition(".")
+        quantized = QuantizedLinear.of(linear.weight, mode, group if mode == "int4" else 0, linear.bias)
         setattr(model.get_submodule(parent), attribute, quantized)
 
 

@@ -14,7 +14,7 @@ from drafters.eagle import Eagle
 from errors import CheckpointError
 from model import MLP, Eagle3Head, HeadArgs, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from packed import PackedLinear, pack
-from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8
+from quantized import QuantizedLinear
 from tree import TreeShape
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -68,9 +68,7 @@ def test_gated(dtype, inner):
 def test_quantised(dtype, group, rows, gated):
     """int8 and int4: exactly the product with the weight that the quantised one stands for, and row-invariant."""
     draw = draws(rows)
-    layer = QuantizedLinear(128, 90, group=group)
-    q, scale = quantize_int4(draw(90, 128), group) if group else quantize_int8(draw(90, 128))
-    layer.weight.data, layer.scale.data = pack_nibbles(q) if group else q, scale
+    layer = QuantizedLinear.of(draw(90, 128), "int4" if group else "int8", group)
     x, onto = draw(rows, 128, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
     expected = x.double() @ layer.whole(torch.float64).T
     packed = PackedLinear(layer, dtype, gated)

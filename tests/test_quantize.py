@@ -12,7 +12,7 @@ from checkpoint import CheckpointError, load_head, load_target
 from convert_checkpoint import convert
 from decoder import Decoder, Sampling
 from drafters.eagle import Eagle
-from quantized import QuantizedLinear, pack_nibbles, quantize_int4, quantize_int8, unpack_nibbles
+from quantized import FP8_MOST, QuantizedLinear, QuantizedStack, pack_nibbles, scales, unpack_nibbles, values, whole
 from text import load
 from tree import TreeShape
 
@@ -27,7 +27,8 @@ def run(capsys, *args):
 def test_int8_is_the_nearest():
     weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
-    q, scale = quantize_int8(weight)
+    scale = scales(weight, "int8")
+    q = values(weight, scale, "int8")
     assert q.dtype == torch.int8 and q.abs().max() == 127
     assert ((q * scale - weight).abs() <= scale / 2 * 1.0001).all() and (q[3] == 0).all()
 
@@ -36,7 +37,8 @@ def test_int8_is_the_nearest():
 def test_int4_beats_reaching_the_extreme(group):
     weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
-    q, scale = quantize_int4(weight, group)
+    scale = scales(weight, "int4", group)
+    q = values(weight, scale, "int4")
     assert q.min() >= -8 and q.max() <= 7 and scale.shape == (40, 256 // group) and (q[3] == 0).all()
     assert torch.equal(unpack_nibbles(pack_nibbles(q)), q)
     parts = weight.unflatten(1, (-1, group))
@@ -46,10 +48,25 @@ def test_int4_beats_reaching_the_extreme(group):
     assert ours < 0.85 * simple
 
 
-@pytest.mark.parametrize("mode, most", (("int8", 0.01), ("int4", 0.15)))
+def test_fp8_rounds_weights_and_activations():
+    """Three bits of mantissa: each value within a sixteenth; the product is that of what was rounded."""
+    g = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(40, 64, generator=g), torch.randn(3, 5, 64, generator=g) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    layer = QuantizedLinear.of(weight, "fp8", bias=torch.randn(40, generator=g))
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight.float().abs().max() == FP8_MOST
+    large = weight.abs() > weight.abs().amax(1, keepdim=True) / 100
+    assert ((layer.whole(torch.float32) - weight).abs() <= weight.abs() / 16 * 1.001)[large].all()
+    rows = whole(values(x, scales(x, "fp8"), "fp8"), scales(x, "fp8"), torch.float32)
+    want = rows @ layer.whole(torch.float32).T + layer.bias
+    assert ((layer(x) - want).norm(dim=-1) <= 1e-5 * want.norm(dim=-1)).all()
+    exact = x @ weight.T + layer.bias
+    assert 0 < (layer(x) - exact).norm() / exact.norm() < 0.06
+
+
+@pytest.mark.parametrize("mode, most", (("int8", 0.01), ("int4", 0.15), ("fp8", 0.05)))
 def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     out = tmp_path / "q"
-    group = () if mode == "int8" else ("--group", 32)
+    group = ("--group", 32) if mode == "int4" else ()
     code, said = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
     assert code == 0 and f"{out}: " in said.out and f"{out / 'eagle3'}: " in said.out and "wqkv" in said.out
     before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
@@ -58,7 +75,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     model, config = load_target(out)
     assert config["quantization"]["mode"] == mode and (out / "tokenizer.json").is_file()
     layer = model.layers[2].wqkv
-    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (torch.int8, torch.uint8)
+    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
     error = (layer.whole(torch.float32) - before["layers.2.wqkv.weight"]).norm() / before["layers.2.wqkv.weight"].norm()
     assert 0 < error < most
     tokens = torch.tensor([PROMPT])
@@ -92,6 +109,30 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
         if dtype == "fp32":
             assert reference in (None, plain)
             reference = plain
+
+
+@pytest.mark.parametrize("mode", ("int8", "int4", "fp8"))
+def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
+    """Stacks of experts are quantised, their router is not; few rows read the chosen experts, many read all: the same text."""
+    import test_families
+
+    monkeypatch.setitem(test_families.SIZES, "hidden_size", 64)  # which groups of 32 divide
+    monkeypatch.setitem(test_families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
+    test_families.make_target(tmp_path / "in", "Qwen3-MoE")
+    target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
+    code, said = run(capsys, "--checkpoint", target, "--out", tmp_path / "q", "--mode", mode, "--group", 32)
+    assert code == 0 and "w_gate_up" in said.out
+    exact, model = load_target(target)[0], load_target(tmp_path / "q")[0]
+    experts, before = model.layers[1].mlp, exact.layers[1].mlp
+    assert isinstance(experts.w_down, QuantizedStack) and torch.equal(experts.router.weight, before.router.weight)
+    error = (experts.matrices("w_down", None, torch.float32) - before.w_down).norm() / before.w_down.norm()
+    assert 0 < error < {"int8": 0.01, "int4": 0.15, "fp8": 0.05}[mode]
+    x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
+    many = experts(x, none)
+    few = torch.cat([experts(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
+    torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-5)
+    sampling = Sampling(30)
+    assert len(Decoder(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
 
 
 def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
@@ -152,5 +193,8 @@ def test_other_refusals(golden, tmp_path, capsys):
     (tmp_path / "there").mkdir()
     code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "there")
     assert code == 1 and "not one of our" in said.err
+    for wrong in (("int8", 32), ("int4", 0), ("int3", 0)):
+        with pytest.raises(ValueError, match=r"groups|none of"):
+            QuantizedLinear(64, 64, False, *wrong)
     with pytest.raises(CheckpointError, match="does not divide"):
         quantize.quantize(golden, tmp_path / "g", "int4", group=1000)
