@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from drafters.base import Drafter
-from model import KVCache, Transformer, cache_bytes
+from model import KVCache, Transformer, cache_bytes, run_layers
 from sampling import gumbel, restrict, seed_keys
 from tree import Tree, accept, pick, visible_slots
 
@@ -235,7 +235,10 @@ class Decoder:
         # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
         self._step, self._prefill = step, prefill
         if compile:
-            self._step, self._prefill = compile_whole(step), compile_whole(prefill)
+            self._step = compile_whole(step)
+            # Where all layers are one operator of ours there is nothing left to fuse in a prompt's pass, and seconds to lose.
+            if target.run_layers is run_layers:
+                self._prefill = compile_whole(prefill)
         self.capture = CapturedStep(self) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
         self._serial = 0  # of the text at hand
@@ -400,7 +403,7 @@ class Decoder:
     def _announce(self, what: str, *key):
         """Say that a first call compiles, and how long it took. Later ones run what is compiled unquestioned."""
         key = (what, *key, *self._modes)
-        if self._compiled is None:
+        if self._compiled is None or (what == "prefill" and self._prefill is prefill):
             return contextlib.nullcontext()
         if key in self._compiled:
             return unguarded()

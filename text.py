@@ -97,6 +97,21 @@ def check_compiler() -> None:
         raise CheckpointError("Python.h is missing: torch.compile needs Python's headers (python3-dev); or pass --no-compile")
 
 
+_ours: set[str] = set()  # places for compiled code that `keep_compiled` has chosen
+
+
+def keep_compiled(checkpoint: Path) -> None:
+    """Let torch.compile keep its results in CHECKPOINT/.compiled, so that they outlive a restart and travel with it.
+
+    Where that cannot be written, or a place is set (TORCHINDUCTOR_CACHE_DIR), nothing changes.
+    """
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if (given is None or given in _ours) and os.access(checkpoint, os.W_OK):
+        place = str((checkpoint / ".compiled").absolute())
+        _ours.add(place)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
+
+
 def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1, max_seq_len: int | None = None,
@@ -119,8 +134,10 @@ def load(
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"--dtype {dtype}: unknown; choose from {', '.join(DTYPES)}")
     check_device(device)
-    if compile and torch.device(device).type == "cpu":
-        check_compiler()
+    if compile:
+        keep_compiled(Path(checkpoint))
+        if torch.device(device).type == "cpu":
+            check_compiler()
     target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
     tokenizer = Tokenizer.load(checkpoint)
     say = say or (lambda line: None)
