@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -231,6 +232,7 @@ class Decoder:
         self.state = State(batch, self.slots + self.chunks[-1] + 1, shape.window, width, stop_ids, dtype, self.device)
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
+        self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
         # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
         self._step, self._prefill = step, prefill
@@ -239,7 +241,7 @@ class Decoder:
             # Where all layers are one operator of ours there is nothing left to fuse in a prompt's pass, and seconds to lose.
             if target.run_layers is run_layers:
                 self._prefill = compile_whole(prefill)
-        self.capture = CapturedStep(self) if compile and on_cuda else None
+        self.captured = Captured(self.state) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
         self._serial = 0  # of the text at hand
 
@@ -348,11 +350,12 @@ class Decoder:
         while remaining := max(len(p) - s for p, s in zip(self._prompts, start)):
             size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
             span = self._span(max(start) + size)
-            at = torch.tensor(start + [0] * (self.batch - len(start)), device=self.device)
+            self.chunk_start.copy_(torch.tensor(start + [0] * (self.batch - len(start))))
             chunk = self.chunk_ids[size]
             torch._dynamo.mark_static(chunk, 0)
+            static = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
             with torch.no_grad(), self._announce("prefill", size):
-                self._prefill(self.target, self.caches, self.drafter, self.state, span, at, chunk, *self._modes)
+                self._run(("prefill", size, span.shape[0]), partial(self._prefill, *static, *self._modes))
             start = [min(s + size, len(p)) for s, p in zip(start, self._prompts)]
             yield
 
@@ -360,12 +363,13 @@ class Decoder:
         """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""
         shape = self.drafter.shape
         span = self._span(max(self._length) + unread * shape.window + shape.room)
-        run = self.capture or self._call_step
+        call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
         with torch.no_grad(), self._announce("step"):
-            return run(span)
+            return self._run(("step", span.shape[0]), call)
 
-    def _call_step(self, span: Tensor):
-        return self._step(self.target, self.caches, self.drafter, self.state, span, *self._modes)
+    def _run(self, key: tuple, call: Callable):
+        """A call, on CUDA as a captured graph."""
+        return self.captured((*key, *self._modes), call) if self.captured else call()
 
     def _span(self, needed: int) -> Tensor:
         """The live slots 0..n-1, n >= needed, in few enough sizes; its length is the graph's one dynamic dimension."""
@@ -485,36 +489,39 @@ class Run:
         return result
 
 
-class CapturedStep:
-    """The step as CUDA graphs over the static buffers: one per live span, captured when first needed, then replayed."""
+class Captured:
+    """Calls over the decoder's static buffers as CUDA graphs: captured when first needed, then replayed. One memory pool
+    serves them all; what a call returns is overwritten by the next."""
 
-    def __init__(self, decoder: Decoder):
-        self.decoder, self.graphs = decoder, {}
+    def __init__(self, state: State):
+        self.state, self.graphs = state, {}
         self.pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, span: Tensor):
-        key = (span.shape[0], *self.decoder._modes)
+    def __call__(self, key: tuple, call: Callable):
+        """What `call` returns; `key` tells calls of different shapes apart."""
         if key not in self.graphs:
-            self.graphs[key] = self._capture(span)
+            self.graphs[key] = self._capture(call)
         graph, result = self.graphs[key]
         graph.replay()
         return result
 
-    def _capture(self, span: Tensor):
+    def _capture(self, call: Callable):
         """Warm up (compile, let libraries allocate) and capture, with every sequence held still: nothing is decoded."""
-        done = self.decoder.state.done
-        kept = done.clone()
-        done.fill_(True)
+        state = self.state
+        kept = state.done.clone(), state.reading.clone()
+        state.done.fill_(True)
+        state.reading.fill_(False)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
-                self.decoder._call_step(span)
+                call()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool):
-            result = self.decoder._call_step(span)
-        done.copy_(kept)
+            result = call()
+        state.done.copy_(kept[0])
+        state.reading.copy_(kept[1])
         return graph, result
 
 
