@@ -131,6 +131,8 @@ class Collector:
 
     def _write_shards(self, source: str, count: int, rows: Callable, told_apart_by: Callable, size: int | None = None) -> None:
         """rows(begin, end) gives the rows of a shard, told_apart_by(begin, end) what they depend on."""
+        if not count:
+            return
         size = size or self.decoder.batch
         spans = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
         bar = tqdm(total=count, unit="prompt", desc=f"text ({source})", disable=self.quiet or not self.processes.first)
