@@ -43,6 +43,15 @@ def read_turns(path: str | Path) -> list[list[str]]:
     return found
 
 
+def read_questions(path: str | Path) -> list[dict]:
+    """FastChat questions: {"question_id", "category", "turns"}; what a row lacks is its number, "" and its user turns."""
+    given = [row for _, row in _rows(path)]
+    return [
+        {"question_id": row.get("question_id", i), "category": row.get("category", ""), "turns": turns}
+        for i, (row, turns) in enumerate(zip(given, read_turns(path)))
+    ]
+
+
 def read_conversations(path: str | Path) -> list[list[dict]]:
     """The messages ({"role": system | user | assistant, "content"}) of every row, from the first user turn to the last
     answer; rows without both are left out.

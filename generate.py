@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from contextlib import contextmanager, redirect_stdout
@@ -151,22 +150,13 @@ def asked_tree(o, usual):
 
     Raises CheckpointError on a --tree that is nothing of all this, ValueError on an impossible tree.
     """
-    from tree import PathTree, TreeShape
+    from text import read_tree
+    from tree import TreeShape
 
     numbers = (o.tree_nodes, o.tree_depth, o.tree_width)
     if numbers != (None, None, None):
         return TreeShape(*(u if a is None else a for a, u in zip(numbers, (usual.nodes, usual.depth, usual.width))))
-    if o.tree in (None, "auto"):
-        return o.tree
-    if o.tree == "paper":
-        return TreeShape(60, 7, 10)
-    if re.fullmatch(r"\d+,\d+,\d+", o.tree):
-        return TreeShape(*map(int, o.tree.split(",")))
-    try:
-        return PathTree(tuple(tuple(path) for path in json.loads(Path(o.tree).read_text())))
-    except (OSError, ValueError, TypeError) as e:
-        known = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
-        raise CheckpointError(f"--tree {o.tree}: none of {known} ({e})") from None
+    return read_tree(o.tree)
 
 
 def load_model(o, batch: int, prompts: list):

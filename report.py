@@ -120,7 +120,7 @@ class Trace:
             yield piece
 
     def _see(self, tree: Tree, path: Tensor) -> None:
-        self.pending = [t[0].cpu().clone() for t in tree], path[0].cpu().clone()
+        self.pending = [t[0].cpu().clone() for t in tree[:4]], path[0].cpu().clone()
 
     def add(self, known: list[int], emitted: int) -> None:
         """Record the step that followed `known` (prompt and output so far) and emitted so many tokens."""

@@ -8,7 +8,9 @@
 """
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -78,6 +80,24 @@ def default_tree(device: str) -> TreeShape:
     of the head (README, "Which tree"), so a CPU wants few nodes and few levels.
     """
     return TreeShape(60, 7, 10) if torch.device(device).type == "cuda" else TreeShape(12, 3, 4)
+
+
+def read_tree(given: str | None) -> TreeShape | PathTree | str | None:
+    """What --tree says: "auto" and None as they are, "paper", nodes,depth,width, or a JSON file of a static tree's paths.
+
+    Raises CheckpointError on what is nothing of all this, ValueError on an impossible tree.
+    """
+    if given in (None, "auto"):
+        return given
+    if given == "paper":
+        return TreeShape(60, 7, 10)
+    if re.fullmatch(r"\d+,\d+,\d+", given):
+        return TreeShape(*map(int, given.split(",")))
+    try:
+        return PathTree(tuple(tuple(path) for path in json.loads(Path(given).read_text())))
+    except (OSError, ValueError, TypeError) as e:
+        known = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
+        raise CheckpointError(f"--tree {given}: none of {known} ({e})") from None
 
 
 def check_device(device: str) -> None:

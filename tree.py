@@ -160,6 +160,7 @@ class Tree(NamedTuple):
     parent: Tensor  # [B, T] index of each node's parent; the root's is 0, itself
     depth: Tensor  # [B, T] root 0
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
+    scores: Tensor | None = None  # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -236,7 +237,8 @@ class Growth:
         parent = torch.where(above < 0, 0, torch.searchsorted(keep, above.contiguous()) + 1)
         parent = torch.cat((torch.zeros_like(root[:, None]), parent), dim=1)
         tokens = torch.cat((root[:, None], tokens.gather(1, keep)), dim=1)
-        return Tree(tokens, parent, *link(parent, self.shape.depth + 1))
+        scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), dim=1)
+        return Tree(tokens, parent, *link(parent, self.shape.depth + 1), scores)
 
 
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:

@@ -102,7 +102,7 @@ class StaticEagle(Eagle):
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         noise, B = self._draft_noise(noise), state.length.shape[0]
         h = self._catch_up(state, slots)
-        tokens, used = [state.root()[:, None]], 0
+        tokens, given, used = [state.root()[:, None]], [], 0  # given: log-probability of each node given its parent
         for i, level in enumerate(self.shape.levels):
             if i:  # expand what the level above proposed
                 rows = getattr(self, f"rows_{i}")
@@ -113,8 +113,12 @@ class StaticEagle(Eagle):
                 visible = visible_slots(slots, state.length, sees)
                 h = self.head(tokens[-1][:, rows], h[:, getattr(self, f"came_from_{i}")], positions, own, visible, self.caches)
                 used += count
-            ranked = self._best(h, noise, i, self.shape.width)[1].flatten(1)  # [B, rows * width]
-            tokens.append(ranked[:, getattr(self, f"nodes_{i}")])
+            scores, ranked = (x.flatten(1) for x in self._best(h, noise, i, self.shape.width))  # [B, rows * width]
+            nodes = getattr(self, f"nodes_{i}")
+            tokens.append(ranked[:, nodes])
+            given.append(scores[:, nodes])
+        given = torch.cat((torch.zeros_like(given[0][:, :1]), *given), dim=1)
         return Tree(
-            torch.cat(tokens, dim=1), self.parent.expand(B, -1), self.depth.expand(B, -1), self.ancestors.expand(B, -1, -1)
+            torch.cat(tokens, dim=1), self.parent.expand(B, -1), self.depth.expand(B, -1), self.ancestors.expand(B, -1, -1),
+            (self.ancestors * given[:, None]).sum(-1),
         )

@@ -1,0 +1,240 @@
+"""The papers' table on your machine: speedup and acceptance length per question set, losslessness checked, in one run.
+
+    python evaluate.py --checkpoint checkpoints/smollm2-135m --out runs/eval --speculate eagle3
+    python evaluate.py --checkpoint DIR --out FOLDER --speculate eagle3,eagle2 --questions data/ --limit 40 --temperature 0,1
+
+Every question is answered by plain decoding and by each method, in turns, in one process: batch 1, prompts timed apart,
+everything compiled before the first answer. Questions are FastChat's question.jsonl (EAGLE's and Spec-Bench's too), a file or
+a folder of them; without --questions a small set of our own. A run that is stopped goes on where it was.
+
+FOLDER/table.md, table.json, table.csv   the table, printed too: also after Ctrl-C
+FOLDER/answers/SET/METHOD-tT.jsonl       answers in FastChat's format, read by EAGLE's and Spec-Bench's scripts
+FOLDER/differences.json                  where a text is not the plain one, scored again in float32
+FOLDER/*.png                             acceptance by depth and rank, lengths, calibration, bars, a tree
+
+The exit status is 1 if any text differs from the plain one by more than rounding explains.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from decoder import Sampling
+from errors import CheckpointError
+from evaluation import pictures
+from evaluation.lossless import Judge
+from evaluation.runs import Answer, Book, ask, read_sets, rounds
+from evaluation.table import PLAIN, as_csv, markdown, summarise
+from text import DRAFTERS, TextDecoder, load, read_tree
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--checkpoint", required=True, help="converted target")
+    p.add_argument("--out", required=True, help="folder for answers, tables and pictures")
+    known = ", ".join(DRAFTERS)
+    p.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]", help=f"of {known}; plain decoding always runs")
+    p.add_argument("--draft", help="folder of the head (default: inside the checkpoint)")
+    p.add_argument("--tree", help="auto, paper, nodes,depth,width, or a JSON file of paths, as for generate.py")
+    p.add_argument("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
+    p.add_argument("--limit", type=int, help="only the first so many of every set")
+    p.add_argument("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
+    p.add_argument("--max-new-tokens", type=int, default=512, help="per turn (default 512)")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device")
+    p.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="default: as stored")
+    p.add_argument("--max-seq-len", type=int)
+    p.add_argument("--threads", type=int)
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--kernels", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--observe", type=int, default=4, metavar="N", help="questions per set answered again, untimed, for the pictures")
+    p.add_argument("--show-tree", action="store_true", help="draw the drafted tree that had most accepted, here and as tree.png")
+    return p
+
+
+def say(line: str) -> None:
+    """Everything but the table and the tree goes to stderr."""
+    tqdm.write(line, file=sys.stderr)
+
+
+def numbers(text: str) -> list[float]:
+    """Temperatures of the command line. Raises CheckpointError."""
+    try:
+        found = [float(part) for part in text.split(",")]
+        for value in found:
+            Sampling(temperature=value)
+    except ValueError as e:
+        raise CheckpointError(f"--temperature {text}: {e}") from None
+    return list(dict.fromkeys(found))
+
+
+def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
+    """Plain decoding and every method, compiled and warm."""
+    shared = {
+        "device": o.device, "dtype": o.dtype, "max_seq_len": o.max_seq_len, "compile": o.compile, "kernels": o.kernels, "say": say,
+    }
+    models = {PLAIN: load(o.checkpoint, **shared)}
+    if models[PLAIN].tokenizer is None or not models[PLAIN].tokenizer.has_template:
+        raise CheckpointError(f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them")
+    for name in methods:
+        if name != PLAIN:
+            models[name] = load(o.checkpoint, name, draft=o.draft, tree=read_tree(o.tree), **shared)
+    return models
+
+
+class Evaluation:
+    """One run: the answers, what is wrong with them, and what is written about them."""
+
+    def __init__(self, o, models: dict[str, TextDecoder], sets: dict[str, list[dict]], book: Book):
+        self.o, self.models, self.sets, self.book, self.out = o, models, sets, book, Path(o.out)
+        self.temperatures = numbers(o.temperature)
+        weight = models[PLAIN].decoder.target.embed.weight
+        self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device))
+
+    def run(self) -> None:
+        """Answer what is not answered yet, with the running figures on a live line."""
+        methods = [*self.models]
+        todo = [
+            (name, question, temperature, order)
+            for name, question, temperature, order in rounds(self.sets, self.temperatures, methods)
+            if any((name, question["question_id"], method, temperature) not in self.book.answers for method in methods)
+        ]
+        if not todo:
+            return
+        for temperature in self.temperatures:
+            for model in self.models.values():
+                model.warm_up(Sampling(8, temperature, seed=self.o.seed))
+                ask(model, {"turns": ["Hello"]}, 16, temperature, self.o.seed)
+        bar = tqdm(todo, desc="questions", unit="question")
+        for name, question, temperature, order in bar:
+            for method in order:
+                turns = ask(self.models[method], question, self.o.max_new_tokens, temperature, self.o.seed)
+                self.book.add(Answer(name, question["question_id"], question["category"], method, temperature, self.o.seed, turns))
+            bar.set_postfix_str(self._running(methods))
+
+    def _running(self, methods: list[str]) -> str:
+        parts = []
+        for method in methods[1:]:
+            mine = [a for a in self.book.answers.values() if a.method == method]
+            ratios = [
+                (a.tokens / a.seconds) / (p.tokens / p.seconds) for a in mine
+                if (p := self.book.answers.get((a.set, a.question, PLAIN, a.temperature))) and a.tokens and p.tokens
+            ]
+            lengths = [n for a in mine for n in a.lengths]
+            if ratios and lengths:
+                parts.append(f"{method} τ {sum(lengths) / len(lengths):.2f} {statistics.median(ratios):.2f}×")
+        return ", ".join(parts)
+
+    def report(self) -> int:
+        """Tables, answers and differences of what there is so far; returns how many differences are errors."""
+        plain = {a.key: a for a in self.book.answers.values() if a.method == PLAIN}
+        differences = []
+        for a in self.book.answers.values():
+            base = plain.get((a.set, a.question, PLAIN, a.temperature))
+            if a.method != PLAIN and base and (found := self.judge.difference(base, a)):
+                differences.append(found)
+        rows = summarise(self.book.answers.values(), [*self.sets], differences)
+        if not rows:
+            say("no answers yet")
+            return 0
+        text = markdown(rows, [*self.sets])
+        (self.out / "table.md").write_text(text, encoding="utf-8")
+        (self.out / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (self.out / "table.csv").write_text(as_csv(rows))
+        listed = [asdict(d) | {"tie": d.tie} for d in differences]
+        (self.out / "differences.json").write_text(json.dumps(listed, indent=1) + "\n")
+        self.book.write_fastchat()
+        pictures.draw_table(rows, [*self.sets], self.out / "sets.png")
+        lengths: dict[str, list[int]] = {}
+        for a in self.book.answers.values():
+            if a.method != PLAIN:
+                lengths.setdefault(a.method, []).extend(a.lengths)
+        if any(lengths.values()):
+            pictures.draw_lengths({method: found for method, found in lengths.items() if found}, self.out / "lengths.png")
+        print(text)
+        errors = [d for d in differences if not d.tie]
+        for d in errors[:10]:
+            say(f"error: {d.method} leaves the plain text: {d.set} question {d.question}, temperature {d.temperature:g}, turn {d.turn + 1},"
+                f" token {d.token}: {d.other} for {d.plain}, {d.gap:.4g} behind (a tie is up to {d.bound:.4g})")
+        return len(errors)
+
+    def observe(self) -> None:
+        """The pictures of drafted trees, from a few questions answered again."""
+        observed: dict[str, pictures.Observed] = {}
+        for method, model in self.models.items():
+            if method == PLAIN:
+                continue
+            seen = observed[method] = pictures.Observed()
+            model.decoder.observer = seen.see
+            try:
+                for questions in self.sets.values():
+                    for question in questions[: self.o.observe]:
+                        first = {**question, "turns": question["turns"][:1]}
+                        ask(model, first, min(128, self.o.max_new_tokens), self.temperatures[0], self.o.seed)
+            finally:
+                model.decoder.observer = None
+        if not any(seen.best for seen in observed.values()):
+            return
+        pictures.draw_acceptance(observed, self.out / "acceptance.png")
+        pictures.draw_calibration(observed, self.out / "calibration.png")
+        if self.o.show_tree:
+            method, seen = next((m, s) for m, s in observed.items() if s.best)
+
+            def word(token: int) -> str:
+                return self.models[method].tokenizer.piece(token).decode("utf-8", "replace")
+
+            print(pictures.text_tree(seen.best, word))
+            pictures.draw_tree(seen.best, word, self.out / "tree.png")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, 1 with an error or a text that differs, 130 when interrupted."""
+    o = parser().parse_args(argv)
+    evaluation = None
+    try:
+        methods = list(dict.fromkeys(o.speculate.split(",")))
+        for name in methods:
+            if name not in DRAFTERS:
+                raise CheckpointError(f"--speculate {name}: unknown; choose from {', '.join(DRAFTERS)}")
+        if o.limit is not None and o.limit < 1:
+            raise CheckpointError(f"--limit {o.limit}: must be at least 1")
+        numbers(o.temperature)  # mistakes show before anything is loaded
+        Sampling(o.max_new_tokens)
+        if o.threads is not None:
+            if not 1 <= o.threads <= 1024:
+                raise CheckpointError(f"--threads {o.threads}: must be 1 to 1024")
+            torch.set_num_threads(o.threads)
+        sets = read_sets(o.questions, o.limit)
+        models = load_methods(o, methods)
+        options = {
+            "checkpoint": os.path.abspath(o.checkpoint), "draft": o.draft, "tree": o.tree, "max_new_tokens": o.max_new_tokens,
+            "seed": o.seed, "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
+            "device": str(models[PLAIN].decoder.device),
+        }
+        evaluation = Evaluation(o, models, sets, Book(Path(o.out), options))
+        evaluation.run()
+        errors = evaluation.report()
+        if o.observe or o.show_tree:
+            evaluation.observe()
+        return int(errors > 0)
+    except (CheckpointError, OSError, ValueError) as e:
+        say("error: " + " ".join(str(e).split()))
+        return 1
+    except KeyboardInterrupt:
+        if evaluation:
+            say("stopped; the table so far (the same command goes on):")
+            evaluation.report()
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

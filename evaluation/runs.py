@@ -1,0 +1,157 @@
+"""Asking questions: every method answers every question, turn after turn, and each answer is kept the moment it is there."""
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dataset import read_questions
+from errors import CheckpointError
+from text import TextDecoder
+
+OWN = Path(__file__).resolve().parent / "questions"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer: the prompt it was given to, its tokens and times. `lengths`: tokens emitted by each step."""
+
+    prompt: list[int]
+    ids: list[int]
+    text: str
+    finish: str
+    prefill_seconds: float
+    seconds: float
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All turns of one question by one method."""
+
+    set: str
+    question: int | str
+    category: str
+    method: str
+    temperature: float
+    seed: int
+    turns: list[Turn]
+
+    @property
+    def key(self) -> tuple:
+        """What is asked once."""
+        return self.set, self.question, self.method, self.temperature
+
+    @property
+    def tokens(self) -> int:
+        """Tokens after the first of each turn: those that `seconds` are the time of."""
+        return sum(max(0, len(t.ids) - 1) for t in self.turns)
+
+    @property
+    def seconds(self) -> float:
+        """Time of decoding, prompts apart."""
+        return sum(t.seconds for t in self.turns)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every step."""
+        return [n for t in self.turns for n in t.lengths]
+
+    @classmethod
+    def read(cls, line: str) -> Answer:
+        """Back from JSON."""
+        row = json.loads(line)
+        return cls(**{**row, "turns": [Turn(**turn) for turn in row["turns"]]})
+
+
+def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict]]:
+    """Questions by set: of a file, of every .jsonl of a folder, or our own. Raises CheckpointError if there are none."""
+    place = Path(path) if path else OWN
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    if not files:
+        raise CheckpointError(f"{place}: holds no question files (*.jsonl)")
+    return {file.stem: read_questions(file)[:limit] for file in files}
+
+
+class Book:
+    """FOLDER/answers.jsonl: every answer so far, of runs with the same options (FOLDER/options.json)."""
+
+    def __init__(self, folder: Path, options: dict):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.path = folder, folder / "answers.jsonl"
+        kept = folder / "options.json"
+        if kept.exists() and json.loads(kept.read_text()) != options:
+            old = json.loads(kept.read_text())
+            differs = sorted(name for name in old.keys() | options.keys() if old.get(name) != options.get(name))
+            raise CheckpointError(f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out")
+        kept.write_text(json.dumps(options, indent=1) + "\n")
+        self.answers: dict[tuple, Answer] = {}
+        if self.path.exists():
+            for line in self.path.read_text(encoding="utf-8").splitlines():
+                try:
+                    answer = Answer.read(line)
+                except (ValueError, TypeError, KeyError):
+                    continue  # cut off when a run was killed
+                self.answers[answer.key] = answer
+        self._write_all()
+
+    def _write_all(self) -> None:
+        part = self.path.with_suffix(".partial")
+        part.write_text("".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()), encoding="utf-8")
+        os.replace(part, self.path)
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer."""
+        self.answers[answer.key] = answer
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(answer)) + "\n")
+
+    def write_fastchat(self) -> None:
+        """FOLDER/answers/SET/METHOD-tT.jsonl in FastChat's answer format, with what EAGLE and Spec-Bench add to it."""
+        files: dict[Path, list[str]] = {}
+        for a in self.answers.values():
+            name = f"{a.method}-t{a.temperature:g}"
+            choice = {
+                "index": 0, "turns": [t.text for t in a.turns], "idxs": [len(t.lengths) for t in a.turns],
+                "decoding_steps": [len(t.lengths) for t in a.turns], "new_tokens": [len(t.ids) for t in a.turns],
+                "wall_time": [t.prefill_seconds + t.seconds for t in a.turns], "accept_lengths": a.lengths,
+            }
+            row = {
+                "question_id": a.question, "category": a.category, "answer_id": hashlib.sha256(repr(a.key).encode()).hexdigest()[:22],
+                "model_id": name, "choices": [choice], "tstamp": time.time(),
+            }
+            files.setdefault(self.folder / "answers" / a.set / f"{name}.jsonl", []).append(json.dumps(row, ensure_ascii=False))
+        for path, lines in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: float, seed: int) -> list[Turn]:
+    """The question's turns, each with the model's own answers as history. A turn that no longer fits ends the conversation."""
+    messages, turns = [], []
+    for text in question["turns"]:
+        messages.append({"role": "user", "content": text})
+        ids = model.encode(messages)
+        if len(ids) >= model.decoder.max_seq_len:
+            break
+        result = model.generate(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        messages.append({"role": "assistant", "content": result.text})
+        turns.append(Turn(ids, result.ids, result.text, result.finish, result.prefill_seconds, result.seconds, result.accept_lengths))
+    return turns
+
+
+def rounds(sets: dict[str, list[dict]], temperatures: list[float], methods: list[str]) -> Iterator[tuple[str, dict, float, list[str]]]:
+    """(set, question, temperature, methods in the order of this round): one question of every set in turn, so that a run cut
+    short has seen all sets; who begins changes with every round."""
+    number = 0
+    for i in range(max(map(len, sets.values()))):
+        for name, questions in sets.items():
+            if i < len(questions):
+                for temperature in temperatures:
+                    first = number % len(methods)
+                    yield name, questions[i], temperature, methods[first:] + methods[:first]
+                    number += 1

@@ -1,0 +1,86 @@
+"""The table of the papers: per set and temperature, speedup over plain decoding and acceptance length."""
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Iterable
+
+from evaluation.lossless import Difference
+from evaluation.runs import Answer
+
+PLAIN = "none"
+
+
+def summarise(answers: Iterable[Answer], sets: list[str], differences: list[Difference]) -> list[dict]:
+    """A row per temperature, method and set, and a row `mean` over the sets that are there.
+
+    `speedup`: median over the questions of (tokens per second / those of plain decoding); `speedup_total`: of whole sets;
+    `tau`: tokens per step; `equal` of `questions` texts are those of plain decoding; `ties` and `errors`: what the others are.
+    """
+    found = {a.key: a for a in answers}
+    rows = []
+    for temperature in sorted({a.temperature for a in found.values()}):
+        for method in dict.fromkeys(a.method for a in found.values()):
+            mine = []
+            for name in sets:
+                pairs = [
+                    (a, found.get((name, a.question, PLAIN, temperature)))
+                    for a in found.values() if (a.set, a.method, a.temperature) == (name, method, temperature)
+                ]
+                pairs = [(a, plain) for a, plain in pairs if plain is not None]
+                if pairs:
+                    mine.append({"temperature": temperature, "method": method, "set": name, **_row(pairs, differences)})
+            if mine:
+                rows += mine
+                rows.append({"temperature": temperature, "method": method, "set": "mean", **_mean(mine)})
+    return rows
+
+
+def _row(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> dict:
+    timed = [(a, p) for a, p in pairs if a.tokens and a.seconds > 0 and p.tokens and p.seconds > 0]
+    lengths = [n for a, _ in pairs for n in a.lengths]
+    tokens, seconds = (sum(getattr(a, what) for a, _ in timed) for what in ("tokens", "seconds"))
+    plain_rate = sum(p.tokens for _, p in timed) / sum(p.seconds for _, p in timed) if timed else 0.0
+    own = {a.key for a, _ in pairs}
+    mine = [d for d in differences if (d.set, d.question, d.method, d.temperature) in own]
+    return {
+        "questions": len(pairs), "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed) if timed else 0.0,
+        "speedup_total": tokens / seconds / plain_rate if timed else 0.0,
+        "tau": sum(lengths) / len(lengths) if lengths else 0.0,
+        "equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine), "errors": sum(not d.tie for d in mine),
+    }
+
+
+def _mean(rows: list[dict]) -> dict:
+    means = {name: statistics.fmean(row[name] for row in rows) for name in ("tokens_per_second", "speedup", "speedup_total", "tau")}
+    return means | {name: sum(row[name] for row in rows) for name in ("questions", "equal", "ties", "errors")}
+
+
+def markdown(rows: list[dict], sets: list[str]) -> str:
+    """One table per temperature: a line per method, speedup and tau for every set and their mean."""
+    lines = []
+    for temperature in sorted({row["temperature"] for row in rows}):
+        mine = [row for row in rows if row["temperature"] == temperature]
+        shown = [name for name in [*sets, "mean"] if any(row["set"] == name for row in mine)]
+        lines += [f"Temperature {temperature:g}: speedup over plain decoding (median over the questions), τ", ""]
+        lines += ["| method | " + " | ".join(f"{name} | τ" for name in shown) + " | texts equal | ties | errors |"]
+        lines += ["|---" * (2 * len(shown) + 4) + "|"]
+        for method in dict.fromkeys(row["method"] for row in mine):
+            by_set = {row["set"]: row for row in mine if row["method"] == method}
+            cells = [f"{by_set[n]['speedup']:.2f}× | {by_set[n]['tau']:.2f}" if n in by_set else " | " for n in shown]
+            total = by_set["mean"]
+            cells += [f"{total['equal']}/{total['questions']}", str(total["ties"]), str(total["errors"])]
+            lines.append("| " + " | ".join(["plain" if method == PLAIN else method, *cells]) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def as_csv(rows: list[dict]) -> str:
+    """All rows, all columns."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [])
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
