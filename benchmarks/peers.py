@@ -3,7 +3,7 @@
     python benchmarks/peers.py --checkpoint checkpoints/smollm2-135m --questions question.jsonl --gguf MODEL.gguf --transformers
     python benchmarks/peers.py --checkpoint DIR --int8 DIR-int8 --gpt-fast /path/to/gpt-fast --gpt-fast-checkpoint model.pth
 
-ours          plain and EAGLE-3, as stored and, with --int8 DIR, int8
+ours          plain and EAGLE-3, as stored and, with --int8 DIR, int8; --ladder: what each part of it brings
 transformers  `generate`, plain and with prompt lookup (--transformers)
 llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights are ours)
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
@@ -47,8 +47,8 @@ def say(line: str) -> None:
 class Ours:
     """One of our decoders, compiled and warm."""
 
-    def __init__(self, checkpoint: str, speculate: str, tokens: int, compiled: bool):
-        self.model = load(checkpoint, speculate, compile=compiled, say=say)
+    def __init__(self, checkpoint: str, speculate: str, tokens: int, compiled: bool, kernels: bool = True):
+        self.model = load(checkpoint, speculate, compile=compiled, kernels=kernels, say=say)
         self.model.warm_up(Sampling(tokens))
 
     def rate(self, ids: list[int], tokens: int) -> tuple[float, dict]:
@@ -116,6 +116,12 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
         if checkpoint:
             for name, speculate in (("plain", "none"), ("EAGLE-3", "eagle3")):
                 found[f"ours {name}{suffix}"] = Ours(checkpoint, speculate, o.max_new_tokens, o.compile)
+    if o.ladder:
+        found["ours plain, uncompiled PyTorch"] = Ours(o.checkpoint, "none", o.max_new_tokens, False)
+        found["ours EAGLE-3, uncompiled PyTorch"] = Ours(o.checkpoint, "eagle3", o.max_new_tokens, False)
+        if o.compile:
+            found["ours plain, torch.compile only"] = Ours(o.checkpoint, "none", o.max_new_tokens, True, False)
+            found["ours EAGLE-3, torch.compile only"] = Ours(o.checkpoint, "eagle3", o.max_new_tokens, True, False)
     target, config = load_target(o.checkpoint)
     if o.transformers:
         model = Transformers(target, config).model
@@ -242,6 +248,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--limit", type=int)
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--threads", type=int, default=os.cpu_count())
+    p.add_argument("--ladder", action="store_true", help="also ours without our kernels, and without torch.compile")
     p.add_argument("--transformers", action="store_true")
     p.add_argument("--gguf", metavar="FILE", help="compare llama.cpp; FILE is any GGUF of this model")
     p.add_argument("--gpt-fast", metavar="DIR", help="its repository; CUDA")

@@ -86,10 +86,11 @@ def test_peers_and_tau_on_a_small_model(golden, tmp_path, results, capsys):
     assert quantize(["--checkpoint", str(golden), "--mode", "int8", "--out", str(tmp_path / "int8")]) == 0
     (tmp_path / "q.jsonl").write_text('{"turns": ["what is 3?"]}\n{"turns": ["and 4 and 5?"]}\n')
     argv = ["--checkpoint", str(golden), "--questions", str(tmp_path / "q.jsonl"), "--threads", "1", "--max-new-tokens", "12"]
-    assert peers.main([*argv, "--int8", str(tmp_path / "int8"), "--transformers", "--no-compile"]) == 0
+    assert peers.main([*argv, "--int8", str(tmp_path / "int8"), "--transformers", "--ladder", "--no-compile"]) == 0
     record = json.loads((results / "peers.json").read_text())
     assert set(record["summary"]) == {
-        "ours plain", "ours EAGLE-3", "ours plain int8", "ours EAGLE-3 int8", "transformers", "transformers, prompt lookup"
+        "ours plain", "ours EAGLE-3", "ours plain int8", "ours EAGLE-3 int8", "transformers", "transformers, prompt lookup",
+        "ours plain, uncompiled PyTorch", "ours EAGLE-3, uncompiled PyTorch",
     }
     assert record["summary"]["ours EAGLE-3"]["equal"] == 2 and record["summary"]["ours plain"]["x transformers"] > 0
     assert "| ours EAGLE-3 |" in (results / "peers.md").read_text() and (results / "peers.png").stat().st_size > 5000
