@@ -241,6 +241,11 @@ class Decoder:
             # Where all layers are one operator of ours there is nothing left to fuse in a prompt's pass, and seconds to lose.
             if target.run_layers is run_layers:
                 self._prefill = compile_whole(prefill)
+        # A drafter that may have nothing to say is asked first where that costs no synchronisation, and where rows are not free.
+        self._nothing = Drafter()
+        self._idle = None
+        if not on_cuda and type(self.drafter).has_guess is not Drafter.has_guess:
+            self._idle = compile_whole(step) if compile else step
         self.captured = Captured(self.state) if compile and on_cuda else None
         self._compiled: set = set() if compile else None
         self._serial = 0  # of the text at hand
@@ -363,9 +368,13 @@ class Decoder:
         """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""
         shape = self.drafter.shape
         span = self._span(max(self._length) + unread * shape.window + shape.room)
-        call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
-        with torch.no_grad(), self._announce("step"):
-            return self._run(("step", span.shape[0]), call)
+        with torch.no_grad():
+            if self._idle is not None and not self.drafter.has_guess(self.state, span):
+                with self._announce("step without a guess"):
+                    return self._idle(self.target, self.caches, self._nothing, self.state, span, *self._modes)
+            call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
+            with self._announce("step"):
+                return self._run(("step", span.shape[0]), call)
 
     def _run(self, key: tuple, call: Callable):
         """A call, on CUDA as a captured graph."""
@@ -428,7 +437,8 @@ class Decoder:
         kept = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
-            self.generate([[0]], replace(sampling, max_new_tokens=2))
+            for prompt in ([0], [0] * 16) if self._idle else ([0],):  # without and with something to guess from
+                self.generate([prompt], replace(sampling, max_new_tokens=2))
         finally:
             self.state.stop_ids.copy_(kept)
 

@@ -22,8 +22,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="Generate text, losslessly faster with a draft head.")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
-    add("--speculate", choices=("none", "eagle", "eagle2", "eagle3"), default="none",
-        help="how to draft: not at all (default), EAGLE-1's static tree, EAGLE-2's dynamic one with the same head, EAGLE-3")
+    add("--speculate", choices=("none", "eagle", "eagle2", "eagle3", "lookup"), default="none",
+        help="how to draft: not at all (default), EAGLE-1's static tree, EAGLE-2's dynamic one with the same head, EAGLE-3, or from"
+             " the text itself (prompt lookup)")
     add("--draft", help="folder of the draft head (default CHECKPOINT/eagle for eagle and eagle2, CHECKPOINT/eagle3)")
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids, used as they are")

@@ -22,6 +22,7 @@ import torch
 from checkpoint import CheckpointError, load_head, load_target
 from decoder import Decoder, Output, Run, Sampling
 from drafters.eagle import Eagle, StaticEagle
+from drafters.lookup import Lookup
 from kernels import load as load_kernels
 from packed import pack
 from tokenizer import Tokenizer
@@ -29,7 +30,9 @@ from tree import EAGLE1_TREE, PathTree, TreeShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # What `speculate` names: the kind of head, in the folder of that name beside the target, and how its tree is drafted.
-DRAFTERS = {"none": None, "eagle": ("eagle", StaticEagle), "eagle2": ("eagle", Eagle), "eagle3": ("eagle3", Eagle)}
+DRAFTERS = {
+    "none": None, "eagle": ("eagle", StaticEagle), "eagle2": ("eagle", Eagle), "eagle3": ("eagle3", Eagle), "lookup": (None, Lookup),
+}
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
 
@@ -138,7 +141,7 @@ def load(
     compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> TextDecoder:
-    """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head.
+    """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head; "lookup" needs none.
 
     draft: the head's folder (default CHECKPOINT/eagle for the first two, CHECKPOINT/eagle3). tree: a `TreeShape`, drafted
     dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
@@ -162,8 +165,12 @@ def load(
     tokenizer = Tokenizer.load(checkpoint)
     say = say or (lambda line: None)
     drafter = head = None
-    if DRAFTERS[speculate]:
-        kind, drafts = DRAFTERS[speculate]
+    kind, drafts = DRAFTERS[speculate] or (None, None)
+    if drafts and not kind:
+        if draft or tree:
+            raise CheckpointError(f"--speculate {speculate}: needs no head and has a tree of its own; leave out --draft and --tree")
+        drafter = drafts()
+    elif kind:
         folder = Path(draft or Path(checkpoint) / kind)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")

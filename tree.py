@@ -257,7 +257,8 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """The deepest path on which the target agrees: (path [B, W] node indices, root first, then zeros; count [B] >= 1).
 
     chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token drawn at
-    its parent and its parent is accepted; siblings carry distinct tokens, so the accepted nodes form one path. The step
+    its parent and its parent is accepted. Where siblings carry distinct tokens the accepted nodes form one path; of equal
+    paths side by side, as drafters that repeat themselves have them, the one to the first deepest node is taken. The step
     emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root. Because proposals are
     a deterministic set this is exactly sampling from the target (the reference's try-reject-renormalise loop with q=1).
     """
@@ -266,5 +267,6 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
     agrees = (tree.tokens == chosen.gather(1, tree.parent)) | (nodes == 0)
     accepted = ~(tree.ancestors & ~agrees[:, None]).any(-1)
     at_depth = tree.depth[:, None] == torch.arange(window, device=chosen.device)[:, None]  # [B, W, T]
-    path = torch.where(accepted[:, None] & at_depth, nodes, 0).sum(-1)
-    return path, accepted.sum(-1)
+    deepest = torch.where(accepted, tree.depth, -1).argmax(-1, keepdim=True)  # [B, 1]
+    taken = pick(tree.ancestors, deepest) & at_depth  # [B, W, T]
+    return torch.where(taken, nodes, 0).sum(-1), tree.depth.gather(1, deepest)[:, 0] + 1

@@ -28,6 +28,11 @@ class Drafter(nn.Module):
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         """Allocate caches for `batch` sequences of `slots` slots, once."""
 
+    def has_guess(self, state, slots: Tensor) -> Tensor | None:
+        """Whether there is anything to propose [] bool; None: always. Where asking is cheap (on a CPU) the decoder asks, and
+        decodes plainly if there is not."""
+        return None
+
     def read(self, next_tokens: Tensor, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Take in a chunk of the prompt: features [B, C, F] of the tokens at positions [B, C], and the tokens that follow
         them. The last row of a prompt has no follower yet and is read again by the first `propose`."""

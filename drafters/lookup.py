@@ -1,0 +1,81 @@
+"""Prompt lookup: the text itself drafts. Where its last tokens stood before, what followed then is proposed again.
+
+PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and proposes one
+chain. Here every match competes, longer ones first and of those the latest, and the best few with different
+continuations make a small tree. It runs on the device in static shapes: one comparison per n-gram position.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafters.base import Drafter
+from tree import PathTree, Tree
+
+CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
+LONGEST = 4  # tokens of context that are compared, the root included
+
+
+def chains(lengths: tuple[int, ...]) -> PathTree:
+    """A tree of chains side by side. Raises ValueError on a length below 1."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lookup: chains of {list(lengths)} tokens; each needs at least one")
+    return PathTree(tuple((c,) + (0,) * i for c, length in enumerate(lengths) for i in range(length)))
+
+
+class Lookup(Drafter):
+    """Proposes what followed the last n-gram earlier in prompt and output. `shortest`: tokens a match must have."""
+
+    def __init__(self, lengths: tuple[int, ...] = CHAINS, shortest: int = 2, longest: int = LONGEST):
+        shape = chains(tuple(lengths))
+        super().__init__(shape)
+        if not 1 <= shortest <= longest:
+            raise ValueError(f"lookup: matches of {shortest} to {longest} tokens")
+        self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
+        for name, values in (
+            ("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors),
+            # Of each drafted node: its chain, and how many tokens behind the match it stands.
+            ("chain", [path[0] for path in shape.paths]), ("ahead", [len(path) for path in shape.paths]),
+        ):
+            self.register_buffer(name, torch.tensor(values), persistent=False)
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.to(device)
+
+    def matches(self, state, slots: Tensor) -> Tensor:
+        """How many tokens up to each slot are those up to the root [B, n], at most `longest`; 0 from the root on."""
+        tokens, length = state.tokens[:, : slots.shape[0]], state.length[:, None]
+        found = torch.zeros_like(tokens)
+        equal = slots < length
+        for back in range(self.longest):
+            wanted = state.tokens.gather(1, (length - back).clamp(min=0))
+            before = tokens.roll(back, 1)  # the token `back` places before each slot
+            equal = equal & (before == wanted) & (slots >= back) & (length >= back)
+            found = found + equal
+        return found
+
+    def has_guess(self, state, slots: Tensor) -> Tensor:
+        """Whether any sequence that still moves has a match []."""
+        return ((self.matches(state, slots) >= self.shortest) & ~state.done[:, None]).any()
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        """See `Drafter.propose`. Chains without a match repeat the root: a guess as bad as any, and never a wrong text."""
+        root, length = state.root()[:, None], state.length[:, None]
+        n, B = slots.shape[0], root.shape[0]
+        found = self.matches(state, slots)
+        score = torch.where(found >= self.shortest, found * n + slots, -1)  # the longest, of those the latest
+        follows = state.tokens[:, 1 : n + 1]
+        starts, live = [], []
+        for _ in self.lengths:
+            best, at = score.max(1, keepdim=True)
+            starts.append(at)
+            live.append(best >= 0)
+            score = torch.where(follows == follows.gather(1, at), -1, score)  # the next chain begins otherwise
+        starts, live = torch.cat(starts, 1)[:, self.chain], torch.cat(live, 1)[:, self.chain]  # [B, T-1]
+        # A match near the end of the text goes on into itself: what is repeated is taken to be repeated again.
+        period = (length - starts).clamp(min=1)
+        place = starts + 1 + (self.ahead - 1) % period
+        drafted = torch.where(live, state.tokens.gather(1, place), root)
+        return Tree(
+            torch.cat((root, drafted), 1), self.parent.expand(B, -1), self.depth.expand(B, -1), self.ancestors.expand(B, -1, -1)
+        )
