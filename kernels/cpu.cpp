@@ -42,7 +42,7 @@ inline V load(const void* p) {
   return v;
 }
 inline void store(void* p, F v) { std::memcpy(p, &v, sizeof v); }
-inline F broadcast(float x) { return F{} + x; }
+inline F broadcast(float x) { return x - F{}; }  // not F{} + x, which would have to turn -0 into 0
 inline U broadcast(uint32_t x) { return U{} + x; }
 
 // One rounding where the processor can, and then always: the compiler may not choose (-ffp-contract=off), or two
@@ -154,7 +154,19 @@ struct Whole {
 
 typedef int8_t Bytes __attribute__((vector_size(16)));
 
-inline F floats(const char* p) { return __builtin_convertvector(load<Bytes>(p), F); }
+// Written out: GCC takes conversions of bytes apart, value by value, ten times slower.
+inline F floats(Bytes bytes) {
+#if defined(__AVX512F__)
+  return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif defined(__AVX2__)
+  __m256 x[2] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32((__m128i)bytes)),
+                 _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128((__m128i)bytes, 8)))};
+  return load<F>(x);
+#else
+  return __builtin_convertvector(bytes, F);
+#endif
+}
+inline F floats(const char* p) { return floats(load<Bytes>(p)); }
 
 template <class E>
 struct Int8;  // one byte each, in the order of E's values
@@ -186,7 +198,7 @@ struct Int4<Fp32> {
   static constexpr int64_t BYTES = LANES;
   static inline void unpack(const char* p, U& w0, U& w1) {
     const Bytes both = load<Bytes>(p);
-    w0 = (U)(__builtin_convertvector(both & 15, F) - 8.0f), w1 = (U)(__builtin_convertvector((both >> 4) & 15, F) - 8.0f);
+    w0 = (U)(floats(both & 15) - 8.0f), w1 = (U)(floats((both >> 4) & 15) - 8.0f);
   }
 };
 template <>
@@ -379,6 +391,7 @@ struct Rows {
 template <class E>
 struct Group {
   using Value = typename E::Value;
+  static constexpr int W = E::PER_WORD;
   static constexpr int KEYS = 8;    // slots scored together: they share the loads of the queries
   static constexpr int AHEAD = 32;  // how many slots ahead of use their rows are fetched
   const std::vector<int32_t>& live;
@@ -387,24 +400,36 @@ struct Group {
   uint32_t* queries;         // [hd words, 16]
   float* scores;             // [live, 16]
 
+  // Products of all queries [words, 16] with KEYS keys -> sums [KEYS, 16]. A function of its own: everything it touches in the
+  // loop is in registers.
+  __attribute__((noinline)) static void products(const uint32_t* queries, const uint32_t* const* key, int64_t words, float* sums) {
+    const uint32_t *k0 = key[0], *k1 = key[1], *k2 = key[2], *k3 = key[3], *k4 = key[4], *k5 = key[5], *k6 = key[6], *k7 = key[7];
+    F s0 = {}, s1 = {}, s2 = {}, s3 = {}, s4 = {}, s5 = {}, s6 = {}, s7 = {};
+    for (int64_t w = 0; w < words; w++) {
+      const U query = load<U>(queries + w * LANES);
+      s0 = E::dot(s0, query, broadcast(k0[w])), s1 = E::dot(s1, query, broadcast(k1[w]));
+      s2 = E::dot(s2, query, broadcast(k2[w])), s3 = E::dot(s3, query, broadcast(k3[w]));
+      s4 = E::dot(s4, query, broadcast(k4[w])), s5 = E::dot(s5, query, broadcast(k5[w]));
+      s6 = E::dot(s6, query, broadcast(k6[w])), s7 = E::dot(s7, query, broadcast(k7[w]));
+    }
+    store(sums, s0), store(sums + LANES, s1), store(sums + 2 * LANES, s2), store(sums + 3 * LANES, s3);
+    store(sums + 4 * LANES, s4), store(sums + 5 * LANES, s5), store(sums + 6 * LANES, s6), store(sums + 7 * LANES, s7);
+  }
+
   // Scores of the live slots `from` to `to`.
   void score(const Value* keys, float scale, int64_t from, int64_t to) {
     const int64_t words = hd / E::PER_WORD;
     const U lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    alignas(64) float sums[KEYS * LANES];
     for (int64_t j = from; j < to; j += KEYS) {
       const uint32_t* key[KEYS];
       for (int i = 0; i < KEYS; i++) key[i] = reinterpret_cast<const uint32_t*>(keys + live[std::min(j + i, to - 1)] * stride);
       for (int i = 0; i < KEYS; i++)  // rows of one head lie apart: the processor does not foresee them
         for (int64_t w = 0; w < words; w += LANES) __builtin_prefetch(keys + live[std::min(j + i + AHEAD, to - 1)] * stride + w * E::PER_WORD);
-      F sum[KEYS] = {};
-      for (int64_t w = 0; w < words; w++) {
-        const U query = load<U>(queries + w * LANES);
-#pragma GCC unroll 8
-        for (int i = 0; i < KEYS; i++) sum[i] = E::dot(sum[i], query, broadcast(key[i][w]));
-      }
+      products(queries, key, words, sums);
       for (int i = 0; i < KEYS && j + i < to; i++) {
         const U bits = (broadcast(uint32_t(seen[j + i])) >> lane) & 1u;
-        store(scores + (j + i) * LANES, bits != 0u ? sum[i] * scale : broadcast(-INFINITY));
+        store(scores + (j + i) * LANES, bits != 0u ? load<F>(sums + i * LANES) * scale : broadcast(-INFINITY));
       }
     }
   }
@@ -428,22 +453,25 @@ struct Group {
   }
 
   // The weighted values of R rows from `row` on, over `total`: one vector's worth of the head, from d on.
-  template <int R>
+  // The last part of a head may be less than a vector: then not WHOLE.
+  template <int R, bool WHOLE>
   void gather(const Value* values, int64_t d, int row, Value* const* out, const float* total) {
-    constexpr int W = E::PER_WORD;
-    const int64_t count = live.size(), rest = hd - d;  // the last part of a head may be less than a vector
+    const int64_t count = live.size(), rest = hd - d;
     F sum[R][W] = {};
     for (int64_t j = 0; j < count; j++) {
       __builtin_prefetch(values + live[std::min(j + AHEAD, count - 1)] * stride + d);
       U words = {};
-      std::memcpy(&words, values + live[j] * stride + d, std::min<int64_t>(rest * sizeof(Value), sizeof words));
+      if constexpr (WHOLE) words = load<U>(values + live[j] * stride + d);
+      else std::memcpy(&words, values + live[j] * stride + d, rest * sizeof(Value));
       F value[W];
       if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
       else value[0] = (F)words;
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int i = 0; i < W; i++) sum[r][i] = fma(broadcast(scores[j * LANES + row + r]), value[i], sum[r][i]);
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
       const float share = total[row + r] > 0 ? 1.0f / total[row + r] : 0.0f;
       if constexpr (W == 2) {  // even and odd values were summed apart
@@ -465,7 +493,8 @@ struct Group {
   template <int R = ROWS_AT_ONCE>
   void gather_rows(int rows, const Value* values, int64_t d, int row, Value* const* out, const float* total) {
     if (rows >= R) {
-      gather<R>(values, d, row, out, total);
+      if (hd - d >= W * LANES) gather<R, true>(values, d, row, out, total);
+      else gather<R, false>(values, d, row, out, total);
       if (rows > R) gather_rows<ROWS_AT_ONCE>(rows - R, values, d, row + R, out, total);
     } else if constexpr (R > 1) {
       gather_rows<R - 1>(rows, values, d, row, out, total);
