@@ -15,7 +15,7 @@ from pathlib import Path
 from errors import CheckpointError
 
 ROLES = {
-    "system": "system", "human": "user", "user": "user",
+    "system": "system", "developer": "system", "human": "user", "user": "user",
     "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "assistant": "assistant", "model": "assistant",
 }
 
@@ -26,18 +26,24 @@ def read_prompts(path: str | Path) -> list[str]:
 
 
 def read_turns(path: str | Path) -> list[list[str]]:
-    """The user turns of every row. Raises CheckpointError naming the first row that has none."""
+    """The user turns of every row. Raises CheckpointError naming the first row that is none."""
+    return [[m["content"] for m in messages if m["role"] == "user"] for messages in read_chats(path)]
+
+
+def read_chats(path: str | Path) -> list[list[dict]]:
+    """The user's messages of every row, and the system message before them if there is one; conversations in which no user
+    speaks are left out. Raises CheckpointError naming the first row that is no prompt, and if there is none at all."""
     found = []
     for where, row in _rows(path):
-        if "prompt" in row:
-            turns = [row["prompt"]]
-        elif "turns" in row:
-            turns = row["turns"]
-        else:
-            turns = [m["content"] for m in _messages(where, row) if m["role"] == "user"]
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise CheckpointError(f"{where}: no user turns; a row needs prompt, turns, conversations or messages")
-        found.append(turns)
+        if "prompt" in row or "turns" in row:
+            turns = [row["prompt"]] if "prompt" in row else row["turns"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+                raise CheckpointError(f"{where}: no user turns; prompt is a text, turns a list of them")
+            found.append([{"role": "user", "content": turn} for turn in turns])
+            continue
+        messages = [m for m in _messages(where, row) or [] if m["role"] != "assistant"]
+        if any(m["role"] == "user" for m in messages):
+            found.append(messages)
     if not found:
         raise CheckpointError(f"{path}: holds no prompts")
     return found
@@ -45,10 +51,12 @@ def read_turns(path: str | Path) -> list[list[str]]:
 
 def read_questions(path: str | Path) -> list[dict]:
     """FastChat questions: {"question_id", "category", "turns"}; what a row lacks is its number, "" and its user turns."""
-    given = [row for _, row in _rows(path)]
+    given, turns = [row for _, row in _rows(path)], read_turns(path)
+    if len(given) != len(turns):
+        raise CheckpointError(f"{path}: {len(given) - len(turns)} rows hold no question")
     return [
-        {"question_id": row.get("question_id", i), "category": row.get("category", ""), "turns": turns}
-        for i, (row, turns) in enumerate(zip(given, read_turns(path)))
+        {"question_id": row.get("question_id", i), "category": row.get("category", ""), "turns": asked}
+        for i, (row, asked) in enumerate(zip(given, turns))
     ]
 
 
@@ -60,7 +68,7 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
     """
     found = []
     for where, row in _rows(path):
-        messages = _messages(where, row)
+        messages = _messages(where, row) or []
         system, rest = (messages[:1], messages[1:]) if messages and messages[0]["role"] == "system" else ([], messages)
         while rest and rest[0]["role"] != "user":  # ShareGPT has conversations cut in the middle
             rest = rest[1:]
@@ -73,8 +81,9 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
     return found
 
 
-def _messages(where: str, row: dict) -> list[dict]:
-    given = row.get("conversations", row.get("messages"))
+def _messages(where: str, row: dict) -> list[dict] | None:
+    """The messages of a row, system messages joined in front; None if it holds what is no plain talk: tools, images."""
+    given = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
     if not isinstance(given, list):
         raise CheckpointError(f"{where}: no conversation; a row needs conversations (ShareGPT) or messages (OpenAI)")
     messages = []
@@ -84,12 +93,13 @@ def _messages(where: str, row: dict) -> list[dict]:
         role, content = m.get("from", m.get("role")), m.get("value", m.get("content"))
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
             content = "".join(str(part.get("text", "")) for part in content)  # OpenAI's list of parts
-        if role not in ROLES:
+        if role in ("tool", "function", "observation", "function_call") or not isinstance(content, str):
+            return None
+        if not isinstance(role, str) or role not in ROLES:
             raise CheckpointError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        if not isinstance(content, str):
-            raise CheckpointError(f"{where}: the content of a message is not text")
         messages.append({"role": ROLES[role], "content": content})
-    return messages
+    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    return [{"role": "system", "content": system}] * bool(system) + [m for m in messages if m["role"] != "system"]
 
 
 def _rows(path: str | Path) -> Iterator[tuple[str, dict]]:
@@ -101,7 +111,7 @@ def _rows(path: str | Path) -> Iterator[tuple[str, dict]]:
     if text.lstrip().startswith("["):
         try:
             rows = [(f"{path}: entry {i}", row) for i, row in enumerate(json.loads(text), 1)]
-        except (json.JSONDecodeError, RecursionError) as e:
+        except (ValueError, RecursionError) as e:
             raise CheckpointError(f"{path}: begins like a JSON array and is none ({e})") from None
     else:
         lines = text.split("\n")  # not splitlines: U+2028 may stand in a text
@@ -110,7 +120,7 @@ def _rows(path: str | Path) -> Iterator[tuple[str, dict]]:
         if isinstance(row, str):
             try:
                 row = json.loads(row)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 raise CheckpointError(f"{where} is no JSON object") from None
         if not isinstance(row, dict):
             raise CheckpointError(f"{where} is no JSON object")

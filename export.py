@@ -2,7 +2,8 @@
 
     python export.py --head checkpoints/smollm2-135m/eagle3 --checkpoint checkpoints/smollm2-135m --layout speculators --out DIR
 
-sglang       EAGLE-3 and EAGLE-1 as the EAGLE repository publishes them; SGLang and vLLM read them too
+sglang       EAGLE-3 and EAGLE-1 as the EAGLE repository publishes them; SGLang reads both, vLLM EAGLE-3 (and EAGLE-1 where
+             `architectures` in config.json says LlamaForCausalLM instead)
 speculators  EAGLE-3 as the speculators library writes it; vLLM reads it
 """
 from __future__ import annotations
@@ -22,6 +23,9 @@ from errors import CheckpointError, exit_status
 from model import Eagle1Head, Head
 
 LAYOUTS = ("sglang", "speculators")
+# What our files say they are, by kind of head. For an EAGLE-1 head vLLM wants "LlamaForCausalLM" there, SGLang what we write;
+# the EAGLE repository does not look.
+ARCHITECTURES = {"eagle3": ("LlamaForCausalLMEagle3", "Eagle3Speculator"), "eagle": ("LlamaForCausalLMEagle",)}
 
 
 def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
@@ -78,7 +82,7 @@ def _eagle1(head: Eagle1Head) -> tuple[dict[str, Tensor], dict]:
     """EAGLE-1/2 (SafeAILab/EAGLE): no norm before the layer or behind it, the target's lm_head."""
     a = head.args
     return _layer(head, "layers.0", {}), {
-        "architectures": ["LlamaForCausalLMEagle"], **_llama_config(head), "bias": a.fc_bias, "qkv_bias": a.qkv_bias,
+        "architectures": [ARCHITECTURES["eagle"][0]], **_llama_config(head), "bias": a.fc_bias, "qkv_bias": a.qkv_bias,
     }
 
 
@@ -108,7 +112,7 @@ def _sglang_config(head: Head) -> dict:
         if getattr(a, flag):
             raise CheckpointError(f"{flag} has no place in the sglang layout; write --layout speculators")
     return {
-        "architectures": ["LlamaForCausalLMEagle3"], **_llama_config(head), "draft_vocab_size": a.draft_vocab_size,
+        "architectures": [ARCHITECTURES["eagle3"][0]], **_llama_config(head), "draft_vocab_size": a.draft_vocab_size,
         "target_hidden_size": a.target_hidden_size,
         # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
@@ -118,7 +122,7 @@ def _sglang_config(head: Head) -> dict:
 def _speculators_config(head: Head, target: dict) -> dict:
     a = head.args
     return {
-        "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "draft_vocab_size": a.draft_vocab_size,
+        "architectures": [ARCHITECTURES["eagle3"][1]], "speculators_model_type": "eagle3", "draft_vocab_size": a.draft_vocab_size,
         "target_hidden_size": a.target_hidden_size, "norm_before_residual": a.norm_before_residual, "norm_before_fc": False,
         "fc_norm": False, "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
         "eagle_aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
@@ -126,10 +130,17 @@ def _speculators_config(head: Head, target: dict) -> dict:
         "speculators_config": {
             "algorithm": "eagle3", "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target.get("source") or target.get("name"), "architectures": target.get("architectures") or []},
+            "verifier": {"name_or_path": target.get("name"), "architectures": [_verifier(target)]},
         },
         "torch_dtype": "bfloat16",
     }
+
+
+def _verifier(target: dict) -> str:
+    """The target's class in transformers, by what tells the families apart in our config."""
+    if target.get("num_experts"):
+        return "Qwen3MoeForCausalLM" if target.get("qk_norm") else "MixtralForCausalLM"
+    return "Qwen3ForCausalLM" if target.get("qk_norm") else "Qwen2ForCausalLM" if target.get("qkv_bias") else "LlamaForCausalLM"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,19 +24,20 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import load_target
-from dataset import read_conversations, read_turns
+from checkpoint import identity, load_target
+from dataset import read_chats, read_conversations
 from decoder import Decoder
 from errors import CheckpointError
-from export import LAYOUTS, export
+from export import ARCHITECTURES, LAYOUTS, export
 from model import Transformer
-from text import check_compiler, check_device
+from text import DTYPES, check_compiler, check_device
 from tokenizer import Tokenizer
-from training import rows as text
+from training import corpus
 from training.card import write_card
 from training.collect import Collector
 from training.features import Features, StoredFeatures
-from training.objective import Eagle1Objective, Eagle3Objective, Shape, new_head
+from training.new_head import Shape, new_head
+from training.objective import Eagle1Objective, Eagle3Objective
 from training.processes import Processes
 from training.trainer import SHORT, Plan, Trainer
 from training.validate import Validator, decoding_copy
@@ -68,11 +69,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", required=True, help="converted target")
     p.add_argument("--out", required=True, help="folder for the head, in Hugging Face layout")
-    p.add_argument("--work", help="text, state, log and curves (default: runs/NAME-OF-OUT)")
+    p.add_argument("--work", help="text, state, log and curves (default: OUT-work)")
     p.add_argument("--kind", choices=("eagle3", "eagle"), default="eagle3", help="EAGLE-3 (default) or EAGLE-1/2")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the target; the head's weights are float32")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--seed", type=count, default=0)
 
     g = p.add_argument_group("text")
     g.add_argument("--prompts", metavar="FILE", help="user turns for the target to answer: JSON lines, see dataset.py")
@@ -128,6 +129,11 @@ def parser() -> argparse.ArgumentParser:
 
 def check_options(o) -> None:
     """Raise CheckpointError on options that cannot work, before anything slow is done."""
+    check_out(Path(o.out), o.kind)
+    if Path(o.out).resolve() == Path(o.work).resolve():
+        raise CheckpointError(f"--work {o.work}: is --out too; they need a folder each")
+    if o.validate_tokens < 2:
+        raise CheckpointError(f"--validate-tokens {o.validate_tokens}: must be at least 2, the first token is never drafted")
     for folder in (o.out, o.work):
         place = Path(folder).absolute()
         while not place.exists():
@@ -154,7 +160,19 @@ def check_options(o) -> None:
         check_compiler()
 
 
-def lines_of(path: str) -> tuple[str, ...]:
+def check_out(out: Path, kind: str) -> None:
+    """Raise CheckpointError unless `out` is free or holds a head of this kind that was trained before."""
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    try:
+        found = json.loads((out / "config.json").read_text())["architectures"][0]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        found = None
+    if found not in ARCHITECTURES[kind]:
+        raise CheckpointError(f"--out {out}: holds something else than a trained head of this kind; choose another folder")
+
+
+def read_openings(path: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty. Raises CheckpointError if there are none."""
     try:
         lines = tuple(line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if line.strip())
@@ -165,15 +183,15 @@ def lines_of(path: str) -> tuple[str, ...]:
     return lines
 
 
-def collect(o, target: Transformer, config: dict, processes: Processes) -> list[dict]:
-    """The text: what is missing is written by `target`, then all shards are read back."""
+def collect(o, target: Transformer, name: str, config: dict, processes: Processes) -> list[dict]:
+    """The text: what is missing is written by `target`, whose identity is `name`, then all shards are read back."""
     # Everything a user gave is read before anything is decoded: a mistake shows at once.
-    shards = [path for folder in o.shards for path in text.shards_in(Path(folder))]
-    prompts = read_turns(o.prompts) if o.prompts else []
-    prompts = list({json.dumps(turns): turns for turns in prompts}.values())  # without repeats
+    shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
+    prompts = read_chats(o.prompts) if o.prompts else []
+    prompts = list({json.dumps(messages): messages for messages in prompts}.values())  # without repeats
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
     prompts = [prompts[i] for i in order][: o.limit]
-    openings = lines_of(o.openings) if o.openings else ()
+    openings = read_openings(o.openings) if o.openings else ()
     conversations = read_conversations(o.conversations) if o.conversations else []
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
     if room > longest and (prompts or o.synthesize):
@@ -190,7 +208,7 @@ def collect(o, target: Transformer, config: dict, processes: Processes) -> list[
             stop_ids=config["stop_ids"], compile=o.compile, say=say if processes.first else None,
         )
         collector = Collector(
-            decoder, tokenizer, Path(o.work) / "data", seed=o.seed, max_new_tokens=o.max_new_tokens,
+            decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
             temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes,
         )
         collector.from_prompts(prompts)
@@ -198,13 +216,14 @@ def collect(o, target: Transformer, config: dict, processes: Processes) -> list[
         collector.from_conversations(conversations)
         processes.wait()
         shards += collector.shards
-        if collector.left_out:
-            say(f"{collector.left_out} prompts longer than {o.max_prompt_tokens} tokens, or refused by the template, were left out")
-    rows = text.load_shards(shards, min(o.max_len, longest), target.args.vocab_size)
+    rows, left_out = corpus.load_shards(shards, min(o.max_len, longest), target.args.vocab_size, name)
+    reasons = f"longer than --max-prompt-tokens {o.max_prompt_tokens}, refused by the template, or a user turn that did not end"
+    if left_out and processes.first:
+        say(f"{left_out} prompts were left out: {reasons}")
     if not rows:
         raise CheckpointError(
-            f"no usable answers: all prompts are longer than --max-prompt-tokens {o.max_prompt_tokens}, or all answers shorter than"
-            f" {text.SHORTEST} tokens or behind --max-len {o.max_len}"
+            f"no usable answers: {left_out} prompts were left out ({reasons}), and all answers are shorter than {corpus.SHORTEST} tokens"
+            f" or behind --max-len {o.max_len}"
         )
     return rows
 
@@ -228,22 +247,22 @@ def objective_for(o, target: Transformer, draft_ids: torch.Tensor):
 
 def run(o, processes: Processes, command: list[str]) -> None:
     """Collect, train, export. Raises CheckpointError and OSError on bad input."""
-    target, config = load_target(o.checkpoint, o.device, {"bf16": torch.bfloat16, "fp32": torch.float32}[o.dtype])
+    target, config = load_target(o.checkpoint, o.device, DTYPES[o.dtype])
     if "quantization" in config:
         raise CheckpointError(f"{o.checkpoint}: a head is trained on the whole weights; name the checkpoint before quantisation")
     work, out = Path(o.work), Path(o.out)
     work.mkdir(parents=True, exist_ok=True)
     decoding = decoding_copy(target, say) if o.compile else target
-    rows = collect(o, decoding, config, processes)
-    held_out, rows = text.hold_out(rows)
+    held_out, rows = corpus.hold_out(collect(o, decoding, identity(target), config, processes))
     if not rows:
         raise CheckpointError("fewer than two different prompts with usable answers: one is held out, none is left to train on")
-    data, draft_ids, covered = text.describe(rows, target.args.vocab_size), torch.arange(target.args.vocab_size), 1.0
+    data = corpus.describe(rows, target.args.vocab_size)
+    draft_ids, covered = torch.arange(target.args.vocab_size), 1.0
     if o.kind == "eagle3":
         size = min(o.draft_vocab, target.args.vocab_size)
-        draft_ids, covered = text.draft_vocabulary(text.counts_of(rows), size, target.args.vocab_size)
+        draft_ids, covered = corpus.draft_vocabulary(corpus.counts_of(rows), size, target.args.vocab_size)
     if processes.first:
-        say(text.report(data) + f"\n{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover {covered:.2%}")
+        say(corpus.report(data) + f"\n{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover {covered:.2%}")
         (work / "data.json").write_text(json.dumps(data, indent=1) + "\n")
     if o.collect_only:
         return
@@ -256,6 +275,8 @@ def run(o, processes: Processes, command: list[str]) -> None:
         features = Features(target, objective.aux_layers, o.feature_memory * 2**30)
     chats = [list(ids) for ids in dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)][: o.validate_prompts]
     chats = [ids for ids in chats if len(ids) + o.validate_tokens <= target.args.max_seq_len]
+    if o.validate_prompts and not chats and processes.first:
+        say(f"no held-out prompt leaves room for --validate-tokens {o.validate_tokens}: tau is not measured")
     validator = Validator(decoding, chats, config["stop_ids"], o.tree, o.validate_tokens, decoding is not target) if chats else None
     plan = Plan(**{name: getattr(o, name) for name in Plan.__dataclass_fields__})
     trainer = Trainer(
@@ -270,22 +291,30 @@ def run(o, processes: Processes, command: list[str]) -> None:
         return
     head = trainer.trained()
     export(head, out, "sglang" if o.layout == "both" else o.layout, config)
+    other = out / "speculators"
     if o.layout == "both":
-        export(head, out / "speculators", "speculators", config)
+        export(head, other, "speculators", config)
+    elif other.is_dir():
+        shutil.rmtree(other)  # of the head that was here before
     if (work / "curves.png").exists():
         shutil.copyfile(work / "curves.png", out / "curves.png")
+    launch = f"torchrun --nproc-per-node {processes.count}" if processes.count > 1 else "python"
     write_card(
-        out, head=head, kind=o.kind, target=config, data=data, covered=covered, command=command, plan=vars(plan), steps=objective.steps,
-        log=log, tree=f"{o.tree.nodes},{o.tree.depth},{o.tree.width}", seconds=time.time() - began if whole else None,
+        out, launch=launch, head=head, kind=o.kind, target=config, data=data, covered=covered, command=command, plan=vars(plan),
+        steps=objective.steps, log=log, tree=f"{o.tree.nodes},{o.tree.depth},{o.tree.width}",
+        seconds=time.time() - began if whole else None,
     )
-    print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out} --target {o.checkpoint}")
+    if o.layout == "both":
+        shutil.copyfile(out / "README.md", other / "README.md")
+    force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""
+    print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out} --target {o.checkpoint}{force}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit code: 0, 1 with a one-line error, 130 when interrupted."""
     command = sys.argv[1:] if argv is None else argv
     o = parser().parse_args(argv)
-    o.work = o.work or str(Path("runs") / Path(o.out).name)
+    o.work = o.work or o.out.rstrip("/") + "-work"
     processes = Processes()
     try:
         check_options(o)

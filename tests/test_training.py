@@ -10,15 +10,17 @@ import torch.nn.functional as F
 from checkpoint import CheckpointError, load_head, load_target
 from convert_checkpoint import convert
 from dataset import read_conversations, read_prompts, read_turns
-from decoder import Decoder, Sampling
+from decoder import Decoder, Output, Sampling
 from drafters.eagle import Eagle
 from export import export
 from model import KVCache
 from tokenizer import Tokenizer
-from training import rows as text
-from training.collect import Collector, user_header
-from training.features import Features, StoredFeatures, batches
-from training.objective import DECAY, TOKEN_LOSS, Eagle1Objective, Eagle3Objective, Shape, new_head
+from training import corpus
+from training.batches import batches
+from training.collect import Collector, user_end, user_header
+from training.features import Features, StoredFeatures
+from training.new_head import Shape, new_head
+from training.objective import DECAY, TOKEN_LOSS, Eagle1Objective, Eagle3Objective
 from training.processes import Processes
 from training.record import chain_tau
 from training.trainer import Plan, Trainer
@@ -240,7 +242,9 @@ def test_prompt_files_of_every_kind(tmp_path):
     for bad, words in (
         ("{}\n", "line 1"), ('{"turns": ["a"]}\n{"turns": [3]}\n', "line 2"), ("x\n", "line 1"), ("", "no prompts"), ("[1]", "entry 1"),
         ('[{"prompt": "a"}', "JSON array"), ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
-        ('{"text": "just a text"}', "line 1"), ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "not text"),
+        ('{"text": "just a text"}', "line 1"), ('{"messages": [{"role": ["user"], "content": "x"}]}', "unknown role"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "no prompts"), ('{"prompt": ' + "9" * 5000 + "}", "line 1"),
+        ('{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}', "no prompts"),
     ):
         file.write_text(bad)
         with pytest.raises(CheckpointError, match=words):
@@ -271,10 +275,10 @@ def test_answers_of_a_conversation_are_marked(golden):
     tokenizer = Tokenizer.load(golden)
     said = (("user", "hi"), ("assistant", "hello"), ("user", "and?"), ("assistant", "bye"))
     messages = [{"role": role, "content": content} for role, content in said]
-    (row,) = text.of_conversation(tokenizer, messages, [ord("\n")])
+    (row,) = corpus.of_conversation(tokenizer, messages, [ord("\n")])
     assert bytes(row["ids"]) == b"u:hi\na:hello\nu:and?\na:bye\n"
     assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hello\n", b"bye\n"]
-    (row,) = text.of_conversation(tokenizer, messages[:2], [])
+    (row,) = corpus.of_conversation(tokenizer, messages[:2], [])
     assert bytes(row["ids"][row["answers"][0][0] :]) == b"hello\n"
 
 
@@ -286,55 +290,116 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden):
     )
     said = (("user", "hi"), ("assistant", "hm/hello"), ("user", "so"), ("assistant", "eh/bye"))
     messages = [{"role": role, "content": content} for role, content in said]
-    first, second = text.of_conversation(tokenizer, messages, [ord("\n")])
+    first, second = corpus.of_conversation(tokenizer, messages, [ord("\n")])
     assert [bytes(r["ids"]) for r in (first, second)] == [b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"]
     assert [bytes(r["ids"][b:e]) for r in (first, second) for b, e in r["answers"]] == [b"hm/hello\n", b"eh/bye\n"]
+    assert first["chat"] == second["chat"]  # one conversation: held out or trained on together
+
+
+def test_a_template_that_moves_the_system_message_is_refused(golden):
+    """Mistral writes it into the last user turn: the prompt is then no beginning of the conversation."""
+    tokenizer = Tokenizer.load(golden)
+    tokenizer.template = (
+        "{% set s = messages[0].content if messages[0].role == 'system' else '' %}{% for m in messages if m.role != 'system' %}"
+        "{% if m.role == 'user' %}[INST] {{ s + ' ' if loop.last and s else '' }}{{ m.content }}[/INST]{% else %}"
+        " {{ m.content }}</s>{% endif %}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "Be brief."}, *users("What?"), {"role": "assistant", "content": "That."}]
+    with pytest.raises(CheckpointError, match="cannot be told"):
+        list(corpus.of_conversation(tokenizer, messages, []))
+    (row,) = corpus.of_conversation(tokenizer, messages[1:], [])
+    assert bytes(row["ids"][row["answers"][0][0] :]) == b" That.</s>"
+
+
+def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path):
+    """Where no stop id ends the user's turn, the text that leads to the assistant does."""
+    from templates import TEMPLATES
+
+    tokenizer = Tokenizer.load(golden)
+    assert user_end(tokenizer, [ord("\n")]) == "" and user_end(tokenizer, []) == "a:"
+    for name, end in (("vicuna", "ASSISTANT:"), ("llama2", "[/INST]")):
+        tokenizer = Tokenizer.load(golden)
+        tokenizer.template = TEMPLATES[name]
+        assert user_end(tokenizer, [257]) == end
+
+    class Says:
+        batch, target, state = 2, None, torch.nn.Module()
+
+        def generate(self, prompts, sampling):
+            texts = [b" What is two? [/INST] Two." if len(p) < 700 else b" It is two." for p in prompts]
+            return [Output(list(text), "length", [], 0.0, 0.0) for text in texts]
+
+    Says.state.stop_ids = torch.tensor([257])
+    turns = []
+    given = {"target": "t", "seed": 0, "max_new_tokens": 9, "temperature": 0, "max_prompt_tokens": 10**6, "quiet": True}
+    c = Collector(Says(), tokenizer, tmp_path, **given)
+    original = c._converse
+
+    def watched(source, begin, chats, next_turns):
+        turns.extend(next_turns(0, [0, 1], [[], []]))
+        return original(source, begin, [], lambda *a: [])
+
+    c._converse = watched
+    c.synthesized(2)
+    assert turns == ["What is two?"] * 2
 
 
 def test_rows_are_cut_to_what_is_usable():
     row = {"ids": list(range(20)), "answers": [[2, 4], [6, 12], [15, 20]], "source": ""}
-    assert text.usable(row, 100)["answers"] == [[6, 12], [15, 20]]
-    cut = text.usable(row, 17)
+    assert corpus.usable(row, 100)["chat"] == corpus.digest(list(range(2)))  # of an old shard; else what was written with it
+    assert corpus.usable({**row, "chat": "first"}, 100)["chat"] == "first"
+    assert corpus.usable(row, 100)["answers"] == [[6, 12], [15, 20]]
+    cut = corpus.usable(row, 17)
     assert cut["answers"] == [[6, 12]] and cut["ids"] == list(range(12))
-    assert text.usable(row, 8) is None
+    assert corpus.usable(row, 8) is None
 
 
 def test_no_prompt_is_both_held_out_and_trained_on():
-    rows = [{"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x"} for i in range(300)]
-    held, rest = text.hold_out(rows)
+    rows = [{"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x", "chat": corpus.digest([i // 3, 0])} for i in range(300)]
+    held, rest = corpus.hold_out(rows)
     assert len(held) == 15 and len(held) + len(rest) == 300  # a twentieth of 100 prompts, three rows each
     assert not {r["ids"][0] for r in held} & {r["ids"][0] for r in rest}
-    assert text.hold_out(rows[::-1])[0] == held[::-1]
+    assert corpus.hold_out(rows[::-1])[0] == held[::-1]
 
 
 def test_the_report_counts(golden):
     rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
     rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
-    d = text.describe(rows, 4097)
+    d = corpus.describe(rows, 4097)
     assert (d["rows"], d["tokens"], d["answer_tokens"], d["answers"], d["several_answers"], d["longest"]) == (2, 113, 11, 3, 1, 100)
     assert d["lengths"] == {"1-64": 1, "65-128": 1} and d["by_source"] == {"prompts": 1, "x": 1}
-    ids, covered = text.draft_vocabulary(text.counts_of(rows), 2, 4097)
+    ids, covered = corpus.draft_vocabulary(corpus.counts_of(rows), 2, 4097)
     assert ids.tolist() == [2, 7] and covered == pytest.approx(10 / 11) and list(d["coverage"]) == [2048, 4096]
-    assert "11 of them" in text.report(d)
-    assert text.draft_vocabulary(text.counts_of(rows), 5, 4097)[0].tolist() == [0, 1, 2, 7, 8]
+    assert "11 of them" in corpus.report(d)
+    assert corpus.draft_vocabulary(corpus.counts_of(rows), 5, 4097)[0].tolist() == [0, 1, 2, 7, 8]
 
 
 def collector(golden, folder, **changes) -> Collector:
     target, config = load_target(golden)
     decoder = Decoder(target, batch=4, max_seq_len=200, compile=False, stop_ids=[ord("\n")])
-    given = {"seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100, "quiet": True}
+    given = {"target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100, "quiet": True}
     return Collector(decoder, Tokenizer.load(golden), folder, **given | changes)
 
 
 def read_rows(c: Collector) -> list[dict]:
-    return [json.loads(line) for path in c.shards for line in path.read_text().splitlines()]
+    return [row for path in c.shards for row in map(json.loads, path.read_text().splitlines()) if "left_out" not in row]
+
+
+def users(*turns: str) -> list[dict]:
+    return [{"role": "user", "content": turn} for turn in turns]
 
 
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     c = collector(golden, tmp_path)
-    c.from_prompts([["one", "two", "three"], ["four"], ["x" * 95, "dropped"]])
+    told = [{"role": "system", "content": "s"}, *users("q")]
+    c.from_prompts([users("one", "two", "three"), users("four"), users("x" * 95, "dropped"), told])
     rows = read_rows(c)
-    assert sorted(len(r["answers"]) for r in rows) == [1, 1, 3] and c.left_out == 1
+    assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3] and {r["target"] for r in rows} == {"golden"}
+    assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
+    usable, left_out = corpus.load_shards(c.shards, 200, 320, "golden")
+    assert left_out == 1 and len(usable) <= 4
+    with pytest.raises(CheckpointError, match="another target"):
+        corpus.load_shards(c.shards, 200, 320, "other")
     target, _ = load_target(golden)
     row = max(rows, key=lambda r: len(r["answers"]))
     plain = Decoder(target, compile=False, max_seq_len=200, stop_ids=[ord("\n")])
@@ -358,7 +423,7 @@ def test_user_turns_of_its_own(golden, tmp_path):
 
 
 def test_shards_resume_and_are_shared_between_processes(golden, tmp_path):
-    prompts = [[f"question {i}"] for i in range(10)]
+    prompts = [users(f"question {i}") for i in range(10)]
     alone = collector(golden, tmp_path / "alone")
     alone.from_prompts(prompts)
     for rank in (1, 0):  # one after the other here
@@ -382,7 +447,7 @@ def test_stored_features_are_the_computed_ones(models, tmp_path):
     online = Features(target, head.args.aux_layers).read(ROWS)
     store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
     store.fill(ROWS[:2], 64)
-    (file,) = tmp_path.glob("*/0.bin")
+    (file,) = tmp_path.glob("*/*.bin")
     size = file.stat().st_size
     with open(file.with_suffix(".index"), "a") as index:
         index.write("half a li")  # killed while writing

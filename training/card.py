@@ -5,15 +5,15 @@ import shlex
 from pathlib import Path
 
 from model import Head
+from training.corpus import report
 from training.record import chain_tau
-from training.rows import report
 
 
 def write_card(
-    folder: Path, *, head: Head, kind: str, target: dict, data: dict, covered: float, command: list[str], plan: dict, steps: int,
-    log: list[dict], tree: str, seconds: float | None,
+    folder: Path, *, launch: str, head: Head, kind: str, target: dict, data: dict, covered: float, command: list[str], plan: dict,
+    steps: int, log: list[dict], tree: str, seconds: float | None,
 ) -> None:
-    """Write FOLDER/README.md. data: `training.rows.describe`; log: the entries of the run; tree: of the validation."""
+    """Write FOLDER/README.md. data: `training.corpus.describe`; log: the entries of the run; tree: of the validation."""
     eagle3 = kind == "eagle3"
     own = sum(t.numel() for t in head.own_state().values() if t.is_floating_point()) / 1e6
     what = "embedding and lm_head are the target's"
@@ -30,7 +30,7 @@ def write_card(
         f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/EAGLE-2'} head for {target['name']}", "",
         f"{own:.1f} million weights of its own in bfloat16; {what}.", "",
         "## Text", "", *(f"    {line}" for line in report(data).splitlines()), "",
-        "## Training", "", "; ".join(done) + ".", "", "```", "python train.py " + shlex.join(command), "```", "",
+        "## Training", "", "; ".join(done) + ".", "", "```", f"{launch} train.py {shlex.join(command)}", "```", "",
         *_held_out([e for e in log if "held_out" in e], tree),
         "## Use", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET",

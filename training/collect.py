@@ -16,8 +16,8 @@ from tqdm import tqdm
 from decoder import Decoder, Sampling
 from errors import CheckpointError
 from tokenizer import Tokenizer
+from training.corpus import common_prefix, extend, of_conversation, seed_of
 from training.processes import Processes
-from training.rows import extend, of_conversation, same_length
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
 
@@ -25,17 +25,25 @@ TURN_TOKENS = 96  # most tokens of a user turn that the model writes
 def user_header(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
     """Token ids up to where the user begins to write the next turn: what two different next turns have in common."""
     a, b = (tokenizer.chat([*messages, {"role": "user", "content": text}]) for text in ("Apple", "zebra"))
-    return a[: same_length(a, b)]
+    return a[: common_prefix(a, b)]
+
+
+def user_end(tokenizer: Tokenizer, stop_ids: list[int]) -> str:
+    """The text with which a template goes on from the user's turn to the assistant's, such as " ASSISTANT:", where no stop id
+    ends the turn; "" where one does."""
+    a, b = (tokenizer.chat([{"role": "user", "content": text}])[::-1] for text in ("Apple", "zebra"))
+    ids = a[: common_prefix(a, b)][::-1]
+    return "" if set(ids) & set(stop_ids) else tokenizer.decode(ids).strip()
 
 
 class Collector:
     """Writes the shards that are not there yet; `shards` lists all that belong to what was asked for, in order.
 
     `turns`: answers per conversation that the model writes alone. `openings`: how its user turns begin, in turns, to lead
-    it to subjects (empty: as it likes). `left_out` counts prompts that were too long.
+    it to subjects (empty: as it likes). `target` is its `checkpoint.identity`. A shard's last line counts what was left out.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, seed: int, max_new_tokens: int,
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int, max_new_tokens: int,
                  temperature: float, max_prompt_tokens: int, processes: Processes | None = None, quiet: bool = False):
         self.decoder, self.tokenizer, self.folder = decoder, tokenizer, Path(folder)
         self.seed, self.max_new_tokens, self.temperature = seed, max_new_tokens, temperature
@@ -43,23 +51,32 @@ class Collector:
         self.processes = processes or Processes()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards: list[Path] = []
-        self.left_out = 0
-        norm = decoder.target.norm.weight.float().cpu().numpy().tobytes()  # tells targets apart
-        self.made_by = [seed, max_new_tokens, temperature, max_prompt_tokens, hashlib.sha256(norm).hexdigest()]
+        self.left_out = 0  # of the shard at hand
+        self.target = target
+        self.stop_ids = decoder.state.stop_ids.tolist()
+        probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
+        self.made_by = [
+            target, tokenizer.template, probe, self.stop_ids, seed, max_new_tokens, temperature, max_prompt_tokens, TURN_TOKENS,
+        ]
 
-    def from_prompts(self, prompts: list[list[str]]) -> None:
-        """Answer these user turns, of one conversation each. Where one no longer fits in `max_prompt_tokens` with all that
-        was said before, the conversation ends."""
+    def from_prompts(self, prompts: list[list[dict]]) -> None:
+        """Answer conversations of which there are the user's messages only, maybe a system message before them. Where one no
+        longer fits in `max_prompt_tokens` with all that was said before, the conversation ends."""
         def rows(begin: int, end: int) -> Iterator[dict]:
-            def turns(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
-                return [prompts[begin + i][number] if number < len(prompts[begin + i]) else None for i in at]
+            chats = [[m for m in messages if m["role"] == "system"] for messages in prompts[begin:end]]
+            asked = [[m["content"] for m in messages if m["role"] == "user"] for messages in prompts[begin:end]]
 
-            return self._converse("prompts", begin, end - begin, turns)
+            def turns(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
+                return [asked[i][number] if number < len(asked[i]) else None for i in at]
+
+            return self._converse("prompts", begin, chats, turns)
 
         self._write_shards("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
 
     def synthesized(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
         """Let the model write the user's part of `count` conversations too."""
+        ends = user_end(self.tokenizer, self.stop_ids)
+
         def rows(begin: int, end: int) -> Iterator[dict]:
             def write(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
                 if number == turns:
@@ -69,43 +86,45 @@ class Collector:
                     user_header(self.tokenizer, chat) + self.tokenizer.encode(text, bos=False) for chat, text in zip(chats, begins)
                 ]
                 # Temperature 0.8 rather than 1 with top-p: as sane, and without a search over the vocabulary at every step.
-                first = self.seed + 10**9 + number * 10**7 + begin
-                sampling = [Sampling(TURN_TOKENS, temperature=0.8, seed=first + i) for i in at]
+                sampling = [Sampling(TURN_TOKENS, temperature=0.8, seed=seed_of(self.seed, "user", number, begin + i)) for i in at]
                 fits = [len(h) <= self.max_prompt_tokens for h in headers]
                 outputs = iter(self._generate([h for h, ok in zip(headers, fits) if ok], [s for s, ok in zip(sampling, fits) if ok]))
                 written = []
                 for text, ok in zip(begins, fits):
                     output = next(outputs) if ok else None
+                    turn = text + self.tokenizer.decode(output.ids) if output else ""
                     whole = output is not None and output.finish == "stop"  # a turn cut in the middle is no question
-                    written.append((text + self.tokenizer.decode(output.ids)).strip() if whole else None)
+                    if ends and ends in turn:
+                        turn, whole = turn.split(ends, 1)[0], True
+                    written.append(turn.strip() if whole else None)
+                self.left_out += written.count(None) if not number else 0
                 return written
 
-            return self._converse("synthesized", begin, end - begin, write)
+            return self._converse("synthesized", begin, [[] for _ in range(begin, end)], write)
 
         self._write_shards("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
 
     def from_conversations(self, conversations: list[list[dict]]) -> None:
-        """Take conversations as they are. Those that the template refuses (roles out of order) count as left out."""
-        stop_ids = self.decoder.state.stop_ids.tolist()
-        refused = []
+        """Take conversations as they are. Those that the template refuses (roles out of order) are left out.
 
+        Raises CheckpointError if it refuses every one of a shard.
+        """
         def rows(begin: int, end: int) -> Iterator[dict]:
             for messages in conversations[begin:end]:
                 try:
-                    yield from of_conversation(self.tokenizer, messages, stop_ids)
+                    yield from of_conversation(self.tokenizer, messages, self.stop_ids)
                 except CheckpointError as e:
-                    refused.append(str(e))
+                    self.left_out += 1
+                    if self.left_out == end - begin:
+                        raise CheckpointError(f"--conversations: the chat template takes none of them ({e})") from None
 
         self._write_shards("conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], size=1000)
-        self.left_out += len(refused)
-        if refused and len(refused) == len(conversations):
-            raise CheckpointError(f"--conversations: the chat template refuses every one of them ({refused[0]})")
 
-    def _converse(self, source: str, begin: int, count: int, next_turns: Callable) -> Iterator[dict]:
-        """`count` conversations side by side. next_turns(number, which, their messages) -> the user's turns, None: it is over."""
-        chats: list[list[dict]] = [[] for _ in range(count)]
-        rows: list[dict | None] = [None] * count
-        number, live = 0, list(range(count))
+    def _converse(self, source: str, begin: int, chats: list[list[dict]], next_turns: Callable) -> Iterator[dict]:
+        """Conversations side by side, `chats` their messages so far. next_turns(number, which, their messages) -> the user's turns,
+        None: it is over."""
+        rows: list[dict | None] = [None] * len(chats)
+        number, live = 0, list(range(len(chats)))
         while live:
             asked = next_turns(number, live, [chats[i] for i in live])
             prompts = {}
@@ -115,8 +134,8 @@ class Collector:
                     prompts[i] = self.tokenizer.chat(chats[i])
             live = [i for i in prompts if len(prompts[i]) <= self.max_prompt_tokens]
             self.left_out += len(prompts) - len(live)
-            first = self.seed + number * 10**7 + begin
-            sampling = [Sampling(self.max_new_tokens, self.temperature, seed=first + i) for i in live]
+            seeds = [seed_of(self.seed, source, number, begin + i) for i in live]
+            sampling = [Sampling(self.max_new_tokens, self.temperature, seed=seed) for seed in seeds]
             for i, output in zip(live, self._generate([prompts[i] for i in live], sampling)):
                 chats[i] = [*chats[i], {"role": "assistant", "content": self.tokenizer.decode(output.ids)}]
                 ids = prompts[i] + output.ids
@@ -140,8 +159,10 @@ class Collector:
             made_by = json.dumps([self.made_by, told_apart_by(begin, end)])
             path = self.folder / f"{source}-{begin:06d}-{hashlib.sha256(made_by.encode()).hexdigest()[:8]}.jsonl"
             if self.processes.mine(number) and not path.exists():
-                part = path.with_suffix(".partial")
-                part.write_text("".join(json.dumps(row) + "\n" for row in rows(begin, end)))
+                part, self.left_out = path.with_suffix(".partial"), 0
+                lines = [json.dumps({**row, "target": self.target}) for row in rows(begin, end)]
+                lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
+                part.write_text("".join(line + "\n" for line in lines))
                 os.replace(part, path)
             self.shards.append(path)
             bar.update(end - begin)

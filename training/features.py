@@ -1,8 +1,8 @@
 """What the target says about every row of the training text: computed when wanted, and kept in memory or on disk.
 
 On disk (--cache-features) it is computed once, before training, and serves later runs on any part of the same text: a
-store is named after the target and the layers it is read at, a row after its tokens. Every process appends to a file of its
-own; all read all files.
+store is named after the target and the layers it is read at, a row after its tokens. Every process of every run writes a file
+of its own; all read all files.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,39 +19,31 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoint import identity
 from errors import CheckpointError
 from model import Transformer
-from training.objective import read_target
+from training.batches import batches
 from training.processes import Processes
 
 Said = tuple[Tensor, Tensor, Tensor]  # of one row: features [n, F], normed state [n, H], choice [n]; on the CPU
 
 
-def batches(rows: list[dict], budget: int, generator: torch.Generator | None = None) -> list[list[int]]:
-    """Places of rows, grouped into batches of at most `budget` padded tokens (or one row), similar lengths together.
+@torch.no_grad()
+def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the target says about tokens [B, T]: features [B, T, F], the normed last state [B, T, H], its choice [B, T].
 
-    With a generator in random order, else shortest first.
+    Rows are real up to where the tokens are; behind it nothing means anything.
     """
-    order = list(range(len(rows))) if generator is None else torch.randperm(len(rows), generator=generator).tolist()
-    window = 512 if generator else max(1, len(rows))  # sort within a window only, so that every epoch groups differently
-    result = []
-    for i in range(0, len(order), window):
-        batch: list[int] = []
-        for j in sorted(order[i : i + window], key=lambda j: len(rows[j]["ids"])):
-            if batch and (len(batch) + 1) * len(rows[j]["ids"]) > budget:
-                result.append(batch)
-                batch = []
-            batch.append(j)
-        result.append(batch)
-    if generator:
-        result = [result[i] for i in torch.randperm(len(result), generator=generator).tolist()]
-    return result
+    x, features = target.causal(tokens, aux_layers)
+    greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])  # a few sequences at a time: V is large
+    return x[..., :0] if features is None else features, target.norm(x), greedy
 
 
 class Features:
     """`read(rows)` gives what the target says about rows, from memory where it has been computed before.
 
-    room: bytes of memory to keep it in.
+    What is not kept is computed row by row, so that it does not depend on which rows were read together when: a resumed run
+    sees the same features. room: bytes of memory to keep them in.
     """
 
     def __init__(self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0):
@@ -61,15 +54,15 @@ class Features:
     def read(self, rows: list[dict]) -> Said:
         """Padded to one length [B, T, ...], on the target's device."""
         keys = [tuple(row["ids"]) for row in rows]
-        known = [self.known(key) for key in keys]
-        if all(said is not None for said in known):
-            padded = [torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) for parts in zip(*known)]
-            features, state, greedy = (x.to(self.device, non_blocking=True) for x in padded)
-            return features, state, greedy.long()
-        features, state, greedy = self.compute(keys)
-        for i, key in enumerate(keys):
-            self.keep(key, tuple(x[i, : len(key)] for x in (features, state, greedy)))
-        return features, state, greedy
+        known = []
+        for key in keys:
+            said = self.known(key)
+            if said is None:
+                said = tuple(x[0] for x in self.compute([key]))
+                self.keep(key, said)
+            known.append(tuple(x.to(self.device, non_blocking=True) for x in said))
+        features, state, greedy = (torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) for parts in zip(*known))
+        return features, state, greedy.long()
 
     def compute(self, keys: list[tuple[int, ...]]) -> Said:
         """Ask the target."""
@@ -94,10 +87,9 @@ class StoredFeatures(Features):
 
     def __init__(self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes):
         super().__init__(target, aux_layers)
-        norm, weight = target.norm.weight, target.embed.weight
-        made_by = [hashlib.sha256(norm.float().cpu().numpy().tobytes()).hexdigest(), list(aux_layers), str(weight.dtype)]
+        made_by = [identity(target), list(aux_layers)]
         self.folder = folder / hashlib.sha256(json.dumps(made_by).encode()).hexdigest()[:12]
-        self.processes, self.dtype = processes, weight.dtype
+        self.processes, self.dtype = processes, target.embed.weight.dtype
         self.width, self.hidden = len(aux_layers) * target.args.hidden_size, target.args.hidden_size
         self.token_bytes = (self.width + self.hidden) * self.dtype.itemsize + 4
         self.where: dict[str, tuple[np.memmap, int, int]] = {}
@@ -124,14 +116,15 @@ class StoredFeatures(Features):
         if self.processes.first and missing:
             line = f"features of {len(missing):,} rows need {need / 1e9:.2f} GB in {self.folder}; {free / 1e9:.1f} GB are free"
             print(line, file=sys.stderr, flush=True)
-        if need > free - 2**28:
+        if missing and need > free - 2**28:
             raise CheckpointError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free")
         self.processes.wait()  # all have looked before any writes
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True)
             bar = tqdm(total=len(missing), unit="row", desc="features", disable=not self.processes.first)
-            with open(self._file("bin"), "ab") as data, open(self._file("index"), "a") as index:
-                index.write("\n")  # ends a line that a killed run left unfinished
+            # Files of its own: another run may be filling the same folder.
+            name = self.folder / f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}"
+            with open(f"{name}.bin", "xb") as data, open(f"{name}.index", "x") as index:
                 for number, batch in enumerate(batches(missing, budget)):
                     if self.processes.mine(number):
                         self._append(data, index, [tuple(missing[i]["ids"]) for i in batch])
@@ -139,9 +132,6 @@ class StoredFeatures(Features):
             bar.close()
         self.processes.wait()
         self._open()
-
-    def _file(self, kind: str) -> Path:
-        return self.folder / f"{self.processes.rank}.{kind}"
 
     def _append(self, data, index, keys: list[tuple[int, ...]]) -> None:
         said = self.compute(keys)

@@ -1,4 +1,4 @@
-"""What a head is trained to do: the losses of EAGLE-3 and EAGLE-1, and the heads they start from.
+"""What a head is trained to do: the losses of EAGLE-3 and EAGLE-1.
 
 Both are means over the predictions of a whole optimizer step, computed as weighted sums over its parts: the gradient is the
 same however a step is split into smaller batches or over processes.
@@ -6,76 +6,19 @@ same however a step is split into smaller batches or over processes.
 from __future__ import annotations
 
 import hashlib
-import math
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from decoder import compile_whole
-from model import Block, Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, eagle3_aux_layers, rope_table
+from model import Block, Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, rope_table
+from training.batches import Batch
 from tree import pick
 
 DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
 TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a user may choose about a head; None takes the target's."""
-
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-
-
-class Batch:
-    """Rows padded to one length: tokens [B, T], and the positions `at` [B, R] from which a chain is drafted and scored.
-
-    Position j pairs the feature of token j with token j+1; its step-i prediction is token j+2+i. An answer ids[b:e] is
-    drafted from b-1 (whose next token, the first root, is the target's) to e-3. `index` [M] lists the predictions that are
-    scored, as places in [steps, B, R] flattened, and `step` [M] says of which step; `scored` counts them by step, `valid`
-    those that exist. Within an answer the positions follow each other, so what belongs to place p at step i stands at place
-    p + i of step 0: `shifted` [M] are those places, in [B, R] flattened.
-    """
-
-    def __init__(self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device):
-        B, T = len(rows), max(len(r["ids"]) for r in rows)
-        spans = [[torch.arange(b - 1, e - 2) for b, e in r["answers"]] for r in rows]
-        R = max(sum(map(len, parts)) for parts in spans)
-        tokens, at, last = torch.zeros(B, T, dtype=torch.int64), torch.zeros(B, R, dtype=torch.int64), torch.full((B, R), -1)
-        for i, (row, parts) in enumerate(zip(rows, spans)):
-            tokens[i, : len(row["ids"])] = torch.tensor(row["ids"])
-            at[i, : sum(map(len, parts))] = torch.cat(parts)
-            last[i, : sum(map(len, parts))] = torch.cat([part.new_full(part.shape, e - 3) for part, (_, e) in zip(parts, row["answers"])])
-        ahead = torch.arange(steps)[:, None, None]
-        valid = at + ahead <= last  # [steps, B, R]
-        predicted = torch.stack([tokens.gather(1, (at + 2 + i).clamp(max=T - 1)) for i in range(steps)])
-        scored = valid & in_draft[predicted]
-        index = scored.flatten().nonzero()[:, 0]
-        step = index // (B * R)
-        self.valid, self.scored = valid.sum((1, 2)).tolist(), scored.sum((1, 2)).tolist()
-        self.rows, self.tokens, self.at = rows, tokens.to(device), at.to(device)
-        self.index, self.step, self.shifted = (x.to(device) for x in (index, step, index % (B * R) + step))
-
-    def by_step(self, values: Tensor) -> Tensor:
-        """Sums of values [M] over the predictions of each step [steps]."""
-        return values.new_zeros(len(self.scored)).index_add(0, self.step, values)
-
-
-@torch.no_grad()
-def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the target says about tokens [B, T]: features [B, T, F], the normed last state [B, T, H], its choice [B, T].
-
-    Rows are real up to where the tokens are; behind it nothing means anything.
-    """
-    x, features = target.causal(tokens, aux_layers)
-    greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])  # a few sequences at a time: V is large
-    return x[..., :0] if features is None else features, target.norm(x), greedy
 
 
 class Drafted:
@@ -303,60 +246,3 @@ class Eagle1Objective(Objective):
     def learn_scale(self, features, state, real) -> None:
         """Root mean square of the normed features []."""
         self.scale = state[real].float().pow(2).mean().sqrt()
-
-
-def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
-    """A head of this kind in float32: random but for what the target can lend.
-
-    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one makes an
-    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several points of
-    held-out accuracy after the same short run. A head narrower or wider than the target gets an embedding of its own, the
-    target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc` passes the feature on.
-    Raises ValueError on a shape that cannot be.
-    """
-    a = target.args
-    hidden = shape.hidden_size or a.hidden_size
-    if hidden != a.hidden_size and kind == "eagle":
-        raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
-    heads = shape.num_heads or a.num_heads
-    own = hidden != a.hidden_size
-    args = HeadArgs(
-        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, heads, shape.num_kv_heads or min(a.num_kv_heads, heads),
-        shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
-        draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, own_embedding=own, own_lm_head=kind == "eagle3",
-        aux_layers=eagle3_aux_layers(a.num_layers) if kind == "eagle3" else (a.num_layers,),
-    )
-    args.check()
-    torch.manual_seed(seed)
-    head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(args)
-    for name, p in head.named_parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.02 if not name.endswith(("wo.weight", "w_down.weight")) else 0.02 / math.sqrt(2))
-    with torch.no_grad():
-        if kind == "eagle3":
-            _lend(head, target, draft_ids.cpu(), own)
-        else:
-            head.fc.weight.mul_(0.3)
-            head.fc.weight[:, hidden:] += torch.eye(hidden)
-    head.draft_ids.copy_(draft_ids)
-    head = head.to(target.embed.weight.device)
-    head.use_target(target)  # frozen: not the head's own
-    return head
-
-
-def _lend(head: Eagle3Head, target: Transformer, draft_ids: Tensor, own: bool) -> None:
-    """Start an EAGLE-3 head from the target's embedding, lm_head and last norm."""
-    table = target.embed.weight.float().cpu()
-    rows = table if target.lm_head is None else target.lm_head.weight.float().cpu()
-    hidden, width = head.args.hidden_size, target.args.hidden_size
-    axes = torch.eye(width)
-    if own:
-        axes = torch.linalg.svd(table.T @ table)[0][:, :hidden]  # the principal ones first [Ht, H]
-        axes = F.pad(axes, (0, hidden - axes.shape[1]))
-        head.embed.weight.copy_(table @ axes)
-    norm = target.norm.weight.float().cpu()
-    head.lm_head.weight.copy_((rows[draft_ids] * (norm if own else 1)) @ axes)
-    head.norm.weight.copy_(torch.full((hidden,), 0.3) if own else norm * 0.3)
-    head.fc.weight.mul_(0.3)
-    head.fc.weight[:, -width:] += axes.T
-

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from errors import CheckpointError
+
 
 class Processes:
     """Rank and number of the processes. Every method is a no-op where there is only one."""
@@ -18,8 +20,10 @@ class Processes:
     @classmethod
     def from_environment(cls, device: str) -> Processes:
         """Join the group torchrun describes (gloo on CPU, NCCL on CUDA); alone if there is none."""
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
+        if not all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
+            raise CheckpointError("WORLD_SIZE is set but not what belongs to it: start several processes with torchrun, or unset it")
         # Waiting for a process that decodes its share of the text may take long.
         dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo", timeout=timedelta(days=2))
         return cls(dist.get_rank(), dist.get_world_size())

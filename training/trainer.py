@@ -12,9 +12,12 @@ from pathlib import Path
 
 import torch
 
+from checkpoint import identity
 from errors import CheckpointError
 from model import Head
-from training.features import Features, batches
+from training.batches import batches
+from training.corpus import seed_of
+from training.features import Features
 from training.objective import Objective
 from training.processes import Processes
 from training.record import Record, draw
@@ -72,6 +75,7 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
+        self.whole = True  # not in the middle of an update
         with torch.no_grad():
             sample = sorted(rows, key=lambda row: hashlib.sha256(str(row["ids"]).encode()).hexdigest())[:16]
             features, state, _ = self.features.read(sample)
@@ -92,7 +96,7 @@ class Trainer:
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
         for micro in self.micro_batches(places):
             rows = [self.rows[p] for p in micro]
-            seeds = [(self.plan.seed * 1_000_003 + self.epoch) * 10_000_019 + p for p in micro]
+            seeds = [seed_of(self.plan.seed, self.epoch, p) for p in micro]
             batch = whole if len(micro) == len(places) and micro == places else objective.batch(rows, steps)
             part, right = objective.loss(batch, self.features.read(rows), whole.scored, seeds)
             part.backward()
@@ -103,11 +107,14 @@ class Trainer:
         self.processes.sum([loss, hits, *(p.grad for p in self.parameters.values())])
         return float(loss), (hits.cpu() / torch.tensor(whole.valid).clamp(min=1)).tolist()
 
+    def clip(self) -> float:
+        """Clip the gradients; returns their norm before."""
+        return float(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip))
+
     def update(self) -> None:
-        """Clip, step, average."""
+        """Step, average."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.rate(self.step, self.total)
-        torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.plan.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))  # short at first, or the start would never be forgotten
@@ -120,7 +127,13 @@ class Trainer:
         """Train to the end of the plan -> the log. Raises CheckpointError if the loss is not finite; the last state stays."""
         record = Record(self.work, self.step, self.total) if self.processes.first else None
         try:
+            if self.epoch and not self.in_epoch:  # killed between an epoch's end and its validation
+                self._validate(record)
             self._run(record)
+        except KeyboardInterrupt:
+            if self.whole:
+                self.save()
+            raise
         finally:
             if record:
                 record.close()
@@ -134,14 +147,13 @@ class Trainer:
             while self.in_epoch < len(plan):
                 places = plan[self.in_epoch]
                 loss, accuracy = self.gradients(places, steps)
-                if not math.isfinite(loss):
-                    state = self.work / "state.pt"
-                    raise CheckpointError(
-                        f"the loss is {loss} at step {self.step} (epoch {self.epoch + 1}, batch {self.in_epoch}, rows {places[:8]});"
-                        + (f" the last good state is in {state}:" if state.exists() else "") + " try a smaller --lr"
-                    )
+                norm = self.clip()
+                if not (math.isfinite(loss) and math.isfinite(norm)):
+                    self._stop(loss, norm, places)
+                self.whole = False
                 self.update()
                 self.step, self.in_epoch = self.step + 1, self.in_epoch + 1
+                self.whole = True
                 tokens += sum(len(self.rows[p]["ids"]) for p in places)
                 if record:
                     rate = self.optimizer.param_groups[0]["lr"]
@@ -151,14 +163,25 @@ class Trainer:
                     self.save()
                     saved = time.time()
             self.epoch, self.in_epoch = self.epoch + 1, 0
-            self._validate(record)
-            self.save()
+            self.save()  # first: whatever goes wrong in validation, the epoch is not lost
             saved = time.time()
+            self._validate(record)
+
+    def _stop(self, loss: float, norm: float, places: list[int]) -> None:
+        """Raise CheckpointError: what is not finite, where, in which rows."""
+        state = self.work / "state.pt"
+        starts = "; ".join(str(self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6]) for p in places[:3])
+        raise CheckpointError(
+            f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch {self.epoch + 1}, batch {self.in_epoch},"
+            f" rows whose answers begin with the ids {starts})."
+            + (f" The last good state is in {state}, but going on from there leads here again." if state.exists() else "")
+            + " Train with a smaller --lr or --clip in another --work, or leave these rows out"
+        )
 
     @torch.no_grad()
     def _validate(self, record: Record | None) -> None:
         """By the first process, while the others wait for it."""
-        if record:
+        if record and not any(entry.get("epoch") == self.epoch for entry in record.entries):
             head = self.trained()
             hits = valid = torch.zeros(self.objective.steps, dtype=torch.float64)
             with self.averaged():
@@ -168,8 +191,8 @@ class Trainer:
                     right = self.objective.loss(batch, self.features.read(rows), batch.scored, [0] * len(rows))[1]
                     hits, valid = hits + right.cpu(), valid + torch.tensor(batch.valid)
             entry = {"step": self.step, "epoch": self.epoch, "held_out": (hits / valid.clamp(min=1)).tolist()}
-            if self.validator:
-                entry["tau"] = self.validator.tau(head)
+            if self.validator and (tau := self.validator.tau(head)):
+                entry["tau"] = tau
             record.validation(entry)
             draw(record.entries, self.work / "curves.png")
         self.processes.wait()
@@ -199,7 +222,10 @@ class Trainer:
         """What defines a run, settings and data; a resumed run must have the same."""
         data = json.dumps([row["ids"] for row in self.held_out + self.rows]).encode()
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
-        return {**vars(self.plan), **self.objective.settings(), "shapes": str(shapes), "data": hashlib.sha256(data).hexdigest()}
+        return {
+            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes), "data": hashlib.sha256(data).hexdigest(),
+            "target": identity(self.objective.target),
+        }
 
     def save(self) -> None:
         """Everything an exact resume needs, under a temporary name first; by the first process."""
@@ -211,8 +237,12 @@ class Trainer:
             "options": self.fingerprint(),
         }
         part = self.work / "state.pt.partial"
-        torch.save(state, part)
-        os.replace(part, self.work / "state.pt")
+        try:
+            torch.save(state, part)
+            os.replace(part, self.work / "state.pt")
+        except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError where the disk is full
+            part.unlink(missing_ok=True)
+            raise CheckpointError(f"{part}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?") from None
 
     def resume(self) -> bool:
         """Go on from WORK/state.pt if it is there. Raises CheckpointError if it was made with other settings or data."""

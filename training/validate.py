@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import torch
 
@@ -33,12 +32,14 @@ class Validator:
         self.shape, self.tokens, self.packed = shape, tokens, packed
 
     @torch.no_grad()
-    def tau(self, head: Head) -> float:
-        """Mean tokens emitted per step (of steps that were not the prompt's)."""
+    def tau(self, head: Head) -> float | None:
+        """Mean tokens emitted per step (of steps that were not the prompt's); None if every answer ended with its first token."""
         twin = head.twin(self.target, self.target.embed.weight.dtype)
         if self.packed:
             pack(twin)
-        shape = dataclasses.replace(self.shape, width=min(self.shape.width, head.args.draft_vocab_size))
+        width = min(self.shape.width, head.args.draft_vocab_size)
+        nodes = min(self.shape.nodes, width + self.shape.depth * width**2 + 1)
+        shape = TreeShape(nodes, self.shape.depth, width)
         batch = min(16, len(self.prompts))
         longest = max(map(len, self.prompts)) + self.tokens
         decoder = Decoder(
@@ -46,4 +47,4 @@ class Validator:
         )
         outputs = decoder.generate(self.prompts, Sampling(self.tokens))
         lengths = [n for o in outputs for n in o.accept_lengths]
-        return sum(lengths) / len(lengths) if lengths else 0.0
+        return sum(lengths) / len(lengths) if lengths else None

@@ -1,7 +1,8 @@
-"""Rows: conversations as token ids, with the parts marked that the assistant said. What a head is trained on.
+"""The training text: conversations as token ids, with the parts marked that the assistant said.
 
-A row is {"ids": [...], "answers": [[begin, end], ...], "source": "..."}: ids[begin:end] is what the target said, and the
-only part a head learns to draft. A head never drafts an answer's first token, so an answer counts from three tokens on.
+A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}: ids[begin:end] is what
+the target said, and the only part a head learns to draft; `chat` tells the conversation's first prompt, `target` the model
+that speaks. A head never drafts an answer's first token, so an answer counts from three tokens on.
 """
 from __future__ import annotations
 
@@ -21,7 +22,12 @@ SHORTEST = 3  # tokens of an answer: one from the target, one for the head to re
 COVERAGE = (2048, 4096, 8192, 16384, 32768)  # draft vocabularies that the report speaks of
 
 
-def same_length(a: list[int], b: list[int]) -> int:
+def seed_of(*what) -> int:
+    """A seed that differs for everything that differs."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "little")
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
     """How many tokens two sequences have in common at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
@@ -32,19 +38,28 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
     Returns (finished row or None, the row at hand): a template may rewrite what was said before (some drop the thoughts of
     earlier answers); then the row up to here is finished and a new one begins with this answer alone.
     """
-    if row and same_length(row["ids"], ids) >= row["answers"][-1][1]:
+    if row and common_prefix(row["ids"], ids) >= row["answers"][-1][1]:
         return None, {**row, "ids": ids[:end], "answers": [*row["answers"], [begin, end]]}
-    return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source}
+    chat = row["chat"] if row else digest(ids[:begin])
+    return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source, "chat": chat}
 
 
 def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
-    """The rows of a conversation somebody else wrote: each answer up to and including its stop id."""
+    """The rows of a conversation somebody else wrote: each answer up to and including its stop id.
+
+    Raises CheckpointError if the template refuses it, or moves things so that an answer cannot be told from what came
+    before it (some write the system message into the last user turn).
+    """
     stop_ids, row = set(stop_ids), None
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         whole = tokenizer.chat(messages[: i + 1], add_generation_prompt=False)
-        begin = same_length(tokenizer.chat(messages[:i]), whole)
+        begin = common_prefix(tokenizer.chat(messages[:i]), whole)
+        asked = [m["content"].strip() for m in messages[:i] if m["role"] != "assistant"]
+        said = tokenizer.decode(whole[:begin])
+        if any(text not in said for text in asked):
+            raise CheckpointError("the chat template changes what came before an answer, so that the answer cannot be told from it")
         end = next((j + 1 for j in range(begin, len(whole)) if whole[j] in stop_ids), len(whole))
         finished, row = extend(row, whole, begin, end, "conversations")
         if finished:
@@ -57,7 +72,10 @@ def usable(row: dict, max_len: int) -> dict | None:
     """The row cut to `max_len` tokens, without answers that are too short; None if none is left."""
     answers = [[b, min(e, max_len)] for b, e in row["answers"]]
     answers = [[b, e] for b, e in answers if e - b >= SHORTEST and b > 0]
-    return {**row, "ids": row["ids"][: answers[-1][1]], "answers": answers} if answers else None
+    if not answers:
+        return None
+    chat = row.get("chat") or digest(row["ids"][: row["answers"][0][0]])
+    return {**row, "ids": row["ids"][: answers[-1][1]], "answers": answers, "source": row.get("source", "shards"), "chat": chat}
 
 
 def shards_in(folder: Path) -> list[Path]:
@@ -68,29 +86,40 @@ def shards_in(folder: Path) -> list[Path]:
     return found
 
 
-def load_shards(paths: list[Path], max_len: int, vocab_size: int) -> list[dict]:
-    """All usable rows of these shards, in order, without exact repeats. Raises CheckpointError on a line that is no row."""
-    seen, rows = set(), []
+def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -> tuple[list[dict], int]:
+    """(all usable rows of these shards, in order, without exact repeats; how many prompts were left out when they were written).
+
+    Raises CheckpointError on a line that is no row, or one of another target than `target`.
+    """
+    seen, rows, left_out = set(), [], 0
     for path in paths:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 row = json.loads(line)
-                ids, spans = row["ids"], row["answers"]
-                whole = all(0 <= i < vocab_size for i in ids) and all(0 <= b <= e <= len(ids) for b, e in spans)
-            except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-                whole = False
+                if "left_out" in row:
+                    left_out += row["left_out"]
+                    continue
+                ids, edges = row["ids"], [edge for span in row["answers"] for edge in span]
+                whole = all(0 <= i < vocab_size for i in ids) and [*edges, len(ids)] == sorted([0, *edges, len(ids)])[1:]
+                other = row.get("target", target) != target
+            except (ValueError, KeyError, TypeError):
+                whole = other = False
             if not whole:
-                raise CheckpointError(f"{path}: line {number} is no row of this target's token ids and answers; delete it") from None
+                raise CheckpointError(
+                    f"{path}: line {number} is no row of this target's token ids and answers; --shards takes the data folder of a run"
+                ) from None
+            if other:
+                raise CheckpointError(f"{path}: line {number} was written by another target")
             row = usable(row, max_len)
             if row and tuple(row["ids"]) not in seen:
                 seen.add(tuple(row["ids"]))
                 rows.append(row)
-    return rows
+    return rows, left_out
 
 
-def prompt_digest(row: dict) -> str:
-    """Tells the first prompt of a row; rows that answer the same prompt share it."""
-    return hashlib.sha256(json.dumps(row["ids"][: row["answers"][0][0]]).encode()).hexdigest()
+def digest(prompt: list[int]) -> str:
+    """Tells the first prompt of a conversation; rows that answer the same one share it."""
+    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
 
 
 def hold_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -98,9 +127,9 @@ def hold_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
 
     Which ones does not depend on the order of the rows, and no prompt is on both sides.
     """
-    digests = {prompt_digest(row) for row in rows}
-    held = set(sorted(digests)[: max(1, min(64, len(digests) // 20))])
-    return [r for r in rows if prompt_digest(r) in held], [r for r in rows if prompt_digest(r) not in held]
+    chats = {row["chat"] for row in rows}
+    held = set(sorted(chats)[: max(1, min(64, len(chats) // 20))])
+    return [r for r in rows if r["chat"] in held], [r for r in rows if r["chat"] not in held]
 
 
 def answer_tokens(row: dict) -> int:
@@ -147,7 +176,8 @@ def report(d: dict) -> str:
         f"{d['rows']:,} conversations ({sources}), {d['several_answers']:,} with several answers",
         f"{d['tokens']:,} tokens, {d['answer_tokens']:,} of them in {d['answers']:,} answers; the longest row has {d['longest']:,}",
         "lengths  " + ", ".join(f"{span}: {n:,}" for span, n in d["lengths"].items()),
-        f"{d['distinct_answer_tokens']:,} distinct answer tokens; a draft vocabulary covers "
+        f"{d['distinct_answer_tokens']:,} distinct answer tokens"
+        + ("; a draft vocabulary covers " if d["coverage"] else "")
         + ", ".join(f"{size:,}: {share:.2%}" for size, share in d["coverage"].items()),
     ]
     return "\n".join(lines)

@@ -1,0 +1,84 @@
+"""The heads that training starts from."""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, eagle3_aux_layers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a user may choose about a head; None takes the target's."""
+
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+
+
+def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
+    """A head of this kind in float32: random but for what the target can lend.
+
+    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one makes an
+    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several points of
+    held-out accuracy after the same short run. A head narrower or wider than the target gets an embedding of its own, the
+    target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc` passes the feature on.
+    Raises ValueError on a shape that cannot be.
+    """
+    a = target.args
+    hidden = shape.hidden_size or a.hidden_size
+    if hidden != a.hidden_size and kind == "eagle":
+        raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
+    heads = shape.num_heads or a.num_heads
+    own = hidden != a.hidden_size
+    aux_layers: tuple[int, ...] = (a.num_layers,)
+    if kind == "eagle3":
+        if a.num_layers < 4:
+            raise ValueError(f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers: use --kind eagle")
+        low, middle, high = eagle3_aux_layers(a.num_layers)
+        aux_layers = low, max(middle, 3), max(high, 4)  # of shallow targets the next ones that differ
+    args = HeadArgs(
+        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, heads, shape.num_kv_heads or min(a.num_kv_heads, heads),
+        shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
+        draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, own_embedding=own, own_lm_head=kind == "eagle3",
+        aux_layers=aux_layers,
+    )
+    args.check()
+    torch.manual_seed(seed)
+    head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(args)
+    for name, p in head.named_parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.02 if not name.endswith(("wo.weight", "w_down.weight")) else 0.02 / math.sqrt(2))
+    with torch.no_grad():
+        if kind == "eagle3":
+            _lend(head, target, draft_ids.cpu(), own)
+        else:
+            head.fc.weight.mul_(0.3)
+            head.fc.weight[:, hidden:] += torch.eye(hidden)
+    head.draft_ids.copy_(draft_ids)
+    head = head.to(target.embed.weight.device)
+    head.use_target(target)  # frozen: not the head's own
+    return head
+
+
+def _lend(head: Eagle3Head, target: Transformer, draft_ids: Tensor, own: bool) -> None:
+    """Start an EAGLE-3 head from the target's embedding, lm_head and last norm."""
+    table = target.embed.weight.float().cpu()
+    rows = table if target.lm_head is None else target.lm_head.weight.float().cpu()
+    hidden, width = head.args.hidden_size, target.args.hidden_size
+    axes = torch.eye(width)
+    if own:
+        axes = torch.linalg.svd(table.T @ table)[0][:, :hidden]  # the principal ones first [Ht, H]
+        axes = F.pad(axes, (0, hidden - axes.shape[1]))
+        head.embed.weight.copy_(table @ axes)
+    norm = target.norm.weight.float().cpu()
+    head.lm_head.weight.copy_((rows[draft_ids] * (norm if own else 1)) @ axes)
+    head.norm.weight.copy_(torch.full((hidden,), 0.3) if own else norm * 0.3)
+    head.fc.weight.mul_(0.3)
+    head.fc.weight[:, -width:] += axes.T
