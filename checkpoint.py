@@ -109,12 +109,12 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
     return module.requires_grad_(False).eval()
 
 
-def identity(model: Transformer) -> str:
-    """A digest that tells models apart, also fine-tunes of one another: of dtype and of a thousand values of every weight."""
-    digest = hashlib.sha256(str(model.embed.weight.dtype).encode())
+def identity(model: torch.nn.Module) -> str:
+    """A digest that tells models apart, also fine-tunes of one another: of the dtypes and of a thousand values of every weight."""
+    digest = hashlib.sha256()
     for name, p in model.named_parameters():
         some = p.detach().flatten()[:: max(1, p.numel() // 1024)].float().cpu()
-        digest.update(name.encode() + some.numpy().tobytes())
+        digest.update(f"{name} {p.dtype}".encode() + some.numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -27,12 +28,15 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from checkpoint import identity
 from decoder import Sampling
 from errors import CheckpointError
 from evaluation import pictures
 from evaluation.lossless import Judge
-from evaluation.runs import Answer, Book, ask, read_sets, rounds
+from evaluation.runs import Answer, Book, ask, digest, read_sets, rounds
 from evaluation.table import PLAIN, as_csv, markdown, summarise
+from model import run_layers
+from sampling import seed_of
 from text import DRAFTERS, TextDecoder, load, read_tree
 
 
@@ -97,8 +101,10 @@ class Evaluation:
     def __init__(self, o, models: dict[str, TextDecoder], sets: dict[str, list[dict]], book: Book):
         self.o, self.models, self.sets, self.book, self.out = o, models, sets, book, Path(o.out)
         self.temperatures = numbers(o.temperature)
-        weight = models[PLAIN].decoder.target.embed.weight
-        self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device))
+        self.who = {name: identity(model.decoder.target) + identity(model.decoder.drafter) for name, model in models.items()}
+        target = models[PLAIN].decoder.target
+        on_kernels = target.run_layers is not run_layers
+        self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), on_kernels)
 
     def run(self) -> None:
         """Answer what is not answered yet, with the running figures on a live line."""
@@ -106,7 +112,7 @@ class Evaluation:
         todo = [
             (name, question, temperature, order)
             for name, question, temperature, order in rounds(self.sets, self.temperatures, methods)
-            if any((name, question["question_id"], method, temperature) not in self.book.answers for method in methods)
+            if not all(self.book.has(name, question, method, temperature, self.who[method]) for method in methods)
         ]
         if not todo:
             return
@@ -116,9 +122,17 @@ class Evaluation:
                 ask(model, {"turns": ["Hello"]}, 16, temperature, self.o.seed)
         bar = tqdm(todo, desc="questions", unit="question")
         for name, question, temperature, order in bar:
+            seed = seed_of(self.o.seed, name, question["question_id"])
+            self.book.forget(name, question, temperature)
             for method in order:
-                turns = ask(self.models[method], question, self.o.max_new_tokens, temperature, self.o.seed)
-                self.book.add(Answer(name, question["question_id"], question["category"], method, temperature, self.o.seed, turns))
+                turns = ask(self.models[method], question, self.o.max_new_tokens, temperature, seed)
+                if len(turns) < len(question["turns"]):
+                    room = self.models[method].decoder.max_seq_len
+                    say(f"{name} question {question['question_id']}: turn {len(turns) + 1} does not fit in {room} tokens"
+                        + ("" if turns else "; the question is left out"))
+                if turns:
+                    given = name, question["question_id"], question["category"], method, temperature, seed
+                    self.book.add(Answer(*given, digest(question, self.who[method]), turns))
             bar.set_postfix_str(self._running(methods))
 
     def _running(self, methods: list[str]) -> str:
@@ -150,10 +164,11 @@ class Evaluation:
         (self.out / "table.md").write_text(text, encoding="utf-8")
         (self.out / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
         (self.out / "table.csv").write_text(as_csv(rows))
-        listed = [asdict(d) | {"tie": d.tie} for d in differences]
+        listed = [asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences]
         (self.out / "differences.json").write_text(json.dumps(listed, indent=1) + "\n")
         self.book.write_fastchat()
-        pictures.draw_table(rows, [*self.sets], self.out / "sets.png")
+        if any(row["method"] != PLAIN for row in rows):
+            pictures.draw_table(rows, [*self.sets], self.out / "sets.png")
         lengths: dict[str, list[int]] = {}
         for a in self.book.answers.values():
             if a.method != PLAIN:
@@ -168,20 +183,21 @@ class Evaluation:
         return len(errors)
 
     def observe(self) -> None:
-        """The pictures of drafted trees, from a few questions answered again."""
+        """The pictures of drafted trees, from a few questions answered again, greedily: with noise, what a drafter is sure of is
+        not its probabilities."""
         observed: dict[str, pictures.Observed] = {}
         for method, model in self.models.items():
             if method == PLAIN:
                 continue
             seen = observed[method] = pictures.Observed()
-            model.decoder.observer = seen.see
+            model.decoder.observer, lag, model.decoder.lag = seen.see, model.decoder.lag, 0  # a late host sees steps that never count
             try:
                 for questions in self.sets.values():
-                    for question in questions[: self.o.observe]:
+                    for question in questions[: max(1, self.o.observe)]:
                         first = {**question, "turns": question["turns"][:1]}
-                        ask(model, first, min(128, self.o.max_new_tokens), self.temperatures[0], self.o.seed)
+                        ask(model, first, min(128, self.o.max_new_tokens), 0.0, self.o.seed)
             finally:
-                model.decoder.observer = None
+                model.decoder.observer, model.decoder.lag = None, lag
         if not any(seen.best for seen in observed.values()):
             return
         pictures.draw_acceptance(observed, self.out / "acceptance.png")
@@ -205,6 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         for name in methods:
             if name not in DRAFTERS:
                 raise CheckpointError(f"--speculate {name}: unknown; choose from {', '.join(DRAFTERS)}")
+        if o.observe < 0:
+            raise CheckpointError(f"--observe {o.observe}: must be at least 0")
         if o.limit is not None and o.limit < 1:
             raise CheckpointError(f"--limit {o.limit}: must be at least 1")
         numbers(o.temperature)  # mistakes show before anything is loaded
@@ -218,7 +236,8 @@ def main(argv: list[str] | None = None) -> int:
         options = {
             "checkpoint": os.path.abspath(o.checkpoint), "draft": o.draft, "tree": o.tree, "max_new_tokens": o.max_new_tokens,
             "seed": o.seed, "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "device": str(models[PLAIN].decoder.device),
+            "device": str(models[PLAIN].decoder.device), "max_seq_len": models[PLAIN].decoder.max_seq_len, "compile": o.compile,
+            "kernels": o.kernels,
         }
         evaluation = Evaluation(o, models, sets, Book(Path(o.out), options))
         evaluation.run()
@@ -226,7 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         if o.observe or o.show_tree:
             evaluation.observe()
         return int(errors > 0)
-    except (CheckpointError, OSError, ValueError) as e:
+    except (CheckpointError, OSError, ValueError, RuntimeError) as e:  # torch raises RuntimeError when memory runs out
         say("error: " + " ".join(str(e).split()))
         return 1
     except KeyboardInterrupt:

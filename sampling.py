@@ -7,6 +7,8 @@ same noise at the same position they emit the same text from the same seed. Temp
 """
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,11 @@ MASK32 = 0xFFFFFFFF
 # that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager or compiled.
 _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 _GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
+
+
+def seed_of(*what) -> int:
+    """A seed that differs for everything that differs."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "little")
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
     for model in models.values():
         model.warm_up(Sampling(o.max_new_tokens))
         model.generate(prompts[0], max_new_tokens=16)
-    peer = Transformers(*load_target(o.checkpoint)) if o.transformers else None
+    peer = Transformers(*load_target(o.checkpoint, models["plain"].decoder.device)) if o.transformers else None
     rows = []
     for i, prompt in enumerate(prompts):
         first = i % len(models)  # whoever begins changes with every question
@@ -148,7 +148,7 @@ class Transformers:
     @torch.no_grad()
     def tokens_per_second(self, ids: list[int], max_new_tokens: int) -> float:
         """Whole time of `generate`, prompt included, over the new tokens."""
-        prompt = torch.tensor([ids])
+        prompt = torch.tensor([ids], device=self.model.device)
         began = time.perf_counter()
         out = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.stop,

@@ -36,7 +36,7 @@ def write_gguf(like: Path, target: Transformer, out: Path, kind: str) -> Path:
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for name, tensor in _tensors(target):
-        data = tensor.detach().float().numpy()
+        data = tensor.detach().float().cpu().numpy()
         if data.ndim == 1:
             writer.add_tensor(name, data)
         else:

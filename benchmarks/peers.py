@@ -71,9 +71,9 @@ class HuggingFace:
 
         def mark(input_ids, scores, **_) -> torch.Tensor:
             marks.append((time.perf_counter(), input_ids.shape[1]))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-        prompt = torch.tensor([ids])
+        prompt = torch.tensor([ids], device=self.model.device)
         out = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, eos_token_id=self.stop,
             pad_token_id=self.stop[0], stopping_criteria=StoppingCriteriaList([mark]), **self.options,
@@ -90,7 +90,10 @@ class LlamaCpp:
         import llama_cpp
 
         self.api, self.stop = llama_cpp, set(stop)
-        self.llama = llama_cpp.Llama(str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, verbose=False)
+        # All layers on the GPU where llama.cpp was built for one.
+        self.llama = llama_cpp.Llama(
+            str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=-1, verbose=False
+        )
 
     def _next(self, ids: list[int]) -> int:
         import numpy as np
@@ -122,7 +125,10 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
         if o.compile:
             found["ours plain, torch.compile only"] = Ours(o.checkpoint, "none", o.max_new_tokens, True, False)
             found["ours EAGLE-3, torch.compile only"] = Ours(o.checkpoint, "eagle3", o.max_new_tokens, True, False)
-    target, config = load_target(o.checkpoint)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target, config = load_target(o.checkpoint, device)
+    if "quantization" in config and (o.transformers or o.gguf):
+        raise CheckpointError(f"{o.checkpoint}: is quantised; name the whole one, and this with --int8")
     if o.transformers:
         model = Transformers(target, config).model
         found["transformers"] = HuggingFace(model, config["stop_ids"])
@@ -153,8 +159,6 @@ def gpt_fast(o) -> float:
 
 def run(o) -> None:
     """All questions, every contender in turns; the table, the chart, the raw figures."""
-    if not o.threads or o.threads < 1:
-        raise CheckpointError(f"--threads {o.threads}: must be at least 1")
     prompts = (read_prompts(o.questions) if o.questions else list(PROMPTS))[: o.limit]
     with tempfile.TemporaryDirectory() as folder:
         peers = contenders(o, Path(folder))
@@ -258,6 +262,8 @@ def main(argv: list[str] | None = None) -> int:
     o = p.parse_args(argv)
     if bool(o.gpt_fast) != bool(o.gpt_fast_checkpoint):
         p.error("--gpt-fast and --gpt-fast-checkpoint go together")
+    if not o.threads or o.threads < 1:
+        p.error(f"--threads {o.threads}: must be at least 1")
     torch.set_num_threads(o.threads)
     return exit_status(lambda: run(o), OSError, ValueError)
 

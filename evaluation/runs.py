@@ -39,6 +39,7 @@ class Answer:
     method: str
     temperature: float
     seed: int
+    asked: str  # digest of the question's turns and of what answered
     turns: list[Turn]
 
     @property
@@ -74,7 +75,21 @@ def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
     if not files:
         raise CheckpointError(f"{place}: holds no question files (*.jsonl)")
-    return {file.stem: read_questions(file)[:limit] for file in files}
+    sets = {}
+    for file in files:
+        if file.stem == "mean" or file.stem in sets:
+            raise CheckpointError(f"{file}: a set cannot be named {file.stem} here (it is the table's own, or taken); rename the file")
+        sets[file.stem] = read_questions(file)[:limit]
+        ids = [question["question_id"] for question in sets[file.stem]]
+        double = next((i for i in ids if ids.count(i) > 1), None)
+        if double is not None:
+            raise CheckpointError(f"{file}: question_id {double} is there twice (rows without one are numbered from 0)")
+    return sets
+
+
+def digest(question: dict, who: str) -> str:
+    """Tells what a question asks, and whom (`checkpoint.identity` of target and drafter)."""
+    return hashlib.sha256(json.dumps([question["turns"], who]).encode()).hexdigest()[:16]
 
 
 class Book:
@@ -84,11 +99,16 @@ class Book:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
         kept = folder / "options.json"
-        if kept.exists() and json.loads(kept.read_text()) != options:
-            old = json.loads(kept.read_text())
+        try:
+            old = json.loads(kept.read_text()) if kept.exists() else options
+        except ValueError:
+            raise CheckpointError(f"{kept}: damaged; delete it, or choose another --out") from None
+        if old != options:
             differs = sorted(name for name in old.keys() | options.keys() if old.get(name) != options.get(name))
             raise CheckpointError(f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out")
-        kept.write_text(json.dumps(options, indent=1) + "\n")
+        part = kept.with_suffix(".partial")
+        part.write_text(json.dumps(options, indent=1) + "\n")
+        os.replace(part, kept)
         self.answers: dict[tuple, Answer] = {}
         if self.path.exists():
             for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -103,6 +123,19 @@ class Book:
         part = self.path.with_suffix(".partial")
         part.write_text("".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()), encoding="utf-8")
         os.replace(part, self.path)
+
+    def has(self, name: str, question: dict, method: str, temperature: float, who: str) -> bool:
+        """Whether this very question is answered, by these weights."""
+        answer = self.answers.get((name, question["question_id"], method, temperature))
+        return answer is not None and answer.asked == digest(question, who)
+
+    def forget(self, name: str, question: dict, temperature: float) -> None:
+        """Drop all answers to a question: what is compared is answered in one round."""
+        old = [key for key in self.answers if (key[0], key[1], key[3]) == (name, question["question_id"], temperature)]
+        for key in old:
+            del self.answers[key]
+        if old:
+            self._write_all()
 
     def add(self, answer: Answer) -> None:
         """Keep an answer."""
@@ -131,7 +164,8 @@ class Book:
 
 
 def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: float, seed: int) -> list[Turn]:
-    """The question's turns, each with the model's own answers as history. A turn that no longer fits ends the conversation."""
+    """The question's turns, each with the model's own answers as history. A turn that no longer fits ends the conversation; of a
+    question whose first one does not, there are none."""
     messages, turns = [], []
     for text in question["turns"]:
         messages.append({"role": "user", "content": text})

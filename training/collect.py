@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from decoder import Decoder, Sampling
 from errors import CheckpointError
+from sampling import seed_of
 from tokenizer import Tokenizer
-from training.corpus import common_prefix, extend, of_conversation, seed_of
+from training.corpus import common_prefix, extend, of_conversation
 from training.processes import Processes
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes

@@ -22,11 +22,6 @@ SHORTEST = 3  # tokens of an answer: one from the target, one for the head to re
 COVERAGE = (2048, 4096, 8192, 16384, 32768)  # draft vocabularies that the report speaks of
 
 
-def seed_of(*what) -> int:
-    """A seed that differs for everything that differs."""
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "little")
-
-
 def common_prefix(a: list[int], b: list[int]) -> int:
     """How many tokens two sequences have in common at their beginning."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -15,8 +15,8 @@ import torch
 from checkpoint import identity
 from errors import CheckpointError
 from model import Head
+from sampling import seed_of
 from training.batches import batches
-from training.corpus import seed_of
 from training.features import Features
 from training.objective import Objective
 from training.processes import Processes
