@@ -286,7 +286,7 @@ class Decoder:
         for i, (prompt, request) in enumerate(zip(prompts, sampling)):
             tokens[i, : len(prompt)] = torch.tensor(prompt)
             limits.append(min(len(prompt) + request.max_new_tokens, self.max_seq_len) - 1)
-            same = next((j for j, (a, b) in enumerate(zip(prompt, held[i])) if a != b), min(len(prompt), len(held[i])))
+            same = common_prefix(prompt, held[i])
             # One token back: the drafter's last row was read together with the token that followed it then.
             self._start.append(max(0, min(same, len(prompt)) - 1))
 
@@ -571,3 +571,8 @@ def free_memory(device: torch.device) -> int | None:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -295,8 +295,10 @@ def comparison(results: list, others: list) -> str:
 
 def first_difference(results: list, others: list) -> str:
     """Where the first unequal pair of results parts, and what it means."""
+    from decoder import common_prefix
+
     i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(results, others)) if a.ids != b.ids)
-    at = next((n for n, (x, y) in enumerate(zip(*ids)) if x != y), min(map(len, ids)))
+    at = common_prefix(*ids)
     return (
         f"prompt {i + 1} parts at token {at + 1}: where our kernels do not compute (a GPU, fp16, experts, --no-kernels, --no-compile)"
         " a pass over many rows rounds differently from a pass over one, so near ties may fall either way; --dtype fp32 helps"

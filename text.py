@@ -95,7 +95,7 @@ def read_tree(given: str | None) -> TreeShape | PathTree | str | None:
     if given == "paper":
         return TreeShape(60, 7, 10)
     if re.fullmatch(r"\d+,\d+,\d+", given):
-        return TreeShape(*map(int, given.split(",")))
+        return TreeShape.parse(given)
     try:
         return PathTree(tuple(tuple(path) for path in json.loads(Path(given).read_text())))
     except (OSError, ValueError, TypeError) as e:

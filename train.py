@@ -59,8 +59,8 @@ def count(value: str) -> int:
 def tree(value: str) -> TreeShape:
     """An argparse type: nodes,depth,width."""
     try:
-        return TreeShape(*map(int, value.split(",")))
-    except (ValueError, TypeError) as e:
+        return TreeShape.parse(value)
+    except ValueError as e:
         raise argparse.ArgumentTypeError(f"{value!r} is no tree of nodes,depth,width ({e})") from None
 
 

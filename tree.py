@@ -38,6 +38,14 @@ class TreeShape:
                 f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft {self.candidates} + the root"
             )
 
+    @classmethod
+    def parse(cls, text: str) -> TreeShape:
+        """"nodes,depth,width" as it is typed. Raises ValueError on anything else, and on an impossible tree."""
+        numbers = text.split(",")
+        if len(numbers) != 3:
+            raise ValueError(f"tree: {text!r} is not nodes,depth,width")
+        return cls(*map(int, numbers))
+
     @property
     def candidates(self) -> int:
         """How many nodes are drafted before pruning: k on the first level, k*k on each further one."""

@@ -35,10 +35,6 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def tree_of(spec: str) -> TreeShape:
-    return TreeShape(*map(int, spec.split(",")))
-
-
 def decode(model, prompts: list[str], settings: list[Sampling], batch: int) -> list:
     """Decode all prompts in groups of `batch`; returns their results in order."""
     results = []
@@ -74,7 +70,7 @@ def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
 
 def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
     """Tokens per second on each question of every contender, in turns; medians, and ratios to plain decoding."""
-    trees = {f"eagle3 {spec}": tree_of(spec) for spec in o.trees} or {"eagle3": shape}
+    trees = {f"eagle3 {spec}": TreeShape.parse(spec) for spec in o.trees} or {"eagle3": shape}
     models = {"plain": load(o.checkpoint, compile=o.compile, say=say)}
     models |= {name: load(o.checkpoint, "eagle3", tree=tree, compile=o.compile, say=say) for name, tree in trees.items()}
     for model in models.values():
@@ -185,7 +181,7 @@ def main() -> int:
     o = p.parse_args()
     torch.set_num_threads(o.threads)
     prompts = read_prompts(o.questions)[: o.limit]
-    shape = tree_of(o.tree) if o.tree else None
+    shape = TreeShape.parse(o.tree) if o.tree else None
     record = describe(o.threads) | {
         "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default",
     }

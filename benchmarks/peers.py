@@ -34,6 +34,7 @@ from checkpoint import load_target
 from dataset import read_prompts
 from decoder import Sampling
 from errors import CheckpointError, exit_status
+from plots import picture
 from text import load
 from tune import PROMPTS
 
@@ -228,20 +229,13 @@ def table(summary: dict, count: int, record: dict) -> str:
 
 def chart(summary: dict, record: dict, path: Path) -> None:
     """Speeds as bars, ours in colour."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     ranked = sorted(summary.items(), key=lambda item: item[1]["rate"])
-    with plt.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(8, 0.45 * len(ranked) + 1.2), layout="constrained")
+    with picture(path, 8, 0.45 * len(ranked) + 1.2) as figure:
+        axes = figure.add_subplot()
         colors = ["#2a6fbb" if name.startswith("ours") else "#b8b8b8" for name, _ in ranked]
         bars = axes.barh([name for name, _ in ranked], [found["rate"] for _, found in ranked], color=colors)
         axes.bar_label(bars, fmt="%.0f", padding=3)
         axes.set(xlabel="tokens per second (median)", title=f"{record['device']}, {record['threads']} threads")
-        figure.savefig(path, dpi=120)
-        plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--name", default="tau", help="of the file under benchmarks/results")
     o = p.parse_args(argv)
     torch.set_num_threads(o.threads)
-    return exit_status(lambda: measure(o), OSError)
+    return exit_status(lambda: measure(o), OSError, ValueError)
 
 
 def measure(o) -> None:
@@ -41,7 +41,7 @@ def measure(o) -> None:
     target, config = load_target(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
     heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
     decoding, tokenizer = decoding_copy(target, lambda line: None), Tokenizer.load(o.checkpoint)
-    shape = TreeShape(*map(int, o.tree.split(",")))
+    shape = TreeShape.parse(o.tree)
     sets = {}
     for path in o.questions:
         chats = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in read_prompts(path)[: o.limit]]

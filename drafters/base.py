@@ -6,7 +6,23 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import ModelArgs
-from tree import Tree, TreeShape, chain
+from tree import PathTree, Tree, TreeShape, chain
+
+
+class StaticTree(nn.Module):
+    """A tree whose form is known beforehand, kept on the device: only its tokens change."""
+
+    def __init__(self, shape: PathTree):
+        super().__init__()
+        for name, values in (("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors)):
+            self.register_buffer(name, torch.tensor(values), persistent=False)
+
+    def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
+        """Tokens [B, T], root first, and maybe the log-probability of each node given its parent [B, T], as a `Tree`."""
+        B = tokens.shape[0]
+        ancestors = self.ancestors.expand(B, -1, -1)
+        paths = None if scores is None else (self.ancestors * scores[:, None]).sum(-1)
+        return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
 
 
 class Drafter(nn.Module):

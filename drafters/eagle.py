@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter
+from drafters.base import Drafter, StaticTree
 from model import Head
 from tree import Growth, PathTree, Tree, TreeShape, pick, visible_slots
 
@@ -89,8 +89,7 @@ class StaticEagle(Eagle):
 
     def __init__(self, head: Head, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
-        for name, values in (("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors)):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
+        self.static = StaticTree(shape)
         for i, level in enumerate(shape.levels):
             for name in ("nodes", "rows", "came_from", "sees"):
                 self.register_buffer(f"{name}_{i}", torch.tensor(getattr(level, name)), persistent=False)
@@ -118,7 +117,4 @@ class StaticEagle(Eagle):
             tokens.append(ranked[:, nodes])
             given.append(scores[:, nodes])
         given = torch.cat((torch.zeros_like(given[0][:, :1]), *given), dim=1)
-        return Tree(
-            torch.cat(tokens, dim=1), self.parent.expand(B, -1), self.depth.expand(B, -1), self.ancestors.expand(B, -1, -1),
-            (self.ancestors * given[:, None]).sum(-1),
-        )
+        return self.static.of(torch.cat(tokens, dim=1), given)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter
+from drafters.base import Drafter, StaticTree
 from tree import PathTree, Tree
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
@@ -32,12 +32,10 @@ class Lookup(Drafter):
         if not 1 <= shortest <= longest:
             raise ValueError(f"lookup: matches of {shortest} to {longest} tokens")
         self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
-        for name, values in (
-            ("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors),
-            # Of each drafted node: its chain, and how many tokens behind the match it stands.
-            ("chain", [path[0] for path in shape.paths]), ("ahead", [len(path) for path in shape.paths]),
-        ):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
+        self.static = StaticTree(shape)
+        # Of each drafted node: its chain, and how many tokens behind the match it stands.
+        self.register_buffer("chain", torch.tensor([path[0] for path in shape.paths]), persistent=False)
+        self.register_buffer("ahead", torch.tensor([len(path) for path in shape.paths]), persistent=False)
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.to(device)
@@ -61,7 +59,7 @@ class Lookup(Drafter):
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         """See `Drafter.propose`. Chains without a match repeat the root: a guess as bad as any, and never a wrong text."""
         root, length = state.root()[:, None], state.length[:, None]
-        n, B = slots.shape[0], root.shape[0]
+        n = slots.shape[0]
         found = self.matches(state, slots)
         score = torch.where(found >= self.shortest, found * n + slots, -1)  # the longest, of those the latest
         follows = state.tokens[:, 1 : n + 1]
@@ -76,6 +74,4 @@ class Lookup(Drafter):
         period = (length - starts).clamp(min=1)
         place = starts + 1 + (self.ahead - 1) % period
         drafted = torch.where(live, state.tokens.gather(1, place), root)
-        return Tree(
-            torch.cat((root, drafted), 1), self.parent.expand(B, -1), self.depth.expand(B, -1), self.ancestors.expand(B, -1, -1)
-        )
+        return self.static.of(torch.cat((root, drafted), 1))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint import load_target
+from decoder import common_prefix
 from evaluation.runs import Answer
 from model import Transformer
 from sampling import gumbel, seed_keys
@@ -44,7 +45,7 @@ class Difference:
 def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
     """(turn, token) where two answers part, None if they do not."""
     for turn, (a, b) in enumerate(zip(plain.turns, other.turns)):
-        same = next((i for i, (x, y) in enumerate(zip(a.ids, b.ids)) if x != y), min(len(a.ids), len(b.ids)))
+        same = common_prefix(a.ids, b.ids)
         if same < max(len(a.ids), len(b.ids)):
             return turn, same
     return None

@@ -1,16 +1,17 @@
 """What the drafted trees look like: statistics of many steps, pictures of them, and one tree drawn."""
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from torch import Tensor
 
+from plots import picture
 from tree import Tree
 
-BLUE, GREEN, GREY = "#2a6fbb", "#3a9b5c", "#b8b8b8"
+GREEN, GREY = "#3a9b5c", "#b8b8b8"
 BINS = 10
 
 
@@ -23,6 +24,14 @@ class Drawn:
     depth: list[int]
     share: list[float]
     accepted: set[int]
+
+    @cached_property
+    def children(self) -> dict[int, list[int]]:
+        """Of every node that has some, the likeliest first."""
+        found: dict[int, list[int]] = {}
+        for node in range(1, len(self.tokens)):
+            found.setdefault(self.parent[node], []).append(node)
+        return {above: sorted(below, key=lambda node: -self.share[node]) for above, below in found.items()}
 
 
 @dataclass
@@ -42,11 +51,9 @@ class Observed:
         tokens, parent, depth = (t[0].tolist() for t in tree[:3])
         taken = {0, *(i for i in path[0].tolist() if i)}
         share = (tree.scores[0] - tree.scores[0][tree.parent[0]]).exp().tolist() if tree.scores is not None else [0.0] * len(tokens)
-        children: dict[int, list[int]] = {}
-        for node in range(1, len(tokens)):
-            children.setdefault(parent[node], []).append(node)
+        drawn = Drawn(tokens, parent, depth, share, taken)
         for above in taken:
-            below = sorted(children.get(above, []), key=lambda node: -share[node])
+            below = drawn.children.get(above, [])
             if below:
                 self._count(self.depth, depth[above] + 1, any(node in taken for node in below))
             for rank, node in enumerate(below, 1):
@@ -54,7 +61,7 @@ class Observed:
                 cell = self.confidence[min(BINS - 1, int(share[node] * BINS))]
                 cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + (node in taken), cell[2] + share[node]
         if self.best is None or len(taken) > len(self.best.accepted):
-            self.best = Drawn(tokens, parent, depth, share, taken)
+            self.best = drawn
 
     @staticmethod
     def _count(table: dict[int, list[int]], key: int, hit: bool) -> None:
@@ -64,13 +71,10 @@ class Observed:
 
 def text_tree(drawn: Drawn, word: Callable[[int], str]) -> str:
     """A tree for the terminal: accepted nodes are marked, each with the drafter's probability of it given its parent."""
-    children: dict[int, list[int]] = {}
-    for node in range(1, len(drawn.tokens)):
-        children.setdefault(drawn.parent[node], []).append(node)
     lines = [f"● {word(drawn.tokens[0])!r}"]
 
     def below(above: int, indent: str) -> None:
-        nodes = sorted(children.get(above, []), key=lambda node: -drawn.share[node])
+        nodes = drawn.children.get(above, [])
         for i, node in enumerate(nodes):
             last = i == len(nodes) - 1
             mark = "●" if node in drawn.accepted else "○"
@@ -83,14 +87,11 @@ def text_tree(drawn: Drawn, word: Callable[[int], str]) -> str:
 
 def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
     """The same as a PNG, the root at the left."""
-    children: dict[int, list[int]] = {}
-    for node in range(1, len(drawn.tokens)):
-        children.setdefault(drawn.parent[node], []).append(node)
     height: dict[int, float] = {}
 
     def place(node: int, row: float) -> float:
         """Give a node the middle of its leaves; returns the next free row."""
-        below = sorted(children.get(node, []), key=lambda n: -drawn.share[n])
+        below = drawn.children.get(node, [])
         if not below:
             height[node] = row
             return row + 1
@@ -101,7 +102,7 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
 
     rows = place(0, 0)
     levels = max(drawn.depth)
-    with _figure(1.9 * (levels + 1), max(2.5, 0.24 * rows + 0.8)) as (plt, figure):
+    with picture(path, 1.9 * (levels + 1), max(2.5, 0.24 * rows + 0.8)) as figure:
         axes = figure.add_subplot()
         for node in range(1, len(drawn.tokens)):
             above, on = drawn.parent[node], node in drawn.accepted
@@ -120,12 +121,11 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
         title = f"{len(drawn.tokens)} nodes, {len(drawn.accepted) - 1} drafted tokens accepted"
         axes.set(xlim=(-0.5, levels + 0.5), ylim=(rows, -1), title=title)
         axes.axis("off")
-        _save(figure, path)
 
 
 def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
     """Acceptance by draft depth, and by rank among the siblings."""
-    with _figure(9, 3.6) as (plt, figure):
+    with picture(path, 9, 3.6) as figure:
         left, right = figure.subplots(1, 2)
         for axes, what, title in ((left, "depth", "by draft depth"), (right, "rank", "by rank among siblings")):
             for number, (name, seen) in enumerate(observed.items()):
@@ -135,12 +135,11 @@ def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
             axes.set(title=f"accepted, {title}", xlabel=what, ylim=(0, 1))
             axes.xaxis.get_major_locator().set_params(integer=True)
         left.legend()
-        _save(figure, path)
 
 
 def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
     """How often a node is accepted against how likely the drafter thought it: what dynamic trees rest on."""
-    with _figure(4.6, 4.2) as (plt, figure):
+    with picture(path, 4.6, 4.2) as figure:
         axes = figure.add_subplot()
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
         for number, (name, seen) in enumerate(observed.items()):
@@ -149,12 +148,11 @@ def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
             axes.plot(given, taken, marker="o", markersize=4, color=f"C{number}", label=name)
         axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1), title="the drafter's confidence")
         axes.legend()
-        _save(figure, path)
 
 
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
     """How many tokens a step emits."""
-    with _figure(6, 3.4) as (plt, figure):
+    with picture(path, 6, 3.4) as figure:
         axes = figure.add_subplot()
         most, width = max(max(n) for n in lengths.values()), 0.8 / len(lengths)
         for number, (name, found) in enumerate(lengths.items()):
@@ -164,13 +162,12 @@ def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
         axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
         axes.set_xticks(range(1, most + 1))
         axes.legend()
-        _save(figure, path)
 
 
 def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
     """τ and speedup per set, one pair of panels per temperature."""
     temperatures = sorted({row["temperature"] for row in rows})
-    with _figure(11, 3.3 * len(temperatures)) as (plt, figure):
+    with picture(path, 11, 3.3 * len(temperatures)) as figure:
         for line, temperature in enumerate(temperatures):
             mine = [row for row in rows if row["temperature"] == temperature and row["method"] != "none"]
             methods = list(dict.fromkeys(row["method"] for row in mine))
@@ -189,35 +186,3 @@ def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
                 axes.margins(y=0.15)
                 if column == 0:
                     axes.legend(fontsize=8)
-        _save(figure, path)
-
-
-class _figure:
-    """A figure in our style, closed at the end."""
-
-    def __init__(self, width: float, height: float):
-        self.size = width, height
-
-    def __enter__(self):
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-
-        self.plt = plt
-        self.style = plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
-        self.style.__enter__()
-        self.figure = plt.figure(figsize=self.size, layout="constrained")
-        return plt, self.figure
-
-    def __exit__(self, *exception):
-        self.plt.close(self.figure)
-        self.style.__exit__(*exception)
-
-
-def _save(figure, path: Path) -> None:
-    part = path.with_name(path.name + ".partial")
-    figure.savefig(part, format="png", dpi=130)
-    os.replace(part, path)
-
-

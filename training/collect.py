@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from decoder import Decoder, Sampling
+from decoder import Decoder, Sampling, common_prefix
 from errors import CheckpointError
 from sampling import seed_of
 from tokenizer import Tokenizer
-from training.corpus import common_prefix, extend, of_conversation
+from training.corpus import extend, of_conversation
 from training.processes import Processes
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes

@@ -15,16 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from decoder import common_prefix
 from errors import CheckpointError
 from tokenizer import Tokenizer
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
 COVERAGE = (2048, 4096, 8192, 16384, 32768)  # draft vocabularies that the report speaks of
-
-
-def common_prefix(a: list[int], b: list[int]) -> int:
-    """How many tokens two sequences have in common at their beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) -> tuple[dict | None, dict]:

@@ -95,13 +95,18 @@ class StoredFeatures(Features):
         self.where: dict[str, tuple[np.memmap, int, int]] = {}
 
     def known(self, key: tuple[int, ...]) -> Said | None:
-        data, start, n = self.where.get(_digest(key), (None, 0, 0))
-        if n != len(key):
+        place = self._place(key)
+        if place is None:
             return None
+        data, start, n = place
         raw = torch.from_numpy(data[start : start + n * self.token_bytes].copy())  # a copy: torch wants to own what it may write
         ends = np.cumsum([n * w * self.dtype.itemsize for w in (self.width, self.hidden)])
         features, state = raw[: ends[0]].view(self.dtype).view(n, self.width), raw[ends[0] : ends[1]].view(self.dtype).view(n, self.hidden)
         return features, state, raw[ends[1] :].view(torch.int32).long()
+
+    def _place(self, key: tuple[int, ...]) -> tuple[np.memmap, int, int] | None:
+        found = self.where.get(_digest(key))
+        return found if found and found[2] == len(key) else None
 
     def keep(self, key, said) -> None:
         """Nothing: `fill` has kept all it was asked for."""
@@ -109,7 +114,7 @@ class StoredFeatures(Features):
     def fill(self, rows: list[dict], budget: int) -> None:
         """Compute what is missing, each process its share. Raises CheckpointError, with the numbers, if it does not fit."""
         self._open()
-        missing = [row for row in rows if self.where.get(_digest(tuple(row["ids"])), (None, 0, 0))[2] != len(row["ids"])]
+        missing = [row for row in rows if self._place(tuple(row["ids"])) is None]
         need = sum(len(row["ids"]) for row in missing) * self.token_bytes
         place = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(place).free

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from plots import picture
+
 
 def chain_tau(accuracy: list[float]) -> float:
     """Tokens per step of a greedy chain whose draft step i is right with probability accuracy[i]: 1 + the sum of products."""
@@ -74,23 +76,20 @@ def read_log(path: Path) -> list[dict]:
 
 def draw(entries: list[dict], path: Path) -> None:
     """Loss, accuracy of every draft step, and tau over the steps, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     steps, held = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
     if not steps:
         return
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}):
-        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
+    from matplotlib import colormaps
+
+    with picture(path, 13, 3.8) as figure:
+        left, middle, right = figure.subplots(1, 3)
         x = [e["step"] for e in steps]
         left.plot(x, [e["loss"] for e in steps], color="0.8", linewidth=0.7)
         left.plot(x, smooth([e["loss"] for e in steps]), color="C0")
         left.set(title="training loss", xlabel="optimizer step")
         most, dots = max(len(e["accuracy"]) for e in steps), {"marker": "o", "markersize": 3}
         for i in range(most):
-            color = plt.get_cmap("viridis")(i / max(1, most - 1) * 0.9)
+            color = colormaps["viridis"](i / max(1, most - 1) * 0.9)
             has = [e for e in steps if len(e["accuracy"]) > i]
             middle.plot([e["step"] for e in has], smooth([e["accuracy"][i] for e in has]), color=color, linewidth=0.8, alpha=0.6)
             has = [e for e in held if len(e["held_out"]) > i]
@@ -105,10 +104,6 @@ def draw(entries: list[dict], path: Path) -> None:
         right.set(title="acceptance length τ", xlabel="optimizer step")
         if held:
             right.legend(loc="lower right")
-        part = path.with_name(path.name + ".partial")
-        figure.savefig(part, format="png", dpi=110)
-        plt.close(figure)
-    os.replace(part, path)
 
 
 def smooth(values: list[float]) -> list[float]:

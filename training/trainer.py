@@ -97,7 +97,7 @@ class Trainer:
         for micro in self.micro_batches(places):
             rows = [self.rows[p] for p in micro]
             seeds = [seed_of(self.plan.seed, self.epoch, p) for p in micro]
-            batch = whole if len(micro) == len(places) and micro == places else objective.batch(rows, steps)
+            batch = whole if micro == places else objective.batch(rows, steps)
             part, right = objective.loss(batch, self.features.read(rows), whole.scored, seeds)
             part.backward()
             loss, hits = loss + part.detach(), hits + right
