@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from compiling import Captured, Whole
 from drafters.base import Drafter
 from model import KVCache, Transformer, cache_bytes, run_layers
 from sampling import gumbel, restrict, seed_keys
@@ -237,17 +238,16 @@ class Decoder:
         # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
         self._step, self._prefill = step, prefill
         if compile:
-            self._step = compile_whole(step)
+            self._step = Whole(step, "step", self.say, direct=not on_cuda)
             # Where all layers are one operator of ours there is nothing left to fuse in a prompt's pass, and seconds to lose.
             if target.run_layers is run_layers:
-                self._prefill = compile_whole(prefill)
+                self._prefill = Whole(prefill, "prefill", self.say, direct=not on_cuda)
         # A drafter that may have nothing to say is asked first where that costs no synchronisation, and where rows are not free.
         self._nothing = Drafter()
         self._idle = None
         if not on_cuda and type(self.drafter).has_guess is not Drafter.has_guess:
-            self._idle = compile_whole(step) if compile else step
-        self.captured = Captured(self.state) if compile and on_cuda else None
-        self._compiled: set = set() if compile else None
+            self._idle = Whole(step, "step without a guess", self.say, direct=True) if compile else step
+        self.captured = Captured(self._still) if compile and on_cuda else None
         self._serial = 0  # of the text at hand
 
     def _check_memory(self, dtype: torch.dtype) -> int:
@@ -359,7 +359,7 @@ class Decoder:
             chunk = self.chunk_ids[size]
             torch._dynamo.mark_static(chunk, 0)
             static = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
-            with torch.no_grad(), self._announce("prefill", size):
+            with torch.no_grad():
                 self._run(("prefill", size, span.shape[0]), partial(self._prefill, *static, *self._modes))
             start = [min(s + size, len(p)) for s, p in zip(start, self._prompts)]
             yield
@@ -370,11 +370,9 @@ class Decoder:
         span = self._span(max(self._length) + unread * shape.window + shape.room)
         with torch.no_grad():
             if self._idle is not None and not self.drafter.has_guess(self.state, span):
-                with self._announce("step without a guess"):
-                    return self._idle(self.target, self.caches, self._nothing, self.state, span, *self._modes)
+                return self._idle(self.target, self.caches, self._nothing, self.state, span, *self._modes)
             call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
-            with self._announce("step"):
-                return self._run(("step", span.shape[0]), call)
+            return self._run(("step", span.shape[0]), call)
 
     def _run(self, key: tuple, call: Callable):
         """A call, on CUDA as a captured graph."""
@@ -413,22 +411,16 @@ class Decoder:
                 self._done[i] = bool(done)
             yield emitted
 
-    def _announce(self, what: str, *key):
-        """Say that a first call compiles, and how long it took. Later ones run what is compiled unquestioned."""
-        key = (what, *key, *self._modes)
-        if self._compiled is None or (what == "prefill" and self._prefill is prefill):
-            return contextlib.nullcontext()
-        if key in self._compiled:
-            return unguarded()
-        self._compiled.add(key)
-        return self._timed(f"compiling the {what}" + (f" of {key[1]} rows" if what == "prefill" else ""))
-
     @contextlib.contextmanager
-    def _timed(self, what: str):
-        began = time.perf_counter()
-        self.say(f"{what} ...")
+    def _still(self) -> Iterator[None]:
+        """Passes in this context decode nothing: every sequence is held still."""
+        state = self.state
+        kept = state.done.clone(), state.reading.clone()
+        state.done.fill_(True)
+        state.reading.fill_(False)
         yield
-        self.say(f"{what} took {time.perf_counter() - began:.1f} s")
+        state.done.copy_(kept[0])
+        state.reading.copy_(kept[1])
 
     # -- whole texts -------------------------------------------------------------------------------------------------
 
@@ -497,64 +489,6 @@ class Run:
                 finish = "cache"
             result.append(Output(ids, finish, lengths, first - self.began, ended - first))
         return result
-
-
-class Captured:
-    """Calls over the decoder's static buffers as CUDA graphs: captured when first needed, then replayed. One memory pool
-    serves them all; what a call returns is overwritten by the next."""
-
-    def __init__(self, state: State):
-        self.state, self.graphs = state, {}
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, key: tuple, call: Callable):
-        """What `call` returns; `key` tells calls of different shapes apart."""
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(call)
-        graph, result = self.graphs[key]
-        graph.replay()
-        return result
-
-    def _capture(self, call: Callable):
-        """Warm up (compile, let libraries allocate) and capture, with every sequence held still: nothing is decoded."""
-        state = self.state
-        kept = state.done.clone(), state.reading.clone()
-        state.done.fill_(True)
-        state.reading.fill_(False)
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            result = call()
-        state.done.copy_(kept[0])
-        state.reading.copy_(kept[1])
-        return graph, result
-
-
-def compile_whole(function: Callable, **options) -> Callable:
-    """torch.compile as one graph, or not at all."""
-    # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
-    traced = torch._dynamo.dont_skip_tracing(function)
-
-    def whole(*args):
-        return traced(*args)
-
-    # What is compiled is kept per code object, and guards are checked entry by entry: each of us gets one of its own.
-    whole.__code__ = whole.__code__.replace(co_name=function.__name__)
-    return torch.compile(whole, fullgraph=True, **options)
-
-
-def unguarded():
-    """A context in which compiled functions run what is there unquestioned.
-
-    The guards look at modules, buffers and shapes, half a millisecond's worth; where the caller knows that none has changed
-    since the call that compiled, only those that tell several compiled versions apart are needed.
-    """
-    return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import WEIGHTS
-from decoder import SPAN, Decoder, Run, Sampling, compile_whole, unguarded
+from compiling import compile_whole, unguarded
+from decoder import SPAN, Decoder, Run, Sampling
 from drafters.eagle import Eagle
 from model import Head, KVCache, Transformer
 from tree import Growth, Tree, TreeShape, visible_slots

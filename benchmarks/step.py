@@ -21,7 +21,8 @@ import torch
 from common import describe, write  # first: it makes the modules below importable
 from shapes import models_of
 
-from decoder import Decoder, Sampling, compile_whole, unguarded
+from compiling import compile_whole, unguarded
+from decoder import Decoder, Sampling
 from drafters.base import Drafter
 from drafters.eagle import Eagle
 from errors import CheckpointError, exit_status

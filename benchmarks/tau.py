@@ -16,8 +16,10 @@ from common import describe, write  # first: it makes the modules below importab
 from checkpoint import load_head, load_target
 from dataset import read_prompts
 from errors import exit_status
+from kernels import load as load_kernels
+from packed import pack
 from tokenizer import Tokenizer
-from training.validate import Validator, decoding_copy
+from training.validate import acceptance
 from tree import TreeShape
 
 
@@ -40,7 +42,10 @@ def measure(o) -> None:
     """Decode all questions with every head; print a row per head."""
     target, config = load_target(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
     heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
-    decoding, tokenizer = decoding_copy(target, lambda line: None), Tokenizer.load(o.checkpoint)
+    if target.embed.weight.device.type == "cpu":
+        load_kernels()
+        pack(target, *heads.values())
+    tokenizer = Tokenizer.load(o.checkpoint)
     shape = TreeShape.parse(o.tree)
     sets = {}
     for path in o.questions:
@@ -51,8 +56,7 @@ def measure(o) -> None:
     for folder, head in heads.items():
         found = {}
         for name, prompts in sets.items():
-            validator = Validator(decoding, prompts, config["stop_ids"], shape, o.max_new_tokens, decoding is not target)
-            found[name] = {"tau": validator.tau(head), "prompts": len(prompts)}
+            found[name] = {"tau": acceptance(target, head, prompts, config["stop_ids"], shape, o.max_new_tokens), "prompts": len(prompts)}
         found["mean"] = {"tau": sum(f["tau"] for f in found.values()) / len(found)}
         record["heads"][folder] = found
         print(folder, *(f"{f['tau']:.3f}" for f in found.values()), sep="\t", flush=True)

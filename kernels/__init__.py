@@ -56,7 +56,7 @@ def _build(say: Callable[[str], None]) -> Path:
     if compiler is None:
         raise CheckpointError(f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = (SOURCE.read_text(), torch.__version__, version, " ".join(FLAGS), _processor())
+    key = (SOURCE.read_text(), torch.__version__, version, " ".join(FLAGS), processor())
     name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _folder()
     if (folder / name).is_file():
@@ -96,7 +96,7 @@ def _folder() -> Path:
     return folder
 
 
-def _processor() -> str:
+def processor() -> str:
     """What -march=native depends on."""
     try:
         with open("/proc/cpuinfo") as lines:

@@ -9,16 +9,19 @@ Without Triton, or on another device, `takes` is False and `QuantizedLinear` use
 """
 from __future__ import annotations
 
+import contextlib
+import os
+
 import torch
 from torch import Tensor
 
 MOST_ROWS = 128
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # a CPU build of PyTorch brings none
-    triton = None
+triton = None
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):  # else it would only cost time to import
+    with contextlib.suppress(ImportError):  # a CPU build of PyTorch brings none
+        import triton
+        import triton.language as tl
 
 
 def takes(x: Tensor) -> bool:

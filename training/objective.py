@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoder import compile_whole
+from compiling import compile_whole
 from model import Block, Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, rope_table
 from training.batches import Batch
 from tree import pick

@@ -24,6 +24,21 @@ def decoding_copy(target: Transformer, say) -> Transformer:
     return twin
 
 
+@torch.no_grad()
+def acceptance(
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape, tokens: int
+) -> float | None:
+    """Mean tokens emitted per step, greedily, over prompts (lists of ids), the prompt's own pass left out; None if every answer
+    ended with its first token. The tree is cut to what the head's vocabulary can fill."""
+    width = min(shape.width, head.args.draft_vocab_size)
+    nodes = min(shape.nodes, width + shape.depth * width**2 + 1)
+    drafter = Eagle(head, TreeShape(nodes, shape.depth, width))
+    batch, longest = min(16, len(prompts)), max(map(len, prompts)) + tokens
+    decoder = Decoder(target, drafter, batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=False)
+    lengths = [n for o in decoder.generate(prompts, Sampling(tokens)) for n in o.accept_lengths]
+    return sum(lengths) / len(lengths) if lengths else None
+
+
 class Validator:
     """Decodes prompts (lists of ids) greedily with the head of the day. `packed`: `target` is packed, heads are to be too."""
 
@@ -31,20 +46,9 @@ class Validator:
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
         self.shape, self.tokens, self.packed = shape, tokens, packed
 
-    @torch.no_grad()
     def tau(self, head: Head) -> float | None:
-        """Mean tokens emitted per step (of steps that were not the prompt's); None if every answer ended with its first token."""
+        """What `acceptance` says of a copy of the head."""
         twin = head.twin(self.target, self.target.embed.weight.dtype)
         if self.packed:
             pack(twin)
-        width = min(self.shape.width, head.args.draft_vocab_size)
-        nodes = min(self.shape.nodes, width + self.shape.depth * width**2 + 1)
-        shape = TreeShape(nodes, self.shape.depth, width)
-        batch = min(16, len(self.prompts))
-        longest = max(map(len, self.prompts)) + self.tokens
-        decoder = Decoder(
-            self.target, Eagle(twin, shape), batch=batch, max_seq_len=longest, stop_ids=self.stop_ids, compile=False,
-        )
-        outputs = decoder.generate(self.prompts, Sampling(self.tokens))
-        lengths = [n for o in outputs for n in o.accept_lengths]
-        return sum(lengths) / len(lengths) if lengths else None
+        return acceptance(self.target, twin, self.prompts, self.stop_ids, self.shape, self.tokens)
