@@ -43,6 +43,10 @@ def parser() -> argparse.ArgumentParser:
     add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 7 on CUDA)")
     add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
     add("--coupled", action=argparse.BooleanOptionalAction, default=True, help="draft with the target's sampling noise")
+    add(
+        "--draft-int8", action=argparse.BooleanOptionalAction, default=True,
+        help="on a CPU, quantise a bf16 head while loading it: drafts need no more, and the text never depends on them",
+    )
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
     add("--dtype", choices=("bf16", "fp16", "fp32"), help="default: as stored")
@@ -178,8 +182,8 @@ def load_model(o, batch: int, prompts: list):
     read_config(checkpoint, "target")
     began = time.perf_counter()
     model = load(
-        checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, device=device, dtype=o.dtype, batch=batch,
-        max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels,
+        checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, draft_int8=o.draft_int8, device=device, dtype=o.dtype,
+        batch=batch, max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels,
         tune_on=[p for p in prompts if isinstance(p, list)], say=note,
     )
     decoder = model.decoder

@@ -183,3 +183,12 @@ def replace_all(module: nn.Module, mode: str, group: int, lm_head: bool) -> None
     """Put empty quantised layers where `quantized_names` says. Raises ValueError if a group does not divide one."""
     for name in quantized_names(module, lm_head):
         replace(module, name, mode, group)
+
+
+def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group: int = 0) -> None:
+    """Quantise a loaded module's linear layers in place; what is quantised already stays. Raises ValueError as `replace_all`."""
+    for name, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear) and (lm_head or name != "lm_head"):
+            parent, _, attribute = name.rpartition(".")
+            bias = None if child.bias is None else child.bias.detach()
+            setattr(module.get_submodule(parent), attribute, QuantizedLinear.of(child.weight.detach(), mode, group, bias))

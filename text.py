@@ -25,6 +25,7 @@ from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
 from kernels import load as load_kernels
 from packed import pack
+from quantized import quantize_linears
 from tokenizer import Tokenizer
 from tree import EAGLE1_TREE, PathTree, TreeShape
 
@@ -137,15 +138,16 @@ def keep_compiled(checkpoint: Path) -> None:
 
 def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
-    coupled: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1, max_seq_len: int | None = None,
-    compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
+    coupled: bool = True, draft_int8: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1,
+    max_seq_len: int | None = None, compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> TextDecoder:
     """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head; "lookup" needs none.
 
     draft: the head's folder (default CHECKPOINT/eagle for the first two, CHECKPOINT/eagle3). tree: a `TreeShape`, drafted
     dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
-    "eagle", else `default_tree`. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
+    "eagle", else `default_tree`. draft_int8: on our kernels, a bfloat16 head is quantised as it is loaded; it is read several
+    times a step, and drafts as well. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
     compile, kernels: run through torch.compile, and, on a CPU, on our own compiled products (see kernels); without either
     nothing needs a C++ compiler, and 16-bit text is no longer bound to be that of plain decoding.
     dtype None keeps the stored one. max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
@@ -177,6 +179,8 @@ def load(
         head = load_head(folder, target, kind)
     if compile and kernels and torch.device(device).type == "cpu":
         load_kernels(say)
+        if head is not None and draft_int8 and target.embed.weight.dtype == torch.bfloat16:
+            quantize_linears(head, lm_head=head.args.own_lm_head)
         if not pack(*filter(None, (target, head))):
             say("parts of this model do not run on our kernels (fp16, experts): speculative text may leave plain text at near ties")
     if head is not None:

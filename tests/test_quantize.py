@@ -12,7 +12,7 @@ from checkpoint import CheckpointError, load_head, load_target
 from convert_checkpoint import convert
 from decoder import Decoder, Sampling
 from drafters.eagle import Eagle
-from quantized import FP8_MOST, QuantizedLinear, QuantizedStack, pack_nibbles, scales, unpack_nibbles, values, whole
+from quantized import FP8_MOST, QuantizedLinear, QuantizedStack, pack_nibbles, quantize_linears, scales, unpack_nibbles, values, whole
 from text import load
 from tree import TreeShape
 
@@ -160,6 +160,22 @@ def test_generate_reads_it(golden, tmp_path):
     assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
     result = load(tmp_path / "q", "eagle3", compile=False).generate("Hello", max_new_tokens=12)
     assert len(result.ids) == 12
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
+    """Is what the command makes of it; what it has from its target stays the target's."""
+    assert quantize.main(["--checkpoint", str(golden / kind), "--out", str(tmp_path / "q")]) == 0
+    target, _ = load_target(golden)
+    head, stored = load_head(golden / kind, target), load_head(tmp_path / "q", target)
+    before = {name: p.clone() for name, p in target.state_dict().items()}
+    quantize_linears(head, head.args.own_lm_head)
+    found, wanted = head.state_dict(), stored.state_dict()
+    assert found.keys() == wanted.keys() and any(t.dtype == torch.int8 for t in found.values())
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+    assert (head.lm_head is target.lm_head) == (kind == "eagle")
+    assert all(torch.equal(p, before[name]) for name, p in target.state_dict().items())
 
 
 WRONG = {
