@@ -356,11 +356,8 @@ class Decoder:
             size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
             span = self._span(max(start) + size)
             self.chunk_start.copy_(torch.tensor(start + [0] * (self.batch - len(start))))
-            chunk = self.chunk_ids[size]
-            torch._dynamo.mark_static(chunk, 0)
-            static = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
             with torch.no_grad():
-                self._run(("prefill", size, span.shape[0]), partial(self._prefill, *static, *self._modes))
+                self._launch_prefill(span, size)
             start = [min(s + size, len(p)) for s, p in zip(start, self._prompts)]
             yield
 
@@ -371,8 +368,17 @@ class Decoder:
         with torch.no_grad():
             if self._idle is not None and not self.drafter.has_guess(self.state, span):
                 return self._idle(self.target, self.caches, self._nothing, self.state, span, *self._modes)
-            call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
-            return self._run(("step", span.shape[0]), call)
+            return self._launch_step(span)
+
+    def _launch_step(self, span: Tensor):
+        call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
+        return self._run(("step", span.shape[0]), call)
+
+    def _launch_prefill(self, span: Tensor, rows: int) -> None:
+        chunk = self.chunk_ids[rows]
+        torch._dynamo.mark_static(chunk, 0)
+        given = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
+        self._run(("prefill", rows, span.shape[0]), partial(self._prefill, *given, *self._modes))
 
     def _run(self, key: tuple, call: Callable):
         """A call, on CUDA as a captured graph."""
@@ -424,13 +430,23 @@ class Decoder:
 
     # -- whole texts -------------------------------------------------------------------------------------------------
 
-    def warm_up(self, sampling: Sampling = Sampling()) -> None:
-        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
+    def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast.
+
+        every_length: on CUDA, capture what texts of every length will need, up to `max_seq_len`.
+        """
         kept = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
             for prompt in ([0], [0] * 16) if self._idle else ([0],):  # without and with something to guess from
                 self.generate([prompt], replace(sampling, max_new_tokens=2))
+            if self.captured and every_length:
+                with self._still(), torch.no_grad():
+                    for size in sorted({self._span(n).shape[0] for n in range(1, self.slots + 1, SPAN)}):
+                        self._launch_step(self._span(size))
+                        for rows in self.chunks:
+                            if rows <= size:
+                                self._launch_prefill(self._span(size), rows)
         finally:
             self.state.stop_ids.copy_(kept)
 

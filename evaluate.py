@@ -91,7 +91,7 @@ def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
         raise CheckpointError(f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them")
     for name in methods:
         if name != PLAIN:
-            models[name] = load(o.checkpoint, name, draft=o.draft, tree=read_tree(o.tree), **shared)
+            models[name] = load(o.checkpoint, name, draft=o.draft, tree=read_tree(o.tree), beside=models[PLAIN], **shared)
     return models
 
 
@@ -118,7 +118,7 @@ class Evaluation:
             return
         for temperature in self.temperatures:
             for model in self.models.values():
-                model.warm_up(Sampling(8, temperature, seed=self.o.seed))
+                model.warm_up(Sampling(8, temperature, seed=self.o.seed), every_length=True)
                 ask(model, {"turns": ["Hello"]}, 16, temperature, self.o.seed)
         bar = tqdm(todo, desc="questions", unit="question")
         for name, question, temperature, order in bar:
@@ -148,15 +148,25 @@ class Evaluation:
                 parts.append(f"{method} τ {sum(lengths) / len(lengths):.2f} {statistics.median(ratios):.2f}×")
         return ", ".join(parts)
 
+    def _answers(self) -> list[Answer]:
+        """Those of this run and of earlier ones to what this run asks; the folder may hold others."""
+        asked = {(name, q["question_id"]) for name, questions in self.sets.items() for q in questions}
+        return [
+            a for a in self.book.answers.values()
+            if (a.set, a.question) in asked and a.temperature in self.temperatures and a.method in self.models
+        ]
+
     def report(self) -> int:
         """Tables, answers and differences of what there is so far; returns how many differences are errors."""
-        plain = {a.key: a for a in self.book.answers.values() if a.method == PLAIN}
+        answers = self._answers()
+        self.book.write_fastchat(answers)  # whatever happens to what follows
+        plain = {a.key: a for a in answers if a.method == PLAIN}
         differences = []
-        for a in self.book.answers.values():
+        for a in answers:
             base = plain.get((a.set, a.question, PLAIN, a.temperature))
             if a.method != PLAIN and base and (found := self.judge.difference(base, a)):
                 differences.append(found)
-        rows = summarise(self.book.answers.values(), [*self.sets], differences)
+        rows = summarise(answers, [*self.sets], differences)
         if not rows:
             say("no answers yet")
             return 0
@@ -166,13 +176,13 @@ class Evaluation:
         (self.out / "table.csv").write_text(as_csv(rows))
         listed = [asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences]
         (self.out / "differences.json").write_text(json.dumps(listed, indent=1) + "\n")
-        self.book.write_fastchat()
         if any(row["method"] != PLAIN for row in rows):
             pictures.draw_table(rows, [*self.sets], self.out / "sets.png")
         lengths: dict[str, list[int]] = {}
-        for a in self.book.answers.values():
+        for a in answers:
             if a.method != PLAIN:
-                lengths.setdefault(a.method, []).extend(a.lengths)
+                name = a.method if len(self.temperatures) == 1 else f"{a.method}, T = {a.temperature:g}"
+                lengths.setdefault(name, []).extend(a.lengths)
         if any(lengths.values()):
             pictures.draw_lengths({method: found for method, found in lengths.items() if found}, self.out / "lengths.png")
         print(text)
@@ -249,7 +259,9 @@ def main(argv: list[str] | None = None) -> int:
         say("error: " + " ".join(str(e).split()))
         return 1
     except KeyboardInterrupt:
-        if evaluation:
+        if evaluation is None:
+            say("stopped before the first question")
+        else:
             say("stopped; the table so far (the same command goes on):")
             evaluation.report()
         return 130

@@ -38,15 +38,30 @@ def entry(read: Callable[[], Tensor], like: Tensor, dtype: torch.dtype) -> Entry
     return Entry(tuple(like.shape), dtype, blocks)
 
 
+def check_source(folder: Path) -> dict:
+    """The config of a folder that can be quantised. Raises CheckpointError unless it is ours, not quantised yet, and its weights
+    are there, whole, and what the config says."""
+    config, path = read_config(folder), folder / WEIGHTS
+    if "quantization" in config:
+        raise CheckpointError(f"{folder}: is quantised already ({config['quantization']['mode']})")
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None
+    except (SafetensorError, OSError) as e:
+        raise CheckpointError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+    check_keys(found, {name: tuple(t.shape) for name, t in build(config).state_dict().items()}, str(path))
+    return config
+
+
 def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False) -> list[tuple[str, float]]:
     """Write `source`, one of our folders, quantised to `out`. Returns the relative error of every quantised layer.
 
     A target's tied lm_head becomes a quantised matrix of its own beside the table. Raises CheckpointError on a folder that
     is not ours, damaged, quantised already, or whose layers the group does not divide.
     """
-    config = read_config(source)
-    if "quantization" in config:
-        raise CheckpointError(f"{source}: is quantised already ({config['quantization']['mode']})")
+    config = check_source(source)
     check_out(out, config["kind"], force)
     tied = config["kind"] == "target" and config.get("tie_embeddings", False)
     plain_names = {name: tuple(t.shape) for name, t in build(config).state_dict().items()}
@@ -59,47 +74,39 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
         raise CheckpointError(f"{source}: {e}; choose another --group") from None
     errors: dict[str, float] = {}
     found_scales: dict[str, Tensor] = {}  # the writer asks for them before it asks for the weights
-    path = source / WEIGHTS
-    try:
-        with safe_open(path, framework="pt") as file:
-            check_keys({k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}, plain_names, str(path))  # noqa: SIM118
+    with safe_open(source / WEIGHTS, framework="pt") as file:
+        def planned(name: str, tensor: Tensor) -> Planned:
+            layer, _, leaf = name.rpartition(".")
+            owner = module.get_submodule(layer)
+            if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
+                dtype = next(d for d, known in WRITTEN_DTYPES.items() if known == file.get_slice(name).get_dtype())
+                return Planned(name, tuple(tensor.shape), dtype, [entry(lambda: file.get_tensor(name), tensor, dtype)])
+            # A linear layer, a stack of experts, or the tied lm_head, which the file has as the embedding.
+            given = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in plain_names)
 
-            def planned(name: str, tensor: Tensor) -> Planned:
-                layer, _, leaf = name.rpartition(".")
-                owner = module.get_submodule(layer)
-                if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
-                    dtype = next(d for d, known in WRITTEN_DTYPES.items() if known == file.get_slice(name).get_dtype())
-                    return Planned(name, tuple(tensor.shape), dtype, [entry(lambda: file.get_tensor(name), tensor, dtype)])
-                # A linear layer, a stack of experts, or the tied lm_head, which the file has as the embedding.
-                given = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in plain_names)
+            def scale() -> Tensor:
+                found_scales[layer] = scales(file.get_tensor(given), mode, owner.group)
+                return found_scales[layer]
 
-                def scale() -> Tensor:
-                    found_scales[layer] = scales(file.get_tensor(given), mode, owner.group)
-                    return found_scales[layer]
+            def weight() -> Tensor:
+                exact = file.get_tensor(given)
+                kept = stored(exact, found_scales[layer], mode)
+                error = whole(kept, found_scales[layer], torch.float32) - exact.float()
+                errors[layer] = float(error.norm() / exact.float().norm().clamp(min=1e-30))
+                return kept
 
-                def weight() -> Tensor:
-                    exact = file.get_tensor(given)
-                    kept = stored(exact, found_scales[layer], mode)
-                    error = whole(kept, found_scales[layer], torch.float32) - exact.float()
-                    errors[layer] = float(error.norm() / exact.float().norm().clamp(min=1e-30))
-                    return kept
+            read = weight if leaf == "weight" else scale
+            return Planned(name, tuple(tensor.shape), tensor.dtype, [entry(read, tensor, tensor.dtype)])
 
-                read = weight if leaf == "weight" else scale
-                return Planned(name, tuple(tensor.shape), tensor.dtype, [entry(read, tensor, tensor.dtype)])
+        def others(folder: Path) -> bool:
+            """Everything else of the folder: tokenizer, template."""
+            for item in source.iterdir():
+                if item.is_file() and item.name not in (CONFIG, WEIGHTS, "tree.json"):
+                    shutil.copy2(item, folder / item.name)
+            return True
 
-            def others(folder: Path) -> bool:
-                """Everything else of the folder: tokenizer, template."""
-                for item in source.iterdir():
-                    if item.is_file() and item.name not in (CONFIG, WEIGHTS, "tree.json"):
-                        shutil.copy2(item, folder / item.name)
-                return True
-
-            plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-            write_folder(out, config, plan, others, quiet=False)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None
-    except SafetensorError as e:
-        raise CheckpointError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+        plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
+        write_folder(out, config, plan, others, quiet=False)
     return sorted(errors.items())
 
 
@@ -151,9 +158,13 @@ def run(o) -> None:
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
     config = read_config(source)
+    if out.resolve() == source.resolve():
+        raise CheckpointError(f"--out {out}: is the checkpoint itself; choose another folder")
     if o.text and config["kind"] != "target":
         raise CheckpointError(f"--text compares targets; {source} is a head")
     heads = [d for d in sorted(source.iterdir()) if d.name in HEADS and (d / CONFIG).is_file()] if config["kind"] == "target" else []
+    for folder in (source, *heads):  # a damaged head shows before the target is written
+        check_source(folder)
     for folder, into in [(source, out), *((head, out / head.name) for head in heads)]:
         errors = quantize(folder, into, o.mode, o.group, not o.keep_lm_head, o.force)
         report(str(into), folder, into, errors)

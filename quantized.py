@@ -186,9 +186,12 @@ def replace_all(module: nn.Module, mode: str, group: int, lm_head: bool) -> None
 
 
 def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group: int = 0) -> None:
-    """Quantise a loaded module's linear layers in place; what is quantised already stays. Raises ValueError as `replace_all`."""
+    """Quantise a loaded module's linear layers in place, with the lm_head (a tied one becomes its own) if asked; what is quantised
+    already stays. Raises ValueError as `replace_all`."""
+    if lm_head and module.lm_head is None:
+        module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), mode, group)
     for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear) and (lm_head or name != "lm_head"):
+        if isinstance(child, nn.Linear) and not name.endswith("router") and (lm_head or name != "lm_head"):
             parent, _, attribute = name.rpartition(".")
             bias = None if child.bias is None else child.bias.detach()
             setattr(module.get_submodule(parent), attribute, QuantizedLinear.of(child.weight.detach(), mode, group, bias))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import CheckpointError, load_head, load_target
+from checkpoint import CheckpointError, load_head, load_target, read_config
 from decoder import Decoder, Output, Run, Sampling
 from drafters.eagle import Eagle, StaticEagle
 from drafters.lookup import Lookup
@@ -140,7 +140,7 @@ def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, draft_int8: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1,
     max_seq_len: int | None = None, compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] | None = None, beside: TextDecoder | None = None,
 ) -> TextDecoder:
     """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head; "lookup" needs none.
 
@@ -150,7 +150,8 @@ def load(
     times a step, and drafts as well. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
     compile, kernels: run through torch.compile, and, on a CPU, on our own compiled products (see kernels); without either
     nothing needs a C++ compiler, and 16-bit text is no longer bound to be that of plain decoding.
-    dtype None keeps the stored one. max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
+    beside: loaded from the same checkpoint with the same options, to share its target. dtype None keeps the stored one.
+    max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
     Raises CheckpointError, one line, if anything is missing, damaged or does not fit.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -163,8 +164,11 @@ def load(
         keep_compiled(Path(checkpoint))
         if torch.device(device).type == "cpu":
             check_compiler()
-    target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
-    tokenizer = Tokenizer.load(checkpoint)
+    if beside:
+        target, config, tokenizer = beside.decoder.target, read_config(checkpoint, "target"), beside.tokenizer
+    else:
+        target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
+        tokenizer = Tokenizer.load(checkpoint)
     say = say or (lambda line: None)
     drafter = head = None
     kind, drafts = DRAFTERS[speculate] or (None, None)
@@ -244,9 +248,9 @@ class TextDecoder:
         """A prompt as token ids, as `encode` does with this checkpoint's tokenizer."""
         return encode(self.tokenizer, prompt, raw=raw, system=system)
 
-    def warm_up(self, sampling: Sampling = Sampling()) -> None:
+    def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
         """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
-        self.decoder.warm_up(sampling)
+        self.decoder.warm_up(sampling, every_length)
 
     def generate(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Result:
         """Decode one prompt to the end. Keyword arguments of `Sampling`: max_new_tokens, temperature, top_p, top_k, seed."""

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Everything a GPU is asked, in one call: correctness first, then the sweep at the Llama-3.1-8B shape, then the peers at hand.
-#   benchmarks/gpu.sh                                  # random weights; needs nothing but the GPU (24 GB; 80 GB for long contexts)
+#   benchmarks/gpu.sh                                  # random weights; needs nothing but the GPU (by arithmetic, 40 GB)
 #   CHECKPOINT=DIR QUESTIONS=question.jsonl GPT_FAST=DIR GPT_FAST_CHECKPOINT=FILE benchmarks/gpu.sh
 # Raw figures: benchmarks/results/gpu-*.json. PYTHON names the interpreter (default .venv/bin/python).
 set -eu

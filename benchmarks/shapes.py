@@ -7,7 +7,7 @@ import torch.nn as nn
 from checkpoint import load_head, load_target
 from errors import CheckpointError
 from model import Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, eagle3_aux_layers, inverse_frequencies
-from quantized import QuantizedLinear, quantized_names
+from quantized import quantize_linears
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 # Of the target; then the draft vocabulary and the MLP of its published EAGLE-3 head.
@@ -33,7 +33,7 @@ def random_models(name: str, dtype: torch.dtype, device: str, mode: str | None, 
     head.use_target(target)
     if mode:
         for model in (target, head):
-            quantise(model, mode, group)
+            quantize_linears(model, True, mode, group if mode == "int4" else 0)
     return target, head
 
 
@@ -49,24 +49,15 @@ def _filled(kind, args, dtype: torch.dtype, device: str) -> nn.Module:
     return model
 
 
-def quantise(model: nn.Module, mode: str, group: int = 64) -> None:
-    """Replace the linear layers of a model by quantised ones, in place, layer by layer."""
-    for name in quantized_names(model, True):
-        linear = model.get_submodule(name)
-        parent, _, attribute = name.rpartition(".")
-        quantized = QuantizedLinear.of(linear.weight, mode, group if mode == "int4" else 0, linear.bias)
-        setattr(model.get_submodule(parent), attribute, quantized)
-
-
 def models_of(checkpoint: str | None, shape: str | None, dtype: torch.dtype | None, device: str, mode: str | None):
     """(target, EAGLE-3 head) of a checkpoint, in the dtype and quantisation it is stored in, or of a named shape."""
     if shape:
         if shape not in SHAPES:
             raise CheckpointError(f"--shape {shape}: unknown; choose from {', '.join(SHAPES)}")
         return random_models(shape, dtype or torch.bfloat16, device, mode)
-    target, config = load_target(checkpoint, device, dtype)
+    target, _ = load_target(checkpoint, device, dtype)
     head = load_head(f"{checkpoint}/eagle3", target, "eagle3")
-    if mode and "quantization" not in config:
+    if mode:
         for model in (target, head):
-            quantise(model, mode)
+            quantize_linears(model, True, mode, 64 if mode == "int4" else 0)
     return target, head

@@ -12,6 +12,7 @@ turns, so that a machine that is slow for a while is slow for all. Raw figures g
 from __future__ import annotations
 
 import argparse
+import gc
 import statistics
 import sys
 import time
@@ -21,6 +22,7 @@ import torch
 from common import describe, write  # first: it makes the modules below importable
 from shapes import models_of
 
+from checkpoint import read_config
 from compiling import compile_whole, unguarded
 from decoder import Decoder, Sampling
 from drafters.base import Drafter
@@ -211,6 +213,9 @@ def sweep(o) -> None:
     print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
     columns = ["mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches", "syncs"]
     print(" ".join(f"{c:>8}" for c in columns))
+    stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
+    if stored and o.modes != ["none"]:
+        raise CheckpointError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
     for mode in o.modes:
         target, head = models_of(o.checkpoint, o.shape, dtype, o.device, None if mode == "none" else mode)
         if device.type == "cpu" and o.compile:
@@ -224,12 +229,13 @@ def sweep(o) -> None:
                 rows = measure(subjects, n, o.repeat, roof)
                 plain = next((r["step"] for r in rows if r["rows"] == 1), None)
                 for row in rows:
-                    row |= {"mode": mode, "x plain": row["step"] / plain if plain else float("nan")}
+                    row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else float("nan")}
                     shown = [row.get(c, "") for c in columns]
                     print(" ".join(f"{v:8.2f}" if isinstance(v, float) else f"{v:>8}" for v in shown), flush=True)
                 record["rows"] += rows
                 write(o.name, record)
             del subjects
+            gc.collect()  # compiled parts and their owner refer to each other
 
 
 if __name__ == "__main__":

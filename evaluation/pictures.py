@@ -38,7 +38,8 @@ class Drawn:
 class Observed:
     """Counts over the steps of one method: [tried, accepted] by depth, by rank among siblings, by confidence of the drafter.
 
-    Only children of accepted nodes are tried: what hangs below a rejected one had no chance.
+    Only children of accepted nodes are tried: what hangs below a rejected one had no chance. Where an accepted node has none,
+    the tree ended and nothing was tried: the deeper levels count only the steps whose trees went on.
     """
 
     depth: dict[int, list[int]] = field(default_factory=dict)
@@ -58,6 +59,8 @@ class Observed:
                 self._count(self.depth, depth[above] + 1, any(node in taken for node in below))
             for rank, node in enumerate(below, 1):
                 self._count(self.rank, rank, node in taken)
+                if tree.scores is None:
+                    continue
                 cell = self.confidence[min(BINS - 1, int(share[node] * BINS))]
                 cell[0], cell[1], cell[2] = cell[0] + 1, cell[1] + (node in taken), cell[2] + share[node]
         if self.best is None or len(taken) > len(self.best.accepted):
@@ -118,7 +121,7 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
                 drawn.depth[node], height[node], label + (f"  {drawn.share[node]:.2f}" if node else ""), ha="center", va="center",
                 fontsize=8, color="white" if on else "0.25", zorder=2, bbox=box,
             )
-        title = f"{len(drawn.tokens)} nodes, {len(drawn.accepted) - 1} drafted tokens accepted"
+        title = f"{len(drawn.tokens)} nodes; drafted and accepted: {len(drawn.accepted) - 1}"
         axes.set(xlim=(-0.5, levels + 0.5), ylim=(rows, -1), title=title)
         axes.axis("off")
 
@@ -132,7 +135,7 @@ def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
                 table = {k: v for k, v in sorted(getattr(seen, what).items()) if v[0] >= 20}
                 shares = [hit / tried for tried, hit in table.values()]
                 axes.plot([*table], shares, marker="o", markersize=4, color=f"C{number}", label=name)
-            axes.set(title=f"accepted, {title}", xlabel=what, ylim=(0, 1))
+            axes.set(title=f"accepted, {title}", xlabel=f"{what}, where the tree went on" if what == "depth" else what, ylim=(0, 1))
             axes.xaxis.get_major_locator().set_params(integer=True)
         left.legend()
 
@@ -144,6 +147,8 @@ def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
         for number, (name, seen) in enumerate(observed.items()):
             cells = [cell for cell in seen.confidence if cell[0] >= 20]
+            if not cells:  # of drafters that give no probabilities
+                continue
             given, taken = [c[2] / c[0] for c in cells], [c[1] / c[0] for c in cells]
             axes.plot(given, taken, marker="o", markersize=4, color=f"C{number}", label=name)
         axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1), title="the drafter's confidence")
@@ -179,10 +184,10 @@ def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
                     by_set = {row["set"]: row[what] for row in mine if row["method"] == method}
                     at = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(shown))]
                     bars = axes.bar(at, [by_set.get(name, 0) for name in shown], width, color=f"C{number}", label=method)
-                    axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=1)
+                    axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if len(methods) == 1 else 90)
                 axes.axhline(1, color=GREY, linewidth=1)
                 axes.set_xticks(range(len(shown)), shown, rotation=20, ha="right")
                 axes.set(title=f"{title}, temperature {temperature:g}")
-                axes.margins(y=0.15)
+                axes.margins(y=0.15 if len(methods) == 1 else 0.25)
                 if column == 0:
                     axes.legend(fontsize=8)

@@ -70,17 +70,19 @@ class Answer:
 
 
 def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict]]:
-    """Questions by set: of a file, of every .jsonl of a folder, or our own. Raises CheckpointError if there are none."""
+    """Questions by set: of a file, of every .jsonl of a folder, or our own. Of SET/question.jsonl, as EAGLE and Spec-Bench lay
+    their data out, the folder names the set. Raises CheckpointError if there are none."""
     place = Path(path) if path else OWN
-    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    files = sorted((*place.glob("*.jsonl"), *place.glob("*/question.jsonl"))) if place.is_dir() else [place]
     if not files:
-        raise CheckpointError(f"{place}: holds no question files (*.jsonl)")
+        raise CheckpointError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
     sets = {}
     for file in files:
-        if file.stem == "mean" or file.stem in sets:
-            raise CheckpointError(f"{file}: a set cannot be named {file.stem} here (it is the table's own, or taken); rename the file")
-        sets[file.stem] = read_questions(file)[:limit]
-        ids = [question["question_id"] for question in sets[file.stem]]
+        name = file.absolute().parent.name if file.name == "question.jsonl" else file.stem
+        if name == "mean" or name in sets:
+            raise CheckpointError(f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it")
+        sets[name] = read_questions(file)[:limit]
+        ids = [question["question_id"] for question in sets[name]]
         double = next((i for i in ids if ids.count(i) > 1), None)
         if double is not None:
             raise CheckpointError(f"{file}: question_id {double} is there twice (rows without one are numbered from 0)")
@@ -143,10 +145,10 @@ class Book:
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
 
-    def write_fastchat(self) -> None:
+    def write_fastchat(self, answers: list[Answer]) -> None:
         """FOLDER/answers/SET/METHOD-tT.jsonl in FastChat's answer format, with what EAGLE and Spec-Bench add to it."""
         files: dict[Path, list[str]] = {}
-        for a in self.answers.values():
+        for a in answers:
             name = f"{a.method}-t{a.temperature:g}"
             choice = {
                 "index": 0, "turns": [t.text for t in a.turns], "idxs": [len(t.lengths) for t in a.turns],

@@ -8,6 +8,7 @@ import torch
 
 import evaluate
 from checkpoint import load_target
+from errors import CheckpointError
 from evaluation import pictures
 from evaluation.lossless import TIE, Judge, first_difference
 from evaluation.runs import Answer, Turn, read_sets, rounds
@@ -243,3 +244,30 @@ def test_a_question_that_does_not_fit_is_left_out(golden, tmp_path, capsys):
     (tmp_path / "q.jsonl").write_text('{"question_id": 1, "turns": ["a"]}\n{"turns": ["b"]}\n')
     assert evaluate.main([*argv, "--threads", "1"]) == 1
     assert "question_id 1 is there twice" in capsys.readouterr().err
+
+
+def test_data_laid_out_in_folders(tmp_path):
+    """SET/question.jsonl, as EAGLE and Spec-Bench have it; a file of that name alone is named by its folder too."""
+    for name in ("gsm8k", "qa"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "question.jsonl").write_text('{"turns": ["what is 3?"]}\n')
+    assert [*read_sets(tmp_path, None)] == ["gsm8k", "qa"]
+    assert [*read_sets(tmp_path / "qa" / "question.jsonl", None)] == ["qa"]
+    (tmp_path / "qa.jsonl").write_text('{"turns": ["what is 4?"]}\n')
+    with pytest.raises(CheckpointError, match="qa"):
+        read_sets(tmp_path, None)
+
+
+def test_one_target_for_all_methods_and_one_report_for_what_is_asked(run, capsys):
+    folder, go = run
+    o = evaluate.parser().parse_args(["--checkpoint", str(folder.parent / "x"), "--out", "x"])
+    o.checkpoint, o.dtype, o.compile = next(iter(json.loads((folder / "out" / "options.json").read_text()).items()))[1], "fp32", False
+    models = evaluate.load_methods(o, ["eagle3", "eagle", "lookup"])
+    assert len({id(m.decoder.target) for m in models.values()}) == 1 and len(models) == 4
+    assert go("--limit", "1", "--observe", "0") == 0  # of what the folder holds, only what is asked now
+    assert "| eagle3 |" in capsys.readouterr().out
+    rows = json.loads((folder / "out" / "table.json").read_text())
+    assert {r["questions"] for r in rows if r["set"] != "mean"} == {1}
+    assert go("--observe", "0") == 0
+    rows = json.loads((folder / "out" / "table.json").read_text())
+    assert {r["questions"] for r in rows if r["set"] == "one"} == {2}

@@ -203,6 +203,17 @@ def test_wrong_input_is_one_line_and_leaves_nothing(golden, tmp_path, capsys, wh
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_is_lost(golden, tmp_path, capsys):
+    """Not the source by its own output, not a whole folder by a damaged head."""
+    shutil.copytree(golden, tmp_path / "in")
+    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "in", "--force")
+    assert code == 1 and "is the checkpoint itself" in said.err and (tmp_path / "in" / "model.safetensors").is_file()
+    weights = tmp_path / "in" / "eagle3" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 1 and "damaged" in said.err and not (tmp_path / "out").exists()
+
+
 def test_other_refusals(golden, tmp_path, capsys):
     code, said = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", "--text", "x")
     assert code == 1 and "is a head" in said.err
