@@ -60,7 +60,7 @@ class State(nn.Module):
     """Where B sequences stand. N = length [B] tokens are committed: their keys/values are in the target's cache.
 
     tokens [B, S']: prompt and output; tokens[b, N] is the root, emitted but not committed.
-    features [B, W, F], n_new [B]: target features of the last n_new committed tokens, which the head has not read yet.
+    n_new [B], features [B, W, F]: of the last n_new committed tokens, which the drafter has not read yet, the target's features.
     limit [B]: the largest N; done [B]: moves no more; reading [B]: its prompt is not read to the end.
     stop_ids [n]: any of them ends a text. key [B, 2], temperature, top_k, top_p [B]: how each request samples.
     out [B, W+3]: what the last step emitted, how many of the W are valid, how many of those were drafted (all but the
@@ -111,10 +111,11 @@ class State(nn.Module):
         self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
         return count
 
-    def hand_over(self, features: Tensor, count: Tensor, where: Tensor) -> None:
-        """Keep features [B, <=W, F] of the `count` [B] tokens just committed for the drafter, in the sequences `where` [B]."""
-        kept = self.features[:, : features.shape[1]]
-        kept.copy_(torch.where(where[:, None, None], features, kept))
+    def hand_over(self, features: Tensor | None, count: Tensor, where: Tensor) -> None:
+        """Tell the drafter of the `count` [B] tokens just committed, in the sequences `where` [B], and of their features [B, <=W, F]."""
+        if features is not None:
+            kept = self.features[:, : features.shape[1]]
+            kept.copy_(torch.where(where[:, None, None], features, kept))
         self.n_new.copy_(torch.where(where, count, self.n_new))
 
 
@@ -156,8 +157,7 @@ def step(
         target.move(caches, source, goal)
     moving = ~state.done
     count = state.emit(chosen.gather(1, path), count)
-    if features is not None:
-        state.hand_over(pick(features, path), count, moving)
+    state.hand_over(None if features is None else pick(features, path), count, moving)
     return tree, path
 
 
@@ -173,7 +173,7 @@ def prefill(
     positions = start[:, None] + chunk
     visible = slots <= positions[..., None]
     x, features = target(state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers)
-    drafter.read(state.tokens.gather(1, positions + 1), features, positions, visible)
+    drafter.read(state, features, positions, visible)
 
     last = state.length - start
     ends = state.reading & (last < chunk.shape[0])
@@ -182,8 +182,7 @@ def prefill(
     chosen = choose(target.logits(pick(x, row)), state, noise, restricted)
     state.reading.logical_and_(~ends)
     count = state.emit(chosen, ends.long())
-    if features is not None:
-        state.hand_over(pick(features, row), count, ends)
+    state.hand_over(None if features is None else pick(features, row), count, ends)
 
 
 class Output(NamedTuple):

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from checkpoint import identity
 from decoder import Sampling
+from drafters import METHODS, add_flags, given_flags, known
 from errors import CheckpointError
 from evaluation import pictures
 from evaluation.lossless import Judge
@@ -37,7 +38,7 @@ from evaluation.runs import Answer, Book, ask, digest, read_sets, rounds
 from evaluation.table import PLAIN, as_csv, markdown, summarise
 from model import run_layers
 from sampling import seed_of
-from text import DRAFTERS, TextDecoder, load, read_tree
+from text import TextDecoder, load, read_tree
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,10 +46,11 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", required=True, help="converted target")
     p.add_argument("--out", required=True, help="folder for answers, tables and pictures")
-    known = ", ".join(DRAFTERS)
-    p.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]", help=f"of {known}; plain decoding always runs")
-    p.add_argument("--draft", help="folder of the head (default: inside the checkpoint)")
-    p.add_argument("--tree", help="auto, paper, nodes,depth,width, or a JSON file of paths, as for generate.py")
+    all_methods = ", ".join(METHODS)
+    p.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]", help=f"of {all_methods}; plain decoding always runs")
+    p.add_argument("--draft", action="append", default=[], metavar="[METHOD=]DIR", help="head or draft model; may be repeated")
+    p.add_argument("--tree", action="append", default=[], metavar="[METHOD=]SPEC", help="as for generate.py; may be repeated")
+    add_flags(p)
     p.add_argument("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
     p.add_argument("--limit", type=int, help="only the first so many of every set")
     p.add_argument("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
@@ -81,8 +83,25 @@ def numbers(text: str) -> list[float]:
     return list(dict.fromkeys(found))
 
 
+def by_method(option: str, values: list[str], methods: list[str]) -> dict[str, str]:
+    """What "METHOD=VALUE", or a value alone where one method drafts, says of each method. Raises CheckpointError."""
+    drafting = [name for name in methods if name != PLAIN]
+    found = {}
+    for value in values:
+        name, separator, rest = value.partition("=")
+        if not separator:
+            if len(drafting) != 1:
+                raise CheckpointError(f"{option} {value}: of which method? write {option} METHOD={value}")
+            name, rest = drafting[0], value
+        if name not in drafting or name in found:
+            raise CheckpointError(f"{option} {value}: {name} is " + ("named twice" if name in found else f"none of {', '.join(drafting)}"))
+        found[name] = rest
+    return found
+
+
 def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
-    """Plain decoding and every method, compiled and warm."""
+    """Plain decoding and every method, sharing one target."""
+    drafts, trees, flags = by_method("--draft", o.draft, methods), by_method("--tree", o.tree, methods), given_flags(o, methods)
     shared = {
         "device": o.device, "dtype": o.dtype, "max_seq_len": o.max_seq_len, "compile": o.compile, "kernels": o.kernels, "say": say,
     }
@@ -91,7 +110,8 @@ def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
         raise CheckpointError(f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them")
     for name in methods:
         if name != PLAIN:
-            models[name] = load(o.checkpoint, name, draft=o.draft, tree=read_tree(o.tree), beside=models[PLAIN], **shared)
+            tree = read_tree(trees.get(name))
+            models[name] = load(o.checkpoint, name, draft=drafts.get(name), tree=tree, flags=flags[name], beside=models[PLAIN], **shared)
     return models
 
 
@@ -101,7 +121,11 @@ class Evaluation:
     def __init__(self, o, models: dict[str, TextDecoder], sets: dict[str, list[dict]], book: Book):
         self.o, self.models, self.sets, self.book, self.out = o, models, sets, book, Path(o.out)
         self.temperatures = numbers(o.temperature)
-        self.who = {name: identity(model.decoder.target) + identity(model.decoder.drafter) for name, model in models.items()}
+        flags = given_flags(o, [*models])
+        self.who = {}  # of every method, what tells its answers and times from another's
+        for name, model in models.items():
+            drafter = model.decoder.drafter
+            self.who[name] = f"{identity(model.decoder.target)} {identity(drafter)} {drafter.shape} {flags[name]}"
         target = models[PLAIN].decoder.target
         on_kernels = target.run_layers is not run_layers
         self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), on_kernels)
@@ -229,8 +253,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         methods = list(dict.fromkeys(o.speculate.split(",")))
         for name in methods:
-            if name not in DRAFTERS:
-                raise CheckpointError(f"--speculate {name}: unknown; choose from {', '.join(DRAFTERS)}")
+            known(name)
         if o.observe < 0:
             raise CheckpointError(f"--observe {o.observe}: must be at least 0")
         if o.limit is not None and o.limit < 1:
@@ -244,10 +267,9 @@ def main(argv: list[str] | None = None) -> int:
         sets = read_sets(o.questions, o.limit)
         models = load_methods(o, methods)
         options = {
-            "checkpoint": os.path.abspath(o.checkpoint), "draft": o.draft, "tree": o.tree, "max_new_tokens": o.max_new_tokens,
-            "seed": o.seed, "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
-            "device": str(models[PLAIN].decoder.device), "max_seq_len": models[PLAIN].decoder.max_seq_len, "compile": o.compile,
-            "kernels": o.kernels,
+            "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed, "dtype": o.dtype,
+            "threads": torch.get_num_threads(), "torch": torch.__version__, "device": str(models[PLAIN].decoder.device),
+            "max_seq_len": models[PLAIN].decoder.max_seq_len, "compile": o.compile, "kernels": o.kernels,
         }
         evaluation = Evaluation(o, models, sets, Book(Path(o.out), options))
         evaluation.run()

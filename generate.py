@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
+from drafters import METHODS, add_flags, given_flags
 from errors import CheckpointError  # nothing here imports torch before it is needed: --help and mistakes answer at once
 
 STARTED = time.perf_counter()
@@ -22,10 +23,10 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="Generate text, losslessly faster with a draft head.")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
-    add("--speculate", choices=("none", "eagle", "eagle2", "eagle3", "lookup"), default="none",
-        help="how to draft: not at all (default), EAGLE-1's static tree, EAGLE-2's dynamic one with the same head, EAGLE-3, or from"
-             " the text itself (prompt lookup)")
-    add("--draft", help="folder of the draft head (default CHECKPOINT/eagle for eagle and eagle2, CHECKPOINT/eagle3)")
+    how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
+    add("--speculate", choices=METHODS, default="none", metavar="METHOD", help=f"how to draft: none, not at all (default); {how}")
+    add("--draft", help="folder of the head (default CHECKPOINT/eagle for eagle and eagle2, CHECKPOINT/eagle3) or of the draft model")
+    add_flags(p)
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids, used as they are")
     add("--prompt-file", action="append", default=[], metavar="FILE", help="one prompt; a .jsonl file has one per line")
@@ -101,6 +102,7 @@ def check_options(o, prompts: list) -> None:
         raise CheckpointError(f"--num-samples {o.num_samples}: must be 1 to 100,000")
     if o.threads is not None and not 1 <= o.threads <= 1024:
         raise CheckpointError(f"--threads {o.threads}: must be 1 to 1024")
+    given_flags(o, [o.speculate])
     if o.draft and o.speculate == "none":
         raise CheckpointError(f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     if o.batch_size is not None and o.batch_size < 1:
@@ -184,7 +186,7 @@ def load_model(o, batch: int, prompts: list):
     model = load(
         checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, draft_int8=o.draft_int8, device=device, dtype=o.dtype,
         batch=batch, max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels,
-        tune_on=[p for p in prompts if isinstance(p, list)], say=note,
+        tune_on=[p for p in prompts if isinstance(p, list)], say=note, flags=given_flags(o, [o.speculate])[o.speculate],
     )
     decoder = model.decoder
     note(

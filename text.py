@@ -19,21 +19,18 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import CheckpointError, load_head, load_target, read_config
+from checkpoint import CheckpointError, load_target, read_config
 from decoder import Decoder, Output, Run, Sampling
-from drafters.eagle import Eagle, StaticEagle
-from drafters.lookup import Lookup
+from drafters import METHODS, build, known
+from drafters.base import Request
 from kernels import load as load_kernels
+from model import Head
 from packed import pack
 from quantized import quantize_linears
 from tokenizer import Tokenizer
-from tree import EAGLE1_TREE, PathTree, TreeShape
+from tree import PathTree, TreeShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# What `speculate` names: the kind of head, in the folder of that name beside the target, and how its tree is drafted.
-DRAFTERS = {
-    "none": None, "eagle": ("eagle", StaticEagle), "eagle2": ("eagle", Eagle), "eagle3": ("eagle3", Eagle), "lookup": (None, Lookup),
-}
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
 
@@ -140,11 +137,12 @@ def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, draft_int8: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1,
     max_seq_len: int | None = None, compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
-    say: Callable[[str], None] | None = None, beside: TextDecoder | None = None,
+    say: Callable[[str], None] | None = None, beside: TextDecoder | None = None, flags: dict | None = None,
 ) -> TextDecoder:
-    """Load a converted target and, for speculate="eagle", "eagle2" or "eagle3", its head; "lookup" needs none.
+    """Load a converted target and what drafts for it, one of `drafters.METHODS`.
 
-    draft: the head's folder (default CHECKPOINT/eagle for the first two, CHECKPOINT/eagle3). tree: a `TreeShape`, drafted
+    draft: the head's folder (default CHECKPOINT/eagle or CHECKPOINT/eagle3), or that of a draft model. flags: of the method's own
+    (see METHODS), the defaults if None. tree: a `TreeShape`, drafted
     dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
     "eagle", else `default_tree`. draft_int8: on our kernels, a bfloat16 head is quantised as it is loaded; it is read several
     times a step, and drafts as well. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
@@ -155,8 +153,7 @@ def load(
     Raises CheckpointError, one line, if anything is missing, damaged or does not fit.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if speculate not in DRAFTERS:
-        raise CheckpointError(f"--speculate {speculate}: unknown; choose from {', '.join(DRAFTERS)}")
+    known(speculate)
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f"--dtype {dtype}: unknown; choose from {', '.join(DTYPES)}")
     check_device(device)
@@ -170,36 +167,34 @@ def load(
         target, config = load_target(checkpoint, device, DTYPES[dtype] if dtype else None)
         tokenizer = Tokenizer.load(checkpoint)
     say = say or (lambda line: None)
-    drafter = head = None
-    kind, drafts = DRAFTERS[speculate] or (None, None)
-    if drafts and not kind:
-        if draft or tree:
-            raise CheckpointError(f"--speculate {speculate}: needs no head and has a tree of its own; leave out --draft and --tree")
-        drafter = drafts()
-    elif kind:
-        folder = Path(draft or Path(checkpoint) / kind)
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
-        head = load_head(folder, target, kind)
-    if compile and kernels and torch.device(device).type == "cpu":
-        load_kernels(say)
-        if head is not None and draft_int8 and target.embed.weight.dtype == torch.bfloat16:
-            quantize_linears(head, lm_head=head.args.own_lm_head)
-        if not pack(*filter(None, (target, head))):
-            say("parts of this model do not run on our kernels (fp16, experts): speculative text may leave plain text at near ties")
-    if head is not None:
-        if tree == "auto":
-            from tune import PROMPTS, auto_tree
+    on_kernels = compile and kernels and torch.device(device).type == "cpu"
 
-            prompts = [encode(tokenizer, p) for p in PROMPTS] if tokenizer else tune_on
-            if not prompts:
-                raise CheckpointError("--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers")
-            tree = auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say)
-        drafts = StaticEagle if isinstance(tree, PathTree) else Eagle if tree else drafts
-        try:
-            drafter = drafts(head, tree or (EAGLE1_TREE if drafts is StaticEagle else default_tree(device)), coupled)
-        except ValueError as e:
-            raise CheckpointError(str(e)) from None
+    def prepare(*models: torch.nn.Module) -> None:
+        """Put models on the kernels; say it once if the target cannot be."""
+        for model in models:
+            if on_kernels and draft_int8 and isinstance(model, Head) and target.embed.weight.dtype == torch.bfloat16:
+                quantize_linears(model, lm_head=model.args.own_lm_head)
+        if on_kernels and not pack(*models):
+            say("parts of this model do not run on our kernels (fp16, experts): speculative text may leave plain text at near ties")
+
+    def choose_tree(head: Head, folder: Path) -> TreeShape:
+        """--tree auto."""
+        from tune import PROMPTS, auto_tree
+
+        prompts = [encode(tokenizer, p) for p in PROMPTS] if tokenizer else tune_on
+        if not prompts:
+            raise CheckpointError("--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers")
+        return auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say)
+
+    if on_kernels:
+        load_kernels(say)
+    if not beside:
+        prepare(target)
+    drafter = build(Request(
+        speculate, Path(checkpoint), target, tokenizer, Path(draft) if draft else None, tree, default_tree(device), coupled,
+        flags or {flag: default for flag, (default, _) in (METHODS[speculate].flags if METHODS[speculate] else {}).items()},
+        prepare, choose_tree,
+    ))
     longest = target.args.max_seq_len
     if max_seq_len is not None and not 2 <= max_seq_len <= longest:
         raise CheckpointError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")

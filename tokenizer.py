@@ -103,6 +103,11 @@ class Tokenizer:
             return self.backend.bytes_of(i) if 0 <= i < self.vocab_size else b""
         return piece
 
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Whether every id stands for the same bytes, or the same control token, in both."""
+        sizes = self.vocab_size == other.vocab_size and self.control == other.control
+        return sizes and all(self.piece(i) == other.piece(i) for i in range(self.vocab_size))
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids. Control tokens are skipped; bytes that are no UTF-8 become U+FFFD."""
         stream = self.stream()

@@ -1,1 +1,65 @@
-"""Ways to propose a tree. Every drafter has the face described in `drafters.base`; the step never knows which one runs."""
+"""Ways to propose a tree. Every drafter has the face described in `drafters.base`; the step never knows which one runs.
+
+A drafter is a file with `build(request) -> Drafter` and a line in METHODS. Nothing here imports torch: `--help` is instant.
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+from dataclasses import dataclass, field
+
+from errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Method:
+    """What `--speculate` names: the module that builds it, what it is, and flags of its own (name: default, help)."""
+
+    module: str
+    what: str
+    flags: dict[str, tuple[int | float | str | None, str]] = field(default_factory=dict)
+
+
+METHODS: dict[str, Method | None] = {
+    "none": None,
+    "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree"),
+    "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree"),
+    "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
+    "draft-model": Method("drafters.model", "a smaller model of the same vocabulary, named by --draft (SpS)"),
+    "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
+}
+
+
+def known(name: str) -> str:
+    """The name of a method. Raises CheckpointError, with all of them, if it is none."""
+    if name not in METHODS:
+        raise CheckpointError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}")
+    return name
+
+
+def build(request):
+    """The drafter of a `base.Request`, or None for plain decoding. Raises CheckpointError, one line, if it cannot be."""
+    method = METHODS[known(request.method)]
+    return importlib.import_module(method.module).build(request) if method else None
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of all methods; None where they are not given."""
+    for name, method in METHODS.items():
+        for flag, (default, what) in (method.flags if method else {}).items():
+            kind = str if default is None else type(default)
+            shown = "" if default is None else f" (default {default})"
+            parser.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=f"{name}: {what}{shown}")
+
+
+def given_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:
+    """Per method its flags with their values. Raises CheckpointError on a flag of a method that is not among them."""
+    found: dict[str, dict] = {name: {} for name in methods}
+    for name, method in METHODS.items():
+        for flag, (default, _) in (method.flags if method else {}).items():
+            value = getattr(options, flag.replace("-", "_"))
+            if name in found:
+                found[name][flag] = default if value is None else value
+            elif value is not None:
+                raise CheckpointError(f"--{flag} belongs to --speculate {name}")
+    return found

@@ -1,12 +1,45 @@
 """The face of a drafter, and the one that drafts nothing (plain decoding)."""
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import ModelArgs
+from errors import CheckpointError
+from model import ModelArgs, Transformer
+from tokenizer import Tokenizer
 from tree import PathTree, Tree, TreeShape, chain
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a drafter is built from: the method's name, the checkpoint and its loaded target, and what the user asked for.
+
+    draft: what --draft names, None if nothing. tree: None where none is asked for. flags: the method's own, all of them.
+    prepare(*models): puts models on the kernels, where there are any; `choose_tree(head, folder)` is --tree auto.
+    """
+
+    method: str
+    checkpoint: Path
+    target: Transformer
+    tokenizer: Tokenizer | None
+    draft: Path | None
+    tree: TreeShape | PathTree | str | None
+    default_tree: TreeShape
+    coupled: bool
+    flags: dict
+    prepare: Callable[..., None]
+    choose_tree: Callable[[nn.Module, Path], TreeShape]
+
+    def refuse(self, **given) -> None:
+        """Raise CheckpointError if any of these, options that mean nothing to the method, was given."""
+        for name, value in given.items():
+            if value:
+                raise CheckpointError(f"--speculate {self.method}: has no use for --{name}; leave it out")
 
 
 class StaticTree(nn.Module):
@@ -49,9 +82,9 @@ class Drafter(nn.Module):
         decodes plainly if there is not."""
         return None
 
-    def read(self, next_tokens: Tensor, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
-        """Take in a chunk of the prompt: features [B, C, F] of the tokens at positions [B, C], and the tokens that follow
-        them. The last row of a prompt has no follower yet and is read again by the first `propose`."""
+    def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+        """Take in a chunk of the prompt: its tokens are those of `state` at positions [B, C], their features [B, C, F]. The token
+        after a prompt's last one is not known yet: a drafter that wants it reads that row again in its first `propose`."""
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         """Draft below the root. `state` is the decoder's `State`, `slots` [n] the live cache slots 0..n-1.

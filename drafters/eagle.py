@@ -1,86 +1,58 @@
 """Drafting with an EAGLE head, on the dynamic tree of EAGLE-2/3 or the static one of EAGLE-1.
 
 EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGLE cnets.py and cnets1.py.
-
-One catch-up pass reads the tokens committed by the last step with their true features and gives the first level; each
-further level is one pass over the nodes that are expanded. The head's caches hold the committed rows in slots 0..N-1 and
-the drafted rows behind them, level by level; the next catch-up overwrites those.
 """
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, StaticTree
+from checkpoint import load_head
+from drafters.base import Request, StaticTree
+from drafters.growing import Growing
+from errors import CheckpointError
 from model import Head
-from tree import Growth, PathTree, Tree, TreeShape, pick, visible_slots
+from tree import EAGLE1_TREE, PathTree, Tree, TreeShape, pick, visible_slots
 
 
-class Eagle(Drafter):
-    """Any EAGLE head on the dynamic tree: with an EAGLE-1 head this is EAGLE-2, with an EAGLE-3 head EAGLE-3.
-
-    `coupled`: rank candidates by draft logits + the very noise the target will be sampled with, so that the head guesses
-    which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never changes what is emitted. Without
-    noise (greedy) both are the plain EAGLE tree.
-    Raises ValueError if the tree is wider than the head's vocabulary.
-    """
+class Eagle(Growing):
+    """Any EAGLE head on the dynamic tree: with an EAGLE-1 head this is EAGLE-2, with an EAGLE-3 head EAGLE-3. Arguments and errors
+    are those of `Growing`."""
 
     def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True):
-        super().__init__(shape)
-        if shape.width > head.args.draft_vocab_size:
-            raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {head.args.draft_vocab_size}")
-        self.head, self.coupled = head, coupled
+        super().__init__(shape, head.args.draft_vocab_size, coupled)
+        self.head = head
         self.aux_layers = head.args.aux_layers
-        self.passes = shape.window - 1
         self.cached = (head.args,)
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.caches = self.head.caches(batch, slots, dtype, device)
 
-    def read(self, next_tokens: Tensor, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         # Row i pairs feature i with token i+1 and stands at position i (only differences matter to RoPE).
+        next_tokens = state.tokens.gather(1, positions + 1)
         self.head(next_tokens, self.head.fuse(features), positions, positions, visible, self.caches)
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        last = self._catch_up(state, slots)
-        return self.grow(last, state, slots, self._draft_noise(noise), self.shape).prune(state.root())
-
-    def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
-        """All candidates below the root, from the catch-up's last output [B, 1, H]; draft noise [B, W, Vd] or None."""
-        k = shape.width
-        scores, tokens = self._best(last, noise, 0, k)
-        grown = Growth(shape, scores[:, 0], tokens[:, 0])
-        feature = last.expand(-1, k, -1)
-        row_slots = state.length[:, None] + torch.arange(k, device=slots.device)
-        for level in range(shape.depth):
-            if level:
-                feature = pick(feature, grown.advance())
-            positions = (state.length + level)[:, None].expand(-1, k)
-            visible = visible_slots(slots, state.length, grown.beam_sees)
-            feature = self.head(grown.beam_tokens, feature, positions, row_slots + level * k, visible, self.caches)
-            grown.extend(*self._best(feature, noise, level + 1, k))
-        return grown
-
-    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """The target's noise [B, W, V] at the ids the head knows [B, W, Vd]; None where it is not to be used."""
-        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
-
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read what the last step committed: W rows, of which the first n_new are real; what the others write is
-        overwritten or never seen. Returns the last real row's output [B, 1, H]."""
+        """W rows with the target's true features, of which the first n_new are real; what the others write is overwritten or never
+        seen."""
         head, start = self.head, state.length - state.n_new
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
         h = head(next_tokens, head.fuse(state.features), positions, positions, slots <= positions[..., None], self.caches)
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
 
-    def _best(self, h: Tensor, noise: Tensor | None, step: int, k: int) -> tuple[Tensor, Tensor]:
-        """The k likeliest next tokens after rows h [B, R, H]: log-probabilities and target ids, both [B, R, k]."""
-        logits = self.head.logits(h)
-        if noise is not None:
-            logits = logits + noise[:, step, None]
-        top, index = logits.topk(k, dim=-1)
-        return top - logits.logsumexp(-1, keepdim=True), self.head.draft_ids[index]
+    def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+        return self.head(tokens, feature, positions, own, visible, self.caches)
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return self.head.logits(h)
+
+    def _ids(self, index: Tensor) -> Tensor:
+        return self.head.draft_ids[index]
+
+    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
 
 
 class StaticEagle(Eagle):
@@ -118,3 +90,24 @@ class StaticEagle(Eagle):
             given.append(scores[:, nodes])
         given = torch.cat((torch.zeros_like(given[0][:, :1]), *given), dim=1)
         return self.static.of(torch.cat(tokens, dim=1), given)
+
+
+def build(request: Request) -> Eagle:
+    """The head in CHECKPOINT/eagle (for "eagle" and "eagle2") or CHECKPOINT/eagle3, or where --draft says, on the tree asked for.
+
+    Raises CheckpointError if there is none, it does not fit, or the tree does not.
+    """
+    kind = "eagle3" if request.method == "eagle3" else "eagle"
+    folder = request.draft or request.checkpoint / kind
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
+    head = load_head(folder, request.target, kind)
+    request.prepare(head)
+    tree = request.choose_tree(head, folder) if request.tree == "auto" else request.tree
+    if tree is None:
+        tree = EAGLE1_TREE if request.method == "eagle" else request.default_tree
+    drafts = StaticEagle if isinstance(tree, PathTree) else Eagle
+    try:
+        return drafts(head, tree, request.coupled)
+    except ValueError as e:
+        raise CheckpointError(str(e)) from None

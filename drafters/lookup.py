@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, StaticTree
+from drafters.base import Drafter, Request, StaticTree
 from tree import PathTree, Tree
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
@@ -75,3 +75,9 @@ class Lookup(Drafter):
         place = starts + 1 + (self.ahead - 1) % period
         drafted = torch.where(live, state.tokens.gather(1, place), root)
         return self.static.of(torch.cat((root, drafted), 1))
+
+
+def build(request: Request) -> Lookup:
+    """Needs nothing. Raises CheckpointError on a head or a tree."""
+    request.refuse(draft=request.draft, tree=request.tree)
+    return Lookup()

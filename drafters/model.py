@@ -1,0 +1,74 @@
+"""Drafting with a smaller model of the same vocabulary (SpS: Leviathan et al. arXiv 2211.17192, Chen et al. 2302.01318).
+
+Its most likely continuations make the tree, the dynamic one of EAGLE-2 or, of width 1, a chain. With coupled drafting it draws
+with the target's own noise, so that both draw the same token wherever their distributions allow.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from checkpoint import load_target, read_config
+from drafters.base import Request
+from drafters.growing import Growing
+from errors import CheckpointError
+from model import KVCache, Transformer
+from tokenizer import Tokenizer
+from tree import PathTree, TreeShape, pick
+
+
+class DraftModel(Growing):
+    """A target of its own, `model`, that has read the text and the root. Arguments and errors are those of `Growing`."""
+
+    ahead = 1
+
+    def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
+        super().__init__(shape, model.args.vocab_size, coupled)
+        self.model = model
+        self.cached = (model.args,) * model.args.num_layers
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        args, dtype = self.model.args, self.model.embed.weight.dtype
+        self.caches = nn.ModuleList(KVCache(batch, slots, args, dtype, device) for _ in range(args.num_layers))
+
+    def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
+        self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
+
+    def _catch_up(self, state, slots: Tensor) -> Tensor:
+        """W rows that end with the root, of which the last n_new are real: committed by the last step, and never read as such."""
+        start = state.length - state.n_new + 1
+        positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
+        h, _ = self.model(state.tokens.gather(1, positions), positions, positions, slots <= positions[..., None], self.caches)
+        return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
+
+    def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+        return self.model(tokens, positions, own, visible, self.caches)[0]
+
+    def _logits(self, h: Tensor) -> Tensor:
+        return self.model.logits(h)
+
+
+def build(request: Request) -> DraftModel:
+    """The converted model that --draft names. Raises CheckpointError if it is missing or speaks another vocabulary."""
+    if request.draft is None:
+        raise CheckpointError("--speculate draft-model: name a smaller converted model of the same vocabulary with --draft")
+    if isinstance(request.tree, PathTree) or request.tree == "auto":
+        raise CheckpointError("--speculate draft-model: takes --tree nodes,depth,width only")
+    own, target = read_config(request.draft, "target"), request.target.args
+    if own["vocab_size"] != target.vocab_size:
+        raise CheckpointError(f"{request.draft}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}")
+    tokenizer = Tokenizer.load(request.draft)
+    if tokenizer and request.tokenizer and not tokenizer.same_ids(request.tokenizer):
+        raise CheckpointError(f"{request.draft}: its tokenizer gives other ids than the target's")
+    weight = request.target.embed.weight
+    model, _ = load_target(request.draft, weight.device, weight.dtype)
+    if model.args.max_seq_len < target.max_seq_len:
+        raise CheckpointError(
+            f"{request.draft}: reads {model.args.max_seq_len} tokens, the target {target.max_seq_len}; a draft model must read as many"
+        )
+    request.prepare(model)
+    try:
+        return DraftModel(model, request.tree or request.default_tree, request.coupled)
+    except ValueError as e:
+        raise CheckpointError(str(e)) from None

@@ -1,0 +1,103 @@
+"""A smaller model drafts: the text is plain text, and a model that is the target itself is never wrong."""
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+import generate
+from decoder import Decoder, Sampling
+from drafters.model import DraftModel
+from model import Transformer, inverse_frequencies
+from tree import TreeShape
+
+CHAIN, WIDE = TreeShape(5, 3, 1), TreeShape(16, 3, 4)
+PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
+
+
+def smaller(target: Transformer, seed: int = 0) -> Transformer:
+    """A random model of one layer with the target's vocabulary, its embedding and so some of its habits."""
+    torch.manual_seed(seed)
+    model = Transformer(dataclasses.replace(target.args, num_layers=1)).requires_grad_(False)
+    model.embed.weight.copy_(target.embed.weight)
+    model.norm.load_state_dict(target.norm.state_dict())
+    model.layers[0].load_state_dict(target.layers[0].state_dict())
+    if target.lm_head is not None:
+        model.lm_head.load_state_dict(target.lm_head.state_dict())
+    model.inv_freq = inverse_frequencies(model.args)
+    return model.eval()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [CHAIN, WIDE])
+def test_text_is_plain_text(models, shape, temperature):
+    target, _ = models
+    sampling = [Sampling(60, temperature, seed=s) for s in range(3)]
+    plain = Decoder(target, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
+    decoder = Decoder(target, DraftModel(smaller(target), shape), batch=3, max_seq_len=200, compile=False)
+    fast = decoder.generate(PROMPTS, sampling)
+    assert [o.ids for o in fast] == [o.ids for o in plain]
+    assert sum(map(len, (o.accept_lengths for o in fast))) < 3 * 60  # something was accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_target_itself_is_never_wrong(models, temperature):
+    """Every token it drafts is accepted, also with noise: what it reads and where it stands are what the target reads. This is
+    the whole of the drafter's book-keeping."""
+    target, _ = models
+    decoder = Decoder(target, DraftModel(target, CHAIN), max_seq_len=250, chunks=(8,), compile=False)
+    for prompt in PROMPTS:
+        lengths = decoder.generate([prompt], Sampling(121, temperature, seed=5))[0].accept_lengths
+        assert set(lengths[:-1]) == {CHAIN.window}
+
+
+def test_a_conversation_goes_on(models):
+    """Kept caches, the drafter's among them, belong to the text that is kept."""
+    target, _ = models
+    decoder = Decoder(target, DraftModel(target, CHAIN), max_seq_len=300, compile=False)
+    from decoder import Run
+
+    text = PROMPTS[1]
+    for _ in range(3):
+        run = Run(decoder, [text], Sampling(30), reuse=True)
+        for _ in run:
+            pass
+        out = run.outputs()[0]
+        assert set(out.accept_lengths[:-1]) == {CHAIN.window}
+        assert out.ids == Decoder(target, max_seq_len=300, compile=False).generate([text], Sampling(30))[0].ids
+        text = [*text, *out.ids, 50, 51, 52]
+
+
+def test_the_command_line(golden, capsys):
+    options = ["--checkpoint", str(golden), "--speculate", "draft-model", "--prompt", "abc", "--no-compile", "--max-new-tokens", "20"]
+    assert generate.main([*options, "--draft", str(golden), "--tree", "5,3,1", "--compare", "--json", "--dtype", "fp32"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] and found["tau"] > 4
+
+
+def test_bad_input_is_one_line(golden, tmp_path, capsys):
+    def refused(*options: str) -> str:
+        base = ["--checkpoint", str(golden), "--speculate", "draft-model", "--prompt", "abc", "--no-compile"]
+        assert generate.main([*base, *options]) == 1
+        error = capsys.readouterr().err
+        assert error.count("error: ") == 1 and "Traceback" not in error
+        return error
+
+    assert "with --draft" in refused()
+    assert "not a folder" in refused("--draft", str(tmp_path / "none"))
+    assert "expected" in refused("--draft", str(golden / "eagle3"))
+    assert "nodes,depth,width only" in refused("--draft", str(golden), "--tree", "auto")
+
+    other = tmp_path / "other"
+    shutil.copytree(golden, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    (a, i), (b, j), *_ = vocab.items()
+    vocab[a], vocab[b] = j, i
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert "gives other ids" in refused("--draft", str(other))
+
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
+    assert "has a vocabulary of 1000" in refused("--draft", str(other))
