@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiling import Captured, Whole
@@ -145,9 +146,18 @@ def step(
     noise = noise_ahead(state, window, target.args.vocab_size) if noisy else None
     tree = drafter.propose(state, slots, noise)
 
-    own = state.length[:, None] + torch.arange(drafter.shape.nodes, device=slots.device)
-    visible = visible_slots(slots, state.length, tree.ancestors)
-    x, features = target(tree.tokens, state.length[:, None] + tree.depth, own, visible, caches, drafter.aux_layers)
+    T = drafter.shape.nodes
+    tokens, depth, sees = tree.tokens, tree.depth, tree.ancestors
+    if drafter.riders:
+        riders = drafter.ride(state)
+        tokens, depth = torch.cat((tokens, riders.tokens), 1), torch.cat((depth, riders.depth), 1)
+        sees = torch.cat((F.pad(sees, (0, drafter.riders)), riders.sees), 1)
+    own = state.length[:, None] + torch.arange(T + drafter.riders, device=slots.device)
+    visible = visible_slots(slots, state.length, sees)
+    x, features = target(tokens, state.length[:, None] + depth, own, visible, caches, drafter.aux_layers)
+    if drafter.riders:
+        drafter.hear(state, target.logits(x[:, -drafter.heard :]).argmax(-1))
+        x, features = x[:, :T], None if features is None else features[:, :T]
     # Nodes of one depth stand at one position and share its noise.
     chosen = choose(target.logits(x), state, None if noise is None else pick(noise, tree.depth), restricted)
 
@@ -222,7 +232,7 @@ class Decoder:
         self.observer: Callable[[Tree, Tensor], None] | None = None  # called with what each step returns; see `--trace`
 
         shape = self.drafter.shape
-        self.slots = round_up(max_seq_len + max(shape.room, self.chunks[-1]) + 1, SPAN)
+        self.slots = round_up(max_seq_len + max(self.drafter.room, self.chunks[-1]) + 1, SPAN)
         self.cache_bytes = self._check_memory(dtype)
         self.caches = nn.ModuleList(
             KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
@@ -303,6 +313,7 @@ class Decoder:
         fill(state.top_k, [s.top_k for s in sampling], 0)
         state.key.zero_()
         state.key[: len(prompts)] = seed_keys([s.seed for s in sampling], self.device)
+        self.drafter.begin(prompts)
         self._modes = any(s.temperature > 0 for s in sampling), any(s.restricts for s in sampling)
         self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
         self._done = [False] * len(prompts)
@@ -362,8 +373,7 @@ class Decoder:
 
     def _run_step(self, unread: int):
         """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""
-        shape = self.drafter.shape
-        span = self._span(max(self._length) + unread * shape.window + shape.room)
+        span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.room)
         with torch.no_grad():
             if self._idle is not None and not self.drafter.has_guess(self.state, span):
                 return self._idle(self.target, self.caches, self._nothing, self.state, span, *self._modes)

@@ -152,6 +152,13 @@ class PathTree:
         return result
 
 
+def chains(lengths: tuple[int, ...]) -> PathTree:
+    """A tree of chains side by side. Raises ValueError on a length below 1."""
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"tree: chains of {list(lengths)} tokens; each needs at least one")
+    return PathTree(tuple((c,) + (0,) * i for c, length in enumerate(lengths) for i in range(length)))
+
+
 # EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on average.
 EAGLE1_TREE = PathTree((
     (0,), (1,), (2,), (3,),

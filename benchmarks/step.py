@@ -86,7 +86,7 @@ class Subject:
         state.done.fill_(False)
         state.n_new.fill_(min(n, d.drafter.shape.window))
         d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, (False, False)
-        self.span = d._span(n + d.drafter.shape.room)
+        self.span = d._span(n + d.drafter.room)
 
     def step(self) -> None:
         """The whole step, then back to where it was."""
@@ -131,7 +131,7 @@ class Subject:
     def read(self, n: int) -> int:
         """Bytes a step must read: weights by pass, live keys and values of target and head."""
         d, dtype = self.decoder, self.decoder.target.embed.weight.dtype
-        slots = min(d.slots, n + d.drafter.shape.room)
+        slots = min(d.slots, n + d.drafter.room)
         target = cache_bytes(self.batch, slots, d.target.args, dtype) * d.target.args.num_layers
         return bytes_per_step(d) + target + sum(cache_bytes(self.batch, slots, a, dtype) for a in d.drafter.cached) * d.drafter.passes
 

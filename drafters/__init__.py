@@ -26,6 +26,9 @@ METHODS: dict[str, Method | None] = {
     "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree"),
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
     "draft-model": Method("drafters.model", "a smaller model of the same vocabulary, named by --draft (SpS)"),
+    "lookahead": Method("drafters.lookahead", "n-grams the target guesses ahead, in the same pass (lookahead decoding)", {
+        "window": (7, "columns guessed side by side"), "level": (5, "tokens of an n-gram"), "guess-set": (7, "n-grams tried at a time"),
+    }),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
 }
 

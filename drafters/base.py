@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -58,14 +59,24 @@ class StaticTree(nn.Module):
         return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
 
 
+class Riders(NamedTuple):
+    """Rows a drafter adds to the verify pass for its own ends; never accepted, gone after the step."""
+
+    tokens: Tensor  # [B, E]
+    depth: Tensor  # [B, E] how far behind the root each stands
+    sees: Tensor  # [B, E, T+E] bool: which nodes of the tree and which riders each attends to, itself included
+
+
 class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 
     `shape`: size of the trees, the same at every step. `aux_layers`: target layers whose inputs it wants as features
     (empty: none). `passes`: how often a step reads the drafter's weights, for the bandwidth figure. `cached`: shapes of
-    the models whose keys and values it caches.
+    the models whose keys and values it caches. `riders`: rows it adds to the verify pass; `heard`: how many of them, the last
+    ones, it wants the target's choice at.
     """
 
+    riders = heard = 0
     aux_layers: tuple[int, ...] = ()
     passes = 0
     cached: tuple[ModelArgs, ...] = ()
@@ -76,6 +87,22 @@ class Drafter(nn.Module):
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         """Allocate caches for `batch` sequences of `slots` slots, once."""
+
+    @property
+    def room(self) -> int:
+        """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
+        return self.shape.room + self.riders
+
+    def begin(self, prompts: list[list[int]]) -> None:
+        """A new text is started for each of these prompts: forget the last ones. Not part of the step."""
+
+    def ride(self, state) -> Riders:
+        """The rows to add to the verify pass."""
+        raise NotImplementedError
+
+    def hear(self, state, chosen: Tensor) -> None:
+        """The target's likeliest tokens [B, heard] at the last riders. `state` is still that of `propose`."""
+        raise NotImplementedError
 
     def has_guess(self, state, slots: Tensor) -> Tensor | None:
         """Whether there is anything to propose [] bool; None: always. Where asking is cheap (on a CPU) the decoder asks, and

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Request, StaticTree
-from tree import PathTree, Tree
+from tree import Tree, chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
 LONGEST = 4  # tokens of context that are compared, the root included
-
-
-def chains(lengths: tuple[int, ...]) -> PathTree:
-    """A tree of chains side by side. Raises ValueError on a length below 1."""
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lookup: chains of {list(lengths)} tokens; each needs at least one")
-    return PathTree(tuple((c,) + (0,) * i for c, length in enumerate(lengths) for i in range(length)))
 
 
 class Lookup(Drafter):
