@@ -34,7 +34,7 @@ def read_chats(path: str | Path) -> list[list[dict]]:
     """The user's messages of every row, and the system message before them if there is one; conversations in which no user
     speaks are left out. Raises CheckpointError naming the first row that is no prompt, and if there is none at all."""
     found = []
-    for where, row in _rows(path):
+    for where, row in read_rows(path):
         if "prompt" in row or "turns" in row:
             turns = [row["prompt"]] if "prompt" in row else row["turns"]
             if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
@@ -51,7 +51,7 @@ def read_chats(path: str | Path) -> list[list[dict]]:
 
 def read_questions(path: str | Path) -> list[dict]:
     """FastChat questions: {"question_id", "category", "turns"}; what a row lacks is its number, "" and its user turns."""
-    given, turns = [row for _, row in _rows(path)], read_turns(path)
+    given, turns = [row for _, row in read_rows(path)], read_turns(path)
     if len(given) != len(turns):
         raise CheckpointError(f"{path}: {len(given) - len(turns)} rows hold no question")
     return [
@@ -71,7 +71,7 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
     Raises CheckpointError naming the first row that is no conversation, and if there is none at all.
     """
     found = []
-    for where, row in _rows(path):
+    for where, row in read_rows(path):
         messages = _messages(where, row) or []
         system, rest = (messages[:1], messages[1:]) if messages and messages[0]["role"] == "system" else ([], messages)
         while rest and rest[0]["role"] != "user":  # ShareGPT has conversations cut in the middle
@@ -106,8 +106,18 @@ def _messages(where: str, row: dict) -> list[dict] | None:
     return [{"role": "system", "content": system}] * bool(system) + [m for m in messages if m["role"] != "system"]
 
 
-def _rows(path: str | Path) -> Iterator[tuple[str, dict]]:
-    """(what to call it in an error, row) of every row."""
+def spoken(where: str, row: dict) -> list[str]:
+    """Every text of a row, whoever says it: "text", a prompt, or the messages. `where` is for errors."""
+    if isinstance(row.get("text"), str):
+        return [row["text"]]
+    if "prompt" in row or "turns" in row:
+        given = [row["prompt"]] if "prompt" in row else row["turns"]
+        return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
+    return [m["content"] for m in _messages(where, row) or []]
+
+
+def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
+    """(what to call it in an error, row) of every row. Raises CheckpointError if the file cannot be read or a row is no object."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:

@@ -62,6 +62,24 @@ class TreeShape:
         return max(self.nodes, self.window + self.width * self.depth)
 
 
+@dataclass(frozen=True)
+class AnyTree:
+    """Size of a tree that is found whole rather than grown: `nodes` T (root included), at most `levels` below the root."""
+
+    nodes: int
+    levels: int
+
+    @property
+    def window(self) -> int:
+        """W, the most tokens one step can commit: the root and a full path."""
+        return self.levels + 1
+
+    @property
+    def room(self) -> int:
+        """As `TreeShape.room`."""
+        return max(self.nodes, self.window)
+
+
 class Level(NamedTuple):
     """How one level of a `PathTree` is drafted. Rows are the nodes of the level above that are expanded, in order."""
 

@@ -30,6 +30,9 @@ METHODS: dict[str, Method | None] = {
         "window": (7, "columns guessed side by side"), "level": (5, "tokens of an n-gram"), "guess-set": (7, "n-grams tried at a time"),
     }),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
+    "rest": Method("drafters.rest", "what followed the same words in a collection of texts (REST)", {
+        "datastore": (None, "folder that python -m drafters.rest build made"), "draft-tokens": (64, "nodes of the tree"),
+    }),
 }
 
 

@@ -13,6 +13,9 @@ from checkpoint import load_head, load_target
 from compiling import Whole, place
 from decoder import Decoder, Sampling
 from drafters.eagle import Eagle, StaticEagle
+from drafters.lookahead import Lookahead
+from drafters.model import DraftModel
+from drafters.rest import Rest
 from kernels import load as load_kernels
 from packed import pack
 from tree import PathTree, TreeShape
@@ -122,7 +125,7 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     assert same == where()
 
 
-@pytest.mark.parametrize("drafter", ["plain", "eagle", "static"])
+@pytest.mark.parametrize("drafter", ["plain", "eagle", "static", "draft-model", "lookahead", "rest"])
 def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     """Same texts, same trees for the observer, nothing compiled; another tree is another step."""
     target, _ = load_target(golden)
@@ -130,10 +133,15 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     load_kernels()
     eager = Decoder(target, max_seq_len=100, compile=False).generate([[256, 72, 101]], Sampling(20))[0].ids
     pack(target, head)
+    store = torch.tensor([256, *range(90, 120)] * 2, dtype=torch.int32)
+    order = torch.tensor(sorted(range(len(store)), key=lambda i: store[i:].tolist()), dtype=torch.int32)
 
     def decode(shape, said: list[str]):
         static = PathTree(((0,), (1,), (0, 0)))
-        made = {"plain": None, "eagle": Eagle(head, shape), "static": StaticEagle(head, static)}[drafter]
+        made = {
+            "plain": None, "eagle": Eagle(head, shape), "static": StaticEagle(head, static), "draft-model": DraftModel(target, shape),
+            "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2), "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
+        }[drafter]
         decoder, trees = Decoder(target, made, max_seq_len=100, say=said.append), []
         decoder.observer = lambda tree, path: trees.append((*tree, path))
         ids = decoder.generate([[256, 72, 101]], Sampling(20))[0].ids

@@ -1,0 +1,252 @@
+"""Retrieval (REST: He et al., arXiv 2311.08252): what followed the same words in a collection of texts.
+
+    python -m drafters.rest build --checkpoint checkpoints/mine --out runs/store texts.jsonl more.txt
+    python generate.py --checkpoint checkpoints/mine --speculate rest --datastore runs/store --prompt "..."
+
+A store is the texts' tokens and their suffix array, mapped into memory: STORE/tokens.bin and STORE/suffixes.bin (int32, or
+int64 from 2^31 tokens on), STORE/store.json. Any vocabulary fits (the published format holds ids in 16 bits).
+
+The longest run of last tokens that occurs in the store is searched for, all lengths at once, by probing 15 places a round
+instead of one. Where it occurs the suffixes stand side by side, in order, so that equal continuations are neighbours: how often
+one begins is how far its run of neighbours reaches, and the most frequent beginnings are the tree. All of it in static shapes.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from checkpoint import read_json
+from dataset import read_rows, spoken
+from drafters.base import Drafter, Request
+from errors import CheckpointError, exit_status
+from tokenizer import Tokenizer
+from tree import AnyTree, Tree, link
+
+PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
+
+
+class Rest(Drafter):
+    """tokens [M] int32 and suffixes [M] of a store; ids of `vocab_size` and above separate texts.
+
+    nodes: of the tree, root included. longest, shortest: tokens of context that are looked for. depth: tokens of a
+    continuation. hits: of so many places at most, evenly spread, continuations are counted.
+    """
+
+    def __init__(
+        self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16, shortest: int = 2, depth: int = 10,
+        hits: int = 1024,
+    ):
+        if nodes < 2 or not 1 <= shortest <= longest or depth < 1 or hits < 1:
+            raise ValueError(f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}: at least 2, 1, 1 and 1")
+        super().__init__(AnyTree(nodes, depth))
+        self.vocab_size, self.longest, self.shortest, self.depth, self.hits = vocab_size, longest, shortest, depth, hits
+        self.rounds = max(1, math.ceil(math.log(len(tokens) + 1, PIVOTS + 1))) + 1
+        self.register_buffer("tokens", tokens, persistent=False)
+        self.register_buffer("suffixes", suffixes, persistent=False)
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.to(device)
+
+    def follow(self, at: Tensor, count: int) -> Tensor:
+        """The `count` tokens from places at [...] -> [..., count]; -1 behind the store's end."""
+        place = at[..., None] + torch.arange(count, device=at.device)
+        found = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
+        return torch.where(place < self.tokens.shape[0], found, -1)
+
+    def search(self, state) -> tuple[Tensor, Tensor]:
+        """Where in the suffix array the last `longest`, ..., `shortest` tokens of each text begin and end: both [B, S]."""
+        length, device = state.length, state.length.device
+        sizes = torch.arange(self.longest, self.shortest - 1, -1, device=device)  # [S]
+        place = torch.arange(self.longest, device=device)
+        context = state.tokens.gather(1, (length[:, None] - self.longest + 1 + place).clamp(min=0))
+        # Each context's last tokens, moved to the left.
+        wanted = context[:, (place - sizes[:, None]) % self.longest][:, :, None, None]  # [B, S, 1, 1, longest]
+        counts = (place < sizes[:, None])[:, None, None]
+        low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)  # the first not below, the first above
+        high = torch.full_like(low, self.tokens.shape[0])
+        steps = torch.arange(1, PIVOTS + 1, device=device)
+        for _ in range(self.rounds):
+            pivots = low[..., None] + (high - low)[..., None] * steps // (PIVOTS + 1)  # [B, S, 2, P]
+            found = self.follow(self.suffixes[pivots.clamp(max=self.tokens.shape[0] - 1)].long(), self.longest)
+            differs = (found != wanted) & counts
+            first = differs.long().argmax(-1, keepdim=True)
+            less = (found.gather(-1, first) < wanted.expand_as(found).gather(-1, first))[..., 0]
+            same = ~differs.any(-1)
+            below = torch.where(same, torch.tensor([[False], [True]], device=device), less) & (low < high)[..., None]
+            n = below.sum(-1, keepdim=True)
+            raised = pivots.gather(-1, (n - 1).clamp(min=0))[..., 0] + 1
+            lowered = pivots.gather(-1, n.clamp(max=PIVOTS - 1))[..., 0]
+            n = n[..., 0]
+            moving = low < high
+            low, high = torch.where(moving & (n > 0), raised, low), torch.where(moving & (n < PIVOTS), lowered, high)
+        fits = sizes <= length[:, None] + 1
+        return torch.where(fits, low[..., 0], 0), torch.where(fits, low[..., 1], 0)
+
+    def has_guess(self, state, slots: Tensor) -> Tensor:
+        begin, end = self.search(state)
+        return ((end > begin) & ~state.done[:, None]).any()
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        root, T, D = state.root()[:, None], self.shape.nodes, self.depth
+        begin, end = self.search(state)
+        best = (end > begin).long().argmax(-1, keepdim=True)  # the longest is the first
+        begin, total = begin.gather(1, best), (end - begin).gather(1, best)
+        live = total.clamp(max=self.hits)  # [B, 1]
+        row = torch.arange(self.hits, device=root.device)
+        chosen = begin + row * total // live.clamp(min=1)
+        places = self.suffixes[chosen.clamp(max=self.tokens.shape[0] - 1)].long() + self.longest - best
+        after = self.follow(places, D)  # [B, R, D]
+        real = ((after >= 0) & (after < self.vocab_size)).cumprod(-1).bool() & (row < live)[..., None]
+
+        # Row r begins a new run of first l tokens where it differs from its neighbour above within them.
+        alike = (after[:, 1:] == after[:, :-1]).cumprod(-1).bool() & real[:, 1:] & real[:, :-1]
+        starts = torch.cat((torch.ones_like(alike[:, :1]), ~alike), 1)  # [B, R, D]
+        bounds = torch.where(starts, row[:, None], self.hits)
+        ahead = bounds.flip(1).cummin(1).values.flip(1)
+        behind = torch.cat((ahead[:, 1:], torch.full_like(ahead[:, :1], self.hits)), 1)
+        count = torch.minimum(behind, live[..., None]) - row[:, None]
+        # A beginning is at least as frequent as what goes on from it; of equals it comes first.
+        score = torch.where(starts & real, count * (D + 1) + torch.arange(D, 0, -1, device=root.device), -1)
+        top, key = score.flatten(1).topk(min(T - 1, self.hits * D))  # [B, n], key = row * D + l - 1
+        held = (top > 0)
+        group = torch.where(starts, row[:, None], 0).cummax(1).values  # the row that begins the run a row is in
+        level = key % D
+        shorter = (key - 1).clamp(min=0)  # the same row, one token less
+        above = torch.where(level > 0, group.flatten(1).gather(1, shorter) * D + level - 1, -1)
+        is_parent = (key[:, None] == above[..., None]) & held[:, None]
+        parent = torch.where(held & (level > 0), is_parent.long().argmax(-1) + 1, 0)
+        token = torch.where(held, after.flatten(1).gather(1, key), root)  # none left: the root, a guess as bad as any
+        share = torch.where(held, (top // (D + 1)).float() / live, 0.0).log()
+        missing = T - 1 - key.shape[1]
+        tokens = torch.cat((root, token, root.expand(-1, missing)), 1)
+        parents = torch.cat((torch.zeros_like(root), parent, torch.zeros_like(root).expand(-1, missing)), 1)
+        scores = torch.cat((torch.zeros_like(share[:, :1]), share, torch.full_like(share[:, :1], -math.inf).expand(-1, missing)), 1)
+        return Tree(tokens, parents, *link(parents, D), scores)
+
+
+def build(request: Request) -> Rest:
+    """The store that --datastore names. Raises CheckpointError if there is none, it is damaged, or of another vocabulary."""
+    request.refuse(draft=request.draft, tree=request.tree)
+    if not request.flags["datastore"]:
+        raise CheckpointError("--speculate rest: name a store with --datastore; python -m drafters.rest build makes one")
+    folder = Path(request.flags["datastore"])
+    about = read_json(folder / "store.json")
+    own, vocab_size = about.get("vocab_size"), request.target.args.vocab_size
+    if own != vocab_size:
+        raise CheckpointError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
+    if request.tokenizer and about.get("tokenizer") != fingerprint(request.tokenizer):
+        raise CheckpointError(f"{folder}: made with another tokenizer than this target's; build it again")
+    count, dtype = about.get("tokens"), {"int32": torch.int32, "int64": torch.int64}.get(about.get("suffixes"))
+    arrays = []
+    for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
+        path = folder / f"{name}.bin"
+        if not isinstance(count, int) or count < 1 or kind is None or not path.is_file() or path.stat().st_size != count * kind.itemsize:
+            raise CheckpointError(f"{path}: missing or not of the size that store.json says; build the store again")
+        arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
+    try:
+        return Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
+    except ValueError as e:
+        raise CheckpointError(str(e)) from None
+
+
+# -- the store -----------------------------------------------------------------------------------------------------------
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart by the bytes their ids stand for."""
+    digest = hashlib.sha256()
+    for i in range(tokenizer.vocab_size):
+        digest.update(tokenizer.piece(i) + b"\0")
+    return digest.hexdigest()
+
+
+def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they are), else one text."""
+    if path.suffix not in (".jsonl", ".json"):
+        try:
+            yield tokenizer.encode(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError(f"{path}: cannot be read ({e})") from None
+        return
+    for where, row in read_rows(path):
+        if isinstance(row.get("ids"), list):
+            if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
+                raise CheckpointError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
+            yield row["ids"]
+        else:
+            yield from (tokenizer.encode(text) for text in spoken(where, row))
+
+
+def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) -> dict:
+    """Write a store of these files -> what store.json says. Raises CheckpointError, and leaves what was there, if it cannot."""
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        raise CheckpointError("building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort") from None
+    from checkpoint import read_config
+
+    vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
+    if tokenizer is None:
+        raise CheckpointError(f"{checkpoint}: has no tokenizer")
+    if out.exists() and not (force and (out / "store.json").is_file()):
+        raise CheckpointError(f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else ""))
+    parts, count = [], 0
+    with tqdm(unit="token", unit_scale=True, desc="reading") as bar:
+        for path in files:
+            for ids in texts(path, tokenizer):
+                if ids:
+                    parts.append(np.array([*ids, vocab_size], dtype=np.int32))  # the last id separates texts
+                    count += len(ids)
+                    bar.update(len(ids))
+    if not count:
+        raise CheckpointError(f"{', '.join(map(str, files))}: no text in there; a store needs some")
+    tokens = np.concatenate(parts)
+    print(f"sorting {len(tokens):,} suffixes ...", file=sys.stderr, flush=True)
+    suffixes = divsufsort(tokens, force64=len(tokens) >= 2**29)  # the library sorts four bytes a token
+    suffixes = suffixes.astype(np.int64 if len(tokens) >= 2**31 else np.int32)
+    about = {"vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "suffixes": str(suffixes.dtype)}
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        tokens.tofile(part / "tokens.bin")
+        suffixes.tofile(part / "suffixes.bin")
+        (part / "store.json").write_text(json.dumps(about, indent=1) + "\n")
+        if out.exists():
+            shutil.rmtree(out)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return about
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m drafters.rest build`. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
+    p = argparse.ArgumentParser(prog="python -m drafters.rest", description="Data stores for --speculate rest.")
+    b = p.add_subparsers(dest="what", required=True).add_parser("build", help="make a store of texts")
+    b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
+    b.add_argument("--out", required=True, help="folder of the store")
+    b.add_argument("--force", action="store_true", help="replace a store")
+    b.add_argument("files", nargs="+", help="text, or JSON lines: conversations, prompts, \"text\", or \"ids\" (training shards)")
+    o = p.parse_args(argv)
+
+    def run() -> None:
+        about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
+        print(f"wrote {o.out}: {about['tokens']:,} tokens")
+
+    return exit_status(run, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
