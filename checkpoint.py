@@ -1,11 +1,11 @@
 """Our checkpoint folder: what is in it, how it is read, how it is written.
 
-    DIR/config.json         format, kind ("target", "eagle" or "eagle3"), the fields of ModelArgs/HeadArgs, and for a target
+    DIR/config.json         format, kind ("target" or one of HEADS), the fields of ModelArgs/HeadArgs, and for a target
                             `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
                             (`quantization` in the config: its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, and tokenizer_config.json / chat_template.jinja
-    DIR/eagle3/, DIR/eagle/ heads of that target (EAGLE-3; EAGLE-1, which EAGLE-2 shares), same layout
+    DIR/eagle3/, DIR/eagle/, DIR/medusa/, DIR/hydra/  heads of that target (EAGLE-2 shares EAGLE-1's), same layout
 """
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from errors import CheckpointError
-from model import Eagle1Head, Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, inverse_frequencies
+from guessers import HydraHeads, MedusaHeads
+from model import Eagle1Head, Eagle3Head, Head, ModelArgs, Transformer, inverse_frequencies
 from quantized import replace_all
 
 FORMAT = 2
-HEADS = {"eagle": Eagle1Head, "eagle3": Eagle3Head}  # kind -> what it is built as
+HEADS = {"eagle": Eagle1Head, "eagle3": Eagle3Head, "medusa": MedusaHeads, "hydra": HydraHeads}  # kind -> what it is built as
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,7 +68,8 @@ def build(config: dict) -> Transformer | Head:
                 module = Transformer(ModelArgs.from_config(config))
             else:
                 config = {**config, "aux_layers": tuple(config.get("aux_layers", ()))}
-                module = HEADS[config["kind"]](HeadArgs.from_config(config))
+                head = HEADS[config["kind"]]
+                module = head(head.Args.from_config(config))
             if "quantization" in config:
                 replace_all(module, **config["quantization"])
             return module

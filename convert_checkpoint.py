@@ -1,4 +1,4 @@
-"""Convert a checkpoint to our folder format (see checkpoint.py), once: a target or an EAGLE head.
+"""Convert a checkpoint to our folder format (see checkpoint.py), once: a target or a draft head (EAGLE, Medusa, Hydra).
 
     python convert_checkpoint.py --checkpoint SOURCE --out DIR         a target
     python convert_checkpoint.py --checkpoint SOURCE --target DIR      a head of the converted target DIR
@@ -13,6 +13,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ def convert(
 ) -> Path:
     """Convert `source` into the folder `out` and return it. Targets and heads are told apart by their contents.
 
-    out: for a target by default `default_folder(source)`, for a head TARGET/eagle3 or, for an EAGLE-1/2 head, TARGET/eagle.
+    out: for a target by default `default_folder(source)`, for a head TARGET/KIND: eagle3, eagle (EAGLE-1/2), medusa or hydra.
     target: the converted folder of the model a head belongs to; needed for a head, since it is checked to fit.
     dtype: keep, bf16, fp16 or fp32; keep is what most of the source's numbers are stored in, bf16 if quantised.
     answers: for a head, what its files leave open.
@@ -67,6 +68,10 @@ def convert(
     if dtype not in ("keep", *OUTPUT_DTYPES):
         raise CheckpointError(f"dtype {dtype!r} is not one of keep, {', '.join(OUTPUT_DTYPES)}")
     kind = kind_of(opened)
+    if kind == "medusa" and target is None and any(name.startswith("model.layers.") for name in opened.tensors):
+        # A Medusa-2 model carries its heads; they are converted by the same command with --target.
+        kind = None
+        opened = replace(opened, tensors={n: t for n, t in opened.tensors.items() if not n.startswith("medusa_head.")})
     if kind and target is None:
         raise CheckpointError(f"{opened.path}: is a draft head and needs --target DIR, the converted model it is for")
     if kind:
@@ -155,7 +160,9 @@ def _plan_head(source: Source, target: Path, dtype: str, answers: Answers) -> tu
     check_head_fits(config, target_args, str(path))
     maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
     plan = _plan(path, config, names, tensors, dtype)
-    ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
+    ids = config.pop("draft_ids", None)
+    if ids is None:
+        ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
     entry = Entry(tuple(ids.shape), ids.dtype, lambda: iter((ids,)))
     return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
 
@@ -244,7 +251,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, 1 on bad input, 130 when interrupted (argparse exits with 2)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", required=True, metavar="SOURCE", help="a folder, org/name on the hub, or .gguf")
-    parser.add_argument("--out", metavar="DIR", help="default: checkpoints/NAME, for a head TARGET/eagle3 or /eagle")
+    parser.add_argument("--out", metavar="DIR", help="default: checkpoints/NAME, for a head TARGET/eagle3, /eagle, /medusa or /hydra")
     parser.add_argument("--target", metavar="DIR", help="for a head: the converted target it belongs to")
     parser.add_argument("--dtype", choices=("keep", *OUTPUT_DTYPES), default="keep", help="default: as stored")
     parser.add_argument("--aux-layers", metavar="I,J,K", help="for a head: the target layers whose inputs feed it")

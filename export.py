@@ -4,6 +4,7 @@
 
 sglang       EAGLE-3 and EAGLE-1 as the EAGLE repository publishes them; SGLang reads both, vLLM EAGLE-3 (and EAGLE-1 where
              `architectures` in config.json says LlamaForCausalLM instead)
+             Medusa heads as vLLM reads them; Hydra heads as their authors publish them
 speculators  EAGLE-3 as the speculators library writes it; vLLM reads it
 """
 from __future__ import annotations
@@ -20,12 +21,16 @@ from torch import Tensor
 
 from checkpoint import load_head, load_target, read_config
 from errors import CheckpointError, exit_status
-from model import Eagle1Head, Head
+from guessers import Guesser, MedusaHeads
+from model import Eagle1Head, Head, HeadArgs
 
 LAYOUTS = ("sglang", "speculators")
 # What our files say they are, by kind of head. For an EAGLE-1 head vLLM wants "LlamaForCausalLM" there, SGLang what we write;
 # the EAGLE repository does not look.
-ARCHITECTURES = {"eagle3": ("LlamaForCausalLMEagle3", "Eagle3Speculator"), "eagle": ("LlamaForCausalLMEagle",)}
+ARCHITECTURES = {
+    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3Speculator"), "eagle": ("LlamaForCausalLMEagle",), "medusa": ("MedusaModel",),
+    "hydra": ("HydraModel",),
+}
 
 
 def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
@@ -38,9 +43,16 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
         if layout != "sglang":
             raise CheckpointError("the speculators layout is for EAGLE-3 heads only; write --layout sglang")
         tensors, config = _eagle1(head)
+    elif isinstance(head, Guesser):
+        if layout != "sglang":
+            raise CheckpointError("the speculators layout is for EAGLE-3 heads only; write --layout sglang")
+        tensors, config = _guesser(head)
     else:
         tensors = _eagle3(head, "midlayer" if layout == "sglang" else "layers.0")
         config = _sglang_config(head) if layout == "sglang" else _speculators_config(head, target_config or {})
+    tensors = {
+        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous() for name, t in tensors.items()
+    }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Not save_file, which makes a file that only its owner can read.
@@ -51,45 +63,85 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
     return folder
 
 
-def _layer(head: Head, prefix: str, norms: dict[str, str]) -> dict[str, Tensor]:
-    """The one layer's weights, q/k/v and gate/up apart, under the names of a Hugging Face LLaMA."""
-    args, state = head.args, head.own_state()
+def _layer(args: HeadArgs, state: dict[str, Tensor], own: str, prefix: str, norms: dict[str, str]) -> dict[str, Tensor]:
+    """The weights of the layer `own` of a state dict, q/k/v and gate/up apart, under the names of a Hugging Face LLaMA; they are
+    taken out of `state`."""
     q, kv = args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim
     tensors = {}
     for kind in ("weight", "bias"):
-        if f"layer.wqkv.{kind}" in state:
-            for part, rows in zip("qkv", state[f"layer.wqkv.{kind}"].split((q, kv, kv))):
+        if f"{own}.wqkv.{kind}" in state:
+            for part, rows in zip("qkv", state.pop(f"{own}.wqkv.{kind}").split((q, kv, kv))):
                 tensors[f"{prefix}.self_attn.{part}_proj.{kind}"] = rows
-    for part, rows in zip(("gate", "up"), state["layer.mlp.w_gate_up.weight"].chunk(2)):
+    for part, rows in zip(("gate", "up"), state.pop(f"{own}.mlp.w_gate_up.weight").chunk(2)):
         tensors[f"{prefix}.mlp.{part}_proj.weight"] = rows
     names = {
         "wo": "self_attn.o_proj", "mlp.w_down": "mlp.down_proj", "mlp_norm": "post_attention_layernorm",
         "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", **norms,
     }
     for ours, theirs in names.items():
-        if f"layer.{ours}.weight" in state:
-            tensors[f"{prefix}.{theirs}.weight"] = state[f"layer.{ours}.weight"]
-    known = {f"layer.{name}" for name in ("wqkv.weight", "wqkv.bias", "mlp.w_gate_up.weight", *(f"{n}.weight" for n in names))}
+        if f"{own}.{ours}.weight" in state:
+            tensors[f"{prefix}.{theirs}.weight"] = state.pop(f"{own}.{ours}.weight")
+    return tensors
+
+
+def _eagle(head: Head, prefix: str, norms: dict[str, str]) -> dict[str, Tensor]:
+    """The layer and what is beside it."""
+    state = head.own_state()
+    tensors = _layer(head.args, state, "layer", prefix, norms)
     rest = {"embed.weight": "embed_tokens.weight"} | {n: n for n in ("fc.weight", "fc.bias", "norm.weight", "lm_head.weight")}
-    tensors |= {theirs: state[ours] for ours, theirs in rest.items() if ours in state}
-    left = sorted(state.keys() - known - rest.keys() - {"draft_ids"})
-    if left:
+    tensors |= {theirs: state.pop(ours) for ours, theirs in rest.items() if ours in state}
+    if left := sorted(state.keys() - {"draft_ids"}):
         raise CheckpointError(f"this head has weights that no layout written here has a place for: {', '.join(left)}")
-    return {name: t.detach().to("cpu", torch.bfloat16).contiguous() for name, t in tensors.items()}
+    return tensors
 
 
 def _eagle1(head: Eagle1Head) -> tuple[dict[str, Tensor], dict]:
     """EAGLE-1/2 (SafeAILab/EAGLE): no norm before the layer or behind it, the target's lm_head."""
     a = head.args
-    return _layer(head, "layers.0", {}), {
+    return _eagle(head, "layers.0", {}), {
         "architectures": [ARCHITECTURES["eagle"][0]], **_llama_config(head), "bias": a.fc_bias, "qkv_bias": a.qkv_bias,
     }
+
+
+def _guesser(head: Guesser) -> tuple[dict[str, Tensor], dict]:
+    """Medusa heads as vLLM has them, Hydra heads as their authors publish them; see `guess_layouts`."""
+    args, state, tensors = head.args, head.own_state(), {}
+    medusa = isinstance(head, MedusaHeads)
+    for k in range(args.guesses):
+        for i in range(args.blocks):
+            block = f"stacks.{k}.{min(i, len(head.stacks[k]) - 1)}"
+            for leaf in ("weight", "bias"):
+                theirs = f"blocks.{k}.layers.{i}" if medusa else f"hydra_mlp.{k}.{i}.linear"
+                tensors[f"{theirs}.{leaf}"] = state[f"{block}.linear.{leaf}"].clone()
+                if f"{block}.skip.{leaf}" in state:
+                    tensors[f"hydra_mlp.{k}.{i}.res_connection.{leaf}"] = state[f"{block}.skip.{leaf}"]
+        for leaf in ("weight", "bias"):
+            for ours in (f"lm_heads.{k}.{leaf}", f"lm_head.{leaf}"):
+                if ours in state:
+                    tensors[f"{'lm_heads' if medusa else 'hydra_lm_head'}.{k}.{leaf}"] = state[ours].clone()
+    if args.draft_vocab_size < args.vocab_size:
+        tensors["token_map"] = head.draft_ids.cpu()
+    if not medusa and args.prefix:
+        layer = "prefix_embeding_layer.layers.0"
+        tensors |= _layer(args, state, "prefix_layer", layer, {"attn_norm": "input_layernorm"})
+        tensors["prefix_embeding_layer.norm.weight"] = state["prefix_norm.weight"]
+    if medusa:
+        config = {
+            "model_type": "medusa", "num_heads": args.guesses, "num_hidden_layers": args.blocks, "hidden_size": args.hidden_size,
+            "vocab_size": args.vocab_size, "truncated_vocab_size": args.draft_vocab_size, "medusa_fc_bias": True,
+        }
+    else:
+        config = {
+            "hydra_num_heads": args.guesses, "hydra_num_layers": args.blocks, "hydra_head_arch": "prefix-mlp" if args.prefix else "mlp",
+            "grounded_heads": True, "hidden_state_offset": 0,
+        }
+    return tensors, {"architectures": [ARCHITECTURES["medusa" if medusa else "hydra"][0]], **config}
 
 
 def _eagle3(head: Head, prefix: str) -> dict[str, Tensor]:
     """`d2t` holds offsets (target id = draft id + d2t[draft id]), `t2d` marks the target ids in the draft vocabulary."""
     args, ids = head.args, head.draft_ids.cpu()
-    tensors = _layer(head, prefix, {"embed_norm": "input_layernorm", "feature_norm": "hidden_norm"})
+    tensors = _eagle(head, prefix, {"embed_norm": "input_layernorm", "feature_norm": "hidden_norm"})
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(args.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors

@@ -1,7 +1,7 @@
 """The layouts of draft heads: whose they are, how they name things, and what only their contents tell.
 
-EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM). Where sources contradict each other the
-file decides; where it cannot, the user is asked for a flag: see `Answers`.
+EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM); Medusa and Hydra are in `guess_layouts`.
+Where sources contradict each other the file decides; where it cannot, the user is asked for a flag: see `Answers`.
 """
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from checkpoint import CheckpointError
 from families import ATTENTION, DENSE, model_fields
+from guess_layouts import guess_kind, read_guess_layout
 from model import ModelArgs, eagle3_aux_layers
 from sources import Entry, Source
 
@@ -50,8 +51,8 @@ class Layout:
 
 
 def kind_of(source: Source) -> str | None:
-    """"eagle" or "eagle3" for a head, None for a target. Raises CheckpointError for heads of another kind."""
-    return _kind(source, _renamed(source))
+    """The kind of a head (a key of `checkpoint.HEADS`), None for a target. Raises CheckpointError for heads of another kind."""
+    return guess_kind(source) or _kind(source, _renamed(source))
 
 
 def _kind(source: Source, names) -> str | None:
@@ -59,8 +60,6 @@ def _kind(source: Source, names) -> str | None:
     given = config.get("speculators_model_type")
     if given is not None and given != "eagle3":
         raise CheckpointError(f"{source.path}: a speculators head of type {given!r} is not supported (only eagle3)")
-    if "medusa_num_heads" in config or any(n.startswith("medusa_head.") for n in names):
-        raise CheckpointError(f"{source.path}: Medusa heads are not supported")
     if given or config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in names:
         return "eagle3"
     return "eagle" if "fc.weight" in names else None
@@ -68,6 +67,8 @@ def _kind(source: Source, names) -> str | None:
 
 def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     """Everything about a head but its embedding, lm_head and vocabulary map, which need the target's weights to judge."""
+    if guess_kind(source):
+        return Layout(*read_guess_layout(source, target))
     tensors = _renamed(source)
     kind = _kind(source, tensors)
     given = _flat_config(source.config)

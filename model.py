@@ -482,6 +482,8 @@ class Head(nn.Module):
     What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
     """
 
+    Args = HeadArgs
+
     def __init__(self, args: HeadArgs):
         super().__init__()
         self.args = args

@@ -6,8 +6,9 @@
 
 1. Text. The target answers the prompts of a file (--prompts), its own user turns (--synthesize), or conversations are taken
    as they are (--conversations); all may be given. Shards go to WORK/data, and only the answers are learnt.
-2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840), or, with --kind eagle,
-   EAGLE-1/2 by feature regression (arXiv 2401.15077). After every epoch the real decoder drafts for held-out prompts.
+2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840); with --kind eagle EAGLE-1/2
+   by feature regression (arXiv 2401.15077); with --kind medusa or hydra those, distilled over the same tokens. After every
+   epoch the real decoder drafts for held-out prompts.
 3. --out is a Hugging Face folder with a model card that convert_checkpoint.py, SGLang and vLLM read.
 
 Every part goes on where it stopped, also after a kill. The same run on one process or many has the same gradients.
@@ -36,8 +37,8 @@ from training import corpus
 from training.card import write_card
 from training.collect import Collector
 from training.features import Features, StoredFeatures
-from training.new_head import Shape, new_head
-from training.objective import Eagle1Objective, Eagle3Objective
+from training.new_head import Shape, new_guesser, new_head
+from training.objective import Eagle1Objective, Eagle3Objective, GuessObjective
 from training.processes import Processes
 from training.trainer import SHORT, Plan, Trainer
 from training.validate import Validator, decoding_copy
@@ -70,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--checkpoint", required=True, help="converted target")
     p.add_argument("--out", required=True, help="folder for the head, in Hugging Face layout")
     p.add_argument("--work", help="text, state, log and curves (default: OUT-work)")
-    p.add_argument("--kind", choices=("eagle3", "eagle"), default="eagle3", help="EAGLE-3 (default) or EAGLE-1/2")
+    p.add_argument(
+        "--kind", choices=("eagle3", "eagle", "medusa", "hydra"), default="eagle3", help="EAGLE-3 (default), EAGLE-1/2, Medusa, Hydra"
+    )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the target; the head's weights are float32")
     p.add_argument("--seed", type=count, default=0)
@@ -91,7 +94,10 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--collect-only", action="store_true", help="stop when the text is written")
 
     g = p.add_argument_group("head")
-    g.add_argument("--draft-vocab", type=positive, default=8192, help="EAGLE-3: ids it drafts from, the most frequent (default 8192)")
+    g.add_argument("--draft-vocab", type=positive, default=8192, help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)")
+    g.add_argument("--guesses", type=positive, default=4, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
+    g.add_argument("--blocks", type=positive, default=1, metavar="N", help="Medusa, Hydra: residual blocks of each guess (default 1)")
+    g.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True, help="Hydra: with a layer of its own (Hydra++)")
     for name, what in (
         ("hidden-size", "width"), ("intermediate-size", "width of its MLP"), ("heads", "query heads"), ("kv-heads", "key/value heads"),
         ("head-dim", "size of a head"),
@@ -148,8 +154,10 @@ def check_options(o) -> None:
     for name in ("lr", "clip"):
         if not 0 < getattr(o, name) < 1e6:
             raise CheckpointError(f"--{name} {getattr(o, name)}: must be above 0")
-    if o.kind == "eagle" and o.layout != "sglang":
-        raise CheckpointError(f"--layout {o.layout}: an EAGLE-1 head has the sglang layout only")
+    if o.kind != "eagle3" and o.layout != "sglang":
+        raise CheckpointError(f"--layout {o.layout}: is for EAGLE-3 heads only")
+    if o.kind in ("medusa", "hydra") and any((o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)):
+        raise CheckpointError(f"--kind {o.kind}: has the target's width; leave out --hidden-size and the like")
     if o.short_epochs > o.epochs:
         raise CheckpointError(f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
     check_device(o.device)
@@ -237,6 +245,9 @@ def objective_for(o, target: Transformer, draft_ids: torch.Tensor):
     """The head to train and its loss."""
     shape = Shape(o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)
     try:
+        if o.kind in ("medusa", "hydra"):
+            guesser = new_guesser(target, o.kind, draft_ids, o.guesses, o.blocks, o.prefix and o.kind == "hydra", o.seed)
+            return GuessObjective(target, guesser, o.compile_loss)
         head = new_head(target, o.kind, draft_ids, shape, o.seed)
     except ValueError as e:
         raise CheckpointError(str(e)) from None
@@ -258,7 +269,7 @@ def run(o, processes: Processes, command: list[str]) -> None:
         raise CheckpointError("fewer than two different prompts with usable answers: one is held out, none is left to train on")
     data = corpus.describe(rows, target.args.vocab_size)
     draft_ids, covered = torch.arange(target.args.vocab_size), 1.0
-    if o.kind == "eagle3":
+    if o.kind != "eagle":
         size = min(o.draft_vocab, target.args.vocab_size)
         draft_ids, covered = corpus.draft_vocabulary(corpus.counts_of(rows), size, target.args.vocab_size)
     if processes.first:

@@ -25,6 +25,8 @@ METHODS: dict[str, Method | None] = {
     "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree"),
     "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree"),
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
+    "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once"),
+    "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
     "draft-model": Method("drafters.model", "a smaller model of the same vocabulary, named by --draft (SpS)"),
     "lookahead": Method("drafters.lookahead", "n-grams the target guesses ahead, in the same pass (lookahead decoding)", {
         "window": (7, "columns guessed side by side"), "level": (5, "tokens of an n-gram"), "guess-set": (7, "n-grams tried at a time"),

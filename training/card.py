@@ -14,12 +14,15 @@ def write_card(
     steps: int, log: list[dict], tree: str, seconds: float | None,
 ) -> None:
     """Write FOLDER/README.md. data: `training.corpus.describe`; log: the entries of the run; tree: of the validation."""
-    eagle3 = kind == "eagle3"
+    title, method, speculate = {
+        "eagle3": ("EAGLE-3 head", "training-time test", "eagle3"), "eagle": ("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2"),
+        "medusa": ("Medusa heads", "distillation", "medusa"), "hydra": ("Hydra heads", "distillation", "hydra"),
+    }[kind]
     own = sum(t.numel() for t in head.own_state().values() if t.is_floating_point()) / 1e6
     what = "embedding and lm_head are the target's"
-    if eagle3:
+    if kind != "eagle":
         what = f"draft vocabulary {head.args.draft_vocab_size:,} of {head.args.vocab_size:,} ids, {covered:.2%} of the answer tokens"
-    done = [f"{'training-time test' if eagle3 else 'feature regression'}, {steps} unrolled step{'s' * (steps > 1)}"]
+    done = [f"{method}, {steps} draft step{'s' * (steps > 1)}"]
     short = plan["short_epochs"]
     done += [f"{plan['epochs']} epochs" + (f", of which the first {short} unroll fewer steps" if short else "")]
     done += [f"{max(e['step'] for e in log) if log else 0:,} optimizer steps of at most {plan['batch_tokens']:,} tokens"]
@@ -27,14 +30,14 @@ def write_card(
     if seconds:  # else the run was interrupted
         done += [f"{seconds / 60:.0f} minutes"]
     lines = [
-        f"# {'EAGLE-3' if eagle3 else 'EAGLE-1/EAGLE-2'} head for {target['name']}", "",
+        f"# {title} for {target['name']}", "",
         f"{own:.1f} million weights of its own in bfloat16; {what}.", "",
         "## Text", "", *(f"    {line}" for line in report(data).splitlines()), "",
         "## Training", "", "; ".join(done) + ".", "", "```", f"{launch} train.py {shlex.join(command)}", "```", "",
         *_held_out([e for e in log if "held_out" in e], tree),
         "## Use", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET",
-        f"python generate.py --checkpoint TARGET --speculate {'eagle3' if eagle3 else 'eagle2'} --prompt ...", "```", "",
+        f"python generate.py --checkpoint TARGET --speculate {speculate} --prompt ...", "```", "",
         "TARGET is the converted target.", "",
     ]
     (folder / "README.md").write_text("\n".join(lines), encoding="utf-8")

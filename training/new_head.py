@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from guessers import GuessArgs, HydraHeads, MedusaHeads
 from model import Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, eagle3_aux_layers
 
 
@@ -64,6 +65,37 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.weight.device)
     head.use_target(target)  # frozen: not the head's own
+    return head
+
+
+def new_guesser(target: Transformer, kind: str, draft_ids: Tensor, guesses: int, blocks: int, prefix: bool, seed: int) -> Head:
+    """Medusa or Hydra heads in float32, with one lm_head for all, which starts as the target's rows; blocks pass their state on.
+
+    Hydra's layer (`prefix`) has the target's shape. Raises ValueError on a shape that cannot be.
+    """
+    a = target.args
+    args = GuessArgs(
+        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim, norm_eps=a.norm_eps,
+        rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len, draft_vocab_size=len(draft_ids),
+        target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks, prefix=prefix,
+    )
+    args.check()
+    torch.manual_seed(seed)
+    head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](args)
+    rows = target.embed.weight if target.lm_head is None else target.lm_head.weight
+    with torch.no_grad():
+        for name, p in head.named_parameters():
+            if p.ndim == 2:
+                torch.nn.init.normal_(p, std=0.02 if "prefix_layer" in name else 0.002)
+            elif name.endswith("bias"):
+                p.zero_()
+        for blocks_of in head.stacks:
+            if blocks_of[0].skip is not None:
+                blocks_of[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
+        head.lm_head.weight.copy_(rows[draft_ids].float().cpu())
+    head.draft_ids.copy_(draft_ids)
+    head = head.to(target.embed.weight.device)
+    head.use_target(target)
     return head
 
 

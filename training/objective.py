@@ -1,4 +1,4 @@
-"""What a head is trained to do: the losses of EAGLE-3 and EAGLE-1.
+"""What a head is trained to do: the losses of EAGLE-3, of Medusa and Hydra, and of EAGLE-1.
 
 Both are means over the predictions of a whole optimizer step, computed as weighted sums over its parts: the gradient is the
 same however a step is split into smaller batches or over processes.
@@ -6,6 +6,7 @@ same however a step is split into smaller batches or over processes.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiling import compile_whole
+from guessers import HydraHeads, MedusaHeads
 from model import Block, Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, rope_table
 from training.batches import Batch
 from tree import pick
@@ -120,6 +122,23 @@ def regressed(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
     return layer.finish(pick(x, at), drafted.attend(drafted.query)).flatten(0, 1)[batch.index]
 
 
+def guessed(head: MedusaHeads | HydraHeads, batch: Batch, state: Tensor, steps: int) -> Tensor:
+    """All guesses of Medusa or Hydra heads at once: normed states [B, T, H] -> what the lm_head reads [M, H]."""
+    at, tokens = batch.at, batch.tokens
+    if isinstance(head, MedusaHeads):
+        outputs = head.outputs(pick(state, at))[:steps]
+    else:
+        if head.prefix_layer is not None:
+            layer = head.prefix_layer
+            drafted = Drafted(layer, head.args, head.inv_freq, layer.attn_norm(state), at)
+            p = head.prefix_norm(layer.finish(pick(state, at), drafted.attend(drafted.query)))
+        else:
+            p = pick(state, at)
+        ahead = [tokens.gather(1, (at + 1 + i).clamp(max=tokens.shape[1] - 1)) for i in range(steps)]  # root, drafted, ...
+        outputs = [head.output(p, torch.stack(ahead[: i + 1], -1)) for i in range(steps)]
+    return torch.cat([x.flatten(0, 1) for x in outputs])[batch.index]
+
+
 class Objective:
     """A head, its loss on a batch, and what is written at the end.
 
@@ -178,24 +197,39 @@ class Objective:
         return self.head.twin(self.target, torch.float32)
 
 
-class Eagle3Objective(Objective):
-    """EAGLE-3 by training-time test."""
+class Distilled(Objective):
+    """Cross-entropy of a head's own lm_head with the target's distribution over the draft vocabulary."""
 
     decay = DECAY
 
-    def __init__(self, target: Transformer, head: Eagle3Head, steps: int, compiled: bool):
+    def __init__(self, target: Transformer, head: Head, steps: int, outputs: Callable, compiled: bool):
+        """outputs(head, batch, what it reads, steps): what the lm_head reads at every scored prediction [M, H]."""
         super().__init__(target, head, steps)
         rows = target.embed.weight if target.lm_head is None else target.lm_head.weight
         self.lm_rows = rows[head.draft_ids]
-        self.run = compile_whole(unrolled, dynamic=True) if compiled else unrolled
+        self.run = compile_whole(outputs, dynamic=True) if compiled else outputs
+
+    def reads(self, said: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """What the head reads of what the target says."""
+        raise NotImplementedError
 
     def loss(self, batch, said, scored, seeds):
-        features, state, greedy = said
+        _, state, greedy = said
         with self.autocast():
-            x = self.run(self.head, batch, (features / self.scale).to(features.dtype), len(batch.scored))
+            x = self.run(self.head, batch, self.reads(said), len(batch.scored))
         teacher = F.linear(self.following(batch, state), self.lm_rows)
         loss, choices = SoftCrossEntropy.apply(x, self.head.lm_head.weight, teacher, batch.shifted, self.weights(batch, scored))
         return loss, self.hits(batch, self.head.draft_ids[choices], greedy)
+
+
+class Eagle3Objective(Distilled):
+    """EAGLE-3 by training-time test."""
+
+    def __init__(self, target: Transformer, head: Eagle3Head, steps: int, compiled: bool):
+        super().__init__(target, head, steps, unrolled, compiled)
+
+    def reads(self, said):
+        return (said[0] / self.scale).to(said[0].dtype)
 
     def learn_scale(self, features, state, real) -> None:
         """Root mean square of every feature [F].
@@ -212,6 +246,20 @@ class Eagle3Objective(Objective):
         head = super().trained()
         head.fc.weight.data /= self.scale
         return head
+
+
+class GuessObjective(Distilled):
+    """Medusa and Hydra: step i is guess i."""
+
+    def __init__(self, target: Transformer, head: MedusaHeads | HydraHeads, compiled: bool):
+        super().__init__(target, head, head.args.guesses, guessed, compiled)
+        self.aux_layers = ()
+
+    def reads(self, said):
+        return said[1]
+
+    def learn_scale(self, features, state, real) -> None:
+        """None: what is read has been normed."""
 
 
 class Eagle1Objective(Objective):

@@ -6,11 +6,15 @@ import copy
 import torch
 
 from decoder import Decoder, Sampling
+from drafters.base import Drafter
 from drafters.eagle import Eagle
+from drafters.hydra import Hydra
+from drafters.medusa import Medusa
+from guessers import HydraHeads, MedusaHeads
 from kernels import load as load_kernels
 from model import Head, Transformer
 from packed import pack
-from tree import TreeShape
+from tree import TreeShape, likely_tree
 
 
 def decoding_copy(target: Transformer, say) -> Transformer:
@@ -24,15 +28,23 @@ def decoding_copy(target: Transformer, say) -> Transformer:
     return twin
 
 
+def drafter_of(head: Head, shape: TreeShape) -> Drafter:
+    """A drafter for any head, on a tree of this size as far as its vocabulary and its depth allow."""
+    if isinstance(head, (MedusaHeads, HydraHeads)):
+        tree = likely_tree(shape.nodes, head.args.guesses)
+        return (Medusa if isinstance(head, MedusaHeads) else Hydra)(head, tree)
+    width = min(shape.width, head.args.draft_vocab_size)
+    nodes = min(shape.nodes, width + shape.depth * width**2 + 1)
+    return Eagle(head, TreeShape(nodes, shape.depth, width))
+
+
 @torch.no_grad()
 def acceptance(
     target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape, tokens: int
 ) -> float | None:
     """Mean tokens emitted per step, greedily, over prompts (lists of ids), the prompt's own pass left out; None if every answer
-    ended with its first token. The tree is cut to what the head's vocabulary can fill."""
-    width = min(shape.width, head.args.draft_vocab_size)
-    nodes = min(shape.nodes, width + shape.depth * width**2 + 1)
-    drafter = Eagle(head, TreeShape(nodes, shape.depth, width))
+    ended with its first token."""
+    drafter = drafter_of(head, shape)
     batch, longest = min(16, len(prompts)), max(map(len, prompts)) + tokens
     decoder = Decoder(target, drafter, batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=False)
     lengths = [n for o in decoder.generate(prompts, Sampling(tokens)) for n in o.accept_lengths]

@@ -1,0 +1,73 @@
+"""Drafting with Medusa heads (Cai et al., arXiv 2401.10774): all levels of a static tree from one state of the target.
+
+Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from checkpoint import load_head
+from drafters.base import Drafter, Request, StaticTree
+from errors import CheckpointError
+from guessers import MedusaHeads
+from tree import PathTree, Tree, likely_tree, pick
+
+
+class Medusa(Drafter):
+    """coupled: rank the candidates with the target's own noise (see `growing.Growing`). Raises ValueError on a tree that is deeper
+    than there are heads, or wider than their vocabulary."""
+
+    passes = 1
+
+    def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
+        super().__init__(shape)
+        levels = shape.window - 1
+        if levels > head.args.guesses:
+            raise ValueError(f"tree: {levels} levels, and {head.args.guesses} Medusa heads")
+        if shape.width > head.args.draft_vocab_size:
+            raise ValueError(f"tree: width {shape.width} exceeds the heads' vocabulary of {head.args.draft_vocab_size}")
+        self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
+        self.static = StaticTree(shape)
+        self.register_buffer("level", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
+        self.register_buffer("rank", torch.tensor([path[-1] for path in shape.paths]), persistent=False)
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.to(device)
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        levels = self.shape.window - 1
+        z = self.head.fuse(pick(state.features, (state.n_new - 1).clamp(min=0)[:, None])[:, 0])
+        logits = self.head.logits(z)[:, :levels]  # [B, levels, Vd]
+        if noise is not None and self.coupled:
+            logits = logits + noise[:, :levels, self.head.draft_ids]
+        top, index = logits.topk(self.shape.width, dim=-1)
+        given = (top - logits.logsumexp(-1, keepdim=True))[:, self.level, self.rank]
+        tokens = self.head.draft_ids[index][:, self.level, self.rank]
+        root = state.root()[:, None]
+        return self.static.of(torch.cat((root, tokens), 1), torch.cat((torch.zeros_like(given[:, :1]), given), 1))
+
+
+def build(request: Request) -> Medusa:
+    """The heads in CHECKPOINT/medusa, or where --draft says, on a static tree: --tree FILE, or as many nodes as the default tree has.
+
+    Raises CheckpointError if there are none, or they or the tree do not fit.
+    """
+    folder = request.draft or request.checkpoint / "medusa"
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no Medusa heads there; convert some into it, or name them with --draft")
+    head = load_head(folder, request.target, "medusa")
+    request.prepare(head)
+    try:
+        return Medusa(head, static_tree(request, head.args.guesses), request.coupled)
+    except ValueError as e:
+        raise CheckpointError(str(e)) from None
+
+
+def static_tree(request: Request, levels: int) -> PathTree:
+    """The tree asked for, or one of the default's size. Raises CheckpointError on one that is no list of paths."""
+    if request.tree is None:
+        return likely_tree(request.default_tree.nodes, levels)
+    if not isinstance(request.tree, PathTree):
+        raise CheckpointError(f"--speculate {request.method}: takes a static tree: --tree FILE, a JSON list of paths of ranks")
+    return request.tree
