@@ -19,11 +19,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from accepting import residual, typical
 from compiling import Captured, Whole
 from drafters.base import Drafter
 from model import KVCache, Transformer, cache_bytes, run_layers
 from sampling import gumbel, restrict, seed_keys
-from tree import Tree, accept, pick, visible_slots
+from tree import Tree, accept, deepest, pick, visible_slots
 
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
 
@@ -120,11 +121,32 @@ class State(nn.Module):
         self.n_new.copy_(torch.where(where, count, self.n_new))
 
 
-def choose(logits: Tensor, state: State, noise: Tensor | None, restricted: bool) -> Tensor:
-    """The target's token at every row: argmax of logits [B, T, V] (restricted to top-k/top-p) plus noise [B, T, V]."""
-    if restricted:
-        logits = restrict(logits, state.temperature, state.top_k, state.top_p)
+def limit(logits: Tensor, state: State, restricted: bool) -> Tensor:
+    """Logits [B, T, V], where a request restricts them to top-k or top-p the others at -inf."""
+    return restrict(logits, state.temperature, state.top_k, state.top_p) if restricted else logits
+
+
+def draw(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """The target's token at every row: argmax of logits [B, T, V] plus noise [B, T, V]."""
     return (logits if noise is None else logits + noise).argmax(-1)
+
+
+def accept_otherwise(
+    tree: Tree, logits: Tensor, noise: Tensor, chosen: Tensor, state: State, rule: str, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By another rule than equality (see `accepting`) where the temperature is above 0: (path [B, W], count [B], tokens [B, W])."""
+    warm = (state.temperature > 0)[:, None]
+    agrees, likely = tree.tokens == chosen.gather(1, tree.parent), None
+    if rule == "typical":
+        passed, likely = typical(tree, logits, state.temperature)
+    else:
+        passed, drawn = residual(tree, logits, noise, state.temperature, state.key, state.length)
+        chosen = torch.where(warm, drawn, chosen)
+    path, count = deepest(tree, torch.where(warm, passed, agrees), window, likely)
+    # What was accepted is not what was drawn: the path's own tokens, and behind them what is drawn at its end.
+    ahead = tree.tokens.gather(1, F.pad(path[:, 1:], (0, 1)))
+    accepted = torch.arange(window, device=path.device) < count[:, None] - 1
+    return path, count, torch.where(accepted, ahead, chosen.gather(1, path))
 
 
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
@@ -159,14 +181,19 @@ def step(
         drafter.hear(state, target.logits(x[:, -drafter.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
     # Nodes of one depth stand at one position and share its noise.
-    chosen = choose(target.logits(x), state, None if noise is None else pick(noise, tree.depth), restricted)
+    logits, shift = limit(target.logits(x), state, restricted), None if noise is None else pick(noise, tree.depth)
+    chosen = draw(logits, shift)
 
-    path, count = accept(tree, chosen, window)
+    if noisy and drafter.rule != "equal":
+        path, count, tokens = accept_otherwise(tree, logits, shift, chosen, state, drafter.rule, window)
+    else:
+        path, count = accept(tree, chosen, window)
+        tokens = chosen.gather(1, path)
     if drafter.shape.nodes > 1:  # the root, the only node of plain decoding, is where it belongs already
         source, goal = state.length[:, None] + path, own[:, :1] + torch.arange(window, device=slots.device)
         target.move(caches, source, goal)
     moving = ~state.done
-    count = state.emit(chosen.gather(1, path), count)
+    count = state.emit(tokens, count)
     state.hand_over(None if features is None else pick(features, path), count, moving)
     return tree, path
 
@@ -189,7 +216,7 @@ def prefill(
     ends = state.reading & (last < chunk.shape[0])
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if noisy else None
-    chosen = choose(target.logits(pick(x, row)), state, noise, restricted)
+    chosen = draw(limit(target.logits(pick(x, row)), state, restricted), noise)
     state.reading.logical_and_(~ends)
     count = state.emit(chosen, ends.long())
     state.hand_over(None if features is None else pick(features, row), count, ends)

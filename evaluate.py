@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from accepting import RULES
 from checkpoint import identity
 from decoder import Sampling
 from drafters import METHODS, add_flags, given_flags, known
@@ -35,7 +36,7 @@ from errors import CheckpointError
 from evaluation import pictures
 from evaluation.lossless import Judge
 from evaluation.runs import Answer, Book, ask, digest, read_sets, rounds
-from evaluation.table import PLAIN, as_csv, markdown, summarise
+from evaluation.table import PLAIN, as_csv, bound_to_be_plain, label, markdown, summarise
 from model import run_layers
 from sampling import seed_of
 from text import TextDecoder, load, read_tree
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]", help=f"of {all_methods}; plain decoding always runs")
     p.add_argument("--draft", action="append", default=[], metavar="[METHOD=]DIR", help="head or draft model; may be repeated")
     p.add_argument("--tree", action="append", default=[], metavar="[METHOD=]SPEC", help="as for generate.py; may be repeated")
+    p.add_argument("--accept", action="append", default=[], metavar="[METHOD=]RULE", help="equal, typical or residual; may be repeated")
     add_flags(p)
     p.add_argument("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
     p.add_argument("--limit", type=int, help="only the first so many of every set")
@@ -101,7 +103,11 @@ def by_method(option: str, values: list[str], methods: list[str]) -> dict[str, s
 
 def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
     """Plain decoding and every method, sharing one target."""
-    drafts, trees, flags = by_method("--draft", o.draft, methods), by_method("--tree", o.tree, methods), given_flags(o, methods)
+    drafts, trees, rules = (by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree", "accept"))
+    flags = given_flags(o, methods)
+    for name, rule in rules.items():
+        if rule not in RULES:
+            raise CheckpointError(f"--accept {name}={rule}: choose from {', '.join(RULES)}")
     shared = {
         "device": o.device, "dtype": o.dtype, "max_seq_len": o.max_seq_len, "compile": o.compile, "kernels": o.kernels, "say": say,
     }
@@ -110,8 +116,11 @@ def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
         raise CheckpointError(f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them")
     for name in methods:
         if name != PLAIN:
-            tree = read_tree(trees.get(name))
-            models[name] = load(o.checkpoint, name, draft=drafts.get(name), tree=tree, flags=flags[name], beside=models[PLAIN], **shared)
+            rule = rules.get(name, "equal")
+            models[label(name, rule)] = load(
+                o.checkpoint, name, draft=drafts.get(name), tree=read_tree(trees.get(name)), flags=flags[name], accept=rule,
+                beside=models[PLAIN], **shared,
+            )
     return models
 
 
@@ -121,11 +130,11 @@ class Evaluation:
     def __init__(self, o, models: dict[str, TextDecoder], sets: dict[str, list[dict]], book: Book):
         self.o, self.models, self.sets, self.book, self.out = o, models, sets, book, Path(o.out)
         self.temperatures = numbers(o.temperature)
-        flags = given_flags(o, [*models])
+        flags = given_flags(o, [name.partition("+")[0] for name in models])
         self.who = {}  # of every method, what tells its answers and times from another's
         for name, model in models.items():
             drafter = model.decoder.drafter
-            self.who[name] = f"{identity(model.decoder.target)} {identity(drafter)} {drafter.shape} {flags[name]}"
+            self.who[name] = f"{identity(model.decoder.target)} {identity(drafter)} {drafter.shape} {flags[name.partition('+')[0]]}"
         target = models[PLAIN].decoder.target
         on_kernels = target.run_layers is not run_layers
         self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), on_kernels)
@@ -188,7 +197,7 @@ class Evaluation:
         differences = []
         for a in answers:
             base = plain.get((a.set, a.question, PLAIN, a.temperature))
-            if a.method != PLAIN and base and (found := self.judge.difference(base, a)):
+            if a.method != PLAIN and base and bound_to_be_plain(a.method, a.temperature) and (found := self.judge.difference(base, a)):
                 differences.append(found)
         rows = summarise(answers, [*self.sets], differences)
         if not rows:

@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tree-nodes", type=int, help="nodes of the draft tree, root included (default 12 on CPU, 60 on CUDA)")
     add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 7 on CUDA)")
     add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
+    add("--accept", choices=("equal", "typical", "residual"), default="equal",
+        help="sampling: equal (default) gives plain decoding's text; typical is Medusa's and LOSSY; residual, for draft-model, draws anew")
     add("--coupled", action=argparse.BooleanOptionalAction, default=True, help="draft with the target's sampling noise")
     add(
         "--draft-int8", action=argparse.BooleanOptionalAction, default=True,
@@ -186,7 +188,7 @@ def load_model(o, batch: int, prompts: list):
     model = load(
         checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, draft_int8=o.draft_int8, device=device, dtype=o.dtype,
         batch=batch, max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels,
-        tune_on=[p for p in prompts if isinstance(p, list)], say=note, flags=given_flags(o, [o.speculate])[o.speculate],
+        tune_on=[p for p in prompts if isinstance(p, list)], say=note, flags=given_flags(o, [o.speculate])[o.speculate], accept=o.accept,
     )
     decoder = model.decoder
     note(
@@ -280,7 +282,7 @@ def decode_all(o, model, plain, prompts: list, samplings: list, batch: int) -> i
         else:
             note(statistics(results, model.decoder))
             if others[0]:
-                note(comparison(results, others))
+                note(comparison(results, others, o.accept if o.temperature > 0 else "equal"))
         if trace:
             trace.save(o.trace, results[0])
         if interrupted:
@@ -288,14 +290,18 @@ def decode_all(o, model, plain, prompts: list, samplings: list, batch: int) -> i
     return 0
 
 
-def comparison(results: list, others: list) -> str:
-    """One line: plain decoding's speed, the speedup over it, whether the texts are equal."""
+def comparison(results: list, others: list, rule: str) -> str:
+    """One line: plain decoding's speed, the speedup over it, whether the texts are equal, or why they need not be."""
     from report import speedup
 
     equal = sum(a.ids == b.ids for a, b in zip(results, others))
     rate = [sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, others)]
     ratio = speedup(results[0], others[0]) if len(results) == 1 else rate[0] / max(rate[1], 1e-9)
-    verdict = "yes" if equal == len(results) else f"{equal} of {len(results)}; {first_difference(results, others)}"
+    verdict = "yes" if equal == len(results) else f"{equal} of {len(results)}; "
+    if equal < len(results) and rule != "equal":
+        verdict += {"typical": "typical acceptance is LOSSY", "residual": "residual acceptance draws with other random numbers"}[rule]
+    elif equal < len(results):
+        verdict += first_difference(results, others)
     return f"plain: {rate[1]:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: {verdict}"
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from accepting import LOSSY
 from decoder import Decoder
 from errors import CheckpointError
 from text import Job, Piece, Result
@@ -81,6 +82,8 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
         f" then {max(tokens - len(results), 0) / seconds if seconds else 0:.1f} tok/s ({seconds:.2f} s)"
     ]
     lines[0] += f"; {', '.join(sorted({r.finish for r in results}))}"
+    if decoder.drafter.rule in LOSSY and bool((decoder.state.temperature > 0).any()):
+        lines.append(f"{decoder.drafter.rule} acceptance: LOSSY, this text is not distributed as the target's")
     memory = f"peak memory {peak_memory(decoder.device) / 1e9:.2f} GB"
     if not lengths:
         lines.append(f"no step was needed; {memory}")

@@ -137,12 +137,12 @@ def load(
     checkpoint: str | Path, speculate: str = "none", *, draft: str | Path | None = None, tree: TreeShape | PathTree | str | None = None,
     coupled: bool = True, draft_int8: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1,
     max_seq_len: int | None = None, compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
-    say: Callable[[str], None] | None = None, beside: TextDecoder | None = None, flags: dict | None = None,
+    say: Callable[[str], None] | None = None, beside: TextDecoder | None = None, flags: dict | None = None, accept: str = "equal",
 ) -> TextDecoder:
     """Load a converted target and what drafts for it, one of `drafters.METHODS`.
 
     draft: the head's folder (default CHECKPOINT/eagle or CHECKPOINT/eagle3), or that of a draft model. flags: of the method's own
-    (see METHODS), the defaults if None. tree: a `TreeShape`, drafted
+    (see METHODS), the defaults if None. accept: one of `accepting.RULES`; all but "typical" are lossless. tree: a `TreeShape`, drafted
     dynamically, a `PathTree`, static, or "auto", measured once (see tune.py); None takes EAGLE-1's static tree for
     "eagle", else `default_tree`. draft_int8: on our kernels, a bfloat16 head is quantised as it is loaded; it is read several
     times a step, and drafts as well. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
@@ -191,7 +191,7 @@ def load(
     if not beside:
         prepare(target)
     drafter = build(Request(
-        speculate, Path(checkpoint), target, tokenizer, Path(draft) if draft else None, tree, default_tree(device), coupled,
+        speculate, Path(checkpoint), target, tokenizer, Path(draft) if draft else None, tree, default_tree(device), coupled, accept,
         flags or {flag: default for flag, (default, _) in (METHODS[speculate].flags if METHODS[speculate] else {}).items()},
         prepare, choose_tree,
     ))

@@ -219,6 +219,7 @@ class Tree(NamedTuple):
     depth: Tensor  # [B, T] root 0
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     scores: Tensor | None = None  # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none
+    proposal: Tensor | None = None  # [B, T-1, V] of a chain drawn at random: the distribution each node but the root was drawn from
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -320,11 +321,19 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
     emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root. Because proposals are
     a deterministic set this is exactly sampling from the target (the reference's try-reject-renormalise loop with q=1).
     """
-    B, T = tree.tokens.shape
-    nodes = torch.arange(T, device=chosen.device)
-    agrees = (tree.tokens == chosen.gather(1, tree.parent)) | (nodes == 0)
-    accepted = ~(tree.ancestors & ~agrees[:, None]).any(-1)
-    at_depth = tree.depth[:, None] == torch.arange(window, device=chosen.device)[:, None]  # [B, W, T]
-    deepest = torch.where(accepted, tree.depth, -1).argmax(-1, keepdim=True)  # [B, 1]
-    taken = pick(tree.ancestors, deepest) & at_depth  # [B, W, T]
-    return torch.where(taken, nodes, 0).sum(-1), tree.depth.gather(1, deepest)[:, 0] + 1
+    return deepest(tree, tree.tokens == chosen.gather(1, tree.parent), window)
+
+
+def deepest(tree: Tree, agrees: Tensor, window: int, likely: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`accept` where `agrees` [B, T] says which nodes go on from their parents. Of several paths as deep the one to the most
+    `likely` [B, T] node is taken, else to the first."""
+    nodes = torch.arange(tree.tokens.shape[1], device=agrees.device)
+    accepted = ~(tree.ancestors & ~(agrees | (nodes == 0))[:, None]).any(-1)
+    at_depth = tree.depth[:, None] == torch.arange(window, device=agrees.device)[:, None]  # [B, W, T]
+    depth = torch.where(accepted, tree.depth, -1)
+    if likely is not None:
+        last = torch.where(depth == depth.amax(-1, keepdim=True), likely, float("-inf")).argmax(-1, keepdim=True)
+    else:
+        last = depth.argmax(-1, keepdim=True)  # [B, 1]
+    taken = pick(tree.ancestors, last) & at_depth  # [B, W, T]
+    return torch.where(taken, nodes, 0).sum(-1), tree.depth.gather(1, last)[:, 0] + 1

@@ -48,7 +48,15 @@ def known(name: str) -> str:
 def build(request):
     """The drafter of a `base.Request`, or None for plain decoding. Raises CheckpointError, one line, if it cannot be."""
     method = METHODS[known(request.method)]
-    return importlib.import_module(method.module).build(request) if method else None
+    if method is None:
+        if request.rule != "equal":
+            raise CheckpointError(f"--accept {request.rule}: plain decoding drafts nothing to accept")
+        return None
+    if request.rule == "residual" and request.method != "draft-model":
+        raise CheckpointError("--accept residual: is for --speculate draft-model, which can draw its proposals at random")
+    drafter = importlib.import_module(method.module).build(request)
+    drafter.rule = request.rule
+    return drafter
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,8 @@ class Request:
     """What a drafter is built from: the method's name, the checkpoint and its loaded target, and what the user asked for.
 
     draft: what --draft names, None if nothing. tree: None where none is asked for. flags: the method's own, all of them.
-    prepare(*models): puts models on the kernels, where there are any; `choose_tree(head, folder)` is --tree auto.
+    rule: how its nodes are accepted, one of `accepting.RULES`. prepare(*models): puts models on the kernels, where there are
+    any; `choose_tree(head, folder)` is --tree auto.
     """
 
     method: str
@@ -32,6 +33,7 @@ class Request:
     tree: TreeShape | PathTree | str | None
     default_tree: TreeShape
     coupled: bool
+    rule: str
     flags: dict
     prepare: Callable[..., None]
     choose_tree: Callable[[nn.Module, Path], TreeShape]
@@ -77,6 +79,7 @@ class Drafter(nn.Module):
     """
 
     riders = heard = 0
+    rule = "equal"  # which of `accepting.RULES` its nodes are accepted by
     aux_layers: tuple[int, ...] = ()
     passes = 0
     cached: tuple[ModelArgs, ...] = ()

@@ -34,10 +34,15 @@ class Growing(Drafter):
         last = self._catch_up(state, slots)
         return self.grow(last, state, slots, self._draft_noise(noise), self.shape).prune(state.root())
 
-    def grow(self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape) -> Growth:
-        """All candidates below the root, from the catch-up's last output [B, 1, H]; draft noise [B, W, Vd] or None."""
+    def grow(
+        self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape, said: list[Tensor] | None = None
+    ) -> Growth:
+        """All candidates below the root, from the catch-up's last output [B, 1, H]; draft noise [B, W, Vd] or None.
+
+        said: takes the logits [B, R, Vd] of every level.
+        """
         k, base = shape.width, state.length + self.ahead
-        scores, tokens = self._best(last, noise, 0, k)
+        scores, tokens = self._best(last, noise, 0, k, said)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
         row_slots = base[:, None] + torch.arange(k, device=slots.device)
@@ -47,12 +52,14 @@ class Growing(Drafter):
             positions = (base + level)[:, None].expand(-1, k)
             visible = visible_slots(slots, base, grown.beam_sees)
             feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
-            grown.extend(*self._best(feature, noise, level + 1, k))
+            grown.extend(*self._best(feature, noise, level + 1, k, said))
         return grown
 
-    def _best(self, h: Tensor, noise: Tensor | None, step: int, k: int) -> tuple[Tensor, Tensor]:
+    def _best(self, h: Tensor, noise: Tensor | None, step: int, k: int, said: list[Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """The k likeliest next tokens after rows h [B, R, H]: log-probabilities and target ids, both [B, R, k]."""
         logits = self._logits(h)
+        if said is not None:
+            said.append(logits)
         if noise is not None:
             logits = logits + noise[:, step, None]
         top, index = logits.topk(k, dim=-1)

@@ -9,13 +9,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from accepting import PROPOSING, stream
 from checkpoint import load_target, read_config
 from drafters.base import Request
 from drafters.growing import Growing
 from errors import CheckpointError
 from model import KVCache, Transformer
+from sampling import gumbel
 from tokenizer import Tokenizer
-from tree import PathTree, TreeShape, pick
+from tree import PathTree, Tree, TreeShape, pick
 
 
 class DraftModel(Growing):
@@ -23,9 +25,12 @@ class DraftModel(Growing):
 
     ahead = 1
 
-    def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True):
+    def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True, rule: str = "equal"):
+        """rule "residual": proposals are drawn at random, as the papers have it; the tree must be a chain (else ValueError)."""
         super().__init__(shape, model.args.vocab_size, coupled)
-        self.model = model
+        if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
+            raise ValueError(f"accepting by residuals needs a chain, such as --tree 6,4,1, not {shape.nodes},{shape.depth},{shape.width}")
+        self.model, self.rule = model, rule
         self.cached = (model.args,) * model.args.num_layers
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -34,6 +39,17 @@ class DraftModel(Growing):
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        if noise is None or self.rule != "residual":
+            return super().propose(state, slots, noise)
+        temperature = state.temperature[:, None, None]
+        positions = state.length[:, None] + 1 + torch.arange(self.shape.window - 1, device=slots.device)
+        own = temperature * gumbel(stream(state.key, PROPOSING), positions, self.model.args.vocab_size)
+        said: list[Tensor] = []
+        h = self._catch_up(state, slots)
+        grown = self.grow(h, state, slots, own, self.shape, said)
+        return grown.prune(state.root())._replace(proposal=(torch.cat(said, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
         """W rows that end with the root, of which the last n_new are real: committed by the last step, and never read as such."""
@@ -69,6 +85,7 @@ def build(request: Request) -> DraftModel:
         )
     request.prepare(model)
     try:
-        return DraftModel(model, request.tree or request.default_tree, request.coupled)
+        tree = request.tree or (TreeShape(6, 4, 1) if request.rule == "residual" else request.default_tree)
+        return DraftModel(model, tree, request.coupled, request.rule)
     except ValueError as e:
         raise CheckpointError(str(e)) from None

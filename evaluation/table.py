@@ -6,17 +6,29 @@ import io
 import statistics
 from collections.abc import Iterable
 
+from accepting import LOSSY
 from evaluation.lossless import Difference
 from evaluation.runs import Answer
 
 PLAIN = "none"
 
 
+def label(method: str, rule: str) -> str:
+    """What a method is called that accepts by this rule (see `accepting`)."""
+    return method if rule == "equal" else f"{method}+{rule}"
+
+
+def bound_to_be_plain(method: str, temperature: float) -> bool:
+    """Whether the texts of a method so called must be those of plain decoding."""
+    return "+" not in method or temperature == 0
+
+
 def summarise(answers: Iterable[Answer], sets: list[str], differences: list[Difference]) -> list[dict]:
     """A row per temperature, method and set, and a row `mean` over the sets that are there.
 
     `speedup`: median over the questions of (tokens per second / those of plain decoding); `speedup_total`: of whole sets;
-    `tau`: tokens per step; `equal` of `questions` texts are those of plain decoding; `ties` and `errors`: what the others are.
+    `tau`: tokens per step; `equal` of `questions` texts are those of plain decoding; `ties` and `errors`: what the others are; all
+    three None where the texts need not be.
     """
     found = {a.key: a for a in answers}
     rows = []
@@ -49,13 +61,17 @@ def _row(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> d
         "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed) if timed else 0.0,
         "speedup_total": tokens / seconds / plain_rate if timed else 0.0,
         "tau": sum(lengths) / len(lengths) if lengths else 0.0,
-        "equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine), "errors": sum(not d.tie for d in mine),
+        **(
+            {"equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine), "errors": sum(not d.tie for d in mine)}
+            if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature) else {"equal": None, "ties": None, "errors": None}
+        ),
     }
 
 
 def _mean(rows: list[dict]) -> dict:
     means = {name: statistics.fmean(row[name] for row in rows) for name in ("tokens_per_second", "speedup", "speedup_total", "tau")}
-    return means | {name: sum(row[name] for row in rows) for name in ("questions", "equal", "ties", "errors")}
+    counted = ("questions", "equal", "ties", "errors")
+    return means | {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in counted}
 
 
 def markdown(rows: list[dict], sets: list[str]) -> str:
@@ -71,7 +87,11 @@ def markdown(rows: list[dict], sets: list[str]) -> str:
             by_set = {row["set"]: row for row in mine if row["method"] == method}
             cells = [f"{by_set[n]['speedup']:.2f}× | {by_set[n]['tau']:.2f}" if n in by_set else " | " for n in shown]
             total = by_set["mean"]
-            cells += [f"{total['equal']}/{total['questions']}", str(total["ties"]), str(total["errors"])]
+            if total["equal"] is None:
+                lossy = method.rpartition("+")[2] in LOSSY
+                cells += ["LOSSY" if lossy else "other draws", "", ""]
+            else:
+                cells += [f"{total['equal']}/{total['questions']}", str(total["ties"]), str(total["errors"])]
             lines.append("| " + " | ".join(["plain" if method == PLAIN else method, *cells]) + " |")
         lines.append("")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from test_decoder import check_distribution
 
 import generate
 from decoder import Decoder, Sampling
@@ -52,6 +53,30 @@ def test_the_target_itself_is_never_wrong(models, temperature):
         assert set(lengths[:-1]) == {CHAIN.window}
 
 
+def test_residual_acceptance_has_the_targets_distribution(models):
+    """As coupled drafting has; with a draft model that is wrong often, and one that never is."""
+    target, _ = models
+    draft = smaller(target)
+    decoder = Decoder(target, DraftModel(draft, TreeShape(3, 1, 1), rule="residual"), batch=256, max_seq_len=64, compile=False)
+    check_distribution(target, decoder)
+    check_distribution(target, Decoder(target, DraftModel(draft, CHAIN), batch=256, max_seq_len=64, compile=False))
+    lengths = [n for o in decoder.generate([PROMPTS[0]] * 256, [Sampling(12, 0.8, seed=i) for i in range(256)]) for n in o.accept_lengths]
+    assert 1.02 < sum(lengths) / len(lengths) < 3
+
+
+def test_residual_acceptance_of_the_target_itself(models):
+    """p is q: everything is accepted, whatever is drawn. Greedily it is plain decoding."""
+    target, _ = models
+    decoder = Decoder(target, DraftModel(target, CHAIN, rule="residual"), max_seq_len=250, compile=False)
+    lengths = decoder.generate([PROMPTS[0]], Sampling(100, 1.0, seed=3))[0].accept_lengths
+    assert sum(n == CHAIN.window for n in lengths[:-1]) >= len(lengths) - 2  # p and q round apart
+    greedy = Decoder(target, max_seq_len=250, compile=False).generate([PROMPTS[1]], Sampling(60))[0].ids
+    other = Decoder(target, DraftModel(smaller(target), CHAIN, rule="residual"), max_seq_len=250, compile=False)
+    assert other.generate([PROMPTS[1]], Sampling(60))[0].ids == greedy
+    with pytest.raises(ValueError, match="needs a chain"):
+        DraftModel(target, WIDE, rule="residual")
+
+
 def test_a_conversation_goes_on(models):
     """Kept caches, the drafter's among them, belong to the text that is kept."""
     target, _ = models
@@ -87,6 +112,7 @@ def test_bad_input_is_one_line(golden, tmp_path, capsys):
     assert "with --draft" in refused()
     assert "not a folder" in refused("--draft", str(tmp_path / "none"))
     assert "expected" in refused("--draft", str(golden / "eagle3"))
+    assert "needs a chain" in refused("--draft", str(golden), "--tree", "12,3,4", "--accept", "residual")
     assert "nodes,depth,width only" in refused("--draft", str(golden), "--tree", "auto")
 
     other = tmp_path / "other"

@@ -271,3 +271,18 @@ def test_one_target_for_all_methods_and_one_report_for_what_is_asked(run, capsys
     assert go("--observe", "0") == 0
     rows = json.loads((folder / "out" / "table.json").read_text())
     assert {r["questions"] for r in rows if r["set"] == "one"} == {2}
+
+
+def test_other_rules_are_named_and_not_judged(run, golden, tmp_path, capsys):
+    folder, go = run
+    draft = ["--speculate", "eagle3,draft-model", "--draft", f"draft-model={golden}", "--tree", "draft-model=5,3,1", "--observe", "0"]
+    assert go(*draft, "--accept", "draft-model=residual", "--accept", "eagle3=typical", out="rules") == 0
+    text = (folder / "rules" / "table.md").read_text()
+    greedy, warm = text.split("Temperature 1")
+    assert "LOSSY" not in greedy and "| eagle3+typical |" in greedy and "3/3" in greedy
+    assert "LOSSY" in warm and "other draws" in warm
+    rows = json.loads((folder / "rules" / "table.json").read_text())
+    assert {r["equal"] for r in rows if r["temperature"] and "+" in r["method"]} == {None}
+    wrongs = {"--accept eagle3=never": "choose from", "--accept typical": "of which method", "--tree lookup=4,1,2": "none of"}
+    for wrong, message in wrongs.items():
+        assert go(*draft, *wrong.split(), out="no") == 1 and message in capsys.readouterr().err

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from decoder import Sampling, State, choose, noise_ahead
+from decoder import Sampling, State, draw, limit, noise_ahead
 from sampling import gumbel, random_bits, restrict, seed_keys
 
 
@@ -136,7 +136,7 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.temperature.fill_(temperature)
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
-    chosen = choose(logits.expand(B, 1, V), state, noise_ahead(state, 1, V), top_k > 0 or top_p < 1)
+    chosen = draw(limit(logits.expand(B, 1, V), state, top_k > 0 or top_p < 1), noise_ahead(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)
     assert counts[p == 0].sum() == 0
