@@ -127,7 +127,12 @@ def keep_compiled(checkpoint: Path) -> None:
     Where that cannot be written, or a place is set (TORCHINDUCTOR_CACHE_DIR), nothing changes.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if (given is None or given in _ours) and os.access(checkpoint, os.W_OK):
+    if given is not None and given not in _ours:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        if given != default_cache_dir():  # which torch sets itself when parts of it are imported
+            return
+    if os.access(checkpoint, os.W_OK):
         place = str((checkpoint / ".compiled").absolute())
         _ours.add(place)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = place

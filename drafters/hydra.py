@@ -4,34 +4,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from checkpoint import load_head
-from drafters.base import Drafter, Request, StaticTree
-from drafters.medusa import static_tree
-from errors import CheckpointError
+from drafters.base import Request
+from drafters.medusa import Guessing, build_guessing
 from guessers import HydraHeads
 from tree import PathTree, Tree, pick
 
 
-class Hydra(Drafter):
-    """Arguments and errors are those of `Medusa`."""
+class Hydra(Guessing):
+    """Level after level, each guess reading the tokens above it; Hydra++'s layer reads all committed tokens."""
 
     def __init__(self, head: HydraHeads, shape: PathTree, coupled: bool = True):
-        super().__init__(shape)
-        levels = shape.window - 1
-        if levels > head.args.guesses:
-            raise ValueError(f"tree: {levels} levels, and {head.args.guesses} Hydra heads")
-        if shape.width > head.args.draft_vocab_size:
-            raise ValueError(f"tree: width {shape.width} exceeds the heads' vocabulary of {head.args.draft_vocab_size}")
-        self.head, self.coupled, self.aux_layers, self.passes = head, coupled, head.args.aux_layers, 1
+        super().__init__(head, shape, coupled)
         self.cached = (head.args,) if head.args.prefix else ()
-        self.static = StaticTree(shape)
         for i, level in enumerate(shape.levels):
             for name in ("nodes", "rows", "came_from"):
                 self.register_buffer(f"{name}_{i}", torch.tensor(getattr(level, name), dtype=torch.int64), persistent=False)
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().allocate(batch, slots, dtype, device)
         self.caches = self.head.caches(batch, slots, dtype, device) if self.head.args.prefix else None
-        self.to(device)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         self.head(self.head.fuse(features), positions, positions, visible, self.caches)
@@ -58,13 +49,5 @@ class Hydra(Drafter):
 
 
 def build(request: Request) -> Hydra:
-    """The heads in CHECKPOINT/hydra, or where --draft says, on a static tree as for Medusa. Raises CheckpointError likewise."""
-    folder = request.draft or request.checkpoint / "hydra"
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no Hydra heads there; convert some into it, or name them with --draft")
-    head = load_head(folder, request.target, "hydra")
-    request.prepare(head)
-    try:
-        return Hydra(head, static_tree(request, head.args.guesses), request.coupled)
-    except ValueError as e:
-        raise CheckpointError(str(e)) from None
+    """The heads in CHECKPOINT/hydra; see `medusa.build_guessing`."""
+    return build_guessing(request, "hydra", Hydra)

@@ -10,30 +10,38 @@ from torch import Tensor
 from checkpoint import load_head
 from drafters.base import Drafter, Request, StaticTree
 from errors import CheckpointError
-from guessers import MedusaHeads
+from guessers import Guesser, MedusaHeads
 from tree import PathTree, Tree, likely_tree, pick
 
 
-class Medusa(Drafter):
-    """coupled: rank the candidates with the target's own noise (see `growing.Growing`). Raises ValueError on a tree that is deeper
-    than there are heads, or wider than their vocabulary."""
+class Guessing(Drafter):
+    """What Medusa and Hydra share: heads that each guess one level of a static tree. coupled: rank the candidates with the
+    target's own noise (see `growing.Growing`). Raises ValueError on a tree that is deeper than there are heads, or wider than
+    their vocabulary."""
 
     passes = 1
 
-    def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
+    def __init__(self, head: Guesser, shape: PathTree, coupled: bool = True):
         super().__init__(shape)
         levels = shape.window - 1
         if levels > head.args.guesses:
-            raise ValueError(f"tree: {levels} levels, and {head.args.guesses} Medusa heads")
+            raise ValueError(f"tree: {levels} levels, and heads for {head.args.guesses}")
         if shape.width > head.args.draft_vocab_size:
             raise ValueError(f"tree: width {shape.width} exceeds the heads' vocabulary of {head.args.draft_vocab_size}")
         self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
         self.static = StaticTree(shape)
-        self.register_buffer("level", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
-        self.register_buffer("rank", torch.tensor([path[-1] for path in shape.paths]), persistent=False)
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.to(device)
+
+
+class Medusa(Guessing):
+    """All levels from the state of the last committed token."""
+
+    def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
+        super().__init__(head, shape, coupled)
+        self.register_buffer("level", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
+        self.register_buffer("rank", torch.tensor([path[-1] for path in shape.paths]), persistent=False)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
         levels = self.shape.window - 1
@@ -49,25 +57,23 @@ class Medusa(Drafter):
 
 
 def build(request: Request) -> Medusa:
-    """The heads in CHECKPOINT/medusa, or where --draft says, on a static tree: --tree FILE, or as many nodes as the default tree has.
+    """The heads in CHECKPOINT/medusa; see `build_guessing`."""
+    return build_guessing(request, "medusa", Medusa)
+
+
+def build_guessing(request: Request, kind: str, made: type[Guessing]) -> Guessing:
+    """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on the static tree of --tree FILE, or one of the default's size.
 
     Raises CheckpointError if there are none, or they or the tree do not fit.
     """
-    folder = request.draft or request.checkpoint / "medusa"
+    folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no Medusa heads there; convert some into it, or name them with --draft")
-    head = load_head(folder, request.target, "medusa")
+        raise CheckpointError(f"{folder}: no {kind} heads there; convert some into it, or name them with --draft")
+    if request.tree is not None and not isinstance(request.tree, PathTree):
+        raise CheckpointError(f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks")
+    head = load_head(folder, request.target, kind)
     request.prepare(head)
     try:
-        return Medusa(head, static_tree(request, head.args.guesses), request.coupled)
+        return made(head, request.tree or likely_tree(request.default_tree.nodes, head.args.guesses), request.coupled)
     except ValueError as e:
         raise CheckpointError(str(e)) from None
-
-
-def static_tree(request: Request, levels: int) -> PathTree:
-    """The tree asked for, or one of the default's size. Raises CheckpointError on one that is no list of paths."""
-    if request.tree is None:
-        return likely_tree(request.default_tree.nodes, levels)
-    if not isinstance(request.tree, PathTree):
-        raise CheckpointError(f"--speculate {request.method}: takes a static tree: --tree FILE, a JSON list of paths of ranks")
-    return request.tree

@@ -376,6 +376,11 @@ def test_compiled_code_is_kept_beside_the_checkpoint(golden, tmp_path, monkeypat
         folder.mkdir()
         keep_compiled(folder)
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / ".compiled")
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch itself does, which is no wish of the user's
+    keep_compiled(folders[0])
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folders[0] / ".compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
     keep_compiled(folders[0])
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"

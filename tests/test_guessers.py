@@ -284,13 +284,13 @@ def test_bad_input_is_one_line(golden, models, tmp_path, capsys):
         assert error.count("error: ") == 1 and "Traceback" not in error
         return error
 
-    assert "no Medusa heads there" in refused("--speculate", "medusa")
-    assert "no Hydra heads there" in refused("--speculate", "hydra")
+    assert "no medusa heads there" in refused("--speculate", "medusa")
+    assert "no hydra heads there" in refused("--speculate", "hydra")
     published_medusa(models[0], tmp_path / "in", 1)
     out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
     assert "takes a static tree" in refused("--speculate", "medusa", "--draft", str(out), "--tree", "12,3,4")
     (tmp_path / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
-    assert "4 levels, and 3 Medusa heads" in refused("--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json"))
+    assert "4 levels, and heads for 3" in refused("--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json"))
     assert "holds a medusa checkpoint" in refused("--speculate", "eagle3", "--draft", str(out))
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     del tensors["1.0.linear.bias"]
