@@ -33,7 +33,7 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
                 grown.tokens, grown.scores, grown.parents = (x[: shape.depth + 1] for x in whole)
                 tree = grown.prune(torch.zeros(3, dtype=torch.int64))
                 grown.tokens, grown.scores, grown.parents = whole
-                tree = type(tree)(*(x[rows] for x in tree))
+                tree = type(tree)(*(None if x is None else x[rows] for x in tree))
                 wanted = torch.cat((truth, truth[:, -1:]), 1).gather(1, tree.depth)  # what the target draws at each depth
                 assert torch.equal(accept(tree, wanted, shape.window)[1] - 1, count.long())
                 checked, accepted = checked + 1, accepted + int(count.sum())
