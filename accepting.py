@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sampling import random_bits
+from sampling import uniform
 from tree import Tree, pick
 
 RULES = ("equal", "typical", "residual")
@@ -52,7 +52,7 @@ def residual(tree: Tree, logits: Tensor, noise: Tensor, temperature: Tensor, key
     p, q, ahead = (logits / warm).softmax(-1), tree.proposal, tree.tokens[:, 1:, None]
     ratio = p[:, :-1].gather(-1, ahead)[..., 0] / q.gather(-1, ahead)[..., 0].clamp(min=1e-30)
     positions = length[:, None] + tree.depth[:, 1:]
-    u = (random_bits(stream(key, ACCEPTING), positions, 1)[..., 0].float() + 0.5) * 2.0**-32
+    u = uniform(stream(key, ACCEPTING), positions, 1)[..., 0]
     agrees = torch.cat((torch.ones_like(tree.tokens[:, :1], dtype=torch.bool), u < ratio), 1)
     left = torch.cat(((p[:, :-1] - q).clamp(min=0).log() * warm, logits[:, -1:]), 1)
     return agrees, (left + noise).argmax(-1)

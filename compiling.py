@@ -68,13 +68,14 @@ class Whole:
                 return kept(args)
             with unguarded():
                 return self.compiled(*args)
-        if self.direct and (kept := Kept.find(place(self.function, args))):
+        path = place(self.function, args) if self.direct else None
+        if path and (kept := Kept.find(path)):
             self.variants[key] = kept
             return kept(args)
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         if self.direct:
-            self.variants[key], result = Kept.make(self.function, args)
+            self.variants[key], result = Kept.make(self.function, args, path)
         else:
             self.variants[key], result = None, self.compiled(*args)
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
@@ -104,8 +105,8 @@ class Kept:
         return _filled(self.result, self.graph(*given))
 
     @classmethod
-    def make(cls, function: Callable, args: tuple) -> tuple[Kept, object]:
-        """Trace and compile `function` for these arguments, and call it. Returns also what it returned."""
+    def make(cls, function: Callable, args: tuple, path: Path) -> tuple[Kept, object]:
+        """Trace and compile `function` for these arguments, call it, and save it at `path`. Returns also what it returned."""
         seen: dict = {}
 
         def backend(graph, examples):
@@ -122,8 +123,8 @@ class Kept:
 
         result = compile_whole(function, backend=backend)(*args)
         paths: dict[int, tuple[int, str]] = {}
-        for path, tensor in _tensors(args).items():
-            paths.setdefault(id(tensor), path)
+        for where, tensor in _tensors(args).items():
+            paths.setdefault(id(tensor), where)
         inputs = []
         for hole, example in zip(seen["holes"], seen["examples"]):
             if isinstance(hole, Tensor):
@@ -134,7 +135,7 @@ class Kept:
                     for i, size in enumerate(shape.shape) if isinstance(size, torch.SymInt) and size.node.expr == hole.node.expr
                 ))
         kept = cls(seen["graph"], inputs, _numbered(result, {id(tensor): i for i, tensor in enumerate(seen["found"])}))
-        kept.save(place(function, args))
+        kept.save(path)
         return kept, result
 
     def save(self, path: Path) -> None:

@@ -156,13 +156,17 @@ class QuantizedStack(nn.Module):
         return whole(weight, self.scale[chosen], dtype)
 
 
-def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """What quantisation replaces: linear layers (the lm_head if asked for) and the stacks of experts, not their router."""
-    linears = [
+def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
+    """The linear layers that quantisation replaces: the lm_head if asked for, no router of experts."""
+    return [
         name for name, child in module.named_modules()
         if isinstance(child, nn.Linear) and not name.endswith("router") and (lm_head or name != "lm_head")
     ]
-    return linears + [name for name, p in module.named_parameters() if p.ndim == 3]
+
+
+def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
+    """What quantisation replaces: linear layers and the stacks of experts."""
+    return linear_names(module, lm_head) + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
 def replace(module: nn.Module, name: str, mode: str, group: int) -> nn.Module:
@@ -190,8 +194,8 @@ def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group
     already stays. Raises ValueError as `replace_all`."""
     if lm_head and module.lm_head is None:
         module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), mode, group)
-    for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear) and not name.endswith("router") and (lm_head or name != "lm_head"):
-            parent, _, attribute = name.rpartition(".")
-            bias = None if child.bias is None else child.bias.detach()
-            setattr(module.get_submodule(parent), attribute, QuantizedLinear.of(child.weight.detach(), mode, group, bias))
+    for name in linear_names(module, lm_head):
+        parent, _, attribute = name.rpartition(".")
+        layer = module.get_submodule(name)
+        bias = None if layer.bias is None else layer.bias.detach()
+        setattr(module.get_submodule(parent), attribute, QuantizedLinear.of(layer.weight.detach(), mode, group, bias))

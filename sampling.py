@@ -50,14 +50,18 @@ def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return _mix(_mix(ids + a[..., None] & MASK32) ^ b[..., None])
 
 
+def uniform(key: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Numbers between 0 and 1, neither of them, [B, W, count] float32 for key [B, 2] and positions [B, W]."""
+    return ((random_bits(key, positions, count).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
 def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [B, W, V] float32 for key [B, 2] and absolute positions [B, W].
 
     Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the tail is
     resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
     """
-    u = ((random_bits(key, positions, vocab_size).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -torch.log(-torch.log1p(-u))
+    return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))
 
 
 def _ordered(x: Tensor) -> Tensor:

@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
+from test_lookup import state_of
 
 import generate
-from decoder import Decoder, Sampling, State
+from decoder import Decoder, Sampling
 from drafters import rest
 from drafters.rest import Rest
 
@@ -17,16 +18,6 @@ PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
 def drafter_of(tokens: list[int], vocab_size: int, **options) -> Rest:
     array = torch.tensor(tokens, dtype=torch.int32)
     return Rest(array, torch.from_numpy(divsufsort(array.numpy())), vocab_size, **options)
-
-
-def state_of(texts: list[list[int]]) -> State:
-    state = State(len(texts), 64, 12, 0, [], torch.float32, "cpu")
-    state.tokens.random_(0, 3, generator=torch.Generator().manual_seed(0))  # stale tokens behind the text must not matter
-    for i, text in enumerate(texts):
-        state.tokens[i, : len(text)] = torch.tensor(text)
-        state.length[i] = len(text) - 1
-    state.done.fill_(False)
-    return state
 
 
 def counted(store: list[int], text: list[int], vocab_size: int, longest: int, shortest: int, depth: int) -> dict[tuple, int]:
