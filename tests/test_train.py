@@ -250,7 +250,7 @@ def test_bad_input_is_one_line(golden, prompt_file, tmp_path, capsys):
     refused("--shards takes the data folder", shards=tmp_path / "log")
     refused("--ema", ema=1)
     refused("--short-epochs", **{"short-epochs": 3})
-    refused("sglang layout only", kind="eagle", layout="both")
+    refused("EAGLE-3 heads only", kind="eagle", layout="both")
     refused("EAGLE-1 head predicts", kind="eagle", **{"hidden-size": 32})
     refused("not a multiple", heads=4, **{"kv-heads": 3})
     (tmp_path / "bad").mkdir()
