@@ -9,7 +9,7 @@ llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model,
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
 
 Speeds are tokens after the first over the time after the first, greedy, one sequence; medians over the questions, and medians
-of the ratios of each question. Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
+of the ratios of each question; "its plain" is plain decoding of the same kind and precision. Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
 """
 from __future__ import annotations
 
@@ -205,6 +205,8 @@ def summarise(rows: list[dict]) -> dict[str, dict]:
             if base in rows[0]["rates"]:
                 found[f"x {base}"] = statistics.median(row["rates"][name] / row["rates"][base] for row in rows)
         if name in rows[0]["equal"]:
+            own = name.replace("EAGLE-3", "plain")
+            found["x its plain"] = statistics.median(row["rates"][name] / row["rates"][own] for row in rows)
             found["equal"] = sum(row["equal"][name] for row in rows)
             found["tau"] = statistics.mean(row["tau"][name] for row in rows)
         summary[name] = found
@@ -213,7 +215,7 @@ def summarise(rows: list[dict]) -> dict[str, dict]:
 
 def table(summary: dict, count: int, record: dict) -> str:
     """The summary as Markdown."""
-    bases = [f"x {base}" for base in BASES if f"x {base}" in next(iter(summary.values()))]
+    bases = ["x its plain", *(f"x {base}" for base in BASES if f"x {base}" in next(iter(summary.values())))]
     head = ["", "tokens/s", *bases, "τ", "texts equal plain"]
     lines = [
         f"{record['device']}, {record['threads']} threads, torch {record['torch']}, {record['date']}; {count} questions"
