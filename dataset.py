@@ -9,7 +9,7 @@ JSON lines, or one JSON array (as ShareGPT itself is published). A row holds one
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from errors import CheckpointError
@@ -30,10 +30,18 @@ def read_turns(path: str | Path) -> list[list[str]]:
     return [[m["content"] for m in messages if m["role"] == "user"] for messages in read_chats(path)]
 
 
-def read_chats(path: str | Path) -> list[list[dict]]:
+def _count(path: str | Path, left_out: int, why: str, say: Callable[[str], None] | None) -> None:
+    if left_out and say:
+        say(f"{path}: {left_out:,} rows are left out: {why}")
+
+
+def read_chats(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
     """The user's messages of every row, and the system message before them if there is one; conversations in which no user
-    speaks are left out. Raises CheckpointError naming the first row that is no prompt, and if there is none at all."""
-    found = []
+    speaks, or that hold tools or images, are left out, and `say` is told how many.
+
+    Raises CheckpointError naming the first row that is no prompt, and if there is none at all.
+    """
+    found, left_out = [], 0
     for where, row in read_rows(path):
         if "prompt" in row or "turns" in row:
             turns = [row["prompt"]] if "prompt" in row else row["turns"]
@@ -44,8 +52,11 @@ def read_chats(path: str | Path) -> list[list[dict]]:
         messages = [m for m in _messages(where, row) or [] if m["role"] != "assistant"]
         if any(m["role"] == "user" for m in messages):
             found.append(messages)
+        else:
+            left_out += 1
     if not found:
         raise CheckpointError(f"{path}: holds no prompts")
+    _count(path, left_out, "no user speaks, or there are tools or images", say)
     return found
 
 
@@ -64,13 +75,13 @@ def _id(given) -> int | str:
     return given if isinstance(given, int) else str(given)
 
 
-def read_conversations(path: str | Path) -> list[list[dict]]:
+def read_conversations(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
     """The messages ({"role": system | user | assistant, "content"}) of every row, from the first user turn to the last
-    answer; rows without both are left out.
+    answer; rows without both, or with tools or images, are left out, and `say` is told how many.
 
     Raises CheckpointError naming the first row that is no conversation, and if there is none at all.
     """
-    found = []
+    found, left_out = [], 0
     for where, row in read_rows(path):
         messages = _messages(where, row) or []
         system, rest = (messages[:1], messages[1:]) if messages and messages[0]["role"] == "system" else ([], messages)
@@ -80,8 +91,11 @@ def read_conversations(path: str | Path) -> list[list[dict]]:
             rest = rest[:-1]
         if rest:
             found.append(system + rest)
+        else:
+            left_out += 1
     if not found:
         raise CheckpointError(f"{path}: holds no conversation with an assistant's answer; prompts alone go to --prompts")
+    _count(path, left_out, "no user turn with an answer, or tools or images", say)
     return found
 
 

@@ -25,6 +25,7 @@ from guessers import Guesser, MedusaHeads
 from model import Eagle1Head, Head, HeadArgs
 
 LAYOUTS = ("sglang", "speculators")
+PARTS = ("model.safetensors.partial", "config.json.partial")  # what a folder may hold whose writing was cut off
 # What our files say they are, by kind of head. For an EAGLE-1 head vLLM wants "LlamaForCausalLM" there, SGLang what we write;
 # the EAGLE repository does not look.
 ARCHITECTURES = {
@@ -39,14 +40,10 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
     target_config: the target's config.json, for the speculators layout, which names the target. Each file is written under a
     temporary name and renamed. Raises CheckpointError if the layout cannot hold this head.
     """
-    if isinstance(head, Eagle1Head):
+    if isinstance(head, (Eagle1Head, Guesser)):
         if layout != "sglang":
             raise CheckpointError("the speculators layout is for EAGLE-3 heads only; write --layout sglang")
-        tensors, config = _eagle1(head)
-    elif isinstance(head, Guesser):
-        if layout != "sglang":
-            raise CheckpointError("the speculators layout is for EAGLE-3 heads only; write --layout sglang")
-        tensors, config = _guesser(head)
+        tensors, config = _eagle1(head) if isinstance(head, Eagle1Head) else _guesser(head)
     else:
         tensors = _eagle3(head, "midlayer" if layout == "sglang" else "layers.0")
         config = _sglang_config(head) if layout == "sglang" else _speculators_config(head, target_config or {})
@@ -56,10 +53,10 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     # Not save_file, which makes a file that only its owner can read.
-    (folder / "model.safetensors.partial").write_bytes(save(tensors, metadata={"format": "pt"}))
-    (folder / "config.json.partial").write_text(json.dumps(config, indent=1) + "\n")
-    for name in ("model.safetensors", "config.json"):
-        os.replace(folder / f"{name}.partial", folder / name)
+    (folder / PARTS[0]).write_bytes(save(tensors, metadata={"format": "pt"}))
+    (folder / PARTS[1]).write_text(json.dumps(config, indent=1) + "\n")
+    for part in PARTS:
+        os.replace(folder / part, (folder / part).with_suffix(""))
     return folder
 
 

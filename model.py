@@ -447,6 +447,11 @@ class Transformer(nn.Module):
             features.append(x)
         return x, torch.cat(features, dim=-1) if features else None
 
+    @property
+    def lm_rows(self) -> Tensor:
+        """What the logits are products with [V, H]: the lm_head's weight or, tied, the embedding's."""
+        return (self.embed if self.lm_head is None else self.lm_head).weight
+
     def logits(self, x: Tensor) -> Tensor:
         """Residual stream [..., H] -> logits [..., V] in float32."""
         return project(self.embed if self.lm_head is None else self.lm_head, self.norm(x))

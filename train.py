@@ -29,7 +29,7 @@ from checkpoint import identity, load_target
 from dataset import read_chats, read_conversations
 from decoder import Decoder
 from errors import CheckpointError
-from export import ARCHITECTURES, LAYOUTS, export
+from export import ARCHITECTURES, LAYOUTS, PARTS, export
 from model import Transformer
 from text import DTYPES, check_compiler, check_device
 from tokenizer import Tokenizer
@@ -37,7 +37,7 @@ from training import corpus
 from training.card import write_card
 from training.collect import Collector
 from training.features import Features, StoredFeatures
-from training.new_head import Shape, new_guesser, new_head
+from training.new_head import Shape, head_args, new_guesser, new_head
 from training.objective import Eagle1Objective, Eagle3Objective, GuessObjective
 from training.processes import Processes
 from training.trainer import SHORT, Plan, Trainer
@@ -47,8 +47,8 @@ from tree import TreeShape
 
 def positive(value: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    if not value.isdecimal() or int(value) < 1:
-        raise argparse.ArgumentTypeError(f"{value!r} is no whole number of at least 1")
+    if not value.isdecimal() or not 1 <= int(value) < 2**63:
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number of at least 1 (and below 2^63)")
     return int(value)
 
 
@@ -95,9 +95,9 @@ def parser() -> argparse.ArgumentParser:
 
     g = p.add_argument_group("head")
     g.add_argument("--draft-vocab", type=positive, default=8192, help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)")
-    g.add_argument("--guesses", type=positive, default=4, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
-    g.add_argument("--blocks", type=positive, default=1, metavar="N", help="Medusa, Hydra: residual blocks of each guess (default 1)")
-    g.add_argument("--prefix", action=argparse.BooleanOptionalAction, default=True, help="Hydra: with a layer of its own (Hydra++)")
+    g.add_argument("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
+    g.add_argument("--blocks", type=positive, metavar="N", help="Medusa, Hydra: residual blocks of each guess (default 1)")
+    g.add_argument("--prefix", action=argparse.BooleanOptionalAction, help="Hydra: with a layer of its own, Hydra++ (default)")
     for name, what in (
         ("hidden-size", "width"), ("intermediate-size", "width of its MLP"), ("heads", "query heads"), ("kv-heads", "key/value heads"),
         ("head-dim", "size of a head"),
@@ -135,9 +135,9 @@ def parser() -> argparse.ArgumentParser:
 
 def check_options(o) -> None:
     """Raise CheckpointError on options that cannot work, before anything slow is done."""
-    check_out(Path(o.out), o.kind)
-    if Path(o.out).resolve() == Path(o.work).resolve():
-        raise CheckpointError(f"--work {o.work}: is --out too; they need a folder each")
+    check_out(Path(o.out), o.kind, Path(o.work))
+    if Path(o.work).resolve().is_relative_to(Path(o.out).resolve()):
+        raise CheckpointError(f"--work {o.work}: is --out or lies in it; they need a folder each")
     if o.validate_tokens < 2:
         raise CheckpointError(f"--validate-tokens {o.validate_tokens}: must be at least 2, the first token is never drafted")
     for folder in (o.out, o.work):
@@ -146,6 +146,8 @@ def check_options(o) -> None:
             place = place.parent
         if not place.is_dir() or not os.access(place, os.W_OK):
             raise CheckpointError(f"{folder}: not a folder that can be written to")
+    if o.cache_features and Path(o.cache_features).exists() and not Path(o.cache_features).is_dir():
+        raise CheckpointError(f"--cache-features {o.cache_features}: is no folder")
     if not (o.prompts or o.synthesize or o.conversations or o.shards):
         raise CheckpointError("nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER or several")
     for name, low, high in (("temperature", 0, 1e6), ("warmup", 0, 0.9), ("ema", 0, 0.99999), ("noise", 0, 1e3), ("weight_decay", 0, 1)):
@@ -158,6 +160,13 @@ def check_options(o) -> None:
         raise CheckpointError(f"--layout {o.layout}: is for EAGLE-3 heads only")
     if o.kind in ("medusa", "hydra") and any((o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)):
         raise CheckpointError(f"--kind {o.kind}: has the target's width; leave out --hidden-size and the like")
+    idle = [("limit", o.limit and not o.prompts, "--prompts"), ("turns", o.turns != 1 and not o.synthesize, "--synthesize")]
+    idle += [("openings", o.openings and not o.synthesize, "--synthesize")]
+    idle += [("prefix", o.prefix is not None and o.kind != "hydra", "--kind hydra")]
+    idle += [(name, getattr(o, name) and o.kind not in ("medusa", "hydra"), "--kind medusa and hydra") for name in ("guesses", "blocks")]
+    for name, useless, belongs in idle:
+        if useless:
+            raise CheckpointError(f"--{name}: belongs to {belongs}; leave it out")
     if o.short_epochs > o.epochs:
         raise CheckpointError(f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
     check_device(o.device)
@@ -168,9 +177,9 @@ def check_options(o) -> None:
         check_compiler()
 
 
-def check_out(out: Path, kind: str) -> None:
-    """Raise CheckpointError unless `out` is free or holds a head of this kind that was trained before."""
-    if not out.is_dir() or not any(out.iterdir()):
+def check_out(out: Path, kind: str, work: Path) -> None:
+    """Raise CheckpointError unless `out` is free, holds what a cut off export left, or a head of this kind that was trained in `work`."""
+    if not out.is_dir() or all(path.name in PARTS for path in out.iterdir()):
         return
     try:
         found = json.loads((out / "config.json").read_text())["architectures"][0]
@@ -178,6 +187,8 @@ def check_out(out: Path, kind: str) -> None:
         found = None
     if found not in ARCHITECTURES[kind]:
         raise CheckpointError(f"--out {out}: holds something else than a trained head of this kind; choose another folder")
+    if not (work / "state.pt").exists():
+        raise CheckpointError(f"--out {out}: holds a head that was not trained in --work {work}; choose another folder or delete it")
 
 
 def read_openings(path: str) -> tuple[str, ...]:
@@ -195,12 +206,14 @@ def collect(o, target: Transformer, name: str, config: dict, processes: Processe
     """The text: what is missing is written by `target`, whose identity is `name`, then all shards are read back."""
     # Everything a user gave is read before anything is decoded: a mistake shows at once.
     shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
-    prompts = read_chats(o.prompts) if o.prompts else []
+    tell = say if processes.first else None
+    prompts = read_chats(o.prompts, tell) if o.prompts else []
     prompts = list({json.dumps(messages): messages for messages in prompts}.values())  # without repeats
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(o.seed)).tolist()
     prompts = [prompts[i] for i in order][: o.limit]
     openings = read_openings(o.openings) if o.openings else ()
-    conversations = read_conversations(o.conversations) if o.conversations else []
+    conversations = read_conversations(o.conversations, tell) if o.conversations else []
+    refusal = ""
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
     if room > longest and (prompts or o.synthesize):
         raise CheckpointError(
@@ -211,10 +224,11 @@ def collect(o, target: Transformer, name: str, config: dict, processes: Processe
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
             raise CheckpointError(f"{o.checkpoint}: chats need a tokenizer and a chat template, this folder lacks them")
-        decoder = Decoder(
-            target, batch=o.decode_batch if prompts or o.synthesize else 1, max_seq_len=min(room, longest),
-            stop_ids=config["stop_ids"], compile=o.compile, say=say if processes.first else None,
-        )
+        batch = o.decode_batch if prompts or o.synthesize else 1
+        try:
+            decoder = Decoder(target, batch=batch, max_seq_len=min(room, longest), stop_ids=config["stop_ids"], compile=o.compile, say=tell)
+        except ValueError as e:
+            raise CheckpointError(f"--decode-batch {batch} answers of up to {min(room, longest)} tokens: {e}") from None
         collector = Collector(
             decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
             temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes,
@@ -224,14 +238,18 @@ def collect(o, target: Transformer, name: str, config: dict, processes: Processe
         collector.from_conversations(conversations)
         processes.wait()
         shards += collector.shards
-    rows, left_out = corpus.load_shards(shards, min(o.max_len, longest), target.args.vocab_size, name)
-    reasons = f"longer than --max-prompt-tokens {o.max_prompt_tokens}, refused by the template, or a user turn that did not end"
-    if left_out and processes.first:
-        say(f"{left_out} prompts were left out: {reasons}")
+        refusal = f" ({collector.refusal})" if collector.refusal else ""
+    rows, left_out, cut = corpus.load_shards(shards, min(o.max_len, longest), target.args.vocab_size, name)
+    reasons = f"empty, longer than --max-prompt-tokens {o.max_prompt_tokens}, refused by the chat template{refusal}"
+    reasons += ", or a user turn that did not end"
+    if left_out and tell:
+        say(f"{left_out} prompts or conversations were left out: {reasons}")
+    if cut and tell:
+        say(f"{cut} conversations are cut to {min(o.max_len, longest)} tokens (--max-len)")
     if not rows:
         raise CheckpointError(
-            f"no usable answers: {left_out} prompts were left out ({reasons}), and all answers are shorter than {corpus.SHORTEST} tokens"
-            f" or behind --max-len {o.max_len}"
+            f"no usable answers: {left_out} prompts or conversations were left out ({reasons}), and all answers are shorter than"
+            f" {corpus.SHORTEST} tokens or behind --max-len {o.max_len}"
         )
     return rows
 
@@ -241,14 +259,19 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def shape_of(o) -> Shape:
+    """What the options say about an EAGLE head."""
+    return Shape(o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)
+
+
 def objective_for(o, target: Transformer, draft_ids: torch.Tensor):
     """The head to train and its loss."""
-    shape = Shape(o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)
     try:
         if o.kind in ("medusa", "hydra"):
-            guesser = new_guesser(target, o.kind, draft_ids, o.guesses, o.blocks, o.prefix and o.kind == "hydra", o.seed)
+            prefix = o.kind == "hydra" and o.prefix is not False
+            guesser = new_guesser(target, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed)
             return GuessObjective(target, guesser, o.compile_loss)
-        head = new_head(target, o.kind, draft_ids, shape, o.seed)
+        head = new_head(target, o.kind, draft_ids, shape_of(o), o.seed)
     except ValueError as e:
         raise CheckpointError(str(e)) from None
     if o.kind == "eagle":
@@ -261,6 +284,11 @@ def run(o, processes: Processes, command: list[str]) -> None:
     target, config = load_target(o.checkpoint, o.device, DTYPES[o.dtype])
     if "quantization" in config:
         raise CheckpointError(f"{o.checkpoint}: a head is trained on the whole weights; name the checkpoint before quantisation")
+    if o.kind in ("eagle", "eagle3"):
+        try:
+            head_args(target.args, o.kind, target.args.vocab_size, shape_of(o))  # before anything slow is done
+        except ValueError as e:
+            raise CheckpointError(str(e)) from None
     work, out = Path(o.work), Path(o.out)
     work.mkdir(parents=True, exist_ok=True)
     decoding = decoding_copy(target, say) if o.compile else target
@@ -301,22 +329,27 @@ def run(o, processes: Processes, command: list[str]) -> None:
     if not processes.first:
         return
     head = trainer.trained()
+    if not all(bool(p.isfinite().all()) for p in head.parameters()):
+        raise CheckpointError(f"the last update left weights that are not finite: use a smaller --lr or --clip, not with --work {work}")
+    if (last := next((e["held_out"] for e in reversed(log) if "held_out" in e), None)) and last[0] < 0.01:
+        say(f"warning: the head guesses {last[0]:.1%} of the target's choices in held-out text: it has learnt nothing; try a smaller --lr")
     export(head, out, "sglang" if o.layout == "both" else o.layout, config)
     other = out / "speculators"
     if o.layout == "both":
         export(head, other, "speculators", config)
     elif other.is_dir():
         shutil.rmtree(other)  # of the head that was here before
-    if (work / "curves.png").exists():
-        shutil.copyfile(work / "curves.png", out / "curves.png")
     launch = f"torchrun --nproc-per-node {processes.count}" if processes.count > 1 else "python"
     write_card(
         out, launch=launch, head=head, kind=o.kind, target=config, data=data, covered=covered, command=command, plan=vars(plan),
-        steps=objective.steps, log=log, tree=f"{o.tree.nodes},{o.tree.depth},{o.tree.width}",
-        seconds=time.time() - began if whole else None,
+        steps=objective.steps, log=log, seconds=time.time() - began if whole else None,
     )
+    if (work / "curves.png").exists():
+        shutil.copyfile(work / "curves.png", out / "curves.png")
     if o.layout == "both":
-        shutil.copyfile(out / "README.md", other / "README.md")
+        for name in ("README.md", "curves.png"):
+            if (out / name).exists():
+                shutil.copyfile(out / name, other / name)
     force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""
     print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out} --target {o.checkpoint}{force}")
 
@@ -334,7 +367,7 @@ def main(argv: list[str] | None = None) -> int:
             o.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
             torch.cuda.set_device(o.device)
         run(o, processes, command)
-    except (CheckpointError, OSError) as e:
+    except (CheckpointError, OSError, ValueError, RuntimeError) as e:  # torch raises RuntimeError when memory runs out
         say(f"error: {' '.join(str(e).split())}")
         return 1
     except KeyboardInterrupt:

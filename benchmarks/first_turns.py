@@ -116,7 +116,7 @@ class Transformers:
         if a.rope_scaling:
             raise SystemExit("error: --transformers: rope scaling is not handed over")
         weights = {"model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight}
-        weights["lm_head.weight"] = target.embed.weight if target.lm_head is None else target.lm_head.weight
+        weights["lm_head.weight"] = target.lm_rows
         q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         for i, layer in enumerate(target.layers):
             at = f"model.layers.{i}."

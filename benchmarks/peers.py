@@ -9,7 +9,8 @@ llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model,
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
 
 Speeds are tokens after the first over the time after the first, greedy, one sequence; medians over the questions, and medians
-of the ratios of each question; "its plain" is plain decoding of the same kind and precision. Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
+of the ratios of each question; "its plain" is plain decoding of the same kind and precision. Raw figures go to
+benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
 """
 from __future__ import annotations
 

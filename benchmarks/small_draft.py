@@ -49,8 +49,7 @@ def train(draft: Transformer, target: Transformer, features: Features, rows: lis
     optimizer = torch.optim.AdamW(learnt, lr=o.lr, betas=(0.9, 0.95), weight_decay=0.01)
     plan = batches(rows, o.batch_tokens, torch.Generator().manual_seed(o.seed))
     everything = torch.ones(target.args.vocab_size, dtype=torch.bool)
-    lm_rows = (target.embed if target.lm_head is None else target.lm_head).weight
-    draft_rows = (draft.embed if draft.lm_head is None else draft.lm_head).weight
+    lm_rows = target.lm_rows
     bar, mean = tqdm(plan, desc="training", unit="batch", mininterval=5), math.nan
     for step, places in enumerate(bar):
         part = [rows[p] for p in places]
@@ -62,7 +61,7 @@ def train(draft: Transformer, target: Transformer, features: Features, rows: lis
         with torch.autocast(lm_rows.device.type, torch.bfloat16):
             x = draft.norm(pick(draft.causal(batch.tokens)[0], at)).flatten(0, 1)[batch.index]
         weight = torch.full((len(x),), 1 / max(1, len(x)), device=x.device)
-        loss, _ = SoftCrossEntropy.apply(x, draft_rows, F.linear(said, lm_rows), torch.arange(len(x), device=x.device), weight)
+        loss, _ = SoftCrossEntropy.apply(x, draft.lm_rows, F.linear(said, lm_rows), torch.arange(len(x), device=x.device), weight)
         if not math.isfinite(loss.item()):
             raise CheckpointError(f"the loss is {loss.item()} at batch {step}: use a smaller --lr")
         optimizer.zero_grad()
@@ -92,7 +91,7 @@ def run(o) -> None:
         raise CheckpointError(f"--layers {o.layers}: the target has layers 0 to {n - 1}")
     check_out(Path(o.out), "target", force=False)
     shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
-    rows, _ = corpus.load_shards(shards, 1024, target.args.vocab_size, identity(target))
+    rows, _, _ = corpus.load_shards(shards, 1024, target.args.vocab_size, identity(target))
     rows = corpus.hold_out(rows)[1][: o.limit]
     if not rows:
         raise CheckpointError("--shards: hold no usable answers")

@@ -128,7 +128,7 @@ def test_noise_belongs_to_the_row(models1):
 
 
 def test_a_compiled_loss_is_the_loss(models):
-    """Batches of other shapes do not compile again."""
+    """Compiled and not, over batches of several shapes."""
     target, head = models
     head = head.twin(target, torch.float32)
     aims = [Eagle3Objective(target, head, 3, compiled) for compiled in (False, True)]
@@ -396,7 +396,7 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     rows = read_rows(c)
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3] and {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
-    usable, left_out = corpus.load_shards(c.shards, 200, 320, "golden")
+    usable, left_out, _ = corpus.load_shards(c.shards, 200, 320, "golden")
     assert left_out == 1 and len(usable) <= 4
     with pytest.raises(CheckpointError, match="another target"):
         corpus.load_shards(c.shards, 200, 320, "other")

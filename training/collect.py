@@ -1,6 +1,6 @@
 """The target answers: prompts of a file, or user turns it writes itself. Kept as shards, so that a broken run goes on.
 
-A shard is one JSON-lines file of rows (training.rows). Its name ends in a digest of all that made it: other prompts,
+A shard is one JSON-lines file of rows (training.corpus). Its name ends in a digest of all that made it: other prompts,
 settings or another target never find it. Several processes share the work, each decoding its own shards.
 """
 from __future__ import annotations
@@ -40,8 +40,8 @@ def user_end(tokenizer: Tokenizer, stop_ids: list[int]) -> str:
 class Collector:
     """Writes the shards that are not there yet; `shards` lists all that belong to what was asked for, in order.
 
-    `turns`: answers per conversation that the model writes alone. `openings`: how its user turns begin, in turns, to lead
-    it to subjects (empty: as it likes). `target` is its `checkpoint.identity`. A shard's last line counts what was left out.
+    `target` is its `checkpoint.identity`. A shard's last line counts what was left out; `refusal` is what the chat template said
+    when it last refused something, "" if it never did.
     """
 
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int, max_new_tokens: int,
@@ -53,6 +53,7 @@ class Collector:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards: list[Path] = []
         self.left_out = 0  # of the shard at hand
+        self.refusal = ""
         self.target = target
         self.stop_ids = decoder.state.stop_ids.tolist()
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
@@ -68,6 +69,7 @@ class Collector:
             asked = [[m["content"] for m in messages if m["role"] == "user"] for messages in prompts[begin:end]]
 
             def turns(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
+                self.left_out += sum(not asked[i][0] for i in at) if not number else 0
                 return [asked[i][number] if number < len(asked[i]) else None for i in at]
 
             return self._converse("prompts", begin, chats, turns)
@@ -75,7 +77,10 @@ class Collector:
         self._write_shards("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
 
     def synthesized(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
-        """Let the model write the user's part of `count` conversations too."""
+        """Let the model write the user's part of `count` conversations too: `turns` of them in each, the first ones beginning with
+        `openings`, in turns, to lead it to subjects (empty: as it likes). Raises CheckpointError if the template has no header."""
+        if count and not user_header(self.tokenizer, []):
+            raise CheckpointError("--synthesize: the chat template puts nothing before a user's turn; the model cannot write one")
         ends = user_end(self.tokenizer, self.stop_ids)
 
         def rows(begin: int, end: int) -> Iterator[dict]:
@@ -108,15 +113,18 @@ class Collector:
     def from_conversations(self, conversations: list[list[dict]]) -> None:
         """Take conversations as they are. Those that the template refuses (roles out of order) are left out.
 
-        Raises CheckpointError if it refuses every one of a shard.
+        Raises CheckpointError if it refuses every one.
         """
+        refused = 0
+
         def rows(begin: int, end: int) -> Iterator[dict]:
+            nonlocal refused
             for messages in conversations[begin:end]:
                 try:
                     yield from of_conversation(self.tokenizer, messages, self.stop_ids)
                 except CheckpointError as e:
-                    self.left_out += 1
-                    if self.left_out == end - begin:
+                    refused, self.left_out, self.refusal = refused + 1, self.left_out + 1, str(e)
+                    if refused == len(conversations):
                         raise CheckpointError(f"--conversations: the chat template takes none of them ({e})") from None
 
         self._write_shards("conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], size=1000)
@@ -132,7 +140,10 @@ class Collector:
             for i, turn in zip(live, asked):
                 if turn:
                     chats[i] = [*chats[i], {"role": "user", "content": turn}]
-                    prompts[i] = self.tokenizer.chat(chats[i])
+                    try:
+                        prompts[i] = self.tokenizer.chat(chats[i])
+                    except CheckpointError as e:
+                        self.left_out, self.refusal = self.left_out + 1, str(e)
             live = [i for i in prompts if len(prompts[i]) <= self.max_prompt_tokens]
             self.left_out += len(prompts) - len(live)
             seeds = [seed_of(self.seed, source, number, begin + i) for i in live]

@@ -77,20 +77,25 @@ def shards_in(folder: Path) -> list[Path]:
     return found
 
 
-def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -> tuple[list[dict], int]:
-    """(all usable rows of these shards, in order, without exact repeats; how many prompts were left out when they were written).
+def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -> tuple[list[dict], int, int]:
+    """(all usable rows of these shards, in order, without exact repeats; how many prompts were left out when they were written; how
+    many rows are longer than `max_len` and are cut).
 
     Raises CheckpointError on a line that is no row, or one of another target than `target`.
     """
-    seen, rows, left_out = set(), [], 0
+    seen, rows, left_out, cut = set(), [], 0, 0
     for path in paths:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise CheckpointError(f"{path}: cannot be read ({e})") from None
+        for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
                 if "left_out" in row:
                     left_out += row["left_out"]
                     continue
-                ids, edges = row["ids"], [edge for span in row["answers"] for edge in span]
+                ids, edges = row["ids"], [edge for begin, end in row["answers"] for edge in (begin, end)]
                 whole = all(0 <= i < vocab_size for i in ids) and [*edges, len(ids)] == sorted([0, *edges, len(ids)])[1:]
                 other = row.get("target", target) != target
             except (ValueError, KeyError, TypeError):
@@ -100,12 +105,13 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
                     f"{path}: line {number} is no row of this target's token ids and answers; --shards takes the data folder of a run"
                 ) from None
             if other:
-                raise CheckpointError(f"{path}: line {number} was written by another target")
+                raise CheckpointError(f"{path}: line {number} was written by another target, or by this one in another --dtype")
+            cut += len(ids) > max_len
             row = usable(row, max_len)
             if row and tuple(row["ids"]) not in seen:
                 seen.add(tuple(row["ids"]))
                 rows.append(row)
-    return rows, left_out
+    return rows, left_out, cut
 
 
 def digest(prompt: list[int]) -> str:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guessers import GuessArgs, HydraHeads, MedusaHeads
-from model import Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, eagle3_aux_layers
+from model import Eagle1Head, Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, eagle3_aux_layers
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,12 @@ class Shape:
     head_dim: int | None = None
 
 
-def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
-    """A head of this kind in float32: random but for what the target can lend.
-
-    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one makes an
-    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several points of
-    held-out accuracy after the same short run. A head narrower or wider than the target gets an embedding of its own, the
-    target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc` passes the feature on.
-    Raises ValueError on a shape that cannot be.
-    """
-    a = target.args
+def head_args(a: ModelArgs, kind: str, draft_ids: int, shape: Shape) -> HeadArgs:
+    """What an EAGLE head of this kind for a target of arguments `a` is built from. Raises ValueError on a shape that cannot be."""
     hidden = shape.hidden_size or a.hidden_size
     if hidden != a.hidden_size and kind == "eagle":
         raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
     heads = shape.num_heads or a.num_heads
-    own = hidden != a.hidden_size
     aux_layers: tuple[int, ...] = (a.num_layers,)
     if kind == "eagle3":
         if a.num_layers < 4:
@@ -47,10 +38,24 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
     args = HeadArgs(
         a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, heads, shape.num_kv_heads or min(a.num_kv_heads, heads),
         shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
-        draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, own_embedding=own, own_lm_head=kind == "eagle3",
-        aux_layers=aux_layers,
+        draft_vocab_size=draft_ids, target_hidden_size=a.hidden_size, own_embedding=hidden != a.hidden_size,
+        own_lm_head=kind == "eagle3", aux_layers=aux_layers,
     )
     args.check()
+    return args
+
+
+def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
+    """A head of this kind in float32: random but for what the target can lend.
+
+    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one makes an
+    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several points of
+    held-out accuracy after the same short run. A head narrower or wider than the target gets an embedding of its own, the
+    target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc` passes the feature on.
+    Raises ValueError on a shape that cannot be.
+    """
+    args = head_args(target.args, kind, len(draft_ids), shape)
+    hidden, own = args.hidden_size, args.own_embedding
     torch.manual_seed(seed)
     head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(args)
     for name, p in head.named_parameters():
@@ -82,7 +87,6 @@ def new_guesser(target: Transformer, kind: str, draft_ids: Tensor, guesses: int,
     args.check()
     torch.manual_seed(seed)
     head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](args)
-    rows = target.embed.weight if target.lm_head is None else target.lm_head.weight
     with torch.no_grad():
         for name, p in head.named_parameters():
             if p.ndim == 2:
@@ -92,7 +96,7 @@ def new_guesser(target: Transformer, kind: str, draft_ids: Tensor, guesses: int,
         for blocks_of in head.stacks:
             if blocks_of[0].skip is not None:
                 blocks_of[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
-        head.lm_head.weight.copy_(rows[draft_ids].float().cpu())
+        head.lm_head.weight.copy_(target.lm_rows[draft_ids].float().cpu())
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.weight.device)
     head.use_target(target)
@@ -102,7 +106,7 @@ def new_guesser(target: Transformer, kind: str, draft_ids: Tensor, guesses: int,
 def _lend(head: Eagle3Head, target: Transformer, draft_ids: Tensor, own: bool) -> None:
     """Start an EAGLE-3 head from the target's embedding, lm_head and last norm."""
     table = target.embed.weight.float().cpu()
-    rows = table if target.lm_head is None else target.lm_head.weight.float().cpu()
+    rows = target.lm_rows.float().cpu()
     hidden, width = head.args.hidden_size, target.args.hidden_size
     axes = torch.eye(width)
     if own:

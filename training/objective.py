@@ -1,6 +1,6 @@
 """What a head is trained to do: the losses of EAGLE-3, of Medusa and Hydra, and of EAGLE-1.
 
-Both are means over the predictions of a whole optimizer step, computed as weighted sums over its parts: the gradient is the
+All are means over the predictions of a whole optimizer step, computed as weighted sums over its parts: the gradient is the
 same however a step is split into smaller batches or over processes.
 """
 from __future__ import annotations
@@ -205,8 +205,7 @@ class Distilled(Objective):
     def __init__(self, target: Transformer, head: Head, steps: int, outputs: Callable, compiled: bool):
         """outputs(head, batch, what it reads, steps): what the lm_head reads at every scored prediction [M, H]."""
         super().__init__(target, head, steps)
-        rows = target.embed.weight if target.lm_head is None else target.lm_head.weight
-        self.lm_rows = rows[head.draft_ids]
+        self.lm_rows = target.lm_rows[head.draft_ids]
         self.run = compile_whole(outputs, dynamic=True) if compiled else outputs
 
     def reads(self, said: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -157,7 +157,7 @@ class Trainer:
                 tokens += sum(len(self.rows[p]["ids"]) for p in places)
                 if record:
                     rate = self.optimizer.param_groups[0]["lr"]
-                    entry = {"step": self.step, "loss": loss, "accuracy": [round(a, 4) for a in accuracy], "lr": rate}
+                    entry = {"step": self.step, "loss": loss, "accuracy": [round(a, 4) for a in accuracy], "norm": norm, "lr": rate}
                     record.step(entry, tokens / (time.time() - began), self.step % self.log_every == 0 or self.step == self.total)
                 if time.time() - saved > self.save_seconds and self.in_epoch < len(plan):
                     self.save()
@@ -168,7 +168,10 @@ class Trainer:
             self._validate(record)
 
     def _stop(self, loss: float, norm: float, places: list[int]) -> None:
-        """Raise CheckpointError: what is not finite, where, in which rows."""
+        """Save the weights from before this batch if they are finite, and raise CheckpointError: what is not finite, where, in which
+        rows."""
+        if all(bool(p.isfinite().all()) for p in self.parameters.values()):
+            self.save()
         state = self.work / "state.pt"
         starts = "; ".join(str(self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6]) for p in places[:3])
         raise CheckpointError(
@@ -192,7 +195,7 @@ class Trainer:
                     hits, valid = hits + right.cpu(), valid + torch.tensor(batch.valid)
             entry = {"step": self.step, "epoch": self.epoch, "held_out": (hits / valid.clamp(min=1)).tolist()}
             if self.validator and (tau := self.validator.tau(head)):
-                entry["tau"] = tau
+                entry |= {"tau": tau, "tree": self.validator.tree_name}
             record.validation(entry)
             draw(record.entries, self.work / "curves.png")
         self.processes.wait()

@@ -57,6 +57,7 @@ class Validator:
     def __init__(self, target: Transformer, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape, tokens: int, packed: bool):
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
         self.shape, self.tokens, self.packed = shape, tokens, packed
+        self.tree_name = f"{shape.nodes},{shape.depth},{shape.width}"
 
     def tau(self, head: Head) -> float | None:
         """What `acceptance` says of a copy of the head."""
