@@ -121,12 +121,13 @@ def _messages(where: str, row: dict) -> list[dict] | None:
 
 
 def spoken(where: str, row: dict) -> list[str]:
-    """Every text of a row, whoever says it: "text", a prompt, or the messages. `where` is for errors."""
+    """Every text of a row, whoever says it: "text", the messages, or a prompt and what answers it. `where` is for errors."""
     if isinstance(row.get("text"), str):
         return [row["text"]]
-    if "prompt" in row or "turns" in row:
+    if row.get("messages") is None and row.get("conversations") is None and ("prompt" in row or "turns" in row):
         given = [row["prompt"]] if "prompt" in row else row["turns"]
-        return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
+        given = (given if isinstance(given, list) else []) + [row.get(name) for name in ("completion", "response", "answer", "output")]
+        return [text for text in given if isinstance(text, str)]
     return [m["content"] for m in _messages(where, row) or []]
 
 

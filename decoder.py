@@ -289,7 +289,7 @@ class Decoder:
     def _check_memory(self, dtype: torch.dtype) -> int:
         """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they do not fit."""
         shapes = [self.target.args, *self.drafter.cached]
-        need = sum(cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes)
+        need = sum(cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes) + self.drafter.memory(self.batch)
         free = free_memory(self.device)
         if free is not None and need > free:
             raise ValueError(

@@ -134,7 +134,8 @@ class Evaluation:
         self.who = {}  # of every method, what tells its answers and times from another's
         for name, model in models.items():
             drafter = model.decoder.drafter
-            self.who[name] = f"{identity(model.decoder.target)} {identity(drafter)} {drafter.shape} {flags[name.partition('+')[0]]}"
+            made_of = identity(drafter) + drafter.made_of
+            self.who[name] = f"{identity(model.decoder.target)} {made_of} {drafter.shape} {flags[name.partition('+')[0]]}"
         target = models[PLAIN].decoder.target
         on_kernels = target.run_layers is not run_layers
         self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), on_kernels)

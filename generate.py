@@ -278,7 +278,7 @@ def decode_all(o, model, plain, prompts: list, samplings: list, batch: int) -> i
         results = job.results()
         if o.json:
             for result, twin in zip(results, others):
-                print(json.dumps(as_json(result, twin)), flush=True)
+                print(json.dumps(as_json(result, model.decoder.drafter.rule if o.temperature else "equal", twin)), flush=True)
         else:
             note(statistics(results, model.decoder))
             if others[0]:

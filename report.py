@@ -28,8 +28,9 @@ def coloured(piece: Piece, decode) -> str:
     return f"{DRAFTED}{head}{PLAIN}{tail}" if head and tail + head else piece.text
 
 
-def as_json(result: Result, plain: Result | None = None) -> dict:
-    """The object printed by `--json`; with `plain` (the same prompt decoded plainly) also the comparison."""
+def as_json(result: Result, rule: str = "equal", plain: Result | None = None) -> dict:
+    """The object printed by `--json`, of text accepted by this rule; with `plain` (the same prompt decoded plainly) also the
+    comparison."""
     row = {
         "prompt": result.prompt if result.prompt is not None else result.prompt_ids,
         "text": result.text,
@@ -42,6 +43,8 @@ def as_json(result: Result, plain: Result | None = None) -> dict:
         "accept_lengths": result.accept_lengths,
         "seed": result.seed,
         "finish": result.finish,
+        "accept": rule,
+        "lossy": rule in LOSSY,
     }
     if plain is not None:
         row |= {"plain": as_json(plain), "speedup": speedup(result, plain), "equal": result.ids == plain.ids}
@@ -54,13 +57,15 @@ def speedup(result: Result, plain: Result) -> float | None:
 
 
 def bytes_per_step(decoder: Decoder) -> int:
-    """Weight bytes one step reads: the target once, the head once per pass; embedding tables are looked up, not read."""
+    """Weight bytes one step reads: the target once, the drafter once per pass; embedding tables are looked up, not read."""
     def size(module, skip=()) -> int:
         return sum(p.numel() * p.element_size() for n, p in module.named_parameters() if not n.startswith(skip))
 
     target = decoder.target
     total = size(target, skip=() if target.lm_head is None else ("embed.",))
-    head = getattr(decoder.drafter, "head", None)
+    head, model = (getattr(decoder.drafter, name, None) for name in ("head", "model"))
+    if model is not None:
+        return total + decoder.drafter.passes * size(model, skip=() if model.lm_head is None else ("embed.",))
     return total + (decoder.drafter.passes * size(head, skip=("embed.",)) if head is not None else 0)
 
 
@@ -141,7 +146,9 @@ class Trace:
     def save(self, path: str | Path, result: Result) -> None:
         """Write the safetensors file, under a temporary name first. Raises CheckpointError."""
         shape = self.decoder.drafter.shape
-        meta = {"total_token": str(shape.nodes), "depth": str(shape.depth), "top_k": str(shape.width)}
+        meta = {"total_token": str(shape.nodes), "depth": str(max(0, shape.window - 2))}  # of passes of a head, as EAGLE counts
+        if hasattr(shape, "width"):
+            meta["top_k"] = str(shape.width)
         ends = {"prompt": torch.tensor(result.prompt_ids), "output_ids": torch.tensor(result.prompt_ids + result.ids)}
         partial = f"{path}.partial"
         try:

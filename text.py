@@ -28,7 +28,7 @@ from model import Head
 from packed import pack
 from quantized import quantize_linears
 from tokenizer import Tokenizer
-from tree import PathTree, TreeShape
+from tree import PAPER_TREE, PathTree, TreeShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
@@ -80,7 +80,7 @@ def default_tree(device: str) -> TreeShape:
     A GPU verifies 60 rows in the time of one. A CPU does not: time grows with the rows, and every draft level costs a pass
     of the head (README, "Which tree"), so a CPU wants few nodes and few levels.
     """
-    return TreeShape(60, 7, 10) if torch.device(device).type == "cuda" else TreeShape(12, 3, 4)
+    return PAPER_TREE if torch.device(device).type == "cuda" else TreeShape(12, 3, 4)
 
 
 def read_tree(given: str | None) -> TreeShape | PathTree | str | None:
@@ -91,7 +91,7 @@ def read_tree(given: str | None) -> TreeShape | PathTree | str | None:
     if given in (None, "auto"):
         return given
     if given == "paper":
-        return TreeShape(60, 7, 10)
+        return PAPER_TREE
     if re.fullmatch(r"\d+,\d+,\d+", given):
         return TreeShape.parse(given)
     try:
@@ -177,8 +177,8 @@ def load(
     def prepare(*models: torch.nn.Module) -> None:
         """Put models on the kernels; say it once if the target cannot be."""
         for model in models:
-            if on_kernels and draft_int8 and isinstance(model, Head) and target.embed.weight.dtype == torch.bfloat16:
-                quantize_linears(model, lm_head=model.args.own_lm_head)
+            if on_kernels and draft_int8 and model is not target and target.embed.weight.dtype == torch.bfloat16:
+                quantize_linears(model, lm_head=not isinstance(model, Head) or model.args.own_lm_head)
         if on_kernels and not pack(*models):
             say("parts of this model do not run on our kernels (fp16, experts): speculative text may leave plain text at near ties")
 
@@ -195,17 +195,18 @@ def load(
         load_kernels(say)
     if not beside:
         prepare(target)
-    drafter = build(Request(
-        speculate, Path(checkpoint), target, tokenizer, Path(draft) if draft else None, tree, default_tree(device), coupled, accept,
-        flags or {flag: default for flag, (default, _) in (METHODS[speculate].flags if METHODS[speculate] else {}).items()},
-        prepare, choose_tree,
-    ))
     longest = target.args.max_seq_len
     if max_seq_len is not None and not 2 <= max_seq_len <= longest:
         raise CheckpointError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+    max_seq_len = max_seq_len or min(2048, longest)
+    drafter = build(Request(
+        speculate, Path(checkpoint), target, tokenizer, Path(draft) if draft else None, tree, default_tree(device), coupled,
+        max_seq_len, accept,
+        flags or {flag: default for flag, (default, _) in (METHODS[speculate].flags if METHODS[speculate] else {}).items()},
+        prepare, choose_tree,
+    ))
     decoder = Decoder(
-        target, drafter, batch=batch, max_seq_len=max_seq_len or min(2048, longest), stop_ids=config["stop_ids"],
-        compile=compile, say=say,
+        target, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=config["stop_ids"], compile=compile, say=say
     )
     return TextDecoder(decoder, tokenizer)
 

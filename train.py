@@ -42,7 +42,7 @@ from training.objective import Eagle1Objective, Eagle3Objective, GuessObjective
 from training.processes import Processes
 from training.trainer import SHORT, Plan, Trainer
 from training.validate import Validator, decoding_copy
-from tree import TreeShape
+from tree import PAPER_TREE, TreeShape
 
 
 def positive(value: str) -> int:
@@ -128,7 +128,7 @@ def parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("validation and export")
     g.add_argument("--validate-prompts", type=count, default=16, help="held-out prompts decoded after every epoch (default 16)")
     g.add_argument("--validate-tokens", type=positive, default=64, help="new tokens of each")
-    g.add_argument("--tree", type=tree, default=TreeShape(60, 7, 10), metavar="T,D,K", help="of the validation (default 60,7,10)")
+    g.add_argument("--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)")
     g.add_argument("--layout", choices=(*LAYOUTS, "both"), default="sglang", help="of --out; both: speculators in OUT/speculators")
     return p
 

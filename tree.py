@@ -63,6 +63,9 @@ class TreeShape:
         return max(self.nodes, self.window + self.width * self.depth)
 
 
+PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
+
+
 @dataclass(frozen=True)
 class AnyTree:
     """Size of a tree that is found whole rather than grown: `nodes` T (root included), at most `levels` below the root."""
@@ -103,13 +106,14 @@ class PathTree:
     def __post_init__(self):
         if not self.paths:
             raise ValueError("tree: no paths")
+        known = set(self.paths)
         for path in self.paths:
             ranks = all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path)
             if not path or not ranks:
                 raise ValueError(f"tree: path {list(path)} is no list of ranks (0, 1, ...)")
-            if len(path) > 1 and path[:-1] not in self.paths:
+            if len(path) > 1 and path[:-1] not in known:
                 raise ValueError(f"tree: path {list(path)} has no parent {list(path[:-1])}")
-        if len(set(self.paths)) != len(self.paths):
+        if len(known) != len(self.paths):
             raise ValueError("tree: a path is given twice")
         object.__setattr__(self, "paths", tuple(sorted(self.paths, key=lambda p: (len(p), p))))
 

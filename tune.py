@@ -25,7 +25,7 @@ from compiling import compile_whole, unguarded
 from decoder import SPAN, Decoder, Run, Sampling
 from drafters.eagle import Eagle
 from model import Head, KVCache, Transformer
-from tree import Growth, Tree, TreeShape, visible_slots
+from tree import PAPER_TREE, Growth, Tree, TreeShape, visible_slots
 
 WIDTHS = (2, 3, 4, 6, 8, 10)
 NODES = (4, 6, 8, 12, 16, 20, 24, 32, 40, 48, 60, 80)
@@ -233,7 +233,7 @@ def auto_tree(
     say("choosing a tree: cost of passes ...")
     verify, level = Costs(target, head, compile).measure()
     ranked = choose(taus, verify, level)
-    best, paper = ranked[0], next((c for c in ranked if c.shape == TreeShape(60, 7, 10)), None)
+    best, paper = ranked[0], next((c for c in ranked if c.shape == PAPER_TREE), None)
     shape = best.shape
     lines = [
         f"tree {shape.nodes}/{shape.depth}/{shape.width}: {best.tau:.2f} tokens in {best.seconds * 1e3:.1f} ms expected"

@@ -21,8 +21,8 @@ class Request:
     """What a drafter is built from: the method's name, the checkpoint and its loaded target, and what the user asked for.
 
     draft: what --draft names, None if nothing. tree: None where none is asked for. flags: the method's own, all of them.
-    rule: how its nodes are accepted, one of `accepting.RULES`. prepare(*models): puts models on the kernels, where there are
-    any; `choose_tree(head, folder)` is --tree auto.
+    max_seq_len: tokens there is room for. rule: how its nodes are accepted, one of `accepting.RULES`. prepare(*models): puts
+    models on the kernels, where there are any; `choose_tree(head, folder)` is --tree auto.
     """
 
     method: str
@@ -33,6 +33,7 @@ class Request:
     tree: TreeShape | PathTree | str | None
     default_tree: TreeShape
     coupled: bool
+    max_seq_len: int
     rule: str
     flags: dict
     prepare: Callable[..., None]
@@ -74,14 +75,15 @@ class Drafter(nn.Module):
 
     `shape`: size of the trees, the same at every step. `aux_layers`: target layers whose inputs it wants as features
     (empty: none). `passes`: how often a step reads the drafter's weights, for the bandwidth figure. `cached`: shapes of
-    the models whose keys and values it caches. `riders`: rows it adds to the verify pass; `heard`: how many of them, the last
-    ones, it wants the target's choice at.
+    the models whose keys and values it caches. `made_of`: tells drafters apart that have no weights. `riders`: rows it adds to
+    the verify pass; `heard`: how many of them, the last ones, it wants the target's choice at.
     """
 
     riders = heard = 0
     rule = "equal"  # which of `accepting.RULES` its nodes are accepted by
     aux_layers: tuple[int, ...] = ()
     passes = 0
+    made_of = ""
     cached: tuple[ModelArgs, ...] = ()
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
@@ -90,6 +92,10 @@ class Drafter(nn.Module):
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         """Allocate caches for `batch` sequences of `slots` slots, once."""
+
+    def memory(self, batch: int) -> int:
+        """Bytes that `allocate` takes beside the caches."""
+        return 0
 
     @property
     def room(self) -> int:

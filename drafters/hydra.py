@@ -1,4 +1,8 @@
-"""Drafting with Hydra heads (Ankner et al., arXiv 2402.05109): a static tree whose nodes are guessed from those above them."""
+"""Drafting with Hydra heads (Ankner et al., arXiv 2402.05109): a static tree whose nodes are guessed from those above them.
+
+The published code fills short paths up with their last token, and greedily chooses a path before it cuts that off, so that one may
+win by its filling. Here a path is as long as it is.
+"""
 from __future__ import annotations
 
 import torch

@@ -4,8 +4,9 @@ A window of columns stands behind the root, row below row: row r holds guesses m
 above. Each step the target reads the window along with the tree and says what follows its newest row; a column is then an
 n-gram the target would write, and goes into a pool, by its first token. What the pool has for the root is the tree.
 
-Window, pool and what moves between them are tensors of fixed size. As published but for the beginning: there the window's
-rows are filled one by one in as many steps, here all at once with random tokens of the prompt.
+Window, pool and what moves between them are tensors of fixed size. Two things differ from what is published: there the window's
+rows are filled one by one in as many steps, here all at once with random tokens of the prompt; and there a step emits at most
+N-1 tokens, a slip of the code (an index taken for a count), here N, an n-gram's N-1 that agree and the target's own.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from errors import CheckpointError
 from tree import Tree, chains
 
 EMPTY = -1
+MOST_ROWS = 1024  # of a pass, beyond which nobody gains
 
 
 class Lookahead(Drafter):
@@ -28,6 +30,9 @@ class Lookahead(Drafter):
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
         if window < 1 or level < 3 or guesses < 1:
             raise ValueError(f"lookahead: window {window}, level {level}, guess set {guesses}: at least 1, 3 and 1")
+        if (level - 1) * (window + guesses) > MOST_ROWS:
+            rows = (level - 1) * (window + guesses)
+            raise ValueError(f"lookahead: window {window}, level {level}, guess set {guesses}: {rows} rows a pass, at most {MOST_ROWS}")
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
@@ -43,6 +48,9 @@ class Lookahead(Drafter):
         ]
         self.register_buffer("depth", torch.tensor([r + c for r, c in places]), persistent=False)
         self.register_buffer("sees", torch.tensor(sees), persistent=False)
+
+    def memory(self, batch: int) -> int:
+        return batch * self.vocab_size * self.guesses * (self.level - 1) * torch.int32.itemsize
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         rows, G = self.level - 1, self.guesses

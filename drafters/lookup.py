@@ -1,8 +1,10 @@
 """Prompt lookup: the text itself drafts. Where its last tokens stood before, what followed then is proposed again.
 
 PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and proposes one
-chain. Here every match competes, longer ones first and of those the latest, and the best few with different
-continuations make a small tree. It runs on the device in static shapes: one comparison per n-gram position.
+chain; Spec-Bench's copy passes over matches with fewer than ten tokens behind them, and proposes the id 100 where there are none.
+Here every match competes, longer ones first and of those the latest, and the best few with different continuations make a small
+tree. It runs on the device in static shapes: one comparison per n-gram position. On a CPU a step in which no sequence has a match
+is a plain step; on a GPU the rows cost next to nothing, and asking would cost a synchronisation.
 """
 from __future__ import annotations
 

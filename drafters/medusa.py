@@ -1,8 +1,12 @@
 """Drafting with Medusa heads (Cai et al., arXiv 2401.10774): all levels of a static tree from one state of the target.
 
-Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is.
+Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree paper` is the tree of
+the published figures; the default on a CPU is smaller.
 """
 from __future__ import annotations
+
+import json
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,7 +15,7 @@ from checkpoint import load_head
 from drafters.base import Drafter, Request, StaticTree
 from errors import CheckpointError
 from guessers import Guesser, MedusaHeads
-from tree import PathTree, Tree, likely_tree, pick
+from tree import PAPER_TREE, PathTree, Tree, likely_tree, pick
 
 
 class Guessing(Drafter):
@@ -61,19 +65,29 @@ def build(request: Request) -> Medusa:
     return build_guessing(request, "medusa", Medusa)
 
 
+def published_tree() -> PathTree:
+    """mc_sim_7b_63, 64 nodes on four levels: the tree of the published Medusa and Hydra figures (FasterDecoding/Medusa)."""
+    return PathTree(tuple(map(tuple, json.loads((Path(__file__).parent / "mc_sim_7b_63.json").read_text()))))
+
+
 def build_guessing(request: Request, kind: str, made: type[Guessing]) -> Guessing:
-    """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on the static tree of --tree FILE, or one of the default's size.
+    """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on the static tree of --tree FILE, the published one for
+    --tree paper, or one of the default's size.
 
     Raises CheckpointError if there are none, or they or the tree do not fit.
     """
     folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no {kind} heads there; convert some into it, or name them with --draft")
-    if request.tree is not None and not isinstance(request.tree, PathTree):
-        raise CheckpointError(f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks")
+    tree = published_tree() if request.tree == PAPER_TREE else request.tree
+    if tree is not None and not isinstance(tree, PathTree):
+        raise CheckpointError(f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks, or --tree paper")
     head = load_head(folder, request.target, kind)
     request.prepare(head)
     try:
-        return made(head, request.tree or likely_tree(request.default_tree.nodes, head.args.guesses), request.coupled)
+        if tree is None:
+            published = request.default_tree == PAPER_TREE and head.args.guesses >= 4
+            tree = published_tree() if published else likely_tree(request.default_tree.nodes, head.args.guesses)
+        return made(head, tree, request.coupled)
     except ValueError as e:
         raise CheckpointError(str(e)) from None

@@ -31,7 +31,7 @@ class DraftModel(Growing):
         if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
             raise ValueError(f"accepting by residuals needs a chain, such as --tree 6,4,1, not {shape.nodes},{shape.depth},{shape.width}")
         self.model, self.rule = model, rule
-        self.cached = (model.args,) * model.args.num_layers
+        self.cached = (model.args,)
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         args, dtype = self.model.args, self.model.embed.weight.dtype
@@ -74,15 +74,19 @@ def build(request: Request) -> DraftModel:
     own, target = read_config(request.draft, "target"), request.target.args
     if own["vocab_size"] != target.vocab_size:
         raise CheckpointError(f"{request.draft}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}")
-    tokenizer = Tokenizer.load(request.draft)
-    if tokenizer and request.tokenizer and not tokenizer.same_ids(request.tokenizer):
-        raise CheckpointError(f"{request.draft}: its tokenizer gives other ids than the target's")
+    if own["max_seq_len"] < request.max_seq_len:
+        raise CheckpointError(
+            f"{request.draft}: reads {own['max_seq_len']} tokens, and there is room for {request.max_seq_len};"
+            f" --max-seq-len {own['max_seq_len']} is what both read"
+        )
+    if request.tokenizer:
+        tokenizer = Tokenizer.load(request.draft)
+        if tokenizer is None:
+            raise CheckpointError(f"{request.draft}: has no tokenizer files to compare with the target's; copy its own there")
+        if not tokenizer.same_ids(request.tokenizer):
+            raise CheckpointError(f"{request.draft}: its tokenizer gives other ids than the target's")
     weight = request.target.embed.weight
     model, _ = load_target(request.draft, weight.device, weight.dtype)
-    if model.args.max_seq_len < target.max_seq_len:
-        raise CheckpointError(
-            f"{request.draft}: reads {model.args.max_seq_len} tokens, the target {target.max_seq_len}; a draft model must read as many"
-        )
     request.prepare(model)
     try:
         tree = request.tree or (TreeShape(6, 4, 1) if request.rule == "residual" else request.default_tree)

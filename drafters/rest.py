@@ -9,6 +9,9 @@ int64 from 2^31 tokens on), STORE/store.json. Any vocabulary fits (the published
 The longest run of last tokens that occurs in the store is searched for, all lengths at once, by probing 15 places a round
 instead of one. Where it occurs the suffixes stand side by side, in order, so that equal continuations are neighbours: how often
 one begins is how far its run of neighbours reaches, and the most frequent beginnings are the tree. All of it in static shapes.
+
+Where more than `hits` places match, as many of them are counted, evenly spread (published: the first 5,000). Without a match nothing
+is drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a GPU takes it into its memory.
 """
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +55,15 @@ class Rest(Drafter):
             raise ValueError(f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}: at least 2, 1, 1 and 1")
         super().__init__(AnyTree(nodes, depth))
         self.vocab_size, self.longest, self.shortest, self.depth, self.hits = vocab_size, longest, shortest, depth, hits
+        some = tokens[:: max(1, len(tokens) // 4096)].numpy().tobytes() if tokens.device.type == "cpu" else b""
+        self.made_of = f"{len(tokens)} {hashlib.sha256(some).hexdigest()[:16]}"
         self.rounds = max(1, math.ceil(math.log(len(tokens) + 1, PIVOTS + 1))) + 1
+        self.device = tokens.device  # where it will be used
         self.register_buffer("tokens", tokens, persistent=False)
         self.register_buffer("suffixes", suffixes, persistent=False)
+
+    def memory(self, batch: int) -> int:
+        return 0 if self.device.type == "cpu" else sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.to(device)
@@ -64,6 +73,16 @@ class Rest(Drafter):
         place = at[..., None] + torch.arange(count, device=at.device)
         found = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
         return torch.where(place < self.tokens.shape[0], found, -1)
+
+    def damaged(self, probes: int = 1024) -> bool:
+        """Whether neighbours in the suffix array, looked at in so many places, are out of order or point nowhere."""
+        at = torch.linspace(0, len(self.suffixes) - 1, min(probes, len(self.suffixes))).long()
+        pair = self.suffixes[torch.stack((at, (at + 1).clamp(max=len(self.suffixes) - 1)))].long()  # [2, P]
+        if bool(((pair < 0) | (pair >= len(self.tokens))).any()):
+            return True
+        one, two = self.follow(pair, 8)
+        first = (one != two).long().argmax(-1, keepdim=True)
+        return bool((one.gather(-1, first) > two.gather(-1, first)).any())
 
     def search(self, state) -> tuple[Tensor, Tensor]:
         """Where in the suffix array the last `longest`, ..., `shortest` tokens of each text begin and end: both [B, S]."""
@@ -148,7 +167,7 @@ def build(request: Request) -> Rest:
         raise CheckpointError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
     if request.tokenizer and about.get("tokenizer") != fingerprint(request.tokenizer):
         raise CheckpointError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count, dtype = about.get("tokens"), {"int32": torch.int32, "int64": torch.int64}.get(about.get("suffixes"))
+    count, dtype = about.get("tokens"), {"int32": torch.int32, "int64": torch.int64}.get(str(about.get("suffixes")))
     arrays = []
     for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
         path = folder / f"{name}.bin"
@@ -156,9 +175,13 @@ def build(request: Request) -> Rest:
             raise CheckpointError(f"{path}: missing or not of the size that store.json says; build the store again")
         arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
     try:
-        return Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
+        drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
     except ValueError as e:
         raise CheckpointError(str(e)) from None
+    if drafter.damaged():
+        raise CheckpointError(f"{folder}: damaged, its suffixes are out of order; build the store again")
+    drafter.device = request.target.embed.weight.device
+    return drafter
 
 
 # -- the store -----------------------------------------------------------------------------------------------------------
@@ -174,19 +197,21 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they are), else one text."""
-    if path.suffix not in (".jsonl", ".json"):
+    if path.suffix.lower() not in (".jsonl", ".json"):
         try:
-            yield tokenizer.encode(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as e:
             raise CheckpointError(f"{path}: cannot be read ({e})") from None
+        if text.strip():
+            yield tokenizer.encode(text)
         return
     for where, row in read_rows(path):
         if isinstance(row.get("ids"), list):
-            if not all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
+            if not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
                 raise CheckpointError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
             yield row["ids"]
         else:
-            yield from (tokenizer.encode(text) for text in spoken(where, row))
+            yield from (tokenizer.encode(text) for text in spoken(where, row) if text.strip())
 
 
 def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) -> dict:
@@ -200,8 +225,25 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise CheckpointError(f"{checkpoint}: has no tokenizer")
-    if out.exists() and not (force and (out / "store.json").is_file()):
+    out = out.resolve()  # "new/.." names something else once "new" is there
+    there = out.exists()
+    if there and not (force and (out / "store.json").is_file()):
         raise CheckpointError(f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else ""))
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    part.mkdir(parents=True)  # better now than when everything is sorted
+    try:
+        about = _fill(part, files, tokenizer, vocab_size, divsufsort)
+        if there:
+            shutil.rmtree(out)
+        elif out.exists():
+            raise CheckpointError(f"{out}: somebody else made it in the meantime")
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return about
+
+
+def _fill(folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int, divsufsort: Callable) -> dict:
     parts, count = [], 0
     with tqdm(unit="token", unit_scale=True, desc="reading") as bar:
         for path in files:
@@ -217,17 +259,9 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
     suffixes = divsufsort(tokens, force64=len(tokens) >= 2**29)  # the library sorts four bytes a token
     suffixes = suffixes.astype(np.int64 if len(tokens) >= 2**31 else np.int32)
     about = {"vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "suffixes": str(suffixes.dtype)}
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        part.mkdir(parents=True)
-        tokens.tofile(part / "tokens.bin")
-        suffixes.tofile(part / "suffixes.bin")
-        (part / "store.json").write_text(json.dumps(about, indent=1) + "\n")
-        if out.exists():
-            shutil.rmtree(out)
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    tokens.tofile(folder / "tokens.bin")
+    suffixes.tofile(folder / "suffixes.bin")
+    (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 
 

@@ -25,6 +25,10 @@ class Drawn:
     share: list[float]
     accepted: set[int]
 
+    def chance(self, node: int) -> str:
+        """A node's probability as a label, "" for the root and where the drafter gives none."""
+        return f" {self.share[node]:.2f}" if node and any(self.share[1:]) else ""
+
     @cached_property
     def children(self) -> dict[int, list[int]]:
         """Of every node that has some, the likeliest first."""
@@ -81,7 +85,7 @@ def text_tree(drawn: Drawn, word: Callable[[int], str]) -> str:
         for i, node in enumerate(nodes):
             last = i == len(nodes) - 1
             mark = "●" if node in drawn.accepted else "○"
-            lines.append(f"{indent}{'└' if last else '├'}─{mark} {word(drawn.tokens[node])!r} {drawn.share[node]:.2f}")
+            lines.append(f"{indent}{'└' if last else '├'}─{mark} {word(drawn.tokens[node])!r}{drawn.chance(node)}")
             below(node, indent + ("   " if last else "│  "))
 
     below(0, "")
@@ -118,7 +122,7 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
             label = repr(word(token))[1:-1].replace("$", r"\$") or "∅"
             box = {"boxstyle": "round,pad=0.25", "facecolor": GREEN if on else "0.95", "edgecolor": "none"}
             axes.text(
-                drawn.depth[node], height[node], label + (f"  {drawn.share[node]:.2f}" if node else ""), ha="center", va="center",
+                drawn.depth[node], height[node], label + drawn.chance(node), ha="center", va="center",
                 fontsize=8, color="white" if on else "0.25", zorder=2, bbox=box,
             )
         title = f"{len(drawn.tokens)} nodes; drafted and accepted: {len(drawn.accepted) - 1}"
@@ -152,7 +156,8 @@ def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
             given, taken = [c[2] / c[0] for c in cells], [c[1] / c[0] for c in cells]
             axes.plot(given, taken, marker="o", markersize=4, color=f"C{number}", label=name)
         axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1), title="the drafter's confidence")
-        axes.legend()
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
 
 
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:

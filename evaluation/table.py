@@ -14,8 +14,8 @@ PLAIN = "none"
 
 
 def label(method: str, rule: str) -> str:
-    """What a method is called that accepts by this rule (see `accepting`)."""
-    return method if rule == "equal" else f"{method}+{rule}"
+    """What a method is called that accepts by this rule (see `accepting`): a lossy one says so wherever it is named."""
+    return method if rule == "equal" else f"{method}+{rule}" + ("-lossy" if rule in LOSSY else "")
 
 
 def bound_to_be_plain(method: str, temperature: float) -> bool:
@@ -88,8 +88,7 @@ def markdown(rows: list[dict], sets: list[str]) -> str:
             cells = [f"{by_set[n]['speedup']:.2f}× | {by_set[n]['tau']:.2f}" if n in by_set else " | " for n in shown]
             total = by_set["mean"]
             if total["equal"] is None:
-                lossy = method.rpartition("+")[2] in LOSSY
-                cells += ["LOSSY" if lossy else "other draws", "", ""]
+                cells += ["LOSSY" if method.endswith("-lossy") else "other draws", "", ""]
             else:
                 cells += [f"{total['equal']}/{total['questions']}", str(total["ties"]), str(total["errors"])]
             lines.append("| " + " | ".join(["plain" if method == PLAIN else method, *cells]) + " |")

@@ -1,6 +1,8 @@
 """A new way to draft is a file and a line: generate.py and evaluate.py know it without another change."""
 import json
 
+from safetensors.torch import load_file
+
 import evaluate
 import generate
 from drafters import METHODS, Method
@@ -24,6 +26,21 @@ def build(request):
     request.refuse(draft=request.draft, tree=request.tree)
     return Again(request.flags["again-length"])
 '''
+
+
+def test_traces_and_labels_of_trees_that_are_no_eagles(golden, tmp_path, capsys):
+    common = ["--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "12", "--prompt", "abcabcabc", "--json"]
+    for method, options in (("lookup", []), ("lookahead", ["--window", "2", "--level", "3"]), ("none", [])):
+        assert generate.main([*common, "--speculate", method, *options, "--trace", str(tmp_path / method)]) == 0
+        trace = load_file(tmp_path / method)
+        assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
+        said = json.loads(capsys.readouterr().out)
+        assert said["accept"] == "equal" and said["lossy"] is False
+    assert generate.main([*common, "--speculate", "lookup", "--accept", "typical", "--temperature", "1"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["accept"] == "typical" and said["lossy"] is True
+    assert generate.main([*common, "--speculate", "lookahead", "--level", "100000"]) == 1
+    assert "at most 1024" in capsys.readouterr().err
 
 
 def test_a_file_and_a_line(golden, tmp_path, monkeypatch, capsys):

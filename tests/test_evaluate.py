@@ -279,7 +279,7 @@ def test_other_rules_are_named_and_not_judged(run, golden, tmp_path, capsys):
     assert go(*draft, "--accept", "draft-model=residual", "--accept", "eagle3=typical", out="rules") == 0
     text = (folder / "rules" / "table.md").read_text()
     greedy, warm = text.split("Temperature 1")
-    assert "LOSSY" not in greedy and "| eagle3+typical |" in greedy and "3/3" in greedy
+    assert "LOSSY" not in greedy and "| eagle3+typical-lossy |" in greedy and "3/3" in greedy
     assert "LOSSY" in warm and "other draws" in warm
     rows = json.loads((folder / "rules" / "table.json").read_text())
     assert {r["equal"] for r in rows if r["temperature"] and "+" in r["method"]} == {None}

@@ -229,7 +229,7 @@ def test_typical_acceptance_is_medusas(models, golden, capsys):
     decoder, seen = Decoder(target, drafter, max_seq_len=200, compile=False), []
     decoder.observer = lambda drawn, path: seen.append(drawn.tokens[0].tolist())
     steps = 0
-    for seed in range(4):
+    for seed in range(2):
         seen.clear()
         out = decoder.generate([PROMPTS[1]], Sampling(40, 0.7, seed=seed))[0]
         n = 1
@@ -254,8 +254,6 @@ def test_typical_acceptance_is_medusas(models, golden, capsys):
                 drawn = [path for score, path in paths if len(path) == depth and score > best - 1e-4]
                 assert found[:-1] in [[tokens[node[path[: i + 1]]] for i in range(depth)] for path in drawn]
             n, steps = n + count, steps + 1
-        if seed == 1:
-            break
     assert steps > 10
     greedy = Decoder(target, max_seq_len=200, compile=False).generate([PROMPTS[1]], Sampling(40))[0].ids
     assert decoder.generate([PROMPTS[1]], Sampling(40))[0].ids == greedy

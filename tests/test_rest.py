@@ -1,6 +1,7 @@
 """REST: the search finds what a plain search finds, the tree holds the most frequent continuations, the text is plain text."""
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import generate
 from decoder import Decoder, Sampling
 from drafters import rest
 from drafters.rest import Rest
+from text import load
+from tokenizer import Tokenizer
 
 divsufsort = pytest.importorskip("pydivsufsort").divsufsort
 PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
@@ -35,7 +38,7 @@ def counted(store: list[int], text: list[int], vocab_size: int, longest: int, sh
     return {}
 
 
-@pytest.mark.parametrize("vocab_size, size, nodes", [(3, 300, 20), (2, 900, 64), (40, 2000, 12), (3, 5, 6), (5, 17, 8)])
+@pytest.mark.parametrize("vocab_size, size, nodes", [(3, 300, 20), (2, 900, 64), (40, 2000, 12), (3, 5, 6), (5, 17, 8), (151_936, 400, 12)])
 def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
     rng = random.Random(size)
     store = [rng.choice([*range(vocab_size)] * 5 + [vocab_size]) for _ in range(size)]
@@ -140,6 +143,46 @@ def test_a_store_from_files_and_the_command_line(golden, tmp_path, capsys):
     (store / "store.json").write_text(json.dumps(about | {"tokenizer": "x"}))
     refused(generate.main, [*command, "--datastore", str(store)], "another tokenizer")
     (store / "store.json").write_text(json.dumps(about))
+    (store / "store.json").write_text(json.dumps(about | {"suffixes": ["int32"]}))
+    refused(generate.main, [*command, "--datastore", str(store)], "not of the size")
+    (store / "store.json").write_text(json.dumps(about))
+    good = (store / "suffixes.bin").read_bytes()
+    (store / "suffixes.bin").write_bytes(random.Random(0).randbytes(len(good)))
+    refused(generate.main, [*command, "--datastore", str(store)], "damaged")
+    (store / "suffixes.bin").write_bytes(good)
     (store / "tokens.bin").write_bytes(b"123")
     refused(generate.main, [*command, "--datastore", str(store)], "not of the size")
     assert rest.main([*build, str(tmp_path / "a.txt"), "--force"]) == 0
+
+
+def test_a_store_never_replaces_what_is_no_store(golden, tmp_path):
+    (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    for out in (tmp_path / "mine", tmp_path / "mine" / "new" / ".."):
+        for force in ([], ["--force"]):
+            build = ["build", "--checkpoint", str(golden), "--out", str(out), *force]
+            assert rest.main([*build, str(tmp_path / "a.txt")]) == 1
+    assert (tmp_path / "mine" / "precious").read_text() == "x"
+
+
+def test_a_store_is_mapped_into_memory(golden, tmp_path):
+    (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
+    assert rest.main(["build", "--checkpoint", str(golden), "--out", str(tmp_path / "store"), str(tmp_path / "a.txt")]) == 0
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc here")
+    model = load(golden, "rest", flags={"datastore": str(tmp_path / "store"), "draft-tokens": 8}, compile=False)
+    assert model.decoder.drafter.tokens.numel()
+    assert all(f"{tmp_path}/store/{name}.bin" in maps.read_text() for name in ("tokens", "suffixes"))
+
+
+def test_what_is_read_of_a_row(golden, tmp_path):
+    tokenizer = Tokenizer.load(golden)
+    rows = [
+        {"prompt": "ab", "completion": "cd"}, {"prompt": "xx", "messages": [{"role": "user", "content": "ef"}]}, {"text": " \n"},
+    ]
+    (tmp_path / "a.JSONL").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgh")
+    found = [tokenizer.decode(ids) for name in ("a.JSONL", "b.txt") for ids in rest.texts(tmp_path / name, tokenizer)]
+    assert [text.removeprefix("<bos>") for text in found] == ["ab", "cd", "ef", "gh"]

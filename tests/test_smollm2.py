@@ -7,8 +7,16 @@ import pytest
 import torch
 
 from checkpoint import load_target
+from decoder import Decoder, Sampling
+from drafters.hydra import Hydra
+from drafters.lookahead import Lookahead
+from drafters.lookup import Lookup
+from drafters.medusa import Medusa
+from drafters.model import DraftModel
+from drafters.rest import Rest
 from text import load
-from tree import TreeShape
+from training.new_head import new_guesser
+from tree import TreeShape, likely_tree
 
 FOLDER = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m"
 pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").is_file(), reason="run `python demo.py fetch` first")
@@ -47,3 +55,32 @@ def test_eagle3_text_is_plain_text(temperature):
         assert a.ids == b.ids
         taus.append(b.tau)
     assert sum(taus) / 3 > 1.3, "the head drafts next to nothing"
+
+
+def drafters(target) -> dict:
+    """One of every kind that needs no training, the heads random; sizes for a CPU."""
+    ids = torch.arange(4096)
+    tree = likely_tree(12, 3)
+    found = {
+        "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3), "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
+        "medusa": Medusa(new_guesser(target, "medusa", ids, 3, 1, False, 0), tree),
+        "hydra": Hydra(new_guesser(target, "hydra", ids, 3, 1, True, 0), tree),
+    }
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        return found
+    store = torch.tensor(load(FOLDER, compile=False).tokenizer.encode(Path(__file__).read_text()), dtype=torch.int32)
+    return found | {"rest": Rest(store, torch.from_numpy(divsufsort(store.numpy())), target.args.vocab_size, nodes=12)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_drafters_text_is_plain_text(temperature):
+    target, _ = load_target(FOLDER, dtype=torch.float32)
+    prompt = load(FOLDER, compile=False).encode("def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n")
+    sampling = Sampling(32, temperature, seed=5)
+    plain = Decoder(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
+    for name, drafter in drafters(target).items():
+        fast = Decoder(target, drafter, max_seq_len=160, compile=False).generate([prompt], sampling)[0]
+        assert fast.ids == plain, name
+        assert name != "draft-model" or set(fast.accept_lengths[:-1]) == {4}
