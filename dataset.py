@@ -66,13 +66,13 @@ def read_questions(path: str | Path) -> list[dict]:
     if len(given) != len(turns):
         raise CheckpointError(f"{path}: {len(given) - len(turns)} rows hold no question")
     return [
-        {"question_id": _id(row.get("question_id", i)), "category": str(row.get("category", "")), "turns": asked}
+        {"question_id": _id(row.get("question_id"), i), "category": str(row.get("category") or ""), "turns": asked}
         for i, (row, asked) in enumerate(zip(given, turns))
     ]
 
 
-def _id(given) -> int | str:
-    return given if isinstance(given, int) else str(given)
+def _id(given, number: int) -> int | str:
+    return number if given is None else given if isinstance(given, int) else str(given)
 
 
 def read_conversations(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:

@@ -17,10 +17,10 @@ The exit status is 1 if any text differs from the plain one by more than roundin
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
-import statistics
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +35,7 @@ from drafters import METHODS, add_flags, given_flags, known
 from errors import CheckpointError
 from evaluation import pictures
 from evaluation.lossless import Judge
-from evaluation.runs import Answer, Book, ask, digest, read_sets, rounds
+from evaluation.runs import Answer, Book, ask, digest, read_sets, rounds, write_whole
 from evaluation.table import PLAIN, as_csv, bound_to_be_plain, label, markdown, summarise
 from model import run_layers
 from sampling import seed_of
@@ -82,7 +82,7 @@ def numbers(text: str) -> list[float]:
             Sampling(temperature=value)
     except ValueError as e:
         raise CheckpointError(f"--temperature {text}: {e}") from None
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(value + 0.0 for value in found))  # -0 is 0
 
 
 def by_method(option: str, values: list[str], methods: list[str]) -> dict[str, str]:
@@ -131,11 +131,13 @@ class Evaluation:
         self.o, self.models, self.sets, self.book, self.out = o, models, sets, book, Path(o.out)
         self.temperatures = numbers(o.temperature)
         flags = given_flags(o, [name.partition("+")[0] for name in models])
+        plain = models[PLAIN]
+        asked_as = hashlib.sha256(f"{plain.tokenizer.template} {plain.decoder.state.stop_ids.tolist()}".encode()).hexdigest()[:16]
         self.who = {}  # of every method, what tells its answers and times from another's
         for name, model in models.items():
             drafter = model.decoder.drafter
             made_of = identity(drafter) + drafter.made_of
-            self.who[name] = f"{identity(model.decoder.target)} {made_of} {drafter.shape} {flags[name.partition('+')[0]]}"
+            self.who[name] = f"{identity(model.decoder.target)} {asked_as} {made_of} {drafter.shape} {flags[name.partition('+')[0]]}"
         target = models[PLAIN].decoder.target
         on_kernels = target.run_layers is not run_layers
         self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), on_kernels)
@@ -167,28 +169,25 @@ class Evaluation:
                 if turns:
                     given = name, question["question_id"], question["category"], method, temperature, seed
                     self.book.add(Answer(*given, digest(question, self.who[method]), turns))
-            bar.set_postfix_str(self._running(methods))
+            bar.set_postfix_str(self._running(temperature))
 
-    def _running(self, methods: list[str]) -> str:
-        parts = []
-        for method in methods[1:]:
-            mine = [a for a in self.book.answers.values() if a.method == method]
-            ratios = [
-                (a.tokens / a.seconds) / (p.tokens / p.seconds) for a in mine
-                if (p := self.book.answers.get((a.set, a.question, PLAIN, a.temperature))) and a.tokens and p.tokens
-            ]
-            lengths = [n for a in mine for n in a.lengths]
-            if ratios and lengths:
-                parts.append(f"{method} τ {sum(lengths) / len(lengths):.2f} {statistics.median(ratios):.2f}×")
-        return ", ".join(parts)
+    def _running(self, temperature: float) -> str:
+        """The table's means so far, of one temperature."""
+        rows = [row for row in self._rows(self._answers(), []) if (row["set"], row["temperature"]) == ("mean", temperature)]
+        shown = [row for row in rows if row["method"] != PLAIN and row["speedup"] and row["tau"]]
+        return ", ".join(f"{row['method']} τ {row['tau']:.2f} {row['speedup']:.2f}×" for row in shown)
 
     def _answers(self) -> list[Answer]:
-        """Those of this run and of earlier ones to what this run asks; the folder may hold others."""
-        asked = {(name, q["question_id"]) for name, questions in self.sets.items() for q in questions}
+        """What this run asks, answered by what it runs, now or earlier; the folder may hold other answers."""
+        asked = {(name, q["question_id"]): q for name, questions in self.sets.items() for q in questions}
         return [
             a for a in self.book.answers.values()
             if (a.set, a.question) in asked and a.temperature in self.temperatures and a.method in self.models
+            and self.book.has(a.set, asked[a.set, a.question], a.method, a.temperature, self.who[a.method])
         ]
+
+    def _rows(self, answers: list[Answer], differences: list) -> list[dict]:
+        return summarise(answers, [*self.sets], [*self.models], differences)
 
     def report(self) -> int:
         """Tables, answers and differences of what there is so far; returns how many differences are errors."""
@@ -200,16 +199,18 @@ class Evaluation:
             base = plain.get((a.set, a.question, PLAIN, a.temperature))
             if a.method != PLAIN and base and bound_to_be_plain(a.method, a.temperature) and (found := self.judge.difference(base, a)):
                 differences.append(found)
-        rows = summarise(answers, [*self.sets], differences)
+        rows = self._rows(answers, differences)
         if not rows:
             say("no answers yet")
             return 0
         text = markdown(rows, [*self.sets])
-        (self.out / "table.md").write_text(text, encoding="utf-8")
-        (self.out / "table.json").write_text(json.dumps(rows, indent=1) + "\n")
-        (self.out / "table.csv").write_text(as_csv(rows))
+        answered = {(a.set, a.question) for a in answers if a.method == PLAIN}
+        if left := sum(map(len, self.sets.values())) - len(answered):
+            text += f"{left} questions have no answer: not asked yet, or too long for {self.models[PLAIN].decoder.max_seq_len} tokens.\n"
+        for name, content in (("table.md", text), ("table.json", json.dumps(rows, indent=1) + "\n"), ("table.csv", as_csv(rows))):
+            write_whole(self.out / name, content)
         listed = [asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences]
-        (self.out / "differences.json").write_text(json.dumps(listed, indent=1) + "\n")
+        write_whole(self.out / "differences.json", json.dumps(listed, indent=1) + "\n")
         if any(row["method"] != PLAIN for row in rows):
             pictures.draw_table(rows, [*self.sets], self.out / "sets.png")
         lengths: dict[str, list[int]] = {}
@@ -243,17 +244,19 @@ class Evaluation:
             finally:
                 model.decoder.observer, model.decoder.lag = None, lag
         if not any(seen.best for seen in observed.values()):
+            if self.o.show_tree:
+                say("--show-tree: nothing was drafted")
             return
         pictures.draw_acceptance(observed, self.out / "acceptance.png")
         pictures.draw_calibration(observed, self.out / "calibration.png")
         if self.o.show_tree:
-            method, seen = next((m, s) for m, s in observed.items() if s.best)
+            method, seen = max(((m, s) for m, s in observed.items() if s.best), key=lambda item: len(item[1].best.accepted))
 
             def word(token: int) -> str:
                 return self.models[method].tokenizer.piece(token).decode("utf-8", "replace")
 
-            print(pictures.text_tree(seen.best, word))
-            pictures.draw_tree(seen.best, word, self.out / "tree.png")
+            print(f"a tree of {method}, greedy; ● accepted:\n{pictures.text_tree(seen.best, word)}")
+            pictures.draw_tree(seen.best, word, method, self.out / "tree.png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -289,14 +292,25 @@ def main(argv: list[str] | None = None) -> int:
         return int(errors > 0)
     except (CheckpointError, OSError, ValueError, RuntimeError) as e:  # torch raises RuntimeError when memory runs out
         say("error: " + " ".join(str(e).split()))
+        so_far(evaluation)
         return 1
     except KeyboardInterrupt:
-        if evaluation is None:
-            say("stopped before the first question")
-        else:
-            say("stopped; the table so far (the same command goes on):")
-            evaluation.report()
+        say("stopped before the first question" if evaluation is None else "stopped (the same command goes on)")
+        so_far(evaluation)
         return 130
+
+
+def so_far(evaluation: Evaluation | None) -> None:
+    """The table of a run that did not end."""
+    if evaluation is None:
+        return
+    say("the table so far:")
+    try:
+        evaluation.report()
+    except KeyboardInterrupt:
+        say("stopped again: no table")
+    except (CheckpointError, OSError, ValueError, RuntimeError) as e:
+        say("error: no table: " + " ".join(str(e).split()))
 
 
 if __name__ == "__main__":

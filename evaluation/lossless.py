@@ -75,7 +75,11 @@ class Judge:
         if -1 in ids:  # one ends where the other goes on: nothing that rounding does
             return Difference(*given, float("inf"), 0.0)
         if self.target is None:
-            self.target, _ = load_target(self.checkpoint, self.device, torch.float32)
+            try:
+                self.target, _ = load_target(self.checkpoint, self.device, torch.float32)
+            except RuntimeError:  # no room beside the target itself
+                self.device = "cpu"
+                self.target, _ = load_target(self.checkpoint, self.device, torch.float32)
         prefix = torch.tensor([a.prompt + a.ids[:token]], device=self.device)
         logits = self.target.logits(self.target.causal(prefix)[0][:, -1])[0]
         bound = self.share * float(logits.abs().max())

@@ -92,7 +92,7 @@ def text_tree(drawn: Drawn, word: Callable[[int], str]) -> str:
     return "\n".join(lines)
 
 
-def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
+def draw_tree(drawn: Drawn, word: Callable[[int], str], method: str, path: Path) -> None:
     """The same as a PNG, the root at the left."""
     height: dict[int, float] = {}
 
@@ -119,13 +119,13 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], path: Path) -> None:
             )
         for node, token in enumerate(drawn.tokens):
             on = node in drawn.accepted
-            label = repr(word(token))[1:-1].replace("$", r"\$") or "∅"
+            label = repr(word(token))[1:-1].replace("$", r"\$").replace(" ", "␣") or "∅"
             box = {"boxstyle": "round,pad=0.25", "facecolor": GREEN if on else "0.95", "edgecolor": "none"}
             axes.text(
                 drawn.depth[node], height[node], label + drawn.chance(node), ha="center", va="center",
                 fontsize=8, color="white" if on else "0.25", zorder=2, bbox=box,
             )
-        title = f"{len(drawn.tokens)} nodes; drafted and accepted: {len(drawn.accepted) - 1}"
+        title = f"{method}, greedy: {len(drawn.tokens)} nodes; drafted and accepted: {len(drawn.accepted) - 1}"
         axes.set(xlim=(-0.5, levels + 0.5), ylim=(rows, -1), title=title)
         axes.axis("off")
 
@@ -138,10 +138,16 @@ def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
             for number, (name, seen) in enumerate(observed.items()):
                 table = {k: v for k, v in sorted(getattr(seen, what).items()) if v[0] >= 20}
                 shares = [hit / tried for tried, hit in table.values()]
-                axes.plot([*table], shares, marker="o", markersize=4, color=f"C{number}", label=name)
-            axes.set(title=f"accepted, {title}", xlabel=f"{what}, where the tree went on" if what == "depth" else what, ylim=(0, 1))
-            axes.xaxis.get_major_locator().set_params(integer=True)
-        left.legend()
+                if table:
+                    axes.plot([*table], shares, marker="o", markersize=4, color=f"C{number}", label=name)
+            axes.set(
+                title=f"accepted, {title} (greedy; cells of 20 and more)", ylabel="share accepted", ylim=(0, 1),
+                xlabel=f"{what}, where the tree went on" if what == "depth" else what,
+            )
+            most = max((k for seen in observed.values() for k, v in getattr(seen, what).items() if v[0] >= 20), default=1)
+            axes.set_xticks(range(1, most + 1))
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=8)
 
 
 def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
@@ -155,7 +161,8 @@ def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
                 continue
             given, taken = [c[2] / c[0] for c in cells], [c[1] / c[0] for c in cells]
             axes.plot(given, taken, marker="o", markersize=4, color=f"C{number}", label=name)
-        axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1), title="the drafter's confidence")
+        axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
+        axes.set(title="the drafter's confidence (greedy)")
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
 
@@ -168,7 +175,7 @@ def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
         for number, (name, found) in enumerate(lengths.items()):
             shares = [found.count(n) / len(found) for n in range(1, most + 1)]
             at = [n + (number - (len(lengths) - 1) / 2) * width for n in range(1, most + 1)]
-            axes.bar(at, shares, width, color=f"C{number}", label=f"{name}, mean {sum(found) / len(found):.2f}")
+            axes.bar(at, shares, width, color=f"C{number}", label=f"{name}, {sum(found) / len(found):.2f} over all steps")
         axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
         axes.set_xticks(range(1, most + 1))
         axes.legend()
@@ -188,7 +195,7 @@ def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
                 for number, method in enumerate(methods):
                     by_set = {row["set"]: row[what] for row in mine if row["method"] == method}
                     at = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(shown))]
-                    bars = axes.bar(at, [by_set.get(name, 0) for name in shown], width, color=f"C{number}", label=method)
+                    bars = axes.bar(at, [by_set.get(name) or 0 for name in shown], width, color=f"C{number}", label=method)
                     axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if len(methods) == 1 else 90)
                 axes.axhline(1, color=GREY, linewidth=1)
                 axes.set_xticks(range(len(shown)), shown, rotation=20, ha="right")

@@ -78,7 +78,7 @@ def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict
         raise CheckpointError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
     sets = {}
     for file in files:
-        name = file.absolute().parent.name if file.name == "question.jsonl" else file.stem
+        name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
         if name == "mean" or name in sets:
             raise CheckpointError(f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it")
         sets[name] = read_questions(file)[:limit]
@@ -87,6 +87,13 @@ def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict
         if double is not None:
             raise CheckpointError(f"{file}: question_id {double} is there twice (rows without one are numbered from 0)")
     return sets
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under a temporary name first."""
+    part = path.with_name(path.name + ".partial")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
 
 
 def digest(question: dict, who: str) -> str:
@@ -108,12 +115,14 @@ class Book:
         if old != options:
             differs = sorted(name for name in old.keys() | options.keys() if old.get(name) != options.get(name))
             raise CheckpointError(f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out")
-        part = kept.with_suffix(".partial")
-        part.write_text(json.dumps(options, indent=1) + "\n")
-        os.replace(part, kept)
+        write_whole(kept, json.dumps(options, indent=1) + "\n")
         self.answers: dict[tuple, Answer] = {}
         if self.path.exists():
-            for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                lines = self.path.read_text(encoding="utf-8").splitlines()
+            except UnicodeDecodeError as e:
+                raise CheckpointError(f"{self.path}: damaged ({e}); delete it, or choose another --out") from None
+            for line in lines:
                 try:
                     answer = Answer.read(line)
                 except (ValueError, TypeError, KeyError):
@@ -122,9 +131,7 @@ class Book:
         self._write_all()
 
     def _write_all(self) -> None:
-        part = self.path.with_suffix(".partial")
-        part.write_text("".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()), encoding="utf-8")
-        os.replace(part, self.path)
+        write_whole(self.path, "".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()))
 
     def has(self, name: str, question: dict, method: str, temperature: float, who: str) -> bool:
         """Whether this very question is answered, by these weights."""
@@ -162,7 +169,7 @@ class Book:
             files.setdefault(self.folder / "answers" / a.set / f"{name}.jsonl", []).append(json.dumps(row, ensure_ascii=False))
         for path, lines in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_whole(path, "\n".join(lines) + "\n")
 
 
 def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: float, seed: int) -> list[Turn]:
@@ -182,12 +189,10 @@ def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: fl
 
 def rounds(sets: dict[str, list[dict]], temperatures: list[float], methods: list[str]) -> Iterator[tuple[str, dict, float, list[str]]]:
     """(set, question, temperature, methods in the order of this round): one question of every set in turn, so that a run cut
-    short has seen all sets; who begins changes with every round."""
-    number = 0
+    short has seen all sets; who begins changes from question to question of every set and temperature."""
     for i in range(max(map(len, sets.values()))):
         for name, questions in sets.items():
             if i < len(questions):
                 for temperature in temperatures:
-                    first = number % len(methods)
+                    first = i % len(methods)
                     yield name, questions[i], temperature, methods[first:] + methods[:first]
-                    number += 1

@@ -23,17 +23,18 @@ def bound_to_be_plain(method: str, temperature: float) -> bool:
     return "+" not in method or temperature == 0
 
 
-def summarise(answers: Iterable[Answer], sets: list[str], differences: list[Difference]) -> list[dict]:
-    """A row per temperature, method and set, and a row `mean` over the sets that are there.
+def summarise(answers: Iterable[Answer], sets: list[str], methods: list[str], differences: list[Difference]) -> list[dict]:
+    """A row per temperature, method and set, and a row `mean` over the sets that are there, each counting as much as the others.
 
-    `speedup`: median over the questions of (tokens per second / those of plain decoding); `speedup_total`: of whole sets;
-    `tau`: tokens per step; `equal` of `questions` texts are those of plain decoding; `ties` and `errors`: what the others are; all
-    three None where the texts need not be.
+    `speedup`: median over the questions of (tokens per second / those of plain decoding), both after the first token, so without
+    the prompt's pass; `speedup_total`: of whole sets; `tau`: tokens per step of a whole set, without each answer's first token; all
+    three None where no answer has a second token. `seconds`, `prefill_seconds`: of whole sets. `equal` of `questions` texts are
+    those of plain decoding; `ties` and `errors`: what the others are; all three None where the texts need not be.
     """
     found = {a.key: a for a in answers}
     rows = []
     for temperature in sorted({a.temperature for a in found.values()}):
-        for method in dict.fromkeys(a.method for a in found.values()):
+        for method in methods:
             mine = []
             for name in sets:
                 pairs = [
@@ -53,14 +54,15 @@ def _row(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> d
     timed = [(a, p) for a, p in pairs if a.tokens and a.seconds > 0 and p.tokens and p.seconds > 0]
     lengths = [n for a, _ in pairs for n in a.lengths]
     tokens, seconds = (sum(getattr(a, what) for a, _ in timed) for what in ("tokens", "seconds"))
-    plain_rate = sum(p.tokens for _, p in timed) / sum(p.seconds for _, p in timed) if timed else 0.0
+    plain_rate = sum(p.tokens for _, p in timed) / sum(p.seconds for _, p in timed) if timed else None
     own = {a.key for a, _ in pairs}
     mine = [d for d in differences if (d.set, d.question, d.method, d.temperature) in own]
     return {
-        "questions": len(pairs), "tokens_per_second": tokens / seconds if seconds else 0.0,
-        "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed) if timed else 0.0,
-        "speedup_total": tokens / seconds / plain_rate if timed else 0.0,
-        "tau": sum(lengths) / len(lengths) if lengths else 0.0,
+        "questions": len(pairs), "tokens_per_second": tokens / seconds if timed else None,
+        "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed) if timed else None,
+        "speedup_total": tokens / seconds / plain_rate if timed else None,
+        "tau": sum(lengths) / len(lengths) if lengths else None,
+        "seconds": sum(a.seconds for a, _ in pairs), "prefill_seconds": sum(t.prefill_seconds for a, _ in pairs for t in a.turns),
         **(
             {"equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine), "errors": sum(not d.tie for d in mine)}
             if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature) else {"equal": None, "ties": None, "errors": None}
@@ -69,9 +71,16 @@ def _row(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> d
 
 
 def _mean(rows: list[dict]) -> dict:
-    means = {name: statistics.fmean(row[name] for row in rows) for name in ("tokens_per_second", "speedup", "speedup_total", "tau")}
-    counted = ("questions", "equal", "ties", "errors")
+    means = {}
+    for name in ("tokens_per_second", "speedup", "speedup_total", "tau"):
+        known = [row[name] for row in rows if row[name] is not None]
+        means[name] = statistics.fmean(known) if known else None
+    counted = ("questions", "equal", "ties", "errors", "seconds", "prefill_seconds")
     return means | {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in counted}
+
+
+def _cell(value: float | None, what: str) -> str:
+    return "–" if value is None else f"{value:.2f}" + "×" * (what == "speedup")
 
 
 def markdown(rows: list[dict], sets: list[str]) -> str:
@@ -80,12 +89,12 @@ def markdown(rows: list[dict], sets: list[str]) -> str:
     for temperature in sorted({row["temperature"] for row in rows}):
         mine = [row for row in rows if row["temperature"] == temperature]
         shown = [name for name in [*sets, "mean"] if any(row["set"] == name for row in mine)]
-        lines += [f"Temperature {temperature:g}: speedup over plain decoding (median over the questions), τ", ""]
+        lines += [f"Temperature {temperature:g}: speedup over plain decoding (median over the questions, prompts apart), τ", ""]
         lines += ["| method | " + " | ".join(f"{name} | τ" for name in shown) + " | texts equal | ties | errors |"]
         lines += ["|---" * (2 * len(shown) + 4) + "|"]
         for method in dict.fromkeys(row["method"] for row in mine):
             by_set = {row["set"]: row for row in mine if row["method"] == method}
-            cells = [f"{by_set[n]['speedup']:.2f}× | {by_set[n]['tau']:.2f}" if n in by_set else " | " for n in shown]
+            cells = [" | ".join(_cell(by_set.get(n, {}).get(what), what) for what in ("speedup", "tau")) for n in shown]
             total = by_set["mean"]
             if total["equal"] is None:
                 cells += ["LOSSY" if method.endswith("-lossy") else "other draws", "", ""]

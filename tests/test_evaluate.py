@@ -31,11 +31,12 @@ def test_the_table_is_the_arithmetic_of_the_answers():
         answer(1, "none", [turn(range(5), [1] * 4, 1.0)], name="other"), answer(1, "eagle3", [turn(range(5), [4], 0.5)], name="other"),
         answer(9, "eagle3", [turn(range(5), [4], 0.5)]),  # whose plain answer is not there yet
     ]
-    rows = {(r["method"], r["set"]): r for r in summarise(answers, ["set", "other"], [])}
+    rows = {(r["method"], r["set"]): r for r in summarise(answers, ["set", "other"], ["none", "eagle3"], [])}
     mine = rows["eagle3", "set"]
     assert mine["questions"] == mine["equal"] == 2 and mine["tau"] == pytest.approx(30 / 12)
     assert mine["speedup"] == pytest.approx((2 + 4) / 2) and mine["speedup_total"] == pytest.approx((30 / 1.5) / (30 / 4))
     assert rows["eagle3", "mean"]["tau"] == pytest.approx((2.5 + 4) / 2) and rows["none", "set"]["speedup"] == 1
+    assert mine["seconds"] == 1.5 and mine["prefill_seconds"] == 1.0
     text = markdown([*rows.values()], ["set", "other"])
     assert "| eagle3 | 3.00× | 2.50 | 2.00× | 4.00 |" in text and "3/3 | 0 | 0 |" in text
     assert as_csv([*rows.values()]).splitlines()[0].startswith("temperature,method,set,questions")
@@ -79,9 +80,10 @@ def test_our_questions_are_whole():
     assert set(sets) == {"writing", "code", "math", "summary", "translation", "qa"} and all(len(q) == 8 for q in sets.values())
     ids = [q["question_id"] for questions in sets.values() for q in questions]
     assert len(set(ids)) == 48 and any(len(q["turns"]) > 1 for questions in sets.values() for q in questions)
-    order = list(rounds({k: v[:2] for k, v in sets.items()}, [0.0, 1.0], ["none", "a", "b"]))
-    assert len(order) == 24 and {name for name, *_ in order[:12]} == set(sets)
-    assert {methods[0] for *_, methods in order} == {"none", "a", "b"}
+    order = list(rounds({k: v[:3] for k, v in sets.items()}, [0.0, 1.0], ["none", "a", "b"]))
+    assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
+    for cell in {(name, temperature) for name, _, temperature, _ in order}:  # in each cell of the table every method begins once
+        assert sorted(methods[0] for name, _, temperature, methods in order if (name, temperature) == cell) == ["a", "b", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +234,29 @@ def test_what_is_compared_is_answered_in_one_round(run, capsys):
     again = {a.key: a for a in map(Answer.read, (folder / "more" / "answers.jsonl").read_text().splitlines())}
     changed = {key[0] for key, a in again.items() if a.seconds not in [b.seconds for b in lines if b.key == key]}
     assert changed == {"two"}
+
+
+def test_no_stale_answer_is_reported(run, monkeypatch, capsys):
+    """Stopped after the questions or the template have changed, the table holds only answers to what is asked now."""
+    folder, go = run
+    shutil.copytree(folder / "out", folder / "stale")
+    file = folder / "questions" / "one.jsonl"
+    kept, original, calls = file.read_text(), evaluate.ask, iter(range(100))
+
+    def stops(*args):
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    file.write_text(kept.replace("what is 3?", "what is 9?").replace("say 5", "say 6"))
+    monkeypatch.setattr(evaluate, "ask", stops)
+    try:
+        assert go("--observe", "0", "--temperature", "0", out="stale") == 130
+    finally:
+        file.write_text(kept)
+    assert "1 questions have no answer" in capsys.readouterr().out
+    rows = json.loads((folder / "stale" / "table.json").read_text())
+    assert {r["questions"] for r in rows if r["set"] == "one"} == {1} and {r["questions"] for r in rows if r["set"] == "two"} == {1}
 
 
 def test_a_question_that_does_not_fit_is_left_out(golden, tmp_path, capsys):
