@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import os
 import pickle
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -75,11 +76,34 @@ class Whole:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         if self.direct:
-            self.variants[key], result = Kept.make(self.function, args, path)
+            self.variants[key], result = whatever_it_takes(lambda: Kept.make(self.function, args, path))
         else:
-            self.variants[key], result = None, self.compiled(*args)
+            self.variants[key], result = None, whatever_it_takes(lambda: self.compiled(*args))
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
         return result
+
+
+def whatever_it_takes(compile: Callable):
+    """Compile. A library that a killed compiler or copy has left half written is deleted and made again, rather than fatal until
+    somebody finds it."""
+    while True:
+        try:
+            return compile()
+        except Exception as e:  # torch wraps what it meets
+            broken = re.search(r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)", _chain(e))
+            if not broken or not Path(broken[1]).is_file():
+                raise
+            Path(broken[1]).unlink()
+            torch._dynamo.reset()
+
+
+def _chain(error: BaseException | None) -> str:
+    """The messages of an error and of those that led to it."""
+    lines = []
+    while error is not None:
+        lines.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(lines)
 
 
 class Kept:

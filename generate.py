@@ -312,7 +312,7 @@ def first_difference(results: list, others: list) -> str:
     i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(results, others)) if a.ids != b.ids)
     at = common_prefix(*ids)
     return (
-        f"prompt {i + 1} parts at token {at + 1}: where our kernels do not compute (a GPU, fp16, experts, --no-kernels, --no-compile)"
+        f"prompt {i + 1} parts at token {at + 1}: where our kernels do not compute (a GPU, fp16, fp8, experts, --no-kernels, --no-compile)"
         " a pass over many rows rounds differently from a pass over one, so near ties may fall either way; --dtype fp32 helps"
     )
 

@@ -43,16 +43,31 @@ def check_source(folder: Path) -> dict:
     are there, whole, and what the config says."""
     config, path = read_config(folder), folder / WEIGHTS
     if "quantization" in config:
-        raise CheckpointError(f"{folder}: is quantised already ({config['quantization']['mode']})")
+        raise CheckpointError(f"{folder}: is quantised already")
     try:
         with safe_open(path, framework="pt") as file:
             found = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
+            odd = next((k for k in found if file.get_slice(k).get_dtype() not in WRITTEN_DTYPES.values()), None)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None
     except (SafetensorError, OSError) as e:
         raise CheckpointError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+    if odd:
+        raise CheckpointError(f"{path}: tensor {odd} is of a type that is not written here; convert the checkpoint again")
     check_keys(found, {name: tuple(t.shape) for name, t in build(config).state_dict().items()}, str(path))
     return config
+
+
+def planned(config: dict, source: Path, mode: str, group: int, lm_head: bool) -> tuple[dict, torch.nn.Module]:
+    """(the config.json of a folder once it is quantised, the module it describes). Raises CheckpointError if it cannot be."""
+    tied = config["kind"] == "target" and config.get("tie_embeddings", False)
+    config = {**config, "quantization": {"mode": mode, "group": group if mode == "int4" else 0, "lm_head": lm_head}}
+    if tied and lm_head:
+        config["tie_embeddings"] = False
+    try:
+        return config, build(config)
+    except CheckpointError as e:
+        raise CheckpointError(f"{source}: {e}; choose another --group") from None
 
 
 def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False) -> list[tuple[str, float]]:
@@ -63,19 +78,12 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
     """
     config = check_source(source)
     check_out(out, config["kind"], force)
-    tied = config["kind"] == "target" and config.get("tie_embeddings", False)
     plain_names = {name: tuple(t.shape) for name, t in build(config).state_dict().items()}
-    config = {**config, "quantization": {"mode": mode, "group": group if mode == "int4" else 0, "lm_head": lm_head}}
-    if tied and lm_head:
-        config["tie_embeddings"] = False
-    try:
-        module = build(config)
-    except CheckpointError as e:
-        raise CheckpointError(f"{source}: {e}; choose another --group") from None
+    config, module = planned(config, source, mode, group, lm_head)
     errors: dict[str, float] = {}
     found_scales: dict[str, Tensor] = {}  # the writer asks for them before it asks for the weights
     with safe_open(source / WEIGHTS, framework="pt") as file:
-        def planned(name: str, tensor: Tensor) -> Planned:
+        def entry_of(name: str, tensor: Tensor) -> Planned:
             layer, _, leaf = name.rpartition(".")
             owner = module.get_submodule(layer)
             if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
@@ -90,6 +98,8 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
 
             def weight() -> Tensor:
                 exact = file.get_tensor(given)
+                if not bool(exact.isfinite().all()):
+                    raise CheckpointError(f"{source / WEIGHTS}: tensor {given} holds values that are not finite")
                 kept = stored(exact, found_scales[layer], mode)
                 error = whole(kept, found_scales[layer], torch.float32) - exact.float()
                 errors[layer] = float(error.norm() / exact.float().norm().clamp(min=1e-30))
@@ -105,17 +115,13 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
                     shutil.copy2(item, folder / item.name)
             return True
 
-        plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
+        plan = [entry_of(name, tensor) for name, tensor in module.state_dict().items()]
         write_folder(out, config, plan, others, quiet=False)
     return sorted(errors.items())
 
 
-@torch.no_grad()
-def compare(source: Path, out: Path, text: Path, length: int = 512, tokens: int = 16384) -> dict:
-    """How the quantised target reads a text, against the original: perplexity of both, next-token agreement.
-
-    The first `tokens` tokens, in pieces of `length`. Raises CheckpointError on an unreadable or too short text.
-    """
+def text_ids(source: Path, text: Path, tokens: int = 16384) -> Tensor:
+    """The first `tokens` tokens of a text. Raises CheckpointError if it is unreadable or too short, or there is no tokenizer."""
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
@@ -123,9 +129,18 @@ def compare(source: Path, out: Path, text: Path, length: int = 512, tokens: int 
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
         raise CheckpointError(f"{source}: comparing on a text needs a tokenizer")
-    ids = torch.tensor(tokenizer.encode(content)[:tokens])
+    ids = torch.tensor(tokenizer.encode(content[: 16 * tokens])[:tokens])
     if len(ids) < 16:
         raise CheckpointError(f"--text {text}: {len(ids)} tokens are too few to compare on")
+    return ids
+
+
+@torch.no_grad()
+def compare(source: Path, out: Path, ids: Tensor, length: int = 512) -> dict:
+    """How the quantised target reads a text, against the original: perplexity of both, next-token agreement.
+
+    The tokens `ids` [N] of a text, in pieces of `length`.
+    """
     models = [load_target(folder)[0] for folder in (source, out)]
     loss, same, count = [0.0, 0.0], 0, 0
     for piece in tqdm(ids.split(length), desc="comparing", disable=not sys.stderr.isatty()):
@@ -150,7 +165,8 @@ def report(name: str, source: Path, out: Path, errors: list[tuple[str, float]]) 
     for layer, error in errors:
         kinds.setdefault(layer.split(".")[-1], []).append(error)
     for kind, values in kinds.items():
-        print(f"  {kind:10s} {len(values):3d} layers, relative error {sum(values) / len(values):.2%} (worst {max(values):.2%})")
+        name = max((error, layer) for layer, error in errors if layer.split(".")[-1] == kind)[1]
+        print(f"  {kind:10s} {len(values):3d} layers, relative error {sum(values) / len(values):.2%} (worst {max(values):.2%}, {name})")
 
 
 def run(o) -> None:
@@ -163,13 +179,17 @@ def run(o) -> None:
     if o.text and config["kind"] != "target":
         raise CheckpointError(f"--text compares targets; {source} is a head")
     heads = [d for d in sorted(source.iterdir()) if d.name in HEADS and (d / CONFIG).is_file()] if config["kind"] == "target" else []
-    for folder in (source, *heads):  # a damaged head shows before the target is written
-        check_source(folder)
+    ids = text_ids(source, Path(o.text)) if o.text else None
+    for folder in (source, *heads):  # a mistake shows before anything is written
+        planned(check_source(folder), folder, o.mode, o.group, not o.keep_lm_head)
+    stale = [d.name for d in out.iterdir() if d.name in HEADS and d.name not in [h.name for h in heads]] if out.is_dir() else []
+    if stale and config["kind"] == "target":
+        raise CheckpointError(f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another --out")
     for folder, into in [(source, out), *((head, out / head.name) for head in heads)]:
         errors = quantize(folder, into, o.mode, o.group, not o.keep_lm_head, o.force)
         report(str(into), folder, into, errors)
-    if o.text:
-        found = compare(source, out, Path(o.text))
+    if ids is not None:
+        found = compare(source, out, ids)
         print(f"on {found['tokens']:,} tokens of {o.text}: perplexity {found['perplexity']:.3f} -> "
               f"{found['quantised_perplexity']:.3f}, same next token {found['agreement']:.1%}")
 

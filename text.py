@@ -132,8 +132,9 @@ def keep_compiled(checkpoint: Path) -> None:
 
         if given != default_cache_dir():  # which torch sets itself when parts of it are imported
             return
-    if os.access(checkpoint, os.W_OK):
-        place = str((checkpoint / ".compiled").absolute())
+    kept = checkpoint / ".compiled"
+    if os.access(kept if kept.exists() else checkpoint, os.W_OK):
+        place = str(kept.absolute())
         _ours.add(place)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
 
@@ -180,7 +181,7 @@ def load(
             if on_kernels and draft_int8 and model is not target and target.embed.weight.dtype == torch.bfloat16:
                 quantize_linears(model, lm_head=not isinstance(model, Head) or model.args.own_lm_head)
         if on_kernels and not pack(*models):
-            say("parts of this model do not run on our kernels (fp16, experts): speculative text may leave plain text at near ties")
+            say("parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may leave plain text at near ties")
 
     def choose_tree(head: Head, folder: Path) -> TreeShape:
         """--tree auto."""

@@ -9,7 +9,8 @@ llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model,
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
 
 Speeds are tokens after the first over the time after the first, greedy, one sequence; medians over the questions, and medians
-of the ratios of each question; "its plain" is plain decoding of the same kind and precision. Raw figures go to
+of the ratios of each question; "its plain" is plain decoding of the same kind and precision. On a CPU a bf16 target's head is int8, as
+generate.py has it by default. Raw figures go to
 benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
 """
 from __future__ import annotations
@@ -149,7 +150,7 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
 
 def gpt_fast(o) -> float:
     """Average tokens per second that gpt-fast's own generate.py reports."""
-    command = [sys.executable, "generate.py", "--compile", "--checkpoint_path", o.gpt_fast_checkpoint]
+    command = [sys.executable, "generate.py", "--compile", "--checkpoint_path", os.path.abspath(o.gpt_fast_checkpoint)]
     command += ["--max_new_tokens", str(o.max_new_tokens), "--num_samples", "5", "--prompt", PROMPTS[0]]
     done = subprocess.run(command, cwd=o.gpt_fast, capture_output=True, text=True)
     match = re.search(r"Average tokens/sec: ([\d.]+)", done.stdout)
@@ -161,6 +162,9 @@ def gpt_fast(o) -> float:
 
 def run(o) -> None:
     """All questions, every contender in turns; the table, the chart, the raw figures."""
+    for name, path in (("--gpt-fast", o.gpt_fast), ("--gpt-fast-checkpoint", o.gpt_fast_checkpoint)):
+        if path and not Path(path).exists():
+            raise CheckpointError(f"{name} {path}: is not there")
     prompts = (read_prompts(o.questions) if o.questions else list(PROMPTS))[: o.limit]
     with tempfile.TemporaryDirectory() as folder:
         peers = contenders(o, Path(folder))

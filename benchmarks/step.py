@@ -31,6 +31,7 @@ from errors import CheckpointError, exit_status
 from kernels import load as load_kernels
 from model import cache_bytes
 from packed import pack
+from quantized import quantize_linears
 from report import bytes_per_step
 from tree import TreeShape, visible_slots
 
@@ -206,31 +207,39 @@ def sweep(o) -> None:
     """Every mode, batch and context; a line per tree."""
     if bool(o.checkpoint) == bool(o.shape):
         raise CheckpointError("give --checkpoint DIR or --shape NAME")
+    if min(o.context) < 1 or min(o.batch) < 1 or o.repeat < 1 or o.threads < 1:
+        raise CheckpointError("--context, --batch, --repeat and --threads must be at least 1")
     device, dtype = torch.device(o.device), {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[o.dtype]
+    stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
+    if stored and o.modes != ["none"]:
+        raise CheckpointError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
     roof = bandwidth(device)
     model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
     record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
     print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
     columns = ["mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches", "syncs"]
     print(" ".join(f"{c:>8}" for c in columns))
-    stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
-    if stored and o.modes != ["none"]:
-        raise CheckpointError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
     for mode in o.modes:
         target, head = models_of(o.checkpoint, o.shape, dtype, o.device, None if mode == "none" else mode)
         if device.type == "cpu" and o.compile:
             load_kernels(say)
+            if mode == "none" and not stored and target.embed.weight.dtype == torch.bfloat16:
+                quantize_linears(head, head.args.own_lm_head)  # as text.load does
             pack(target, head)
         longest = target.args.max_seq_len
         contexts = [n for n in o.context if n + 200 <= longest]
+        if left := [n for n in o.context if n not in contexts]:
+            say(f"left out, longer than the model's {longest} tokens: --context {' '.join(map(str, left))}")
+        if not contexts:
+            raise CheckpointError(f"--context: nothing left to measure, the model reads {longest} tokens")
         for batch in o.batch:
             subjects = [Subject(target, head, rows, batch, max(contexts), o.compile) for rows in o.rows]
             for n in contexts:
                 rows = measure(subjects, n, o.repeat, roof)
                 plain = next((r["step"] for r in rows if r["rows"] == 1), None)
                 for row in rows:
-                    row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else float("nan")}
-                    shown = [row.get(c, "") for c in columns]
+                    row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else None}
+                    shown = ["" if row.get(c) is None else row[c] for c in columns]
                     print(" ".join(f"{v:8.2f}" if isinstance(v, float) else f"{v:>8}" for v in shown), flush=True)
                 record["rows"] += rows
                 write(o.name, record)

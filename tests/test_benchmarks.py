@@ -63,7 +63,6 @@ def test_step_measures_every_part(results, capsys):
     }
     for row in record["rows"]:
         assert row["step"] > 0 and row["verify"] > 0 and ("draft" in row) == (row["rows"] > 1) and 0 < row["roof"]
-        assert row["step"] == pytest.approx(row["verify"] + row.get("draft", 0) + row["rest"])
     few, many = (next(r for r in record["rows"] if r["context"] == n)["gigabytes"] for n in (32, 200))
     assert many > few and record["gigabytes_per_second"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 16
