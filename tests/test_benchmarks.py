@@ -3,7 +3,9 @@ import json
 
 import common
 import peers
+import products
 import pytest
+import small_draft
 import step
 import tau
 import torch
@@ -12,6 +14,8 @@ from shapes import random_models
 from test_convert import CONFIG, target_state
 from test_convert import write_gguf as write_original
 
+import generate
+import train
 from checkpoint import CheckpointError, load_target
 from convert_checkpoint import convert
 from decoder import Decoder, Sampling
@@ -98,3 +102,24 @@ def test_peers_and_tau_on_a_small_model(golden, tmp_path, results, capsys):
     record = json.loads((results / "tau.json").read_text())
     (found,) = record["heads"].values()
     assert found["q"]["tau"] >= 1 and found["q"]["prompts"] == 2 and f"{found['mean']['tau']:.3f}" in capsys.readouterr().out
+
+
+def test_a_small_draft_of_the_target(golden, tmp_path, capsys):
+    """Cut, trained, converted: it drafts for its target; and what cannot be is one line."""
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(24)))
+    collect = ["--checkpoint", str(golden), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "x"), "--work", str(tmp_path / "w")]
+    assert train.main([*collect, "--collect-only", "--no-compile", "--max-new-tokens", "24"]) == 0
+    argv = ["--checkpoint", str(golden), "--shards", str(tmp_path / "w" / "data"), "--out", str(tmp_path / "small"), "--device", "cpu"]
+    assert small_draft.main([*argv, "--layers", "0,2", "--batch-tokens", "256"]) == 0
+    draft = ["--speculate", "draft-model", "--draft", str(tmp_path / "small"), "--tree", "4,2,1", "--no-compile", "--json", "--compare"]
+    capsys.readouterr()
+    assert generate.main(["--checkpoint", str(golden), "--prompt", "abc", "--max-new-tokens", "12", "--dtype", "fp32", *draft]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"]
+    assert small_draft.main([*argv, "--layers", "0,99"]) == 1 and "has layers 0 to" in capsys.readouterr().err
+    assert small_draft.main([*argv, "--layers", "0"]) == 1 and "exists" in capsys.readouterr().err
+
+
+def test_products_are_timed(golden, results, capsys):
+    assert products.main(["--checkpoint", str(golden), "--rows", "1", "3", "--repeat", "1", "--threads", "1", "--device", "cpu"]) == 0
+    found = json.loads((results / "products.json").read_text())["milliseconds"]
+    assert {"PyTorch whole", "ours whole", "ours int8"} <= set(found) and all(ms > 0 for row in found.values() for ms in row)
