@@ -107,8 +107,8 @@ def test_peers_and_tau_on_a_small_model(golden, tmp_path, results, capsys):
 def test_a_small_draft_of_the_target(golden, tmp_path, capsys):
     """Cut, trained, converted: it drafts for its target; and what cannot be is one line."""
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(24)))
-    collect = ["--checkpoint", str(golden), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "x"), "--work", str(tmp_path / "w")]
-    assert train.main([*collect, "--collect-only", "--no-compile", "--max-new-tokens", "24"]) == 0
+    collect = ["--checkpoint", str(golden), "--prompts", str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "x")]
+    assert train.main([*collect, "--work", str(tmp_path / "w"), "--collect-only", "--no-compile", "--max-new-tokens", "24"]) == 0
     argv = ["--checkpoint", str(golden), "--shards", str(tmp_path / "w" / "data"), "--out", str(tmp_path / "small"), "--device", "cpu"]
     assert small_draft.main([*argv, "--layers", "0,2", "--batch-tokens", "256"]) == 0
     draft = ["--speculate", "draft-model", "--draft", str(tmp_path / "small"), "--tree", "4,2,1", "--no-compile", "--json", "--compare"]
