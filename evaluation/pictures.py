@@ -12,6 +12,7 @@ from plots import picture
 from tree import Tree
 
 GREEN, GREY = "#3a9b5c", "#b8b8b8"
+MOST_LABELLED = 4  # methods side by side whose bars have numbers on them
 BINS = 10
 
 
@@ -131,7 +132,7 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], method: str, path: Path)
 
 
 def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
-    """Acceptance by draft depth, and by rank among the siblings."""
+    """Acceptance by draft depth, and by rank among the siblings, where there were twenty and more to count."""
     with picture(path, 9, 3.6) as figure:
         left, right = figure.subplots(1, 2)
         for axes, what, title in ((left, "depth", "by draft depth"), (right, "rank", "by rank among siblings")):
@@ -141,13 +142,13 @@ def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
                 if table:
                     axes.plot([*table], shares, marker="o", markersize=4, color=f"C{number}", label=name)
             axes.set(
-                title=f"accepted, {title} (greedy; cells of 20 and more)", ylabel="share accepted", ylim=(0, 1),
+                title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1),
                 xlabel=f"{what}, where the tree went on" if what == "depth" else what,
             )
             most = max((k for seen in observed.values() for k, v in getattr(seen, what).items() if v[0] >= 20), default=1)
             axes.set_xticks(range(1, most + 1))
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=8)
+        if left.get_legend_handles_labels()[0]:
+            figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=MOST_LABELLED + 1, fontsize=8)
 
 
 def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
@@ -196,10 +197,10 @@ def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
                     by_set = {row["set"]: row[what] for row in mine if row["method"] == method}
                     at = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(shown))]
                     bars = axes.bar(at, [by_set.get(name) or 0 for name in shown], width, color=f"C{number}", label=method)
-                    axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if len(methods) == 1 else 90)
+                    if len(methods) <= MOST_LABELLED:
+                        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if len(methods) == 1 else 90)
                 axes.axhline(1, color=GREY, linewidth=1)
                 axes.set_xticks(range(len(shown)), shown, rotation=20, ha="right")
                 axes.set(title=f"{title}, temperature {temperature:g}")
                 axes.margins(y=0.15 if len(methods) == 1 else 0.25)
-                if column == 0:
-                    axes.legend(fontsize=8)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=MOST_LABELLED + 1, fontsize=8)
