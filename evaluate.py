@@ -36,7 +36,7 @@ from errors import CheckpointError
 from evaluation import pictures
 from evaluation.lossless import Judge
 from evaluation.runs import Answer, Book, ask, digest, read_sets, rounds, write_whole
-from evaluation.table import PLAIN, as_csv, bound_to_be_plain, label, markdown, summarise
+from evaluation.table import PLAIN, as_csv, bound_to_be_plain, label, markdown, method_of, summarise
 from model import run_layers
 from sampling import seed_of
 from text import TextDecoder, load, read_tree
@@ -130,14 +130,14 @@ class Evaluation:
     def __init__(self, o, models: dict[str, TextDecoder], sets: dict[str, list[dict]], book: Book):
         self.o, self.models, self.sets, self.book, self.out = o, models, sets, book, Path(o.out)
         self.temperatures = numbers(o.temperature)
-        flags = given_flags(o, [name.partition("+")[0] for name in models])
+        flags = given_flags(o, [method_of(name) for name in models])
         plain = models[PLAIN]
         asked_as = hashlib.sha256(f"{plain.tokenizer.template} {plain.decoder.state.stop_ids.tolist()}".encode()).hexdigest()[:16]
         self.who = {}  # of every method, what tells its answers and times from another's
         for name, model in models.items():
             drafter = model.decoder.drafter
             made_of = identity(drafter) + drafter.made_of
-            self.who[name] = f"{identity(model.decoder.target)} {asked_as} {made_of} {drafter.shape} {flags[name.partition('+')[0]]}"
+            self.who[name] = f"{identity(model.decoder.target)} {asked_as} {made_of} {drafter.shape} {flags[method_of(name)]}"
         target = models[PLAIN].decoder.target
         on_kernels = target.run_layers is not run_layers
         self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), on_kernels)

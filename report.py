@@ -58,15 +58,13 @@ def speedup(result: Result, plain: Result) -> float | None:
 
 def bytes_per_step(decoder: Decoder) -> int:
     """Weight bytes one step reads: the target once, the drafter once per pass; embedding tables are looked up, not read."""
-    def size(module, skip=()) -> int:
+    def size(module) -> int:
+        skip = () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
         return sum(p.numel() * p.element_size() for n, p in module.named_parameters() if not n.startswith(skip))
 
-    target = decoder.target
-    total = size(target, skip=() if target.lm_head is None else ("embed.",))
-    head, model = (getattr(decoder.drafter, name, None) for name in ("head", "model"))
-    if model is not None:
-        return total + decoder.drafter.passes * size(model, skip=() if model.lm_head is None else ("embed.",))
-    return total + (decoder.drafter.passes * size(head, skip=("embed.",)) if head is not None else 0)
+    drafter = decoder.drafter
+    drafts = getattr(drafter, "head", None) or getattr(drafter, "model", None)
+    return size(decoder.target) + (drafter.passes * size(drafts) if drafts is not None else 0)
 
 
 def peak_memory(device: torch.device) -> int:

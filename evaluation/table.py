@@ -18,6 +18,11 @@ def label(method: str, rule: str) -> str:
     return method if rule == "equal" else f"{method}+{rule}" + ("-lossy" if rule in LOSSY else "")
 
 
+def method_of(name: str) -> str:
+    """The method that `label` has given this name."""
+    return name.partition("+")[0]
+
+
 def bound_to_be_plain(method: str, temperature: float) -> bool:
     """Whether the texts of a method so called must be those of plain decoding."""
     return "+" not in method or temperature == 0
