@@ -24,7 +24,7 @@ class PackedLinear(nn.Module):
         weight, scale, pack = linear.weight.detach(), None, kernels.pack
         if isinstance(linear, QuantizedLinear):
             weight, scale = linear.values(), linear.scale
-            pack = kernels.pack_int4 if linear.group else kernels.pack
+            pack = {"int4": kernels.pack_int4, "w8a8": kernels.pack_bytes}.get(linear.mode, kernels.pack)
         self.columns, self.mode = weight.shape[0], kernels.SAME
         if gated:
             self.columns, self.mode = self.columns // 2, kernels.GATED
@@ -136,7 +136,8 @@ def pack(*models: nn.Module) -> bool:
 def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a module is a linear layer or a table that the kernels can take."""
     if isinstance(module, QuantizedLinear):
-        return module.mode != "fp8" and kernels.takes(module.inputs, dtype, device)
+        words = module.mode != "w8a8" or module.inputs % 4 == 0
+        return module.mode != "fp8" and words and kernels.takes(module.inputs, dtype, device)
     linear = isinstance(module, (nn.Linear, nn.Embedding))
     return linear and module.weight.dtype == dtype and kernels.takes(module.weight.shape[1], dtype, device)
 

@@ -1,9 +1,9 @@
 """Quantised weights: the arithmetic, and the linear layer that holds its result.
 
 int8: one scale per output row, w = scale * q, q in -127..127. int4: one scale per output row and group of inputs,
-q in -8..7. Symmetric, nearest rounding; activations stay what they are. fp8 (e4m3): one scale per output row, and the
-activations are rounded to fp8 too, each row by its own largest value. Files hold int8 and fp8 as they are, int4 two to a
-byte.
+q in -8..7. Symmetric, nearest rounding; activations stay what they are. w8a8: the weights of int8, and the activations
+are rounded to int8 too, every 64 inputs of a row by their largest. fp8 (e4m3): one scale per output row, and the activations
+are rounded to fp8 too, each row by its own largest value. Files hold int8 and fp8 as they are, int4 two to a byte.
 """
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from kernels import gpu
 
-MODES = ("int8", "int4", "fp8")
+MODES = ("int8", "w8a8", "int4", "fp8")
 GROUPS = (32, 64, 128)
+INPUTS = 64  # w8a8: so many inputs of a layer share a scale
 FP8_MOST = 448.0  # the largest e4m3
 
 
@@ -69,6 +70,15 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
 
 
+def rounded(x: Tensor) -> Tensor:
+    """x [..., K] as the products of w8a8 read it: every 64 inputs in steps of their largest / 127. The dtype stays."""
+    K = x.shape[-1]
+    parts = F.pad(x.float(), (0, -K % INPUTS)).unflatten(-1, (-1, INPUTS))
+    scale = parts.abs().amax(-1, keepdim=True) / 127
+    q = (parts * torch.where(scale > 1e-30, scale.reciprocal(), 0)).round()
+    return (q * scale).flatten(-2)[..., :K].to(x.dtype)
+
+
 def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, nn.Parameter]:
     """Room for a weight [..., N, K] and its scales. Raises ValueError if the mode or the group cannot be."""
     *rest, inputs = shape
@@ -78,17 +88,18 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
         raise ValueError(f"{mode} with groups of {group}: int4 has groups, nothing else has")
     if group and inputs % group:
         raise ValueError(f"int4 in groups of {group} does not divide {inputs} inputs")
-    dtype = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}[mode]
+    dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(mode, torch.int8)
     weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
     scale = torch.empty(*rest, inputs // group, dtype=torch.bfloat16) if group else torch.empty(*rest, 1)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer [K] -> [N] whose weight is int8, int4 in groups of `group` inputs, or fp8.
+    """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 in groups of `group` inputs, or fp8.
 
     On a GPU, int8 and int4 run on our kernel (kernels/gpu.py) and fp8 on the tensor cores'; elsewhere this is the reference,
-    which makes the weight whole again for every call. `packed.py` has the fast one for a CPU.
+    which makes the weight whole again for every call. `packed.py` has the fast one for a CPU. w8a8 is made for a CPU: on a GPU
+    it is int8 after the rounding of x.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
@@ -115,6 +126,8 @@ class QuantizedLinear(nn.Module):
         return whole(self.weight, self.scale, dtype)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        if self.mode == "w8a8":
+            x = rounded(x)
         if self.mode == "fp8":
             y = self._fp8(x)
         elif gpu.takes(x):
@@ -140,7 +153,7 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedStack(nn.Module):
-    """The matrices of all E experts of a mixture [E, N, K], quantised; only weights are (in fp8 too)."""
+    """The matrices of all E experts of a mixture [E, N, K], quantised; only weights are (in fp8 and w8a8 too)."""
 
     def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
         super().__init__()

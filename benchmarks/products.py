@@ -57,6 +57,8 @@ def ways(weights: list[torch.Tensor], device: str) -> dict[str, list[Callable]]:
             linear.weight = nn.Parameter(w, requires_grad=False)
         found["ours whole"] = [PackedLinear(linear, torch.bfloat16) for linear in linears]
     found["ours int8"] = quantised("int8")
+    if device == "cpu":
+        found["ours w8a8"] = quantised("w8a8")
     if all(w.shape[1] % 64 == 0 for w in weights):
         found["ours int4"] = quantised("int4", 64)
     return found

@@ -31,7 +31,7 @@ from errors import CheckpointError, exit_status
 from kernels import load as load_kernels
 from model import cache_bytes
 from packed import pack
-from quantized import quantize_linears
+from quantized import MODES, quantize_linears
 from report import bytes_per_step
 from tree import TreeShape, visible_slots
 
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored, bf16 for a shape")
-    p.add_argument("--modes", nargs="+", default=["none"], choices=("none", "int8", "int4", "fp8"), help="quantisation of target and head")
+    p.add_argument("--modes", nargs="+", default=["none"], choices=("none", *MODES), help="quantisation of target and head")
     p.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 60], choices=TREES, metavar="T", help="nodes of the trees")
     p.add_argument("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
     p.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B")

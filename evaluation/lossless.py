@@ -19,7 +19,8 @@ from sampling import gumbel, seed_keys
 
 # Of the largest logit: how far rounding may move one. Twice the unit of the dtype; differences seen are a tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-FP8_TIE = 2**-4  # activations are rounded to fp8 on top: what 16 bits moved a little may round to the next of its few values
+# Where activations are rounded on top, what 16 bits moved a little may round to the next of fewer values.
+ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5}
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Judge:
     def __init__(self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False):
         """exact: on kernels whose rows do not depend on each other, where no difference is a tie."""
         self.checkpoint, self.device = checkpoint, device
-        fp8 = read_config(checkpoint).get("quantization", {}).get("mode") == "fp8"
-        self.share = 0.0 if exact else FP8_TIE if fp8 else TIE[dtype]
+        mode = read_config(checkpoint).get("quantization", {}).get("mode")
+        self.share = 0.0 if exact else ROUNDED_TIE.get(mode, TIE[dtype])
         self.target: Transformer | None = None
 
     @torch.no_grad()

@@ -126,6 +126,12 @@ def pack_int4(values: Tensor, per_word: int) -> Tensor:
     return low | (high << 4)
 
 
+def pack_bytes(values: Tensor, per_word: int) -> Tensor:
+    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/32), K/4, 32, 4] uint8, 128 added: the processors' product of bytes wants one
+    of the two without a sign. Whatever the dtype of x, it comes in bytes, four to a word."""
+    return pack(values, 4).view(torch.uint8) ^ 128
+
+
 def pack_scale(scale: Tensor) -> Tensor:
     """Scales [N, groups] -> [ceil(N/32), groups, 32]."""
     return _blocks(scale).transpose(1, 2).contiguous()
@@ -157,7 +163,7 @@ def linear(
 ) -> Tensor:
     """x [..., K] times a packed weight of `columns` rows, plus bias [N] (float32), plus residual [..., N] -> [..., N].
 
-    scale: of an int8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded once, to x's dtype;
+    scale: of an int8, w8a8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded once, to x's dtype;
     FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N] comes out.
     """
     return torch.ops.eagle.linear(x, packed, scale, bias, residual, columns, mode)

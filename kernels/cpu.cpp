@@ -16,6 +16,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -33,7 +34,12 @@ typedef int32_t I __attribute__((vector_size(64)));
 constexpr int LANES = 16;
 constexpr int BLOCK = 2 * LANES;  // output columns of one packed block
 constexpr int64_t SLOTS = 128;    // cache slots that one thread scores at a time
+#ifdef __AVX512F__
 constexpr int ROWS = 12;          // rows that share one load of the weights: their 24 sums stay in registers
+#else
+constexpr int ROWS = 4;           // half as many registers of half the size
+#endif
+constexpr int FORESEEN = 4;       // up to so many rows the processor prefetches weights well by itself
 
 template <class V>
 inline V load(const void* p) {
@@ -68,13 +74,19 @@ inline F odd(U pairs) { return (F)(pairs & 0xFFFF0000u); }
 // The threads of one operator. Not at::parallel_for: that takes the thread count from the OpenMP runtime this file is
 // linked to, which need not be the one torch.set_num_threads speaks to.
 struct Team {
+  // What is left of a thread's share: the first in the high half, behind the last in the low one.
+  struct alignas(64) Left {
+    std::atomic<uint64_t> range{0};
+  };
   int64_t me, all;
+  Left* left;
 
   template <class Body>
   static void run(const Body& body) {
     const int threads = at::get_num_threads();
+    std::vector<Left> left(threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
-    body(Team{omp_get_thread_num(), omp_get_num_threads()});
+    body(Team{omp_get_thread_num(), omp_get_num_threads(), left.data()});
   }
   // Wait until all have come here.
   void meet() const {
@@ -84,6 +96,22 @@ struct Team {
   template <class Body>
   void share(int64_t count, const Body& body) const {
     for (int64_t i = count * me / all; i < count * (me + 1) / all; i++) body(i);
+  }
+  // The same, but who is done takes from the end of what another has left; `last`: the last of this thread's own share, though
+  // another may have it. All must meet before and after.
+  template <class Body>
+  void deal(int64_t count, const Body& body) const {
+    const uint64_t first = count * me / all, end = count * (me + 1) / all;
+    left[me].range = first << 32 | end;
+    for (int64_t other = 0; other < all; other++) {
+      std::atomic<uint64_t>& range = left[(me + other) % all].range;
+      for (uint64_t had = range; (had >> 32) + (other > 0) < (had & 0xFFFFFFFF);)  // the last one stays with its owner
+        if (range.compare_exchange_weak(had, other ? had - 1 : had + (uint64_t(1) << 32))) {
+          const uint64_t i = other ? (had & 0xFFFFFFFF) - 1 : had >> 32;
+          body(i, i + 1 == end);
+          had = range;
+        }
+    }
   }
 };
 
@@ -112,7 +140,8 @@ struct Bf16 {
     const U rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
     const U nan = U{} + 0x7FC0u;
     const Half half = __builtin_convertvector(x == x ? rounded : nan, Half);
-    std::memcpy(p, &half, std::min<int64_t>(count, LANES) * sizeof(Value));
+    if (count >= LANES) std::memcpy(p, &half, sizeof half);  // a copy of variable size is a call
+    else std::memcpy(p, &half, count * sizeof(Value));
   }
 };
 struct Fp32 {
@@ -120,12 +149,14 @@ struct Fp32 {
   static constexpr int PER_WORD = 1;
   static inline F dot(F sum, U a, U b) { return fma((F)a, (F)b, sum); }
   static inline F get(const Value* p, int64_t count = LANES) {
+    if (count >= LANES) return load<F>(p);
     F x = {};
-    std::memcpy(&x, p, std::min<int64_t>(count, LANES) * sizeof(Value));
+    std::memcpy(&x, p, count * sizeof(Value));
     return x;
   }
   static inline void put(Value* p, F x, int64_t count = LANES) {
-    std::memcpy(p, &x, std::min<int64_t>(count, LANES) * sizeof(Value));
+    if (count >= LANES) store(p, x);
+    else std::memcpy(p, &x, count * sizeof(Value));
   }
 };
 
@@ -220,34 +251,180 @@ struct Int4<Bf16> {
 };
 
 // A weight as `kernels.pack` lays it out: [blocks, K words, 32 columns], with scales [blocks, groups, 32] if it is quantised:
-// float32 and one group (int8), or bfloat16 and a group for every so many inputs (int4).
+// float32 and one group (int8, w8a8), or bfloat16 and a group for every so many inputs (int4). w8a8: a word is four bytes, 128
+// more than the values, and x is rounded to bytes too.
 struct Packed {
-  enum Format { WHOLE, INT8, INT4 } format;
+  enum Format { WHOLE, INT8, INT4, W8A8 } format;
   const char* data;
   const void* scales;
-  int64_t blocks, words, groups;
+  int64_t blocks, words, groups, size;  // size: bytes of a block
 
   Packed(const Tensor& t, const Tensor& scale)
-      : format(t.scalar_type() == at::kChar ? INT8 : t.scalar_type() == at::kByte ? INT4 : WHOLE),
+      : format(t.scalar_type() == at::kChar ? INT8 : t.scalar_type() != at::kByte ? WHOLE : t.dim() == 4 ? W8A8 : INT4),
         data(static_cast<const char*>(t.const_data_ptr())), scales(format == WHOLE ? nullptr : scale.const_data_ptr()), blocks(t.size(0)),
-        words(t.size(1)), groups(format == INT4 ? scale.size(1) : 1) {}
+        words(t.size(1)), groups(format == INT4 ? scale.size(1) : 1), size(t.stride(0) * t.element_size()) {}
+
+  const char* block(int64_t b) const { return data + b * size; }
+  // K, the values of a row of x.
+  template <class E>
+  int64_t inputs() const { return words * (format == W8A8 ? 4 : E::PER_WORD); }
 };
 
-// Up to R rows of x [rows, K words] against block b of w: sums [R, 32]. AHEAD: fetch the next block meanwhile.
+constexpr int64_t GROUP = 64;  // inputs that share a scale when x is rounded to bytes, as in quantized.py
+
+// Four products of a byte 0..255 and one -128..127 in each lane, added to sums: exact.
+inline I dot_bytes(I sum, U weights, U values) {
+#if defined(__AVX512VNNI__)
+  return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
+#elif defined(__AVXVNNI__)
+  __m256i s[2], w[2], v[2];
+  std::memcpy(s, &sum, sizeof sum), std::memcpy(w, &weights, sizeof weights), std::memcpy(v, &values, sizeof values);
+  for (int i = 0; i < 2; i++) s[i] = _mm256_dpbusd_avx_epi32(s[i], w[i], v[i]);
+  return load<I>(s);
+#else
+  for (int shift = 0; shift < 32; shift += 8) sum += (I)((weights >> shift) & 255u) * ((I)(values << (24 - shift)) >> 24);
+  return sum;
+#endif
+}
+
+inline int32_t lanes_most(I x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32((__m512i)x);
+#else
+  int32_t most = x[0];
+  for (int l = 1; l < LANES; l++) most = std::max(most, x[l]);
+  return most;
+#endif
+}
+inline int32_t lanes_sum(I x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)x);
+#else
+  int32_t sum = 0;
+  for (int l = 0; l < LANES; l++) sum += x[l];
+  return sum;
+#endif
+}
+
+// Rows are taken ROWS at a time; the last ones with the next loop that is large enough.
+inline int lanes(int64_t rows) { return rows == 1 ? 1 : rows == 2 ? 2 : rows <= 4 && ROWS > 4 ? 4 : rows <= 8 && ROWS > 8 ? 8 : ROWS; }
+
+// Rows of x rounded to bytes, in tiles of ROWS: words [K/4, lanes], so that one address serves all rows; and of every 64 inputs,
+// the last ones may be fewer, the scale and -128 times their sum (what the 128 added to the weights comes to) [groups, lanes].
+struct Rounded {
+  std::vector<uint32_t> words;
+  std::vector<float> scales;
+  std::vector<int32_t> offsets;
+  static int64_t groups(int64_t K) { return (K + GROUP - 1) / GROUP; }
+
+  // Room for M rows of at most K values.
+  Rounded(int64_t M, int64_t K)
+      : words((M + ROWS - 1) / ROWS * ROWS * K / 4), scales((M + ROWS - 1) / ROWS * ROWS * groups(K)), offsets(scales.size()) {}
+
+  // Each thread its share of x [M, K], whole groups of a tile: what threads write lies apart. Then all meet.
+  template <class E>
+  void round(const Team& team, const typename E::Value* x, int64_t M, int64_t K) {
+    team.share((M + ROWS - 1) / ROWS * groups(K), [&](int64_t item) {
+      const int64_t tile = item / groups(K) * ROWS, g = item % groups(K), from = g * GROUP, size = std::min(GROUP, K - from);
+      const int64_t rows = std::min<int64_t>(ROWS, M - tile), all = lanes(rows);
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t place = tile * groups(K) + g * all + r;
+        uint32_t q[GROUP / 4];
+        group<E>(x + (tile + r) * K + from, size, q, scales[place], offsets[place]);
+        uint32_t* to = &words[tile * K / 4 + from / 4 * all + r];
+        for (int64_t k = 0; k < size / 4; k++) to[k * all] = q[k];
+      }
+    });
+    team.meet();
+  }
+
+  // `size` values, at most 64 -> as many bytes q, the nearest to x in steps of the largest / 127.
+  template <class E>
+  static void group(const typename E::Value* x, int64_t size, uint32_t* q, float& scale, int32_t& offset) {
+    const F nearest = broadcast(12582912.0f);  // 1.5 * 2^23: a float this large has no fraction, adding rounds to even
+    F value[GROUP / LANES];
+    I most = {}, sum = {};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+      const F v = value[i / LANES] = i + LANES <= size ? E::get(x + i) : i < size ? E::get(x + i, size - i) : F{};
+      const I bits = (I)v & 0x7FFFFFFF;  // magnitudes are ordered as their bits are, and what is not a number is above all
+      most = bits > most ? bits : most;
+    }
+    const int32_t largest = lanes_most(most);
+    std::memcpy(&scale, &largest, sizeof scale);
+    scale /= 127.0f;
+    const F inverse = broadcast(scale > 1e-30f ? 1.0f / scale : 0.0f);
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < GROUP; i += LANES) {
+      const I rounded = (I)(value[i / LANES] * inverse + nearest) - (I)nearest;
+      sum += rounded;
+#if defined(__AVX512F__)
+      const Bytes narrow = (Bytes)_mm512_cvtepi32_epi8((__m512i)rounded);
+#else
+      const Bytes narrow = __builtin_convertvector(rounded, Bytes);
+#endif
+      std::memcpy(q + i / 4, &narrow, sizeof narrow);
+    }
+    offset = -128 * lanes_sum(sum);
+  }
+};
+
+// Fetch the BYTES at `next`, and go on.
+template <int64_t BYTES>
+inline void fetch(const char*& next) {
+  __builtin_prefetch(next, 0, 2);
+  if constexpr (BYTES > 64) __builtin_prefetch(next + 64, 0, 2);
+  next += BYTES;
+}
+
+// `block_product` of the tile of rounded rows from m on: integer sums within a group, exact; across groups in ascending order.
+template <int R, bool AHEAD>
+inline void rounded_product(const Rounded& x, int64_t m, const Packed& w, int64_t b, const char* next, float* sums) {
+  constexpr int64_t BYTES = 2 * sizeof(U), WORDS = GROUP / 4;
+  const char* p = w.block(b);
+  const int64_t groups = Rounded::groups(4 * w.words);
+  const uint32_t* value = &x.words[m * w.words];
+  const float* scales = &x.scales[m * groups];
+  const int32_t* offsets = &x.offsets[m * groups];
+  for (int64_t g = 0; g < groups; g++) {
+    I low[R], high[R];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) low[r] = high[r] = I{} + offsets[g * R + r];
+    for (const char* end = p + std::min(WORDS, w.words - g * WORDS) * BYTES; p < end; p += BYTES, value += R) {
+      if constexpr (AHEAD) fetch<BYTES>(next);
+      const U w0 = load<U>(p), w1 = load<U>(p + sizeof(U));
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const U one = broadcast(value[r]);
+        low[r] = dot_bytes(low[r], w0, one);
+        high[r] = dot_bytes(high[r], w1, one);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const F scale = broadcast(scales[g * R + r]);
+      float* sum = sums + r * BLOCK;
+      store(sum, fma(__builtin_convertvector(low[r], F), scale, g ? load<F>(sum) : F{}));
+      store(sum + LANES, fma(__builtin_convertvector(high[r], F), scale, g ? load<F>(sum + LANES) : F{}));
+    }
+  }
+  const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
+  for (int r = 0; r < R; r++)
+    for (int64_t c = 0; c < BLOCK; c += LANES) store(sums + r * BLOCK + c, load<F>(sums + r * BLOCK + c) * load<F>(scale + c));
+}
+
+// Up to R rows of x [rows, K words] against block b of w: sums [R, 32]. AHEAD: fetch what lies at `next` meanwhile.
 template <class E, template <class> class Weights, int R, bool AHEAD>
-inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t b, float* sums) {
+inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
   constexpr int64_t BYTES = Weights<E>::BYTES;
-  const char* p = w.data + b * w.words * BYTES;
+  const char* p = w.block(b);
   const uint32_t* row[R];
   for (int r = 0; r < R; r++) row[r] = x + std::min(r, rows - 1) * w.words;
   const int64_t group = w.words / w.groups;
   for (int64_t g = 0; g < w.groups; g++) {
     F low[R] = {}, high[R] = {};
     for (int64_t k = g * group; k < (g + 1) * group; k++, p += BYTES) {
-      if constexpr (AHEAD) {
-        __builtin_prefetch(p + w.words * BYTES, 0, 2);
-        if constexpr (BYTES > 64) __builtin_prefetch(p + w.words * BYTES + 64, 0, 2);
-      }
+      if constexpr (AHEAD) fetch<BYTES>(next);
       U w0, w1;
       Weights<E>::unpack(p, w0, w1);
 #pragma GCC unroll 12
@@ -275,30 +452,46 @@ inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t 
   }
 }
 
+// product(lanes<R>, ahead) with the loop for so many rows. Few rows: the processor prefetches well.
+template <class Product>
+inline void by_rows(int rows, bool ahead, const Product& product) {
+  using std::integral_constant;
+  const auto with = [&](auto R) { ahead ? product(R, std::true_type()) : product(R, std::false_type()); };
+  switch (lanes(rows)) {
+    case 1: return with(integral_constant<int, 1>());
+    case 2: return with(integral_constant<int, 2>());
+    case 4: return with(integral_constant<int, 4>());
+    case 8: return with(integral_constant<int, 8>());
+    default: return with(integral_constant<int, ROWS>());
+  }
+}
+
 template <class E, template <class> class Weights>
-inline void block_rows(const uint32_t* x, int rows, const Packed& w, int64_t b, bool ahead, float* sums) {
-  if (rows == 1) return block_product<E, Weights, 1, false>(x, rows, w, b, sums);
-  if (rows == 2) return block_product<E, Weights, 2, false>(x, rows, w, b, sums);
-  if (rows <= 4) return block_product<E, Weights, 4, false>(x, rows, w, b, sums);  // few rows: the processor prefetches well
-  if (rows <= 8 && ahead) return block_product<E, Weights, 8, true>(x, rows, w, b, sums);
-  if (rows <= 8) return block_product<E, Weights, 8, false>(x, rows, w, b, sums);
-  if (ahead) return block_product<E, Weights, ROWS, true>(x, rows, w, b, sums);
-  block_product<E, Weights, ROWS, false>(x, rows, w, b, sums);
+inline void block_rows(const uint32_t* x, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
+  by_rows(rows, next, [&](auto R, auto ahead) { block_product<E, Weights, R, ahead>(x, rows, w, b, next, sums); });
+}
+inline void rounded_rows(const Rounded& x, int64_t m, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
+  by_rows(rows, next, [&](auto R, auto ahead) { rounded_product<R, ahead>(x, m, w, b, next, sums); });
 }
 
 // x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a block holds 16
-// gate and 16 up columns; silu(gate) * up comes out.
+// gate and 16 up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w is W8A8. `after`: the weight that is
+// read next.
 template <class E, class Out>
 void linear_part(const Team& team, const void* x, int64_t M, const Packed& w, const float* bias, const typename Out::Value* residual,
-                 bool gated, int64_t N, typename Out::Value* out) {
+                 bool gated, int64_t N, Rounded& rounded, const Packed* after, typename Out::Value* out) {
   const auto* input = static_cast<const uint32_t*>(x);
+  if (w.format == Packed::W8A8) rounded.round<E>(team, static_cast<const typename E::Value*>(x), M, w.inputs<E>());
   const int64_t width = gated ? LANES : BLOCK;
   const auto product = w.format == Packed::INT8 ? block_rows<E, Int8> : w.format == Packed::INT4 ? block_rows<E, Int4> : block_rows<E, Whole>;
   alignas(64) float sums[ROWS * BLOCK];
-  team.share(w.blocks, [&](int64_t b) {
+  const char* first_after = after ? after->block(after->blocks * team.me / team.all) : nullptr;
+  team.deal(w.blocks, [&](int64_t b, bool last) {
     for (int64_t m = 0; m < M; m += ROWS) {
       const int rows = std::min<int64_t>(ROWS, M - m);
-      product(input + m * w.words, rows, w, b, m == 0, sums);
+      const char* next = m ? nullptr : last ? first_after : rows > FORESEEN ? w.block(b + 1) : nullptr;
+      if (w.format == Packed::W8A8) rounded_rows(rounded, m, rows, w, b, next, sums);
+      else product(input + m * w.words, rows, w, b, next, sums);
       for (int r = 0; r < rows; r++) {
         for (int64_t c = 0; c < width; c += LANES) {
           const int64_t column = b * width + c, place = (m + r) * N + column;
@@ -592,13 +785,14 @@ Tensor linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>
   const float* b = bias ? bias->const_data_ptr<float>() : nullptr;
   const int64_t M = out.numel() / columns;
   const void* from = in.const_data_ptr();
+  Rounded rounded(w.format == Packed::W8A8 ? M : 0, in.size(-1));
   Team::run([&](const Team& team) {
     if (in.scalar_type() == at::kFloat)
-      linear_part<Fp32, Fp32>(team, from, M, w, b, data<Fp32>(onto), mode == GATED, columns, mutable_data<Fp32>(out));
+      linear_part<Fp32, Fp32>(team, from, M, w, b, data<Fp32>(onto), mode == GATED, columns, rounded, nullptr, mutable_data<Fp32>(out));
     else if (mode == FLOAT32)
-      linear_part<Bf16, Fp32>(team, from, M, w, b, data<Fp32>(onto), false, columns, mutable_data<Fp32>(out));
+      linear_part<Bf16, Fp32>(team, from, M, w, b, data<Fp32>(onto), false, columns, rounded, nullptr, mutable_data<Fp32>(out));
     else
-      linear_part<Bf16, Bf16>(team, from, M, w, b, data<Bf16>(onto), mode == GATED, columns, mutable_data<Bf16>(out));
+      linear_part<Bf16, Bf16>(team, from, M, w, b, data<Bf16>(onto), mode == GATED, columns, rounded, nullptr, mutable_data<Bf16>(out));
   });
   return out;
 }
@@ -648,7 +842,9 @@ void layers_into(const Tensor& x, Rows& rows, at::TensorList weights, at::Tensor
                  const Tensor& features) {
   using Value = typename E::Value;
   const int64_t M = rows.B * rows.T, H = x.size(-1), L = k.size(), width = rows.width(), inside = rows.heads * rows.hd;
-  const int64_t inner = weights[WEIGHTS - 2].size(1) * E::PER_WORD;
+  const Packed down(weights[WEIGHTS - 2], weights[WEIGHTS - 1]);
+  const int64_t inner = down.inputs<E>();
+  Rounded rounded(down.format == Packed::W8A8 ? M : 0, std::max({H, inside, inner}));
   const auto scratch = [&](int64_t columns) { return at::empty({M, columns}, x.options()); };
   const Tensor normed = scratch(H), qkv = scratch(width), rotated = scratch(inside), attended = scratch(inside), gated = scratch(inner);
   Value *stream = mutable_data<E>(x), *n = mutable_data<E>(normed), *q = mutable_data<E>(qkv), *a = mutable_data<E>(attended),
@@ -668,19 +864,21 @@ void layers_into(const Tensor& x, Rows& rows, at::TensorList weights, at::Tensor
     rows.read_mask(team);
     for (int64_t l = 0; l < L; l++) {
       const Tensor* w = &weights[l * WEIGHTS];
+      const Packed wqkv(w[1], w[2]), wo(w[6], w[7]), gate_up(w[9], w[10]), down(w[11], w[12]);
+      const Packed next = l + 1 < L ? Packed(w[WEIGHTS + 1], w[WEIGHTS + 2]) : wqkv;
       keep(team, l);
       norm(team, w[0]);
-      linear_part<E, E>(team, n, M, Packed(w[1], w[2]), data<Fp32>(w[3]), nullptr, false, width, q);
+      linear_part<E, E>(team, n, M, wqkv, data<Fp32>(w[3]), nullptr, false, width, rounded, &wo, q);
       team.meet();
       attention_part<E>(team, rows, q, data<E>(w[4]), data<E>(w[5]), eps, mutable_data<E>(k[l]), mutable_data<E>(v[l]), k[l].stride(0),
                         k[l].stride(1), mutable_data<E>(rotated), a);
       team.meet();
-      linear_part<E, E>(team, a, M, Packed(w[6], w[7]), nullptr, stream, false, H, stream);
+      linear_part<E, E>(team, a, M, wo, nullptr, stream, false, H, rounded, &gate_up, stream);
       team.meet();
       norm(team, w[8]);
-      linear_part<E, E>(team, n, M, Packed(w[9], w[10]), nullptr, nullptr, true, inner, g);
+      linear_part<E, E>(team, n, M, gate_up, nullptr, nullptr, true, inner, rounded, &down, g);
       team.meet();
-      linear_part<E, E>(team, g, M, Packed(w[11], w[12]), nullptr, stream, false, H, stream);
+      linear_part<E, E>(team, g, M, down, nullptr, stream, false, H, rounded, l + 1 < L ? &next : nullptr, stream);
       team.meet();
     }
     keep(team, L);
@@ -692,7 +890,8 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   const Tensor c = cosine.contiguous(), s = sine.contiguous(), at_slots = slots.contiguous(), mask = visible.contiguous();
   Tensor stream = x.clone(at::MemoryFormat::Contiguous);
   const int64_t B = x.size(0), T = x.size(1), H = x.size(2), hd = k[0].size(3);
-  const int64_t per_word = x.scalar_type() == at::kFloat ? 1 : 2, heads = weights[6].size(1) * per_word / hd;
+  const Packed wo(weights[6], weights[7]);
+  const int64_t heads = (x.scalar_type() == at::kFloat ? wo.inputs<Fp32>() : wo.inputs<Bf16>()) / hd;
   Rows rows(B, T, heads, k[0].size(2), hd, c, s, at_slots, mask);
   Tensor features = at::empty({B, T, int64_t(aux.size()) * H}, x.options());
   if (x.scalar_type() == at::kFloat) layers_into<Fp32>(stream, rows, weights, k, v, eps, aux, features);

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT
 
 from kernels import gpu
-from quantized import QuantizedLinear
+from quantized import QuantizedLinear, rounded
 
 INTERPRETED = """
 import torch
@@ -53,7 +53,7 @@ def test_a_cpu_is_not_taken():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)))
-@pytest.mark.parametrize("mode, group", (("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 0)))
+@pytest.mark.parametrize("mode, group", (("int8", 0), ("w8a8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 0)))
 @pytest.mark.parametrize("rows", (1, 7, 60, 300))
 def test_on_the_gpu(dtype, limit, mode, group, rows):
     """All rows, also those too many for the kernel; compiled and not."""
@@ -61,7 +61,8 @@ def test_on_the_gpu(dtype, limit, mode, group, rows):
     layer = QuantizedLinear.of(torch.randn(208, 256), mode, group, torch.randn(208)).to("cuda")
     layer.bias.data = layer.bias.data.to(dtype)
     x = torch.randn(rows, 256, device="cuda", dtype=dtype)
-    want = x.double() @ layer.whole(torch.float64).T + layer.bias.double()
+    read = rounded(x) if mode == "w8a8" else x
+    want = read.double() @ layer.whole(torch.float64).T + layer.bias.double()
     for run in (layer, torch.compile(layer)):
         error = (run(x).double() - want).abs().max() / want.abs().max()
         assert error < (0.08 if mode == "fp8" else limit)

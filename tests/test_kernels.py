@@ -14,7 +14,7 @@ from drafters.eagle import Eagle
 from errors import CheckpointError
 from model import MLP, Eagle3Head, HeadArgs, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from packed import PackedLinear, pack
-from quantized import QuantizedLinear
+from quantized import QuantizedLinear, rounded
 from tree import TreeShape
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -62,15 +62,19 @@ def test_gated(dtype, inner):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group", (0, 32, 64))
+@pytest.mark.parametrize("mode, inputs, group", (
+    ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
+))
 @pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
 @pytest.mark.parametrize("gated", (False, True))
-def test_quantised(dtype, group, rows, gated):
-    """int8 and int4: exactly the product with the weight that the quantised one stands for, and row-invariant."""
+def test_quantised(dtype, mode, inputs, group, rows, gated):
+    """Exactly the product of what x is rounded to (w8a8) with the weight that the quantised one stands for, and row-invariant."""
     draw = draws(rows)
-    layer = QuantizedLinear.of(draw(90, 128), "int4" if group else "int8", group)
-    x, onto = draw(rows, 128, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
-    expected = x.double() @ layer.whole(torch.float64).T
+    layer = QuantizedLinear.of(draw(90, inputs), mode, group)
+    x, onto = draw(rows, inputs, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
+    x[0, :64] = 0
+    read = rounded(x.float()) if mode == "w8a8" else x
+    expected = read.double() @ layer.whole(torch.float64).T
     packed = PackedLinear(layer, dtype, gated)
     if gated:
         gate, up = expected.chunk(2, -1)
