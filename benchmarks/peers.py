@@ -3,7 +3,7 @@
     python benchmarks/peers.py --checkpoint checkpoints/smollm2-135m --questions question.jsonl --gguf MODEL.gguf --transformers
     python benchmarks/peers.py --checkpoint DIR --int8 DIR-int8 --gpt-fast /path/to/gpt-fast --gpt-fast-checkpoint model.pth
 
-ours          plain and EAGLE-3, as stored and, with --int8 DIR, int8; --ladder: what each part of it brings
+ours          plain and EAGLE-3, as stored and, with --int8 DIR and --w8a8 DIR, quantised; --ladder: what each part of it brings
 transformers  `generate`, plain and with prompt lookup (--transformers)
 llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights are ours)
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
@@ -118,7 +118,7 @@ class LlamaCpp:
 def contenders(o, folder: Path) -> dict[str, Callable]:
     """Everything asked for that is there, by name; what is missing is an error, not a smaller table."""
     found = {}
-    for checkpoint, suffix in ((o.checkpoint, ""), (o.int8, " int8")):
+    for checkpoint, suffix in ((o.checkpoint, ""), (o.int8, " int8"), (o.w8a8, " w8a8")):
         if checkpoint:
             for name, speculate in (("plain", "none"), ("EAGLE-3", "eagle3")):
                 found[f"ours {name}{suffix}"] = Ours(checkpoint, speculate, o.max_new_tokens, o.compile)
@@ -249,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
     p.add_argument("--int8", metavar="DIR", help="the same, quantised by quantize.py")
+    p.add_argument("--w8a8", metavar="DIR", help="the same checkpoint quantised so")
     p.add_argument("--questions", help="JSON lines; their first turns are asked (default: eight of our own)")
     p.add_argument("--limit", type=int)
     p.add_argument("--max-new-tokens", type=int, default=128)
