@@ -91,7 +91,8 @@ def check_keys(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, .
 
 def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
     module = build(config)
-    wanted = {name: tuple(t.shape) for name, t in module.state_dict().items()}
+    made = module.state_dict()
+    wanted = {name: tuple(t.shape) for name, t in made.items()}
     path = folder / WEIGHTS
     state = {}
     try:
@@ -100,6 +101,8 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
             check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
             for name in wanted:
                 tensor = file.get_tensor(name)
+                if tensor.dtype != made[name].dtype and not {tensor.dtype, made[name].dtype} <= set(CASTABLE):
+                    raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {made[name].dtype}; quantise again")
                 stored = name.endswith(".scale") or tensor.dtype not in CASTABLE  # of quantised weights: as they are
                 state[name] = tensor if stored or dtype is None else tensor.to(dtype)
     except FileNotFoundError:

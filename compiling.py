@@ -24,6 +24,7 @@ from torch import Tensor
 from kernels import processor
 
 ROOT = Path(__file__).resolve().parent
+READ_ONLY: list[Path] = []  # cache folders that may hold what is looked for, but take nothing: of checkpoints that cannot be written
 
 
 def compile_whole(function: Callable, **options) -> Callable:
@@ -70,7 +71,8 @@ class Whole:
             with unguarded():
                 return self.compiled(*args)
         path = place(self.function, args) if self.direct else None
-        if path and (kept := Kept.find(path)):
+        places = (path, *(folder / "whole" / path.name for folder in READ_ONLY)) if path else ()
+        if kept := next(filter(None, map(Kept.find, places)), None):
             self.variants[key] = kept
             return kept(args)
         self.say(f"compiling the {self.what} ...")

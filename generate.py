@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
     add("--tree", metavar="SPEC", help="auto (measured, then kept), paper (60/7/10), T,D,K, or a JSON file of paths: a static tree")
-    add("--tree-nodes", type=int, help="nodes of the draft tree, root included (default 12 on CPU, 60 on CUDA)")
-    add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 7 on CUDA)")
+    add("--tree-nodes", type=int, help="nodes of the draft tree, root included (default 12 on CPU, 8 if quantised, 60 on CUDA)")
+    add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 2 if quantised, 7 on CUDA)")
     add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
     add("--accept", choices=("equal", "typical", "residual"), default="equal",
         help="sampling: equal (default) gives plain decoding's text; typical is Medusa's and LOSSY; residual, for draft-model, draws anew")
@@ -56,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--device", help="default: cuda if there is one, else cpu")
     add("--threads", type=int, help="CPU threads (default: PyTorch's)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile prefill and step")
+    add("--autotune", action="store_true",
+        help="let torch.compile time several kernels for every product and reduction and keep the fastest: slow the first time; for a GPU")
     add("--kernels", action=argparse.BooleanOptionalAction, default=True, help="on a CPU, when compiling: our own products (see kernels/)")
     add("--compare", action="store_true", help="decode plainly too: speedup, and whether the texts are equal")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
@@ -181,13 +183,13 @@ def load_model(o, batch: int, prompts: list):
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
-    shape = asked_tree(o, default_tree(device))
+    asked_tree(o, default_tree(device))  # a mistake shows before a conversion
     checkpoint = converted(o.checkpoint)
-    read_config(checkpoint, "target")
+    shape = asked_tree(o, default_tree(device, "quantization" in read_config(checkpoint, "target")))
     began = time.perf_counter()
     model = load(
         checkpoint, o.speculate, draft=o.draft, tree=shape, coupled=o.coupled, draft_int8=o.draft_int8, device=device, dtype=o.dtype,
-        batch=batch, max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels,
+        batch=batch, max_seq_len=o.max_seq_len, compile=o.compile, kernels=o.kernels, autotune=o.autotune,
         tune_on=[p for p in prompts if isinstance(p, list)], say=note, flags=given_flags(o, [o.speculate])[o.speculate], accept=o.accept,
     )
     decoder = model.decoder

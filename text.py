@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from checkpoint import CheckpointError, load_target, read_config
+from compiling import READ_ONLY
 from decoder import Decoder, Output, Run, Sampling
 from drafters import METHODS, build, known
 from drafters.base import Request
@@ -121,13 +122,20 @@ def check_compiler() -> None:
         raise CheckpointError("Python.h is missing: torch.compile needs Python's headers (python3-dev); or pass --no-compile")
 
 
+def tune_kernels() -> None:
+    """Have torch.compile time templates of products against the library's and search the tiles of reductions."""
+    import torch._inductor.config as settings
+
+    settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
+
+
 _ours: set[str] = set()  # places for compiled code that `keep_compiled` has chosen
 
 
 def keep_compiled(checkpoint: Path) -> None:
     """Let torch.compile keep its results in CHECKPOINT/.compiled, so that they outlive a restart and travel with it.
 
-    Where that cannot be written, or a place is set (TORCHINDUCTOR_CACHE_DIR), nothing changes.
+    Where that cannot be written it is still read. Where a place is set (TORCHINDUCTOR_CACHE_DIR), nothing changes.
     """
     given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if given is not None and given not in _ours:
@@ -140,6 +148,8 @@ def keep_compiled(checkpoint: Path) -> None:
         place = str(kept.absolute())
         _ours.add(place)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
+    elif kept not in READ_ONLY:
+        READ_ONLY.append(kept)
 
 
 def load(
@@ -147,6 +157,7 @@ def load(
     coupled: bool = True, draft_int8: bool = True, device: str | None = None, dtype: str | None = None, batch: int = 1,
     max_seq_len: int | None = None, compile: bool = True, kernels: bool = True, tune_on: list[list[int]] | None = None,
     say: Callable[[str], None] | None = None, beside: TextDecoder | None = None, flags: dict | None = None, accept: str = "equal",
+    autotune: bool = False,
 ) -> TextDecoder:
     """Load a converted target and what drafts for it, one of `drafters.METHODS`.
 
@@ -157,6 +168,7 @@ def load(
     times a step, and drafts as well. tune_on: for "auto" without a tokenizer, the prompts (ids) to measure acceptance on.
     compile, kernels: run through torch.compile, and, on a CPU, on our own compiled products (see kernels); without either
     nothing needs a C++ compiler, and 16-bit text is no longer bound to be that of plain decoding.
+    autotune: torch.compile times several kernels for every product and reduction; for the whole process, and what it found is kept.
     beside: loaded from the same checkpoint with the same options, to share its target. dtype None keeps the stored one.
     max_seq_len (prompt + output) defaults to 2048 or the model's maximum if smaller.
     Raises CheckpointError, one line, if anything is missing, damaged or does not fit.
@@ -167,6 +179,8 @@ def load(
         raise CheckpointError(f"--dtype {dtype}: unknown; choose from {', '.join(DTYPES)}")
     check_device(device)
     if compile:
+        if autotune:
+            tune_kernels()
         keep_compiled(Path(checkpoint))
         if torch.device(device).type == "cpu":
             check_compiler()

@@ -18,6 +18,7 @@ from drafters.model import DraftModel
 from drafters.rest import Rest
 from kernels import load as load_kernels
 from packed import pack
+from text import keep_compiled
 from tree import PathTree, TreeShape
 
 
@@ -98,6 +99,28 @@ def test_another_process_finds_it(cache):
     for library in cache.rglob("*.main.so"):  # as a killed compiler leaves them
         library.write_bytes(library.read_bytes()[:20])
     assert said() == 4
+
+
+def test_a_cache_that_can_only_be_read(cache, monkeypatch):
+    """As beside a checkpoint that is somebody else's: what is in it is found, what is new goes where torch puts it."""
+    kept = cache / ".compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    check(Whole(add, "sum", print, direct=True), Adder())
+    before = sorted(kept.rglob("*"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "other"))
+    monkeypatch.setattr("text.READ_ONLY", found := [])
+    monkeypatch.setattr("compiling.READ_ONLY", found)
+    monkeypatch.setattr("text._ours", {str(cache / "other")})
+    with monkeypatch.context() as m:
+        m.setattr("os.access", lambda path, mode: False)
+        keep_compiled(cache)
+        keep_compiled(cache)
+    assert found == [kept] and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "other")
+    said: list[str] = []
+    check(Whole(add, "sum", said.append, direct=True), Adder())
+    assert not said
+    check(Whole(add, "sum", said.append, direct=True), Adder(by=5))
+    assert said and sorted(kept.rglob("*")) == before
 
 
 def test_indirect_is_compiled_too():

@@ -252,3 +252,10 @@ def test_other_refusals(golden, tmp_path, capsys):
             QuantizedLinear(64, 64, False, *wrong)
     with pytest.raises(CheckpointError, match="does not divide"):
         quantize.quantize(golden, tmp_path / "g", "int4", group=1000)
+
+
+def test_a_label_that_lies_is_refused(golden, tmp_path):
+    assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
+    edit(tmp_path / "q", quantization={"mode": "fp8", "group": 0, "lm_head": True})
+    with pytest.raises(CheckpointError, match=r"is torch\.int8, config\.json says torch\.float8_e4m3fn"):
+        load_target(tmp_path / "q")
