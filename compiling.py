@@ -40,6 +40,12 @@ def compile_whole(function: Callable, **options) -> Callable:
     return torch.compile(whole, fullgraph=True, **options)
 
 
+def prepare() -> None:
+    """Do what the first compilation on a CPU begins with, on something small: imports, probing the compiler, the headers."""
+    with contextlib.suppress(Exception):  # what fails here fails again, where it is handled
+        torch.compile(lambda x: x + 1)(torch.zeros(64))
+
+
 def unguarded():
     """A context in which compiled functions run what is there unquestioned.
 

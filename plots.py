@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from files import in_place_of
 
 
 @contextlib.contextmanager
@@ -19,8 +20,7 @@ def picture(path: Path, width: float, height: float) -> Iterator:
         figure = plt.figure(figsize=(width, height), layout="constrained")
         try:
             yield figure
-            part = path.with_name(path.name + ".partial")
-            figure.savefig(part, format="png", dpi=120)
+            with in_place_of(path) as part:
+                figure.savefig(part, format="png", dpi=120)
         finally:
             plt.close(figure)
-    os.replace(part, path)

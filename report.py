@@ -1,7 +1,6 @@
 """What `generate.py` prints about a run: statistics for people, JSON for programs, the trace file."""
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from collections import Counter
@@ -15,6 +14,7 @@ from torch import Tensor
 from accepting import LOSSY
 from decoder import Decoder
 from errors import CheckpointError
+from files import in_place_of
 from text import Job, Piece, Result
 from tree import Tree
 
@@ -148,11 +148,8 @@ class Trace:
         if hasattr(shape, "width"):
             meta["top_k"] = str(shape.width)
         ends = {"prompt": torch.tensor(result.prompt_ids), "output_ids": torch.tensor(result.prompt_ids + result.ids)}
-        partial = f"{path}.partial"
         try:
-            Path(partial).write_bytes(save(self.tensors | ends, metadata=meta))
-            os.replace(partial, path)
+            with in_place_of(path) as part:
+                part.write_bytes(save(self.tensors | ends, metadata=meta))
         except OSError as e:
             raise CheckpointError(f"--trace {path}: cannot be written ({e})") from None
-        finally:
-            Path(partial).unlink(missing_ok=True)

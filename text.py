@@ -21,6 +21,7 @@ import torch
 
 from checkpoint import CheckpointError, load_target, read_config
 from compiling import READ_ONLY
+from compiling import prepare as prepare_compiling
 from decoder import Decoder, Output, Run, Sampling
 from drafters import METHODS, build, known
 from drafters.base import Request
@@ -210,7 +211,7 @@ def load(
         return auto_tree(target, head, prompts, config["stop_ids"], folder, compile, say)
 
     if on_kernels:
-        load_kernels(say)
+        load_kernels(say, prepare_compiling)
     if not beside:
         prepare(target)
     longest = target.args.max_seq_len

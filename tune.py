@@ -8,7 +8,6 @@ run gives tau for all trees at once. The best ratio wins, and is kept beside the
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import time
@@ -24,6 +23,7 @@ from checkpoint import WEIGHTS
 from compiling import compile_whole, unguarded
 from decoder import SPAN, Decoder, Run, Sampling
 from drafters.eagle import Eagle
+from files import in_place_of
 from model import Head, KVCache, Transformer
 from tree import PAPER_TREE, Growth, Tree, TreeShape, visible_slots
 
@@ -252,9 +252,8 @@ def auto_tree(
         "ranked": [[*asdict(c.shape).values(), round(c.tau, 3), round(c.tokens_per_second, 1)] for c in ranked[:20]],
     }
     try:
-        part = file.with_suffix(".partial")
-        part.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(part, file)
+        with in_place_of(file) as part:
+            part.write_text(json.dumps(record, indent=1) + "\n")
     except OSError:
         say(f"{file}: cannot be written, so this is measured again next time")
     return shape

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 from dataset import read_questions
 from errors import CheckpointError
+from files import in_place_of
 from text import TextDecoder
 
 OWN = Path(__file__).resolve().parent / "questions"
@@ -90,10 +90,9 @@ def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under a temporary name first."""
-    part = path.with_name(path.name + ".partial")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    """Write a text file, whole or not at all."""
+    with in_place_of(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def digest(question: dict, who: str) -> str:

@@ -31,15 +31,16 @@ COLUMNS = 32  # of one packed block, as in cpu.cpp
 _loaded = False
 
 
-def load(say: Callable[[str], None] = lambda line: None) -> None:
-    """Make the operators callable, compiling them if this machine, torch and source have not been seen before.
+def load(say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Make the operators callable, compiling them if this machine, torch and source have not been seen before; then `meanwhile` is
+    called while the compiler is at work.
 
     Raises CheckpointError, one line, if there is no C++ compiler or it fails.
     """
     global _loaded
     if _loaded:
         return
-    library = _build(say)
+    library = _build(say, meanwhile)
     try:
         torch.ops.load_library(str(library))
     except OSError as e:
@@ -49,7 +50,7 @@ def load(say: Callable[[str], None] = lambda line: None) -> None:
     _loaded = True
 
 
-def _build(say: Callable[[str], None]) -> Path:
+def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
     """The compiled library of this source, torch, compiler and processor, made now if it is not there."""
     wanted = os.environ.get("CXX", "g++")
     compiler = shutil.which(wanted)
@@ -69,14 +70,19 @@ def _build(say: Callable[[str], None]) -> Path:
         compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
         f"-I{root}/include/torch/csrc/api/include", str(SOURCE), "-o", str(draft), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
     ]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-        if result.returncode:
-            lines = [line for line in result.stderr.splitlines() if "error" in line] or [f"status {result.returncode}"]
-            raise CheckpointError(f"{compiler} could not compile the kernels ({lines[0]}); pass --no-kernels")
-        draft.rename(folder / name)
-    finally:
-        draft.unlink(missing_ok=True)
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe would fill up
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+        try:
+            meanwhile()
+            if process.wait():
+                errors.seek(0)
+                lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
+                raise CheckpointError(f"{compiler} could not compile the kernels ({lines[0].strip()}); pass --no-kernels")
+            draft.rename(folder / name)
+        finally:
+            process.kill()
+            process.wait()
+            draft.unlink(missing_ok=True)
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return folder / name
 

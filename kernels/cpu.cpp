@@ -39,7 +39,6 @@ constexpr int ROWS = 12;          // rows that share one load of the weights: th
 #else
 constexpr int ROWS = 4;           // half as many registers of half the size
 #endif
-constexpr int FORESEEN = 4;       // up to so many rows the processor prefetches weights well by itself
 
 template <class V>
 inline V load(const void* p) {
@@ -378,8 +377,8 @@ inline void fetch(const char*& next) {
 }
 
 // `block_product` of the tile of rounded rows from m on: integer sums within a group, exact; across groups in ascending order.
-template <int R, bool AHEAD>
-inline void rounded_product(const Rounded& x, int64_t m, const Packed& w, int64_t b, const char* next, float* sums) {
+template <int R>
+__attribute__((noinline)) void rounded_product(const Rounded& x, int64_t m, const Packed& w, int64_t b, const char* next, float* sums) {
   constexpr int64_t BYTES = 2 * sizeof(U), WORDS = GROUP / 4;
   const char* p = w.block(b);
   const int64_t groups = Rounded::groups(4 * w.words);
@@ -391,7 +390,7 @@ inline void rounded_product(const Rounded& x, int64_t m, const Packed& w, int64_
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) low[r] = high[r] = I{} + offsets[g * R + r];
     for (const char* end = p + std::min(WORDS, w.words - g * WORDS) * BYTES; p < end; p += BYTES, value += R) {
-      if constexpr (AHEAD) fetch<BYTES>(next);
+      fetch<BYTES>(next);
       const U w0 = load<U>(p), w1 = load<U>(p + sizeof(U));
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
@@ -413,9 +412,9 @@ inline void rounded_product(const Rounded& x, int64_t m, const Packed& w, int64_
     for (int64_t c = 0; c < BLOCK; c += LANES) store(sums + r * BLOCK + c, load<F>(sums + r * BLOCK + c) * load<F>(scale + c));
 }
 
-// Up to R rows of x [rows, K words] against block b of w: sums [R, 32]. AHEAD: fetch what lies at `next` meanwhile.
-template <class E, template <class> class Weights, int R, bool AHEAD>
-inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
+// Up to R rows of x [rows, K words] against block b of w: sums [R, 32]. Fetches what lies at `next` meanwhile.
+template <class E, template <class> class Weights, int R>
+__attribute__((noinline)) void block_product(const uint32_t* x, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
   constexpr int64_t BYTES = Weights<E>::BYTES;
   const char* p = w.block(b);
   const uint32_t* row[R];
@@ -424,7 +423,7 @@ inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t 
   for (int64_t g = 0; g < w.groups; g++) {
     F low[R] = {}, high[R] = {};
     for (int64_t k = g * group; k < (g + 1) * group; k++, p += BYTES) {
-      if constexpr (AHEAD) fetch<BYTES>(next);
+      fetch<BYTES>(next);
       U w0, w1;
       Weights<E>::unpack(p, w0, w1);
 #pragma GCC unroll 12
@@ -452,31 +451,30 @@ inline void block_product(const uint32_t* x, int rows, const Packed& w, int64_t 
   }
 }
 
-// product(lanes<R>, ahead) with the loop for so many rows. Few rows: the processor prefetches well.
+// product(R) with the loop for so many rows.
 template <class Product>
-inline void by_rows(int rows, bool ahead, const Product& product) {
+inline void by_rows(int rows, const Product& product) {
   using std::integral_constant;
-  const auto with = [&](auto R) { ahead ? product(R, std::true_type()) : product(R, std::false_type()); };
   switch (lanes(rows)) {
-    case 1: return with(integral_constant<int, 1>());
-    case 2: return with(integral_constant<int, 2>());
-    case 4: return with(integral_constant<int, 4>());
-    case 8: return with(integral_constant<int, 8>());
-    default: return with(integral_constant<int, ROWS>());
+    case 1: return product(integral_constant<int, 1>());
+    case 2: return product(integral_constant<int, 2>());
+    case 4: return product(integral_constant<int, 4>());
+    case 8: return product(integral_constant<int, ROWS < 8 ? ROWS : 8>());
+    default: return product(integral_constant<int, ROWS>());
   }
 }
 
 template <class E, template <class> class Weights>
 inline void block_rows(const uint32_t* x, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
-  by_rows(rows, next, [&](auto R, auto ahead) { block_product<E, Weights, R, ahead>(x, rows, w, b, next, sums); });
+  by_rows(rows, [&](auto R) { block_product<E, Weights, R>(x, rows, w, b, next, sums); });
 }
 inline void rounded_rows(const Rounded& x, int64_t m, int rows, const Packed& w, int64_t b, const char* next, float* sums) {
-  by_rows(rows, next, [&](auto R, auto ahead) { rounded_product<R, ahead>(x, m, w, b, next, sums); });
+  by_rows(rows, [&](auto R) { rounded_product<R>(x, m, w, b, next, sums); });
 }
 
 // x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a block holds 16
 // gate and 16 up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w is W8A8. `after`: the weight that is
-// read next.
+// read next, if any.
 template <class E, class Out>
 void linear_part(const Team& team, const void* x, int64_t M, const Packed& w, const float* bias, const typename Out::Value* residual,
                  bool gated, int64_t N, Rounded& rounded, const Packed* after, typename Out::Value* out) {
@@ -485,11 +483,12 @@ void linear_part(const Team& team, const void* x, int64_t M, const Packed& w, co
   const int64_t width = gated ? LANES : BLOCK;
   const auto product = w.format == Packed::INT8 ? block_rows<E, Int8> : w.format == Packed::INT4 ? block_rows<E, Int4> : block_rows<E, Whole>;
   alignas(64) float sums[ROWS * BLOCK];
-  const char* first_after = after ? after->block(after->blocks * team.me / team.all) : nullptr;
+  const Packed& then = after ? *after : w;
+  const char* first_after = then.block(then.blocks * team.me / team.all);
   team.deal(w.blocks, [&](int64_t b, bool last) {
     for (int64_t m = 0; m < M; m += ROWS) {
       const int rows = std::min<int64_t>(ROWS, M - m);
-      const char* next = m ? nullptr : last ? first_after : rows > FORESEEN ? w.block(b + 1) : nullptr;
+      const char* next = m ? w.block(b) : last ? first_after : w.block(b + 1);
       if (w.format == Packed::W8A8) rounded_rows(rounded, m, rows, w, b, next, sums);
       else product(input + m * w.words, rows, w, b, next, sums);
       for (int r = 0; r < rows; r++) {

@@ -5,6 +5,7 @@ import torch
 from checkpoint import load_head, load_target
 from decoder import Decoder, Sampling
 from drafters.eagle import Eagle
+from quantized import quantize_linears
 from tree import TreeShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -73,3 +74,22 @@ def test_memory_does_not_grow(decoders):
     for _ in range(3):
         fast.generate(PROMPTS, Sampling(300))
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 32), ("w8a8", 0), ("fp8", 0)])
+def test_a_quantised_target(golden, mode, group):
+    """Its speculative text is its plain text; where activations are rounded, the first tokens: see README."""
+    if mode == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU does not multiply fp8")
+    target, _ = load_target(golden, "cuda", torch.float32)
+    quantize_linears(target, True, mode, group)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    quantize_linears(head, head.args.own_lm_head, mode, group)
+    options = {"batch": 3, "max_seq_len": 700}
+    texts = [
+        [o.ids for o in Decoder(target, drafter, **options).generate(PROMPTS, Sampling(100))]
+        for drafter in (None, Eagle(head, TreeShape(24, 4, 5)))
+    ]
+    if mode in ("fp8", "w8a8"):
+        texts = [[ids[0] for ids in text] for text in texts]
+    assert texts[0] == texts[1]

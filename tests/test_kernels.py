@@ -272,12 +272,20 @@ def test_an_older_processor():
     assert result.returncode == 0, result.stdout[-3000:]
 
 
+def interrupt():
+    raise KeyboardInterrupt
+
+
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(kernels, "_loaded", False)
     monkeypatch.setattr(kernels, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(kernels, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
+    called: list[str] = []
     with pytest.raises(CheckpointError, match=r"could not compile the kernels.*--no-kernels"):
-        kernels.load()
+        kernels.load(meanwhile=lambda: called.append("while the compiler ran"))
+    assert len(called) == 1
+    with pytest.raises(KeyboardInterrupt):
+        kernels.load(meanwhile=interrupt)
     assert not list(tmp_path.glob("cache/*"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(CheckpointError, match=r"no C\+\+ compiler.*no-such-compiler"):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from decoder import Decoder, Sampling, common_prefix
 from errors import CheckpointError
+from files import in_place_of
 from sampling import seed_of
 from tokenizer import Tokenizer
 from training.corpus import extend, of_conversation
@@ -171,11 +171,11 @@ class Collector:
             made_by = json.dumps([self.made_by, told_apart_by(begin, end)])
             path = self.folder / f"{source}-{begin:06d}-{hashlib.sha256(made_by.encode()).hexdigest()[:8]}.jsonl"
             if self.processes.mine(number) and not path.exists():
-                part, self.left_out = path.with_suffix(".partial"), 0
+                self.left_out = 0
                 lines = [json.dumps({**row, "target": self.target}) for row in rows(begin, end)]
                 lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
-                part.write_text("".join(line + "\n" for line in lines))
-                os.replace(part, path)
+                with in_place_of(path) as part:
+                    part.write_text("".join(line + "\n" for line in lines))
             self.shards.append(path)
             bar.update(end - begin)
         bar.close()

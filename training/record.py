@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
+from files import in_place_of
 from plots import picture
 
 
@@ -27,9 +27,8 @@ class Record:
     def __init__(self, folder: Path, step: int, total: int, quiet: bool = False):
         self.path, self.quiet = folder / "log.jsonl", quiet
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
-        part = self.path.with_suffix(".partial")
-        part.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
-        os.replace(part, self.path)
+        with in_place_of(self.path) as part:
+            part.write_text("".join(json.dumps(entry) + "\n" for entry in self.entries))
         self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - lives as long as the run
         shown = "{desc} |{bar:12}| {n}/{total} [{elapsed}<{remaining}]"
         every = 0.5 if sys.stderr.isatty() else 15  # seconds

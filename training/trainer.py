@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from checkpoint import identity
 from errors import CheckpointError
+from files import in_place_of
 from model import Head
 from sampling import seed_of
 from training.batches import batches
@@ -239,13 +239,12 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale, "at": (self.step, self.epoch, self.in_epoch),
             "options": self.fingerprint(),
         }
-        part = self.work / "state.pt.partial"
+        path = self.work / "state.pt"
         try:
-            torch.save(state, part)
-            os.replace(part, self.work / "state.pt")
+            with in_place_of(path) as part:
+                torch.save(state, part)
         except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError where the disk is full
-            part.unlink(missing_ok=True)
-            raise CheckpointError(f"{part}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?") from None
+            raise CheckpointError(f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?") from None
 
     def resume(self) -> bool:
         """Go on from WORK/state.pt if it is there. Raises CheckpointError if it was made with other settings or data."""
