@@ -101,7 +101,8 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
             check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
             for name in wanted:
                 tensor = file.get_tensor(name)
-                if tensor.dtype != made[name].dtype and not {tensor.dtype, made[name].dtype} <= set(CASTABLE):
+                castable = not name.endswith(".scale") and {tensor.dtype, made[name].dtype} <= set(CASTABLE)
+                if tensor.dtype != made[name].dtype and not castable:
                     raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {made[name].dtype}; quantise again")
                 stored = name.endswith(".scale") or tensor.dtype not in CASTABLE  # of quantised weights: as they are
                 state[name] = tensor if stored or dtype is None else tensor.to(dtype)

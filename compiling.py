@@ -211,17 +211,18 @@ def place(function: Callable, args: tuple) -> Path:
     """Where `function`, compiled for these arguments, is kept: the name says everything that the code depends on."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # here: it takes seconds, which those who compile nothing save
 
-    made_by = (function.__qualname__, _surroundings(), torch.get_num_threads(), list(_described(args)))
+    settings = torch._inductor.config.get_hash().hex()
+    made_by = (function.__qualname__, _surroundings(), settings, torch.get_num_threads(), list(_described(args)))
     return Path(cache_dir()) / "whole" / hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
 
 
 @cache
 def _surroundings() -> tuple:
-    """What compiled code depends on besides its arguments: our sources, torch, the processor, the compiler's settings."""
+    """What compiled code depends on besides its arguments and the compiler's settings: our sources, torch, the processor."""
     folders = (ROOT, ROOT / "drafters", ROOT / "kernels")
     sources = [path for folder in folders for path in sorted(folder.iterdir()) if path.suffix in (".py", ".cpp")]
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    return digest, torch.__version__, processor(), os.environ.get("CXX"), torch._inductor.config.get_hash().hex()
+    return digest, torch.__version__, processor(), os.environ.get("CXX")
 
 
 def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:

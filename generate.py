@@ -176,14 +176,14 @@ def load_model(o, batch: int, prompts: list):
 
     from checkpoint import read_config
     from decoder import Sampling
-    from text import check_device, default_tree, load
+    from text import check_device, default_tree, load, read_tree
 
     if o.threads:
         torch.set_num_threads(o.threads)
     device = o.device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
     sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
-    asked_tree(o, default_tree(device))  # a mistake shows before a conversion
+    read_tree(o.tree)  # a mistake shows before a conversion
     checkpoint = converted(o.checkpoint)
     shape = asked_tree(o, default_tree(device, "quantization" in read_config(checkpoint, "target")))
     began = time.perf_counter()

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import WEIGHTS
+from checkpoint import WEIGHTS, identity
 from compiling import compile_whole, unguarded
 from decoder import SPAN, Decoder, Run, Sampling
 from drafters.eagle import Eagle
@@ -201,12 +201,13 @@ def choose(taus: dict[TreeShape, float], verify: dict[int, float], level: dict[i
 
 
 def fingerprint(target: Transformer, head: Head, compile: bool) -> dict:
-    """What a choice depends on beside the two checkpoints."""
+    """What a choice depends on beside the head's folder."""
     weight = target.embed.weight
     on_cuda = weight.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else platform.processor() or platform.machine(),
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
+        "target": identity(target),
         "torch": torch.__version__, "head": [head.args.hidden_size, head.args.draft_vocab_size, len(head.args.aux_layers)],
     }
 

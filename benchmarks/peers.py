@@ -32,7 +32,7 @@ from common import describe, write  # first: it makes the modules below importab
 from first_turns import Transformers
 from gguf_copy import write_gguf
 
-from checkpoint import load_target
+from checkpoint import load_target, read_config
 from dataset import read_prompts
 from decoder import Sampling
 from errors import CheckpointError, exit_status
@@ -118,6 +118,9 @@ class LlamaCpp:
 def contenders(o, folder: Path) -> dict[str, Callable]:
     """Everything asked for that is there, by name; what is missing is an error, not a smaller table."""
     found = {}
+    for option, checkpoint in (("int8", o.int8), ("w8a8", o.w8a8)):
+        if checkpoint and read_config(checkpoint, "target").get("quantization", {}).get("mode") != option:
+            raise CheckpointError(f"--{option} {checkpoint}: is not quantised so; see quantize.py --mode {option}")
     for checkpoint, suffix in ((o.checkpoint, ""), (o.int8, " int8"), (o.w8a8, " w8a8")):
         if checkpoint:
             for name, speculate in (("plain", "none"), ("EAGLE-3", "eagle3")):

@@ -24,6 +24,7 @@ from errors import CheckpointError, exit_status
 from kernels import load as load_kernels
 from packed import PackedLinear
 from quantized import QuantizedLinear
+from text import check_device
 
 
 def weights_of(checkpoint: str, device: str) -> list[torch.Tensor]:
@@ -67,6 +68,10 @@ def ways(weights: list[torch.Tensor], device: str) -> dict[str, list[Callable]]:
 @torch.no_grad()
 def run(o) -> None:
     """Measure, print, write. Raises CheckpointError."""
+    if min(o.rows) < 1 or o.repeat < 1 or o.threads < 1:
+        raise CheckpointError("--rows, --repeat and --threads must be at least 1")
+    torch.set_num_threads(o.threads)
+    check_device(o.device)
     weights = weights_of(o.checkpoint, o.device)
     if o.device == "cpu":
         load_kernels(lambda line: print(line, file=sys.stderr))
@@ -109,9 +114,6 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--name", default="products", help="of the file under benchmarks/results")
     o = p.parse_args(argv)
-    if min(*o.rows, 1 << 30) < 1 or o.repeat < 1 or o.threads < 1:
-        p.error("--rows, --repeat and --threads must be at least 1")
-    torch.set_num_threads(o.threads)
     return exit_status(lambda: run(o), OSError)
 
 

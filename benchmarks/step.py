@@ -4,10 +4,12 @@
     python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 1024 4096 16384 --batch 1 8 32
 
 `step` is the whole step as the decoder runs it (on CUDA: one captured graph), `verify` the target's pass over the tree,
-`draft` the head's passes; `rest` is what is left: accepting, committing, emitting. `roof` is the share of the device's
-measured memory bandwidth that the step's reads (weights once per pass, live keys and values) come to. On CUDA `launches`
-and `syncs` count what the host asks of the driver in one step. Times are medians of turns: the trees of one model take
-turns, so that a machine that is slow for a while is slow for all. Raw figures go to benchmarks/results/NAME.json.
+`draft` the head's passes, each timed alone, through torch.compile, which costs up to half a millisecond a call on a CPU that
+the step is spared; `rest` is what is left, accepting, committing, emitting, and so less than nothing where that is more.
+`roof` is the share of the device's measured memory bandwidth that the step's reads (weights once per pass, live keys and
+values) come to. On CUDA `launches` and `syncs` count what the host asks of the driver in one step. Times are medians of
+turns: the trees of one model take turns, so that a machine that is slow for a while is slow for all. Raw figures go to
+benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -33,6 +35,7 @@ from model import cache_bytes
 from packed import pack
 from quantized import MODES, quantize_linears
 from report import bytes_per_step
+from text import check_device
 from tree import TreeShape, visible_slots
 
 # Of so many rows: the shapes that are used on CPUs, and the paper's. 1 is plain decoding.
@@ -199,7 +202,6 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--name", default="step", help="of the file under benchmarks/results")
     o = p.parse_args(argv)
-    torch.set_num_threads(o.threads)
     return exit_status(lambda: sweep(o), OSError, ValueError)
 
 
@@ -209,6 +211,8 @@ def sweep(o) -> None:
         raise CheckpointError("give --checkpoint DIR or --shape NAME")
     if min(o.context) < 1 or min(o.batch) < 1 or o.repeat < 1 or o.threads < 1:
         raise CheckpointError("--context, --batch, --repeat and --threads must be at least 1")
+    torch.set_num_threads(o.threads)
+    check_device(o.device)
     device, dtype = torch.device(o.device), {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[o.dtype]
     stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
     if stored and o.modes != ["none"]:

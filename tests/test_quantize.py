@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quantize
 from checkpoint import CheckpointError, load_head, load_target
@@ -252,6 +252,17 @@ def test_other_refusals(golden, tmp_path, capsys):
             QuantizedLinear(64, 64, False, *wrong)
     with pytest.raises(CheckpointError, match="does not divide"):
         quantize.quantize(golden, tmp_path / "g", "int4", group=1000)
+
+
+def test_scales_of_another_type_are_refused(golden, tmp_path):
+    """Kernels read them as what they ought to be."""
+    for mode, wrong in (("int8", torch.bfloat16), ("int4", torch.float32)):
+        out = tmp_path / mode
+        assert quantize.main(["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]) == 0
+        state = load_file(out / "model.safetensors")
+        save_file({k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}, out / "model.safetensors")
+        with pytest.raises(CheckpointError, match=r"scale is torch\..*quantise again"):
+            load_target(out)
 
 
 def test_a_label_that_lies_is_refused(golden, tmp_path):
