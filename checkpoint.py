@@ -101,10 +101,10 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
             check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
             for name in wanted:
                 tensor = file.get_tensor(name)
-                castable = not name.endswith(".scale") and {tensor.dtype, made[name].dtype} <= set(CASTABLE)
-                if tensor.dtype != made[name].dtype and not castable:
+                # What belongs to quantised weights stays as it is.
+                stored = name.endswith(".scale") or not {tensor.dtype, made[name].dtype} <= set(CASTABLE)
+                if stored and tensor.dtype != made[name].dtype:
                     raise CheckpointError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {made[name].dtype}; quantise again")
-                stored = name.endswith(".scale") or tensor.dtype not in CASTABLE  # of quantised weights: as they are
                 state[name] = tensor if stored or dtype is None else tensor.to(dtype)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file; convert the checkpoint again") from None

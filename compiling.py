@@ -21,6 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from files import in_place_of
 from kernels import processor
 
 ROOT = Path(__file__).resolve().parent
@@ -175,9 +176,8 @@ class Kept:
         with contextlib.suppress(OSError, RuntimeError):  # the second: torch cannot serialise it
             path.parent.mkdir(parents=True, exist_ok=True)
             self.graph.save(path=f"{path}.graph")
-            draft = path.with_name(f".{path.name}.{os.getpid()}")
-            draft.write_bytes(pickle.dumps((self.inputs, self.result)))
-            draft.rename(f"{path}.pickle")
+            with in_place_of(f"{path}.pickle") as part:
+                part.write_bytes(pickle.dumps((self.inputs, self.result)))
 
     @classmethod
     def find(cls, path: Path) -> Kept | None:

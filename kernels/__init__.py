@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from errors import CheckpointError
+from files import in_place_of
 
 SOURCE = Path(__file__).resolve().with_name("cpu.cpp")
 # Beside what torch.compile keeps, if that has a place of its own.
@@ -65,24 +66,22 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
     say("compiling the kernels ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
-    draft = folder / f".{name}.{os.getpid()}"  # renamed when whole: another process may be doing the same
     command = [
         compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
-        f"-I{root}/include/torch/csrc/api/include", str(SOURCE), "-o", str(draft), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
+        f"-I{root}/include/torch/csrc/api/include", str(SOURCE), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
     ]
-    with tempfile.TemporaryFile("w+") as errors:  # a pipe would fill up
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+    # Another process may be doing the same; and a pipe for the errors would fill up.
+    with in_place_of(folder / name) as part, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen([*command, "-o", str(part)], stdout=subprocess.DEVNULL, stderr=errors)
         try:
             meanwhile()
             if process.wait():
                 errors.seek(0)
                 lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
                 raise CheckpointError(f"{compiler} could not compile the kernels ({lines[0].strip()}); pass --no-kernels")
-            draft.rename(folder / name)
         finally:
             process.kill()
             process.wait()
-            draft.unlink(missing_ok=True)
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return folder / name
 
