@@ -1,4 +1,4 @@
-"""The models: targets of the LLaMA/Qwen/Mixtral kind, the EAGLE-1 and EAGLE-3 draft heads. Definitions only.
+"""The targets: LLaMA, Qwen, Mistral and Mixtral, with the parts that draft heads are made of too. Definitions only.
 
 Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
@@ -10,6 +10,7 @@ and a mask, so the same forward serves prefill (causal), plain decoding (one row
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -86,46 +87,6 @@ class ModelArgs:
         if scaling.get("mscale") and scaling.get("mscale_all_dim"):
             return magnitude(scaling["mscale"]) / magnitude(scaling["mscale_all_dim"])
         return magnitude(1.0)
-
-
-@dataclass(frozen=True)
-class HeadArgs(ModelArgs):
-    """Shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
-
-    draft_vocab_size: int = 0
-    target_hidden_size: int = 0
-    # Target layers whose *input* residual stream feeds the head (0-based; L means the output of the last layer).
-    aux_layers: tuple[int, ...] = ()
-    fc_bias: bool = False
-    own_embedding: bool = False  # else the target's table is used
-    own_lm_head: bool = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
-    feature_norm: str = ""  # EAGLE-3.1, before fc: "" none, "each" captured state has its norm, "all" share a wide one
-    norm_before_residual: bool = False  # the residual stream starts from the normed feature, not from the feature
-    recycle_normed: bool = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
-
-    def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
-        super().check()
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}")
-        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
-            raise ValueError(f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}")
-        if self.feature_norm not in ("", "each", "all"):
-            raise ValueError(f"config: feature_norm {self.feature_norm!r} is none of '', 'each', 'all'")
-
-    @property
-    def feature_width(self) -> int:
-        """F, the width of what the target hands to the head: one hidden state per captured layer."""
-        return len(self.aux_layers) * self.target_hidden_size
-
-
-def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs feed an EAGLE-3 head unless its config says otherwise: low, middle, high.
-
-    Inputs of layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
-    "outputs of layers 1, L//2-1, L-4".
-    """
-    return 2, num_layers // 2, num_layers - 3
 
 
 def inverse_frequencies(args: ModelArgs) -> Tensor:
@@ -330,14 +291,33 @@ class Experts(nn.Module):
         return onto + out.view_as(x)
 
 
-class Block(nn.Module):
-    """One decoder layer: `wqkv` on the normed input, `attention`, `finish`."""
+# The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace and lower
+# each once and reuse it for all L layers: half the compile time of L unrolled copies, and the same speed or better. (For
+# the few layers of a head it takes longer, not shorter.) A region must return whole tensors, never views: inductor
+# (2.13) frees the buffer of a returned view and reuses it too early.
+@torch.compiler.nested_compile_region
+def _project(block: Block, x: Tensor) -> Tensor:
+    return block.project(x)
 
-    def __init__(self, args: ModelArgs, input_size: int):
+
+@torch.compiler.nested_compile_region
+def _rotated(block: Block, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return block.heads(qkv, cos, sin)
+
+
+@torch.compiler.nested_compile_region
+def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
+    return block.finish(x, attended)
+
+
+class Block(nn.Module):
+    """One decoder layer. A layer of the target norms what it reads; the first layer of a head has its own way."""
+
+    def __init__(self, args: ModelArgs, input_size: int | None = None):
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = args.num_heads, args.num_kv_heads, args.head_dim
         H, width = args.hidden_size, args.num_heads * args.head_dim
-        self.wqkv = Linear(input_size, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
+        self.wqkv = Linear(input_size or H, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.attention = attention  # may be replaced by another function of the same kind
@@ -345,9 +325,22 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(H, args.norm_eps)
         self.mlp = Experts(args) if args.num_experts else MLP(args)
 
+    def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
+        """Residual stream x [B, T, H] -> the stream after this layer; keys and values go to `cache`.
+
+        inputs: what attention reads if it is not x, [B, T, input_size].
+        """
+        qkv = self.project(x if inputs is None else inputs)
+        return self.finish(x, self.attention(self, qkv, cache, shared))
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of what this layer reads: [B, T, input_size] -> [B, T, (nh + 2*nkv)*hd]."""
+        return self.wqkv(x)
+
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What `wqkv` gave [B, T, (nh + 2*nkv)*hd] -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
-        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split((self.num_heads + self.num_kv_heads, self.num_kv_heads), dim=2)
+        """What `wqkv` gave -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
+        sizes = self.num_heads + self.num_kv_heads, self.num_kv_heads
+        qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, dim=2)
         if self.q_norm is not None:
             q, k = qk.split((self.num_heads, self.num_kv_heads), dim=2)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
@@ -358,52 +351,54 @@ class Block(nn.Module):
         return heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=2)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Residual stream x [B, T, H] and attention output [B, T, nh*hd] -> residual stream after the layer."""
+        """Residual stream x [B, T, H] and attention output [B, T, nh*hd] -> the stream after the layer."""
         x = self.wo(attended, x)
         return self.mlp(self.mlp_norm(x), x)
 
 
 class TargetBlock(Block):
-    """A layer of the target: normalised residual stream in, attention over the cache, MLP."""
+    """A layer of the target: it reads the normed residual stream."""
 
     def __init__(self, args: ModelArgs):
-        super().__init__(args, args.hidden_size)
+        super().__init__(args)
         self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
-
-# The layers differ only in their weights. Marking their parts as regions lets torch.compile trace and lower each once and
-# reuse it for all L layers: half the compile time of L unrolled copies, and the same speed or better. A region must
-# return whole tensors, never views: inductor (2.13) frees the buffer behind a returned view and reuses it too early.
-@torch.compiler.nested_compile_region
-def _before_attention(block: TargetBlock, x: Tensor) -> Tensor:
-    return block.wqkv(block.attn_norm(x))
+    def project(self, x: Tensor) -> Tensor:
+        return self.wqkv(self.attn_norm(x))
 
 
-@torch.compiler.nested_compile_region
-def _rotated(block: Block, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return block.heads(qkv, cos, sin)
+def through(layers: nn.ModuleList, x: Tensor, aux_layers: tuple[int, ...], apply: Callable):
+    """Take the residual stream x [B, T, H] through all layers: x = apply(i, layer, x).
 
-
-@torch.compiler.nested_compile_region
-def _after_attention(block: TargetBlock, x: Tensor, attended: Tensor) -> Tensor:
-    return block.finish(x, attended)
-
-
-def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
-    """All layers of a target on its residual stream x [B, T, H] -> the stream behind them, and those entering `aux_layers`
-    side by side, or None."""
+    Returns the stream after them, and the streams entering `aux_layers` side by side (None if there are none); the
+    number of layers, L, stands for the stream after the last one.
+    """
     features = []
-    for i, (layer, cache) in enumerate(zip(model.layers, caches)):
+    for i, layer in enumerate(layers):
         if i in aux_layers:
             features.append(x)
-        x = _after_attention(layer, x, layer.attention(layer, _before_attention(layer, x), cache, shared))
-    if model.args.num_layers in aux_layers:
+        x = apply(i, layer, x)
+    if len(layers) in aux_layers:
         features.append(x)
     return x, torch.cat(features, dim=-1) if features else None
 
 
+def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
+    """All layers of a target on x [B, T, H], over its caches; what it returns is what `through` does."""
+    def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # `layer(x, caches[i], shared)` in regions
+        return _finish(layer, x, layer.attention(layer, _project(layer, x), caches[i], shared))
+
+    return through(model.layers, x, aux_layers, apply)
+
+
 class Transformer(nn.Module):
-    """A LLaMA-architecture target. `run_layers` and `move` may be replaced by functions of the same kind."""
+    """A LLaMA-architecture target.
+
+    `run_layers` and `move` may be replaced by functions of the same kind; `on_kernels` says that they were, and that
+    every row of a pass is computed as if it were alone.
+    """
+
+    on_kernels = False
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -421,7 +416,7 @@ class Transformer(nn.Module):
         """One pass over T rows per sequence.
 
         tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its keys/values go.
-        visible [B, T, n] bool: which cache slots each row attends to, its own slot included; only the first n are read.
+        visible [B, T, n] bool: which cache slots each row attends to, its own included; only the first n are read.
         caches: one KVCache per layer, written in place.
         Returns the last residual stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the
         residual streams entering those layers side by side [B, T, len(aux_layers)*H], else None.
@@ -431,21 +426,16 @@ class Transformer(nn.Module):
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
         """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for scoring."""
-        B, T = tokens.shape
-        x = self.embed(tokens)
+        T, groups = tokens.shape[1], self.args.num_heads // self.args.num_kv_heads
         cos, sin = rope_table(self.args, self.inv_freq, torch.arange(T, device=tokens.device)[None])
-        features = []
-        for i, layer in enumerate(self.layers):
-            if i in aux_layers:
-                features.append(x)
-            q, k, v = (t.transpose(1, 2) for t in layer.split(layer.heads(layer.wqkv(layer.attn_norm(x)), cos, sin)))
-            groups = self.args.num_heads // self.args.num_kv_heads
+
+        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
+            q, k, v = (t.transpose(1, 2) for t in layer.split(layer.heads(layer.project(x), cos, sin)))
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = layer.finish(x, attended.transpose(1, 2).flatten(2))
-        if self.args.num_layers in aux_layers:
-            features.append(x)
-        return x, torch.cat(features, dim=-1) if features else None
+            return layer.finish(x, attended.transpose(1, 2).flatten(2))
+
+        return through(self.layers, self.embed(tokens), aux_layers, apply)
 
     @property
     def lm_rows(self) -> Tensor:
@@ -460,147 +450,3 @@ class Transformer(nn.Module):
 def project(head: nn.Module, x: Tensor) -> Tensor:
     """x [..., H] -> float32 logits by an lm_head or, tied, an embedding table. A packed head has its own way."""
     return head.logits(x) if hasattr(head, "logits") else F.linear(x, head.weight).float()
-
-
-class DraftBlock(Block):
-    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H), the residual stream is
-    the feature alone."""
-
-    def __init__(self, args: HeadArgs):
-        super().__init__(args, 2 * args.hidden_size)
-        self.norm_before_residual = args.norm_before_residual
-        self.embed_norm = RMSNorm(args.hidden_size, args.norm_eps)
-        self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
-
-    def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding first, and the
-        residual stream [B, T, H]."""
-        normed = self.feature_norm(feature)
-        return torch.cat((self.embed_norm(embedded), normed), dim=-1), normed if self.norm_before_residual else feature
-
-
-class Head(nn.Module):
-    """What the draft heads share, and the face a drafter sees: `fuse`, `forward`, `logits`, `draft_ids`, `caches`.
-
-    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the target go
-    through `fuse` once; from the second drafted token on the head's own output is fed back in their place.
-    What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
-    """
-
-    Args = HeadArgs
-
-    def __init__(self, args: HeadArgs):
-        super().__init__()
-        self.args = args
-        self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
-        self.lm_head = Linear(args.hidden_size, args.draft_vocab_size, bias=False) if args.own_lm_head else None
-        # Target id of each draft id, ascending; the identity when both vocabularies are the same.
-        self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
-        self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
-
-    def use_target(self, target: Transformer) -> None:
-        """Share the target's embedding table and lm_head where the checkpoint carries none."""
-        if self.lm_head is None:
-            tied = self.embed if self.args.tie_embeddings and self.embed is not None else None
-            self.lm_head = tied or (target.embed if target.lm_head is None else target.lm_head)
-        if self.embed is None:
-            self.embed = target.embed
-
-    def own_state(self) -> dict[str, Tensor]:
-        """The state dict without what `use_target` handed over."""
-        with torch.device("meta"):
-            names = type(self)(self.args).state_dict()
-        return {name: t for name, t in self.state_dict().items() if name in names}
-
-    def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
-        """A copy with weights of its own in this dtype, on the device of the target, which lends it the rest."""
-        with torch.device("meta"):
-            head = type(self)(self.args)
-        device = target.embed.weight.device
-        cast = {name: t.detach().to(device, dtype if t.is_floating_point() else None, copy=True) for name, t in self.own_state().items()}
-        head.load_state_dict(cast, assign=True)
-        head.inv_freq = self.inv_freq.to(device)
-        head.requires_grad_(False)
-        head.use_target(target)
-        return head
-
-    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
-        """One KVCache per layer of the head."""
-        return nn.ModuleList(KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers))
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """Target features [B, T, F] -> head features [B, T, H]."""
-        raise NotImplementedError
-
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
-        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> the feature [B, T, H] to feed back.
-
-        The other arguments are those of `Transformer.forward`, for the head's own caches.
-        """
-        raise NotImplementedError
-
-    def logits(self, feature: Tensor) -> Tensor:
-        """Output of `forward` [..., H] -> draft logits [..., Vd] in float32; draft id j is target id `draft_ids[j]`."""
-        raise NotImplementedError
-
-
-class Eagle1Head(Head):
-    """The head of EAGLE-1 and EAGLE-2 (arXiv 2401.15077, section 4.1; SafeAILab/EAGLE model/cnets1.py).
-
-    Its features are the target's states after the final norm, which it predicts; its logits are the target's lm_head on
-    them. The one layer has no input norm: `fc` of embedding and feature is its input and its residual stream.
-    """
-
-    def __init__(self, args: HeadArgs):
-        super().__init__(args)
-        self.fc = Linear(2 * args.hidden_size, args.hidden_size, bias=args.fc_bias)
-        self.layer = Block(args, args.hidden_size)
-        self.target_norm = None
-
-    def use_target(self, target: Transformer) -> None:
-        super().use_target(target)
-        self.target_norm = target.norm
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target_norm(features)
-
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
-        return self.layer.finish(x, self.layer.attention(self.layer, self.layer.wqkv(x), caches[0], shared))
-
-    def logits(self, feature: Tensor) -> Tensor:
-        return project(self.lm_head, feature)
-
-
-class Eagle3Head(Head):
-    """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py) and of its variants in SpecForge,
-    SGLang and speculators: see the flags of `HeadArgs`."""
-
-    def __init__(self, args: HeadArgs):
-        super().__init__(args)
-        H, Ht = args.hidden_size, args.target_hidden_size
-        widths = {"": (), "each": (Ht,) * len(args.aux_layers), "all": (args.feature_width,)}[args.feature_norm]
-        self.fc_norms = nn.ModuleList(RMSNorm(width, args.norm_eps) for width in widths)
-        self.fc = Linear(args.feature_width, H, bias=args.fc_bias)
-        self.layer = DraftBlock(args)
-        self.more_layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers - 1))
-        self.norm = RMSNorm(H, args.norm_eps)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        if self.fc_norms:
-            parts = features.chunk(len(self.fc_norms), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
-        return self.fc(features)
-
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
-        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        inputs, x = self.layer.inputs(self.embed(tokens), feature)
-        x = self.layer.finish(x, self.layer.attention(self.layer, self.layer.wqkv(inputs), caches[0], shared))
-        for layer, cache in zip(self.more_layers, caches[1:]):
-            x = layer.finish(x, layer.attention(layer, layer.wqkv(layer.attn_norm(x)), cache, shared))
-        return self.norm(x) if self.args.recycle_normed else x
-
-    def logits(self, feature: Tensor) -> Tensor:
-        normed = feature if self.args.recycle_normed else self.norm(feature)
-        return project(self.lm_head, normed)

@@ -72,6 +72,7 @@ class AnyTree:
 
     nodes: int
     levels: int
+    width: None = None  # it has none
 
     @property
     def window(self) -> int:
@@ -223,7 +224,6 @@ class Tree(NamedTuple):
     depth: Tensor  # [B, T] root 0
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
     scores: Tensor | None = None  # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none
-    proposal: Tensor | None = None  # [B, T-1, V] of a chain drawn at random: the distribution each node but the root was drawn from
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:

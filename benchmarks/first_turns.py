@@ -21,13 +21,14 @@ import time
 from pathlib import Path
 
 import torch
-from common import describe, write  # first: it makes the modules below importable
+from bench import describe, write  # first: it makes the modules below importable
 
-from checkpoint import load_target
-from dataset import read_prompts
-from decoder import Sampling
+from checkpoint.loading import load_model
+from engine.api import Drafting, load_target
+from engine.runtime import Runtime
 from model import Transformer
-from text import load
+from sampling.options import Sampling
+from tokens.dataset import read_prompts
 from tree import TreeShape
 
 
@@ -56,8 +57,8 @@ def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
     """Text equality, compiled as users run it unless --no-compile."""
     batch, found = min(16, len(prompts)), {}
     for dtype in ("fp32", None):
-        options = {"dtype": dtype, "batch": batch, "compile": o.compile, "say": say}
-        plain, fast = load(o.checkpoint, **options), load(o.checkpoint, "eagle3", tree=shape, **options)
+        target = load_target(o.checkpoint, Runtime(dtype=dtype, compile=o.compile), say)
+        plain, fast = target.decoder(batch=batch), target.decoder(Drafting("eagle3", tree=shape), batch=batch)
         for name, temperature in (("greedy", 0.0), ("temperature 1", 1.0)):
             settings = [Sampling(o.max_new_tokens, temperature, seed=i) for i in range(len(prompts))]
             a, b = decode(plain, prompts, settings, batch), decode(fast, prompts, settings, batch)
@@ -71,12 +72,13 @@ def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
 def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
     """Tokens per second on each question of every contender, in turns; medians, and ratios to plain decoding."""
     trees = {f"eagle3 {spec}": TreeShape.parse(spec) for spec in o.trees} or {"eagle3": shape}
-    models = {"plain": load(o.checkpoint, compile=o.compile, say=say)}
-    models |= {name: load(o.checkpoint, "eagle3", tree=tree, compile=o.compile, say=say) for name, tree in trees.items()}
+    target = load_target(o.checkpoint, Runtime(compile=o.compile), say)
+    models = {"plain": target.decoder()}
+    models |= {name: target.decoder(Drafting("eagle3", tree=tree)) for name, tree in trees.items()}
     for model in models.values():
         model.warm_up(Sampling(o.max_new_tokens))
         model.generate(prompts[0], max_new_tokens=16)
-    peer = Transformers(*load_target(o.checkpoint, models["plain"].decoder.device)) if o.transformers else None
+    peer = Transformers(*load_model(o.checkpoint, models["plain"].decoder.device)) if o.transformers else None
     rows = []
     for i, prompt in enumerate(prompts):
         first = i % len(models)  # whoever begins changes with every question
@@ -157,8 +159,9 @@ def coupling(o, prompts: list[str], shape: TreeShape | None) -> dict:
     """tau at temperature 1, the same seeds, coupled drafting on and off."""
     batch, found = min(16, len(prompts)), {}
     settings = [Sampling(o.max_new_tokens, 1.0, seed=i) for i in range(len(prompts))]
+    target = load_target(o.checkpoint, Runtime(compile=o.compile), say)
     for name, coupled in (("coupled", True), ("uncoupled", False)):
-        model = load(o.checkpoint, "eagle3", tree=shape, coupled=coupled, batch=batch, compile=o.compile, say=say)
+        model = target.decoder(Drafting("eagle3", tree=shape, coupled=coupled), batch=batch)
         found[name] = {"tau": tau_of(decode(model, prompts, settings, batch))}
         say(f"{name}: {found[name]}")
     return found

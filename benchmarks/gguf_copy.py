@@ -6,7 +6,7 @@ from pathlib import Path
 import gguf
 from torch import Tensor
 
-from errors import CheckpointError
+from common.errors import InputError
 from model import Transformer
 
 # GGUF's names of a layer's parts; q, k, v and gate, up are rows of one tensor of ours.
@@ -17,16 +17,16 @@ OUR_OWN = ("general.architecture", "general.file_type", "general.quantization_ve
 def write_gguf(like: Path, target: Transformer, out: Path, kind: str) -> Path:
     """Write `target`, a LLaMA, to `out`, its matrices as "BF16" or "Q8_0".
 
-    Raises CheckpointError if `like` is no GGUF, or one of another model.
+    Raises InputError if `like` is no GGUF, or one of another model.
     """
     try:
         fields = gguf.GGUFReader(like).fields
     except ValueError as e:
-        raise CheckpointError(f"{like}: cannot be read as GGUF ({e})") from None
+        raise InputError(f"{like}: cannot be read as GGUF ({e})") from None
     a = target.args
     found = {key: fields[f"llama.{key}"].contents() for key in ("block_count", "embedding_length") if f"llama.{key}" in fields}
     if found != {"block_count": a.num_layers, "embedding_length": a.hidden_size}:
-        raise CheckpointError(f"{like}: is no GGUF of this LLaMA ({a.num_layers} layers, width {a.hidden_size}; found {found})")
+        raise InputError(f"{like}: is no GGUF of this LLaMA ({a.num_layers} layers, width {a.hidden_size}; found {found})")
     writer = gguf.GGUFWriter(out, "llama")
     for field in fields.values():
         if not field.name.startswith("GGUF.") and field.name not in OUR_OWN:

@@ -26,19 +26,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import common
+import bench
 import torch
-from common import describe, write  # first: it makes the modules below importable
+from bench import describe, write  # first: it makes the modules below importable
 from first_turns import Transformers
 from gguf_copy import write_gguf
 
-from checkpoint import load_target, read_config
-from dataset import read_prompts
-from decoder import Sampling
-from errors import CheckpointError, exit_status
-from plots import picture
-from text import load
-from tune import PROMPTS
+from checkpoint.folder import read_config
+from checkpoint.loading import load_model
+from common.cli import run_command
+from common.errors import InputError
+from common.plots import picture
+from engine.api import Drafting, load_target
+from engine.runtime import Runtime
+from engine.tuning import PROMPTS
+from sampling.options import Sampling
+from tokens.dataset import read_prompts
 
 BASES = ("ours plain", "llama.cpp bf16", "transformers")  # what ratios are given to, where it is measured
 
@@ -51,7 +54,7 @@ class Ours:
     """One of our decoders, compiled and warm."""
 
     def __init__(self, checkpoint: str, speculate: str, tokens: int, compiled: bool, kernels: bool = True):
-        self.model = load(checkpoint, speculate, compile=compiled, kernels=kernels, say=say)
+        self.model = load_target(checkpoint, Runtime(compile=compiled, kernels=kernels), say).decoder(Drafting(speculate))
         self.model.warm_up(Sampling(tokens))
 
     def rate(self, ids: list[int], tokens: int) -> tuple[float, dict]:
@@ -120,7 +123,7 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
     found = {}
     for option, checkpoint in (("int8", o.int8), ("w8a8", o.w8a8)):
         if checkpoint and read_config(checkpoint, "target").get("quantization", {}).get("mode") != option:
-            raise CheckpointError(f"--{option} {checkpoint}: is not quantised so; see quantize.py --mode {option}")
+            raise InputError(f"--{option} {checkpoint}: is not quantised so; see quantize.py --mode {option}")
     for checkpoint, suffix in ((o.checkpoint, ""), (o.int8, " int8"), (o.w8a8, " w8a8")):
         if checkpoint:
             for name, speculate in (("plain", "none"), ("EAGLE-3", "eagle3")):
@@ -132,9 +135,9 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
             found["ours plain, torch.compile only"] = Ours(o.checkpoint, "none", o.max_new_tokens, True, False)
             found["ours EAGLE-3, torch.compile only"] = Ours(o.checkpoint, "eagle3", o.max_new_tokens, True, False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target, config = load_target(o.checkpoint, device)
+    target, config = load_model(o.checkpoint, device)
     if "quantization" in config and (o.transformers or o.gguf):
-        raise CheckpointError(f"{o.checkpoint}: is quantised; name the whole one, and this with --int8")
+        raise InputError(f"{o.checkpoint}: is quantised; name the whole one, and this with --int8")
     if o.transformers:
         model = Transformers(target, config).model
         found["transformers"] = HuggingFace(model, config["stop_ids"])
@@ -143,7 +146,7 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
         try:
             import llama_cpp  # noqa: F401
         except ImportError:
-            raise CheckpointError("--gguf: llama-cpp-python is not installed (pip install llama-cpp-python)") from None
+            raise InputError("--gguf: llama-cpp-python is not installed (pip install llama-cpp-python)") from None
         for name in ("BF16", "Q8_0"):
             say(f"writing the weights as {name} ...")
             file = write_gguf(Path(o.gguf), target, folder / f"{name}.gguf", name)
@@ -159,7 +162,7 @@ def gpt_fast(o) -> float:
     match = re.search(r"Average tokens/sec: ([\d.]+)", done.stdout)
     if not match:
         last = (done.stderr.strip() or "no output").splitlines()[-1]
-        raise CheckpointError(f"--gpt-fast {o.gpt_fast}: its generate.py gave no figure ({last})")
+        raise InputError(f"--gpt-fast {o.gpt_fast}: its generate.py gave no figure ({last})")
     return float(match[1])
 
 
@@ -167,11 +170,11 @@ def run(o) -> None:
     """All questions, every contender in turns; the table, the chart, the raw figures."""
     for name, path in (("--gpt-fast", o.gpt_fast), ("--gpt-fast-checkpoint", o.gpt_fast_checkpoint)):
         if path and not Path(path).exists():
-            raise CheckpointError(f"{name} {path}: is not there")
+            raise InputError(f"{name} {path}: is not there")
     prompts = (read_prompts(o.questions) if o.questions else list(PROMPTS))[: o.limit]
     with tempfile.TemporaryDirectory() as folder:
         peers = contenders(o, Path(folder))
-        encode = load(o.checkpoint, compile=False).encode
+        encode = load_target(o.checkpoint, Runtime(compile=False)).decoder().encode
         for rate in peers.values():
             rate(encode(PROMPTS[0]), 16)  # warm
         rows = []
@@ -190,7 +193,7 @@ def run(o) -> None:
                 })
             say(f"  {i + 1}/{len(prompts)} " + ", ".join(f"{name} {found[name][0]:.0f}" for name in peers))
     if not rows:
-        raise CheckpointError("no question has an answer of more than one token: nothing to time")
+        raise InputError("no question has an answer of more than one token: nothing to time")
     questions = Path(o.questions).name if o.questions else "own"
     record = describe(o.threads) | {"questions": questions, "max_new_tokens": o.max_new_tokens, "rows": rows}
     summary = summarise(rows)
@@ -200,8 +203,8 @@ def run(o) -> None:
     write(o.name, record)
     lines = table(summary, len(rows), record)
     print(lines)
-    (common.RESULTS / f"{o.name}.md").write_text(lines + "\n")
-    chart(summary, record, common.RESULTS / f"{o.name}.png")
+    (bench.RESULTS / f"{o.name}.md").write_text(lines + "\n")
+    chart(summary, record, bench.RESULTS / f"{o.name}.png")
 
 
 def summarise(rows: list[dict]) -> dict[str, dict]:
@@ -270,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
     if not o.threads or o.threads < 1:
         p.error(f"--threads {o.threads}: must be at least 1")
     torch.set_num_threads(o.threads)
-    return exit_status(lambda: run(o), OSError, ValueError)
+    return run_command(lambda: run(o), OSError, ValueError)
 
 
 if __name__ == "__main__":

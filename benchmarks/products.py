@@ -17,21 +17,22 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from common import describe, write  # first: it makes the modules below importable
+from bench import describe, write  # first: it makes the modules below importable
 
-from checkpoint import load_target
-from errors import CheckpointError, exit_status
-from kernels import load as load_kernels
-from packed import PackedLinear
-from quantized import QuantizedLinear
-from text import check_device
+from checkpoint.loading import load_model
+from common.cli import run_command
+from common.errors import InputError
+from engine.runtime import check_device
+from kernels.cpu import load_kernels
+from kernels.packed import PackedLinear
+from kernels.quantized import QuantizedLinear
 
 
 def weights_of(checkpoint: str, device: str) -> list[torch.Tensor]:
-    """Every matrix a pass reads, in bf16; of a tied lm_head the table. Raises CheckpointError on a quantised checkpoint."""
-    target, config = load_target(checkpoint, device, torch.bfloat16)
+    """Every matrix a pass reads, in bf16; of a tied lm_head the table. Raises InputError on a quantised checkpoint."""
+    target, config = load_model(checkpoint, device, torch.bfloat16)
     if "quantization" in config:
-        raise CheckpointError(f"{checkpoint}: is quantised; name the checkpoint before quantisation")
+        raise InputError(f"{checkpoint}: is quantised; name the checkpoint before quantisation")
     return [m.weight for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"] + [target.lm_rows]
 
 
@@ -67,9 +68,9 @@ def ways(weights: list[torch.Tensor], device: str) -> dict[str, list[Callable]]:
 
 @torch.no_grad()
 def run(o) -> None:
-    """Measure, print, write. Raises CheckpointError."""
+    """Measure, print, write. Raises InputError."""
     if min(o.rows) < 1 or o.repeat < 1 or o.threads < 1:
-        raise CheckpointError("--rows, --repeat and --threads must be at least 1")
+        raise InputError("--rows, --repeat and --threads must be at least 1")
     torch.set_num_threads(o.threads)
     check_device(o.device)
     weights = weights_of(o.checkpoint, o.device)
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--name", default="products", help="of the file under benchmarks/results")
     o = p.parse_args(argv)
-    return exit_status(lambda: run(o), OSError)
+    return run_command(lambda: run(o), OSError)
 
 
 if __name__ == "__main__":

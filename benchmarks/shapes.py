@@ -4,10 +4,12 @@ from __future__ import annotations
 import torch
 import torch.nn as nn
 
-from checkpoint import load_head, load_target
-from errors import CheckpointError
-from model import Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, eagle3_aux_layers, inverse_frequencies
-from quantized import quantize_linears
+from checkpoint.loading import load_head, load_model
+from common.errors import InputError
+from kernels.quantized import quantize_linears
+from model import ModelArgs, Transformer, inverse_frequencies
+from networks.eagle import Eagle3Head, eagle3_aux_layers
+from networks.head import Head, HeadArgs
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3"}
 # Of the target; then the draft vocabulary and the MLP of its published EAGLE-3 head.
@@ -53,9 +55,9 @@ def models_of(checkpoint: str | None, shape: str | None, dtype: torch.dtype | No
     """(target, EAGLE-3 head) of a checkpoint, in the dtype and quantisation it is stored in, or of a named shape."""
     if shape:
         if shape not in SHAPES:
-            raise CheckpointError(f"--shape {shape}: unknown; choose from {', '.join(SHAPES)}")
+            raise InputError(f"--shape {shape}: unknown; choose from {', '.join(SHAPES)}")
         return random_models(shape, dtype or torch.bfloat16, device, mode)
-    target, _ = load_target(checkpoint, device, dtype)
+    target, _ = load_model(checkpoint, device, dtype)
     head = load_head(f"{checkpoint}/eagle3", target, "eagle3")
     if mode:
         for model in (target, head):

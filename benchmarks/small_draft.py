@@ -14,21 +14,22 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import ROOT  # noqa: F401  (puts the project on the path)
+from bench import ROOT  # noqa: F401  (puts the project on the path)
 from tqdm import tqdm
 
-from checkpoint import build, identity, load_target
-from errors import CheckpointError, exit_status
+from checkpoint.loading import build_module, identity, load_model
+from checkpoint.source import Entry
+from checkpoint.writer import Planned, check_out, write_folder
+from common.cli import run_command
+from common.errors import InputError
 from model import Transformer
-from sources import Entry
-from tokenizer import copy_files
+from tokens.tokenizer import copy_files
 from training import corpus
 from training.batches import Batch, batches
 from training.features import Features, StoredFeatures
 from training.objective import SoftCrossEntropy
 from training.processes import Processes
 from tree import pick
-from writer import Planned, check_out, write_folder
 
 
 def cut(target: Transformer, config: dict, layers: list[int]) -> tuple[Transformer, dict]:
@@ -37,7 +38,7 @@ def cut(target: Transformer, config: dict, layers: list[int]) -> tuple[Transform
     state = {name: p.float() for name, p in target.state_dict().items() if not name.startswith("layers.")}
     for new, old in enumerate(layers):
         state |= {f"layers.{new}.{name}": p.float() for name, p in target.layers[old].state_dict().items()}
-    draft = build(config)
+    draft = build_module(config)
     draft.load_state_dict(state, assign=True)
     draft.inv_freq = target.inv_freq
     return draft.requires_grad_(False), config
@@ -63,7 +64,7 @@ def train(draft: Transformer, target: Transformer, features: Features, rows: lis
         weight = torch.full((len(x),), 1 / max(1, len(x)), device=x.device)
         loss, _ = SoftCrossEntropy.apply(x, draft.lm_rows, F.linear(said, lm_rows), torch.arange(len(x), device=x.device), weight)
         if not math.isfinite(loss.item()):
-            raise CheckpointError(f"the loss is {loss.item()} at batch {step}: use a smaller --lr")
+            raise InputError(f"the loss is {loss.item()} at batch {step}: use a smaller --lr")
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learnt, 0.5)
@@ -73,7 +74,7 @@ def train(draft: Transformer, target: Transformer, features: Features, rows: lis
 
 
 def write(draft: Transformer, config: dict, source: Path, out: Path) -> None:
-    """The folder, with the target's tokenizer. Raises CheckpointError if it cannot be written."""
+    """The folder, with the target's tokenizer. Raises InputError if it cannot be written."""
     plan = []
     for name, p in draft.state_dict().items():
         kept = p.to(torch.bfloat16)
@@ -82,19 +83,19 @@ def write(draft: Transformer, config: dict, source: Path, out: Path) -> None:
 
 
 def run(o) -> None:
-    """Cut, train, write. Raises CheckpointError and OSError on bad input."""
-    target, config = load_target(o.checkpoint, o.device, torch.bfloat16)
+    """Cut, train, write. Raises InputError and OSError on bad input."""
+    target, config = load_model(o.checkpoint, o.device, torch.bfloat16)
     if "quantization" in config:
-        raise CheckpointError(f"{o.checkpoint}: is quantised; name the checkpoint before quantisation")
+        raise InputError(f"{o.checkpoint}: is quantised; name the checkpoint before quantisation")
     n = target.args.num_layers
     if not all(0 <= layer < n for layer in o.layers):
-        raise CheckpointError(f"--layers {o.layers}: the target has layers 0 to {n - 1}")
+        raise InputError(f"--layers {o.layers}: the target has layers 0 to {n - 1}")
     check_out(Path(o.out), "target", force=False)
     shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
     rows, _, _ = corpus.load_shards(shards, 1024, target.args.vocab_size, identity(target))
     rows = corpus.hold_out(rows)[1][: o.limit]
     if not rows:
-        raise CheckpointError("--shards: hold no usable answers")
+        raise InputError("--shards: hold no usable answers")
     if o.cache_features:
         features = StoredFeatures(target, (), Path(o.cache_features), Processes())
         features.fill(rows, 8192)
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--seed", type=int, default=0)
     o = p.parse_args(argv)
-    return exit_status(lambda: run(o))
+    return run_command(lambda: run(o))
 
 
 if __name__ == "__main__":

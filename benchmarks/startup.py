@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 
-from common import ROOT, describe, write
+from bench import ROOT, describe, write
 
 PARTS = {
     "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",

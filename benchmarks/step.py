@@ -21,21 +21,23 @@ import time
 from collections.abc import Callable
 
 import torch
-from common import describe, write  # first: it makes the modules below importable
+from bench import describe, write  # first: it makes the modules below importable
 from shapes import models_of
 
-from checkpoint import read_config
-from compiling import compile_whole, unguarded
-from decoder import Decoder, Sampling
+from checkpoint.folder import read_config
+from common.cli import run_command
+from common.errors import InputError
 from drafters.base import Drafter
 from drafters.eagle import Eagle
-from errors import CheckpointError, exit_status
-from kernels import load as load_kernels
+from engine.compiling import compile_graph, unguarded
+from engine.decoder import Decoder
+from engine.memory import bytes_per_step
+from engine.runtime import check_device
+from kernels.cpu import load_kernels
+from kernels.packed import pack
+from kernels.quantized import MODES, quantize_linears
 from model import cache_bytes
-from packed import pack
-from quantized import MODES, quantize_linears
-from report import bytes_per_step
-from text import check_device
+from sampling.options import Sampling
 from tree import TreeShape, visible_slots
 
 # Of so many rows: the shapes that are used on CPUs, and the paper's. 1 is plain decoding.
@@ -79,7 +81,7 @@ class Subject:
         self.decoder.start([[1]] * batch, Sampling(1))
         self.propose, self.verify = self._propose, self._verify
         if compiled:
-            self.propose, self.verify = (compile_whole(f) for f in (self._propose, self._verify))
+            self.propose, self.verify = (compile_graph(f) for f in (self._propose, self._verify))
         self.graphs: dict = {}
 
     def hold(self, n: int) -> None:
@@ -202,21 +204,21 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--name", default="step", help="of the file under benchmarks/results")
     o = p.parse_args(argv)
-    return exit_status(lambda: sweep(o), OSError, ValueError)
+    return run_command(lambda: sweep(o), OSError, ValueError)
 
 
 def sweep(o) -> None:
     """Every mode, batch and context; a line per tree."""
     if bool(o.checkpoint) == bool(o.shape):
-        raise CheckpointError("give --checkpoint DIR or --shape NAME")
+        raise InputError("give --checkpoint DIR or --shape NAME")
     if min(o.context) < 1 or min(o.batch) < 1 or o.repeat < 1 or o.threads < 1:
-        raise CheckpointError("--context, --batch, --repeat and --threads must be at least 1")
+        raise InputError("--context, --batch, --repeat and --threads must be at least 1")
     torch.set_num_threads(o.threads)
     check_device(o.device)
     device, dtype = torch.device(o.device), {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[o.dtype]
     stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
     if stored and o.modes != ["none"]:
-        raise CheckpointError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
+        raise InputError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
     roof = bandwidth(device)
     model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
     record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
@@ -235,7 +237,7 @@ def sweep(o) -> None:
         if left := [n for n in o.context if n not in contexts]:
             say(f"left out, longer than the model's {longest} tokens: --context {' '.join(map(str, left))}")
         if not contexts:
-            raise CheckpointError(f"--context: nothing left to measure, the model reads {longest} tokens")
+            raise InputError(f"--context: nothing left to measure, the model reads {longest} tokens")
         for batch in o.batch:
             subjects = [Subject(target, head, rows, batch, max(contexts), o.compile) for rows in o.rows]
             for n in contexts:

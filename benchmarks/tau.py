@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 import torch
-from common import describe, write  # first: it makes the modules below importable
+from bench import describe, write  # first: it makes the modules below importable
 
-from checkpoint import load_head, load_target
-from dataset import read_prompts
-from errors import exit_status
-from kernels import load as load_kernels
-from packed import pack
-from tokenizer import Tokenizer
+from checkpoint.loading import load_head, load_model
+from common.cli import run_command
+from kernels.cpu import load_kernels
+from kernels.packed import pack
+from tokens.dataset import read_prompts
+from tokens.tokenizer import Tokenizer
 from training.validate import acceptance
 from tree import TreeShape
 
@@ -35,12 +35,12 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--name", default="tau", help="of the file under benchmarks/results")
     o = p.parse_args(argv)
     torch.set_num_threads(o.threads)
-    return exit_status(lambda: measure(o), OSError, ValueError)
+    return run_command(lambda: measure(o), OSError, ValueError)
 
 
 def measure(o) -> None:
     """Decode all questions with every head; print a row per head."""
-    target, config = load_target(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
+    target, config = load_model(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
     heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
     if target.embed.weight.device.type == "cpu":
         load_kernels()

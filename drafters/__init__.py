@@ -1,6 +1,7 @@
-"""Ways to propose a tree. Every drafter has the face described in `drafters.base`; the step never knows which one runs.
+"""Ways to propose a tree. All have the face that `drafters.base` describes; the step never knows which one runs.
 
-A drafter is a file with `build(request) -> Drafter` and a line in METHODS. Nothing here imports torch: `--help` is instant.
+A drafter is a file with `build(request) -> Drafter` and a line in METHODS. This file imports no torch, so that --help
+is instant.
 """
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import argparse
 import importlib
 from dataclasses import dataclass, field
 
-from errors import CheckpointError
+from common.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -27,55 +28,66 @@ METHODS: dict[str, Method | None] = {
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once"),
     "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
-    "draft-model": Method("drafters.model", "a smaller model of the same vocabulary, named by --draft (SpS)"),
+    "draft-model": Method("drafters.draft_model", "a smaller model of the same vocabulary, named by --draft (SpS)"),
     "lookahead": Method("drafters.lookahead", "n-grams the target guesses ahead, in the same pass (lookahead decoding)", {
-        "window": (7, "columns guessed side by side"), "level": (5, "tokens of an n-gram"), "guess-set": (7, "n-grams tried at a time"),
+        "window": (7, "columns guessed side by side"),
+        "level": (5, "tokens of an n-gram"),
+        "guess-set": (7, "n-grams tried at a time"),
     }),
     "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
     "rest": Method("drafters.rest", "what followed the same words in a collection of texts (REST)", {
-        "datastore": (None, "folder that python -m drafters.rest build made"), "draft-tokens": (64, "nodes of the tree"),
+        "datastore": (None, "folder that python -m drafters.rest build made"),
+        "draft-tokens": (64, "nodes of the tree"),
     }),
 }
 
 
 def known(name: str) -> str:
-    """The name of a method. Raises CheckpointError, with all of them, if it is none."""
+    """The name of a method. Raises InputError, with all of them, if it is none."""
     if name not in METHODS:
-        raise CheckpointError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}")
+        raise InputError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}")
     return name
 
 
-def build(request):
-    """The drafter of a `base.Request`, or None for plain decoding. Raises CheckpointError, one line, if it cannot be."""
+def build_drafter(request):
+    """The drafter of a `drafters.request.Request`, or None for plain decoding. Raises InputError if it cannot be."""
     method = METHODS[known(request.method)]
     if method is None:
         if request.rule != "equal":
-            raise CheckpointError(f"--accept {request.rule}: plain decoding drafts nothing to accept")
+            raise InputError(f"--accept {request.rule}: plain decoding drafts nothing to accept")
         return None
     if request.rule == "residual" and request.method != "draft-model":
-        raise CheckpointError("--accept residual: is for --speculate draft-model, which can draw its proposals at random")
+        raise InputError("--accept residual: is for --speculate draft-model, which can draw its proposals at random")
     drafter = importlib.import_module(method.module).build(request)
     drafter.rule = request.rule
     return drafter
 
 
+def default_flags(name: str) -> dict:
+    """The flags of a method's own with their defaults."""
+    method = METHODS[known(name)]
+    return {flag: default for flag, (default, _) in (method.flags if method else {}).items()}
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of all methods; None where they are not given."""
+    """Add the flags of all methods; None where they are not given."""
     for name, method in METHODS.items():
         for flag, (default, what) in (method.flags if method else {}).items():
             kind = str if default is None else type(default)
             shown = "" if default is None else f" (default {default})"
-            parser.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=f"{name}: {what}{shown}")
+            metavar = kind.__name__.upper()
+            parser.add_argument(f"--{flag}", type=kind, metavar=metavar, help=f"{name}: {what}{shown}")
 
 
-def given_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:
-    """Per method its flags with their values. Raises CheckpointError on a flag of a method that is not among them."""
-    found: dict[str, dict] = {name: {} for name in methods}
-    for name, method in METHODS.items():
-        for flag, (default, _) in (method.flags if method else {}).items():
+def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:
+    """Per method its flags with their values. Raises InputError on a flag of a method that is not among them."""
+    flags = {name: default_flags(name) for name in methods}
+    for name in METHODS:
+        for flag in default_flags(name):
             value = getattr(options, flag.replace("-", "_"))
-            if name in found:
-                found[name][flag] = default if value is None else value
-            elif value is not None:
-                raise CheckpointError(f"--{flag} belongs to --speculate {name}")
-    return found
+            if value is None:
+                continue
+            if name not in flags:
+                raise InputError(f"--{flag} belongs to --speculate {name}")
+            flags[name][flag] = value
+    return flags

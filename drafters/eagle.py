@@ -5,19 +5,24 @@ EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGL
 from __future__ import annotations
 
 import torch
+import torch.nn as nn
 from torch import Tensor
 
-from checkpoint import load_head
-from drafters.base import Request, StaticTree
-from drafters.growing import Growing
-from errors import CheckpointError
-from model import Head
-from tree import EAGLE1_TREE, PathTree, Tree, TreeShape, pick, visible_slots
+from checkpoint.loading import load_head
+from common.errors import InputError
+from drafters.base import Proposal, StaticLevel, StaticTree
+from drafters.network import NetworkDrafter
+from drafters.request import Request
+from drafters.tree_spec import eagle_tree
+from networks.head import Head
+from tree import EAGLE1_TREE, PathTree, TreeShape, pick, visible_slots
 
 
-class Eagle(Growing):
-    """Any EAGLE head on the dynamic tree: with an EAGLE-1 head this is EAGLE-2, with an EAGLE-3 head EAGLE-3. Arguments and errors
-    are those of `Growing`."""
+class Eagle(NetworkDrafter):
+    """Any EAGLE head on the dynamic tree: EAGLE-2 with an EAGLE-1 head, EAGLE-3 with an EAGLE-3 head.
+
+    Arguments and errors are those of `NetworkDrafter`.
+    """
 
     def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True):
         super().__init__(shape, head.args.draft_vocab_size, coupled)
@@ -25,7 +30,12 @@ class Eagle(Growing):
         self.aux_layers = head.args.aux_layers
         self.cached = (head.args,)
 
+    @property
+    def network(self) -> Head:
+        return self.head
+
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().allocate(batch, slots, dtype, device)
         self.caches = self.head.caches(batch, slots, dtype, device)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
@@ -34,12 +44,15 @@ class Eagle(Growing):
         self.head(next_tokens, self.head.fuse(features), positions, positions, visible, self.caches)
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """W rows with the target's true features, of which the first n_new are real; what the others write is overwritten or never
-        seen."""
+        """Read W rows with the target's true features, of which the first n_new are real.
+
+        What the others write is overwritten or never seen.
+        """
         head, start = self.head, state.length - state.n_new
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
-        h = head(next_tokens, head.fuse(state.features), positions, positions, slots <= positions[..., None], self.caches)
+        visible = slots <= positions[..., None]
+        h = head(next_tokens, head.fuse(state.features), positions, positions, visible, self.caches)
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
 
     def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
@@ -48,66 +61,63 @@ class Eagle(Growing):
     def _logits(self, h: Tensor) -> Tensor:
         return self.head.logits(h)
 
-    def _ids(self, index: Tensor) -> Tensor:
-        return self.head.draft_ids[index]
+    def _ids(self, ids: Tensor) -> Tensor:
+        return self.head.draft_ids[ids]
 
     def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
 
 
 class StaticEagle(Eagle):
-    """Any EAGLE head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1): which ranks are expanded is fixed, only the
-    tokens are drafted. Every index is known beforehand and kept on the device."""
+    """Any EAGLE head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
+
+    Which ranks are expanded is fixed, only the tokens are drafted: every index is known beforehand and kept on the
+    device.
+    """
 
     def __init__(self, head: Head, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
         self.static = StaticTree(shape)
-        for i, level in enumerate(shape.levels):
-            for name in ("nodes", "rows", "came_from", "sees"):
-                self.register_buffer(f"{name}_{i}", torch.tensor(getattr(level, name)), persistent=False)
+        self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().allocate(batch, slots, dtype, device)
-        self.to(device)
-
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         noise, B = self._draft_noise(noise), state.length.shape[0]
         h = self._catch_up(state, slots)
-        tokens, given, used = [state.root()[:, None]], [], 0  # given: log-probability of each node given its parent
-        for i, level in enumerate(self.shape.levels):
+        tokens, scores, used = [state.root()[:, None]], [], 0
+        for i, level in enumerate(self.levels):
             if i:  # expand what the level above proposed
-                rows = getattr(self, f"rows_{i}")
                 count = len(level.rows)
                 own = state.length[:, None] + used + torch.arange(count, device=slots.device)
-                sees = getattr(self, f"sees_{i}").expand(B, -1, -1)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
-                visible = visible_slots(slots, state.length, sees)
-                h = self.head(tokens[-1][:, rows], h[:, getattr(self, f"came_from_{i}")], positions, own, visible, self.caches)
+                visible = visible_slots(slots, state.length, level.sees.expand(B, -1, -1))
+                h = self.head(tokens[-1][:, level.rows], h[:, level.came_from], positions, own, visible, self.caches)
                 used += count
-            scores, ranked = (x.flatten(1) for x in self._best(h, noise, i, self.shape.width))  # [B, rows * width]
-            nodes = getattr(self, f"nodes_{i}")
-            tokens.append(ranked[:, nodes])
-            given.append(scores[:, nodes])
-        given = torch.cat((torch.zeros_like(given[0][:, :1]), *given), dim=1)
-        return self.static.of(torch.cat(tokens, dim=1), given)
+            level_scores, ranked = (x.flatten(1) for x in self._best(h, noise, i, self.shape.width))
+            tokens.append(ranked[:, level.nodes])  # of [B, rows * width]
+            scores.append(level_scores[:, level.nodes])
+        scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent
+        return Proposal(self.static.of(torch.cat(tokens, dim=1), scores))
 
 
 def build(request: Request) -> Eagle:
-    """The head in CHECKPOINT/eagle (for "eagle" and "eagle2") or CHECKPOINT/eagle3, or where --draft says, on the tree asked for.
+    """The drafter with the head in CHECKPOINT/eagle3, CHECKPOINT/eagle (EAGLE-1 and 2), or where --draft says.
 
-    Raises CheckpointError if there is none, it does not fit, or the tree does not.
+    Raises InputError if there is no head, it does not fit, or the tree does not.
     """
     kind = "eagle3" if request.method == "eagle3" else "eagle"
     folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
+        raise InputError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
     head = load_head(folder, request.target, kind)
     request.prepare(head)
-    tree = request.choose_tree(head, folder) if request.tree == "auto" else request.tree
-    if tree is None:
-        tree = EAGLE1_TREE if request.method == "eagle" else request.default_tree
-    drafts = StaticEagle if isinstance(tree, PathTree) else Eagle
+    if request.tree == "auto":
+        tree = request.choose_tree(head, folder)
+    elif request.tree is None and request.method == "eagle":
+        tree = EAGLE1_TREE
+    else:
+        tree = eagle_tree(request.default_tree if request.tree is None else request.tree)
+    drafter = StaticEagle if isinstance(tree, PathTree) else Eagle
     try:
-        return drafts(head, tree, request.coupled)
+        return drafter(head, tree, request.coupled)
     except ValueError as e:
-        raise CheckpointError(str(e)) from None
+        raise InputError(str(e)) from None

@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, Request, Riders, StaticTree
-from errors import CheckpointError
-from tree import Tree, chains
+from common.errors import InputError
+from drafters.base import Drafter, ExtraRows, Proposal, StaticTree
+from drafters.request import Request
+from tree import chains
 
 EMPTY = -1
 MOST_ROWS = 1024  # of a pass, beyond which nobody gains
@@ -24,7 +25,7 @@ MOST_ROWS = 1024  # of a pass, beyond which nobody gains
 class Lookahead(Drafter):
     """window: columns W. level: tokens N of an n-gram. guesses: n-grams G kept by first token, the latest ones.
 
-    The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 riders. Raises ValueError on sizes that cannot be.
+    The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
     """
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
@@ -36,12 +37,11 @@ class Lookahead(Drafter):
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
-        self.riders, self.heard = (level - 1) * window - 1, window
         self.static = StaticTree(shape)
         self.register_buffer("chain", torch.tensor([path[0] for path in shape.paths]), persistent=False)
         self.register_buffer("ahead", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
-        # Rider (r, c) stands r + c behind the root and sees the columns up to its own in row 0, of which the root is the first,
-        # and its own column in the rows between.
+        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, of which the root is
+        # the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
         sees = [
             [i == 0 for i in range(shape.nodes)] + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
@@ -66,20 +66,30 @@ class Lookahead(Drafter):
             drawn = torch.randint(len(prompt), self.rows.shape[1:], generator=generator)
             self.rows[i] = torch.tensor(prompt)[drawn].to(self.rows.device)
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    @property
+    def room(self) -> int:
+        return self.shape.room + len(self.depth)
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root = state.root()[:, None]
-        batch = torch.arange(root.shape[0], device=root.device)
-        guessed = self.pool[batch, root[:, 0]].long()[:, self.chain, self.ahead]  # [B, T-1]
-        # No guess repeats the root: as bad as any, and never a wrong text.
-        return self.static.of(torch.cat((root, torch.where(guessed == EMPTY, root, guessed)), 1))
+        B = root.shape[0]
+        guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]  # [B, T-1]
+        # Where the pool has nothing, the guess is the root: as bad as any, and never a wrong text.
+        tree = self.static.of(torch.cat((root, torch.where(guessed == EMPTY, root, guessed)), 1))
+        window = self.rows.flatten(1)[:, 1:]
 
-    def ride(self, state) -> Riders:
-        B = self.rows.shape[0]
-        return Riders(self.rows.flatten(1)[:, 1:], self.depth.expand(B, -1), self.sees.expand(B, -1, -1))
+        def learn(chosen: Tensor) -> None:
+            self.learn(root[:, 0], chosen)
 
-    def hear(self, state, chosen: Tensor) -> None:
-        """Columns into the pool, one after the other, for two may begin alike; then the window moves up a row."""
-        firsts = torch.cat((state.root()[:, None], self.rows[:, 0, 1:]), 1)
+        depth, sees = self.depth.expand(B, -1), self.sees.expand(B, -1, -1)
+        return Proposal(tree, extra=ExtraRows(window, depth, sees, self.columns, learn))
+
+    def learn(self, root: Tensor, chosen: Tensor) -> None:
+        """Take in the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
+
+        The columns go into the pool one after the other, for two may begin alike; then the window moves up a row.
+        """
+        firsts = torch.cat((root[:, None], self.rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)
         rest = torch.cat((self.rows[:, 1:], chosen[:, None]), 1).int()  # [B, N-1, W]
         place = torch.arange(self.guesses, device=chosen.device)
@@ -94,10 +104,10 @@ class Lookahead(Drafter):
 
 
 def build(request: Request) -> Lookahead:
-    """Needs nothing. Raises CheckpointError on a head or a tree, or on sizes that cannot be."""
+    """Needs nothing. Raises InputError on a head or a tree, or on sizes that cannot be."""
     request.refuse(draft=request.draft, tree=request.tree)
     sizes = {"window": request.flags["window"], "level": request.flags["level"], "guesses": request.flags["guess-set"]}
     try:
         return Lookahead(request.target.args.vocab_size, **sizes)
     except ValueError as e:
-        raise CheckpointError(str(e)) from None
+        raise InputError(str(e)) from None

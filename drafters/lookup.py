@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, Request, StaticTree
-from tree import Tree, chains
+from drafters.base import Drafter, Proposal, StaticTree
+from drafters.request import Request
+from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
 LONGEST = 4  # tokens of context that are compared, the root included
@@ -20,6 +21,8 @@ LONGEST = 4  # tokens of context that are compared, the root included
 
 class Lookup(Drafter):
     """Proposes what followed the last n-gram earlier in prompt and output. `shortest`: tokens a match must have."""
+
+    may_pass = True
 
     def __init__(self, lengths: tuple[int, ...] = CHAINS, shortest: int = 2, longest: int = LONGEST):
         shape = chains(tuple(lengths))
@@ -31,9 +34,6 @@ class Lookup(Drafter):
         # Of each drafted node: its chain, and how many tokens behind the match it stands.
         self.register_buffer("chain", torch.tensor([path[0] for path in shape.paths]), persistent=False)
         self.register_buffer("ahead", torch.tensor([len(path) for path in shape.paths]), persistent=False)
-
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.to(device)
 
     def matches(self, state, slots: Tensor) -> Tensor:
         """How many tokens up to each slot are those up to the root [B, n], at most `longest`; 0 from the root on."""
@@ -51,7 +51,7 @@ class Lookup(Drafter):
         """Whether any sequence that still moves has a match []."""
         return ((self.matches(state, slots) >= self.shortest) & ~state.done[:, None]).any()
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         """See `Drafter.propose`. Chains without a match repeat the root: a guess as bad as any, and never a wrong text."""
         root, length = state.root()[:, None], state.length[:, None]
         n = slots.shape[0]
@@ -69,10 +69,10 @@ class Lookup(Drafter):
         period = (length - starts).clamp(min=1)
         place = starts + 1 + (self.ahead - 1) % period
         drafted = torch.where(live, state.tokens.gather(1, place), root)
-        return self.static.of(torch.cat((root, drafted), 1))
+        return Proposal(self.static.of(torch.cat((root, drafted), 1)))
 
 
 def build(request: Request) -> Lookup:
-    """Needs nothing. Raises CheckpointError on a head or a tree."""
+    """Needs nothing. Raises InputError on a head or a tree."""
     request.refuse(draft=request.draft, tree=request.tree)
     return Lookup()

@@ -1,7 +1,7 @@
 """Drafting with Medusa heads (Cai et al., arXiv 2401.10774): all levels of a static tree from one state of the target.
 
-Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree paper` is the tree of
-the published figures; the default on a CPU is smaller.
+Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree paper` is
+the tree of the published figures; the default on a CPU is smaller.
 """
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint import load_head
-from drafters.base import Drafter, Request, StaticTree
-from errors import CheckpointError
-from guessers import Guesser, MedusaHeads
-from tree import PAPER_TREE, PathTree, Tree, likely_tree, pick
+from checkpoint.loading import load_head
+from common.errors import InputError
+from drafters.base import Drafter, Proposal, StaticTree
+from drafters.network import rank
+from drafters.request import Request
+from drafters.tree_spec import eagle_tree
+from networks.medusa import MedusaHeads, MultiTokenHeads
+from tree import PathTree, likely_tree, pick
 
 
-class Guessing(Drafter):
-    """What Medusa and Hydra share: heads that each guess one level of a static tree. coupled: rank the candidates with the
-    target's own noise (see `growing.Growing`). Raises ValueError on a tree that is deeper than there are heads, or wider than
-    their vocabulary."""
+class MultiTokenDrafter(Drafter):
+    """What Medusa and Hydra share: heads that each guess one level of a static tree.
+
+    coupled: rank the candidates with the target's own noise (see `NetworkDrafter`). Raises ValueError on a tree that is
+    deeper than there are heads, or wider than their vocabulary.
+    """
 
     passes = 1
 
-    def __init__(self, head: Guesser, shape: PathTree, coupled: bool = True):
+    def __init__(self, head: MultiTokenHeads, shape: PathTree, coupled: bool = True):
         super().__init__(shape)
         levels = shape.window - 1
         if levels > head.args.guesses:
@@ -35,34 +40,37 @@ class Guessing(Drafter):
         self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
         self.static = StaticTree(shape)
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.to(device)
+    @property
+    def network(self) -> MultiTokenHeads:
+        return self.head
+
+    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+        """The target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not to be used."""
+        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
 
 
-class Medusa(Guessing):
+class Medusa(MultiTokenDrafter):
     """All levels from the state of the last committed token."""
 
     def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
-        self.register_buffer("level", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
-        self.register_buffer("rank", torch.tensor([path[-1] for path in shape.paths]), persistent=False)
+        for name, values in (("level", [len(p) - 1 for p in shape.paths]), ("rank", [p[-1] for p in shape.paths])):
+            self.register_buffer(name, torch.tensor(values), persistent=False)
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
-        levels = self.shape.window - 1
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+        levels, noise = self.shape.window - 1, self._draft_noise(noise)
         z = self.head.fuse(pick(state.features, (state.n_new - 1).clamp(min=0)[:, None])[:, 0])
         logits = self.head.logits(z)[:, :levels]  # [B, levels, Vd]
-        if noise is not None and self.coupled:
-            logits = logits + noise[:, :levels, self.head.draft_ids]
-        top, index = logits.topk(self.shape.width, dim=-1)
-        given = (top - logits.logsumexp(-1, keepdim=True))[:, self.level, self.rank]
-        tokens = self.head.draft_ids[index][:, self.level, self.rank]
+        scores, ids = rank(logits, None if noise is None else noise[:, :levels], self.shape.width)
+        scores, tokens = scores[:, self.level, self.rank], self.head.draft_ids[ids][:, self.level, self.rank]
         root = state.root()[:, None]
-        return self.static.of(torch.cat((root, tokens), 1), torch.cat((torch.zeros_like(given[:, :1]), given), 1))
+        scores = torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)
+        return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
 
 
 def build(request: Request) -> Medusa:
-    """The heads in CHECKPOINT/medusa; see `build_guessing`."""
-    return build_guessing(request, "medusa", Medusa)
+    """The heads in CHECKPOINT/medusa; see `build_multi_token`."""
+    return build_multi_token(request, "medusa", Medusa)
 
 
 def published_tree() -> PathTree:
@@ -70,24 +78,29 @@ def published_tree() -> PathTree:
     return PathTree(tuple(map(tuple, json.loads((Path(__file__).parent / "mc_sim_7b_63.json").read_text()))))
 
 
-def build_guessing(request: Request, kind: str, made: type[Guessing]) -> Guessing:
-    """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on the static tree of --tree FILE, the published one for
-    --tree paper, or one of the default's size.
+def build_multi_token(request: Request, kind: str, drafter: type[MultiTokenDrafter]) -> MultiTokenDrafter:
+    """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on a static tree.
 
-    Raises CheckpointError if there are none, or they or the tree do not fit.
+    The tree is that of --tree FILE, the published one for --tree paper, else one of the default's size.
+    Raises InputError if there are no heads, or they or the tree do not fit.
     """
     folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no {kind} heads there; convert some into it, or name them with --draft")
-    tree = published_tree() if request.tree == PAPER_TREE else request.tree
-    if tree is not None and not isinstance(tree, PathTree):
-        raise CheckpointError(f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks, or --tree paper")
+        raise InputError(f"{folder}: no {kind} heads there; convert some into it, or name them with --draft")
+    if not (request.tree in (None, "paper") or isinstance(request.tree, PathTree)):
+        raise InputError(
+            f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks, or --tree paper"
+        )
     head = load_head(folder, request.target, kind)
     request.prepare(head)
+    spec = request.tree
+    if spec is None and request.default_tree == "paper" and head.args.guesses >= 4:  # the published one has four levels
+        spec = "paper"
     try:
-        if tree is None:
-            published = request.default_tree == PAPER_TREE and head.args.guesses >= 4
-            tree = published_tree() if published else likely_tree(request.default_tree.nodes, head.args.guesses)
-        return made(head, tree, request.coupled)
+        if spec is None:
+            tree = likely_tree(eagle_tree(request.default_tree).nodes, head.args.guesses)
+        else:
+            tree = published_tree() if spec == "paper" else spec
+        return drafter(head, tree, request.coupled)
     except ValueError as e:
-        raise CheckpointError(str(e)) from None
+        raise InputError(str(e)) from None

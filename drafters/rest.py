@@ -15,26 +15,19 @@ is drafted (published: one token, id 100, whatever it stands for). On a CPU the 
 """
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import math
-import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
-from checkpoint import read_json
-from dataset import read_rows, spoken
-from drafters.base import Drafter, Request
-from errors import CheckpointError, exit_status
-from tokenizer import Tokenizer
+from common.errors import InputError
+from common.files import read_json
+from drafters.base import Drafter, Proposal
+from drafters.request import Request
+from drafters.rest_store import fingerprint, main
 from tree import AnyTree, Tree, link
 
 PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
@@ -46,6 +39,8 @@ class Rest(Drafter):
     nodes: of the tree, root included. longest, shortest: tokens of context that are looked for. depth: tokens of a
     continuation. hits: of so many places at most, evenly spread, continuations are counted.
     """
+
+    may_pass = True
 
     def __init__(
         self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16, shortest: int = 2, depth: int = 10,
@@ -64,9 +59,6 @@ class Rest(Drafter):
 
     def memory(self, batch: int) -> int:
         return 0 if self.device.type == "cpu" else sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))
-
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.to(device)
 
     def follow(self, at: Tensor, count: int) -> Tensor:
         """The `count` tokens from places at [...] -> [..., count]; -1 behind the store's end."""
@@ -117,7 +109,7 @@ class Rest(Drafter):
         begin, end = self.search(state)
         return ((end > begin) & ~state.done[:, None]).any()
 
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Tree:
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root, T, D = state.root()[:, None], self.shape.nodes, self.depth
         begin, end = self.search(state)
         best = (end > begin).long().argmax(-1, keepdim=True)  # the longest is the first
@@ -152,134 +144,36 @@ class Rest(Drafter):
         tokens = torch.cat((root, token, root.expand(-1, missing)), 1)
         parents = torch.cat((torch.zeros_like(root), parent, torch.zeros_like(root).expand(-1, missing)), 1)
         scores = torch.cat((torch.zeros_like(share[:, :1]), share, torch.full_like(share[:, :1], -math.inf).expand(-1, missing)), 1)
-        return Tree(tokens, parents, *link(parents, D), scores)
+        return Proposal(Tree(tokens, parents, *link(parents, D), scores))
 
 
 def build(request: Request) -> Rest:
-    """The store that --datastore names. Raises CheckpointError if there is none, it is damaged, or of another vocabulary."""
+    """The store that --datastore names. Raises InputError if there is none, it is damaged, or of another vocabulary."""
     request.refuse(draft=request.draft, tree=request.tree)
     if not request.flags["datastore"]:
-        raise CheckpointError("--speculate rest: name a store with --datastore; python -m drafters.rest build makes one")
+        raise InputError("--speculate rest: name a store with --datastore; python -m drafters.rest build makes one")
     folder = Path(request.flags["datastore"])
     about = read_json(folder / "store.json")
     own, vocab_size = about.get("vocab_size"), request.target.args.vocab_size
     if own != vocab_size:
-        raise CheckpointError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
+        raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
     if request.tokenizer and about.get("tokenizer") != fingerprint(request.tokenizer):
-        raise CheckpointError(f"{folder}: made with another tokenizer than this target's; build it again")
+        raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
     count, dtype = about.get("tokens"), {"int32": torch.int32, "int64": torch.int64}.get(str(about.get("suffixes")))
     arrays = []
     for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
         path = folder / f"{name}.bin"
         if not isinstance(count, int) or count < 1 or kind is None or not path.is_file() or path.stat().st_size != count * kind.itemsize:
-            raise CheckpointError(f"{path}: missing or not of the size that store.json says; build the store again")
+            raise InputError(f"{path}: missing or not of the size that store.json says; build the store again")
         arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
     try:
         drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
     except ValueError as e:
-        raise CheckpointError(str(e)) from None
+        raise InputError(str(e)) from None
     if drafter.damaged():
-        raise CheckpointError(f"{folder}: damaged, its suffixes are out of order; build the store again")
+        raise InputError(f"{folder}: damaged, its suffixes are out of order; build the store again")
     drafter.device = request.target.embed.weight.device
     return drafter
-
-
-# -- the store -----------------------------------------------------------------------------------------------------------
-
-
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """Tells tokenizers apart by the bytes their ids stand for."""
-    digest = hashlib.sha256()
-    for i in range(tokenizer.vocab_size):
-        digest.update(tokenizer.piece(i) + b"\0")
-    return digest.hexdigest()
-
-
-def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they are), else one text."""
-    if path.suffix.lower() not in (".jsonl", ".json"):
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError(f"{path}: cannot be read ({e})") from None
-        if text.strip():
-            yield tokenizer.encode(text)
-        return
-    for where, row in read_rows(path):
-        if isinstance(row.get("ids"), list):
-            if not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
-                raise CheckpointError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
-            yield row["ids"]
-        else:
-            yield from (tokenizer.encode(text) for text in spoken(where, row) if text.strip())
-
-
-def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) -> dict:
-    """Write a store of these files -> what store.json says. Raises CheckpointError, and leaves what was there, if it cannot."""
-    try:
-        from pydivsufsort import divsufsort
-    except ImportError:
-        raise CheckpointError("building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort") from None
-    from checkpoint import read_config
-
-    vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
-    if tokenizer is None:
-        raise CheckpointError(f"{checkpoint}: has no tokenizer")
-    out = out.resolve()  # "new/.." names something else once "new" is there
-    there = out.exists()
-    if there and not (force and (out / "store.json").is_file()):
-        raise CheckpointError(f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else ""))
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    part.mkdir(parents=True)  # better now than when everything is sorted
-    try:
-        about = _fill(part, files, tokenizer, vocab_size, divsufsort)
-        if there:
-            shutil.rmtree(out)
-        elif out.exists():
-            raise CheckpointError(f"{out}: somebody else made it in the meantime")
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return about
-
-
-def _fill(folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int, divsufsort: Callable) -> dict:
-    parts, count = [], 0
-    with tqdm(unit="token", unit_scale=True, desc="reading") as bar:
-        for path in files:
-            for ids in texts(path, tokenizer):
-                if ids:
-                    parts.append(np.array([*ids, vocab_size], dtype=np.int32))  # the last id separates texts
-                    count += len(ids)
-                    bar.update(len(ids))
-    if not count:
-        raise CheckpointError(f"{', '.join(map(str, files))}: no text in there; a store needs some")
-    tokens = np.concatenate(parts)
-    print(f"sorting {len(tokens):,} suffixes ...", file=sys.stderr, flush=True)
-    suffixes = divsufsort(tokens, force64=len(tokens) >= 2**29)  # the library sorts four bytes a token
-    suffixes = suffixes.astype(np.int64 if len(tokens) >= 2**31 else np.int32)
-    about = {"vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "suffixes": str(suffixes.dtype)}
-    tokens.tofile(folder / "tokens.bin")
-    suffixes.tofile(folder / "suffixes.bin")
-    (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
-    return about
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m drafters.rest build`. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
-    p = argparse.ArgumentParser(prog="python -m drafters.rest", description="Data stores for --speculate rest.")
-    b = p.add_subparsers(dest="what", required=True).add_parser("build", help="make a store of texts")
-    b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
-    b.add_argument("--out", required=True, help="folder of the store")
-    b.add_argument("--force", action="store_true", help="replace a store")
-    b.add_argument("files", nargs="+", help="text, or JSON lines: conversations, prompts, \"text\", or \"ids\" (training shards)")
-    o = p.parse_args(argv)
-
-    def run() -> None:
-        about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
-        print(f"wrote {o.out}: {about['tokens']:,} tokens")
-
-    return exit_status(run, OSError)
 
 
 if __name__ == "__main__":

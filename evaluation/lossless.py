@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint import load_target, read_config
-from decoder import common_prefix
+from checkpoint.folder import read_config
+from checkpoint.loading import load_model
 from evaluation.runs import Answer
 from model import Transformer
-from sampling import gumbel, seed_keys
+from sampling.noise import gumbel, seed_keys
+from tokens.ids import common_prefix
 
 # Of the largest logit: how far rounding may move one. Twice the unit of the dtype; differences seen are a tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
@@ -77,10 +78,10 @@ class Judge:
             return Difference(*given, float("inf"), 0.0)
         if self.target is None:
             try:
-                self.target, _ = load_target(self.checkpoint, self.device, torch.float32)
+                self.target, _ = load_model(self.checkpoint, self.device, torch.float32)
             except RuntimeError:  # no room beside the target itself
                 self.device = "cpu"
-                self.target, _ = load_target(self.checkpoint, self.device, torch.float32)
+                self.target, _ = load_model(self.checkpoint, self.device, torch.float32)
         prefix = torch.tensor([a.prompt + a.ids[:token]], device=self.device)
         logits = self.target.logits(self.target.causal(prefix)[0][:, -1])[0]
         bound = self.share * float(logits.abs().max())

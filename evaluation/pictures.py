@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from plots import picture
+from common.plots import picture
 from tree import Tree
 
 GREEN, GREY = "#3a9b5c", "#b8b8b8"

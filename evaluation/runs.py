@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dataset import read_questions
-from errors import CheckpointError
-from files import in_place_of
-from text import TextDecoder
+from common.errors import InputError
+from common.files import atomic_path
+from engine.api import TextDecoder
+from tokens.dataset import read_questions
 
 OWN = Path(__file__).resolve().parent / "questions"
 
@@ -71,27 +71,27 @@ class Answer:
 
 def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict]]:
     """Questions by set: of a file, of every .jsonl of a folder, or our own. Of SET/question.jsonl, as EAGLE and Spec-Bench lay
-    their data out, the folder names the set. Raises CheckpointError if there are none."""
+    their data out, the folder names the set. Raises InputError if there are none."""
     place = Path(path) if path else OWN
     files = sorted((*place.glob("*.jsonl"), *place.glob("*/question.jsonl"))) if place.is_dir() else [place]
     if not files:
-        raise CheckpointError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
+        raise InputError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
     sets = {}
     for file in files:
         name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
         if name == "mean" or name in sets:
-            raise CheckpointError(f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it")
+            raise InputError(f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it")
         sets[name] = read_questions(file)[:limit]
         ids = [question["question_id"] for question in sets[name]]
         double = next((i for i in ids if ids.count(i) > 1), None)
         if double is not None:
-            raise CheckpointError(f"{file}: question_id {double} is there twice (rows without one are numbered from 0)")
+            raise InputError(f"{file}: question_id {double} is there twice (rows without one are numbered from 0)")
     return sets
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
-    with in_place_of(path) as part:
+    with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -110,17 +110,17 @@ class Book:
         try:
             old = json.loads(kept.read_text()) if kept.exists() else options
         except ValueError:
-            raise CheckpointError(f"{kept}: damaged; delete it, or choose another --out") from None
+            raise InputError(f"{kept}: damaged; delete it, or choose another --out") from None
         if old != options:
             differs = sorted(name for name in old.keys() | options.keys() if old.get(name) != options.get(name))
-            raise CheckpointError(f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out")
-        write_whole(kept, json.dumps(options, indent=1) + "\n")
+            raise InputError(f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out")
+        write_text(kept, json.dumps(options, indent=1) + "\n")
         self.answers: dict[tuple, Answer] = {}
         if self.path.exists():
             try:
                 lines = self.path.read_text(encoding="utf-8").splitlines()
             except UnicodeDecodeError as e:
-                raise CheckpointError(f"{self.path}: damaged ({e}); delete it, or choose another --out") from None
+                raise InputError(f"{self.path}: damaged ({e}); delete it, or choose another --out") from None
             for line in lines:
                 try:
                     answer = Answer.read(line)
@@ -130,7 +130,7 @@ class Book:
         self._write_all()
 
     def _write_all(self) -> None:
-        write_whole(self.path, "".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()))
+        write_text(self.path, "".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()))
 
     def has(self, name: str, question: dict, method: str, temperature: float, who: str) -> bool:
         """Whether this very question is answered, by these weights."""
@@ -168,7 +168,7 @@ class Book:
             files.setdefault(self.folder / "answers" / a.set / f"{name}.jsonl", []).append(json.dumps(row, ensure_ascii=False))
         for path, lines in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, "\n".join(lines) + "\n")
+            write_text(path, "\n".join(lines) + "\n")
 
 
 def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: float, seed: int) -> list[Turn]:

@@ -6,9 +6,9 @@ import io
 import statistics
 from collections.abc import Iterable
 
-from accepting import LOSSY
 from evaluation.lossless import Difference
 from evaluation.runs import Answer
+from sampling.rules import LOSSY
 
 PLAIN = "none"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from model import Head
+from networks.head import Head
 from training.corpus import report
-from training.record import chain_tau
+from training.log import chain_tau
 from training.trainer import SHORT
 
 

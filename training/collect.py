@@ -12,11 +12,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from decoder import Decoder, Sampling, common_prefix
-from errors import CheckpointError
-from files import in_place_of
-from sampling import seed_of
-from tokenizer import Tokenizer
+from common.errors import InputError
+from common.files import atomic_path
+from engine.decoder import Decoder
+from sampling.noise import seed_of
+from sampling.options import Sampling
+from tokens.ids import common_prefix
+from tokens.tokenizer import Tokenizer
 from training.corpus import extend, of_conversation
 from training.processes import Processes
 
@@ -78,9 +80,9 @@ class Collector:
 
     def synthesized(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
         """Let the model write the user's part of `count` conversations too: `turns` of them in each, the first ones beginning with
-        `openings`, in turns, to lead it to subjects (empty: as it likes). Raises CheckpointError if the template has no header."""
+        `openings`, in turns, to lead it to subjects (empty: as it likes). Raises InputError if the template has no header."""
         if count and not user_header(self.tokenizer, []):
-            raise CheckpointError("--synthesize: the chat template puts nothing before a user's turn; the model cannot write one")
+            raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model cannot write one")
         ends = user_end(self.tokenizer, self.stop_ids)
 
         def rows(begin: int, end: int) -> Iterator[dict]:
@@ -113,7 +115,7 @@ class Collector:
     def from_conversations(self, conversations: list[list[dict]]) -> None:
         """Take conversations as they are. Those that the template refuses (roles out of order) are left out.
 
-        Raises CheckpointError if it refuses every one.
+        Raises InputError if it refuses every one.
         """
         refused = 0
 
@@ -122,10 +124,10 @@ class Collector:
             for messages in conversations[begin:end]:
                 try:
                     yield from of_conversation(self.tokenizer, messages, self.stop_ids)
-                except CheckpointError as e:
+                except InputError as e:
                     refused, self.left_out, self.refusal = refused + 1, self.left_out + 1, str(e)
                     if refused == len(conversations):
-                        raise CheckpointError(f"--conversations: the chat template takes none of them ({e})") from None
+                        raise InputError(f"--conversations: the chat template takes none of them ({e})") from None
 
         self._write_shards("conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], size=1000)
 
@@ -142,7 +144,7 @@ class Collector:
                     chats[i] = [*chats[i], {"role": "user", "content": turn}]
                     try:
                         prompts[i] = self.tokenizer.chat(chats[i])
-                    except CheckpointError as e:
+                    except InputError as e:
                         self.left_out, self.refusal = self.left_out + 1, str(e)
             live = [i for i in prompts if len(prompts[i]) <= self.max_prompt_tokens]
             self.left_out += len(prompts) - len(live)
@@ -174,7 +176,7 @@ class Collector:
                 self.left_out = 0
                 lines = [json.dumps({**row, "target": self.target}) for row in rows(begin, end)]
                 lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
-                with in_place_of(path) as part:
+                with atomic_path(path) as part:
                     part.write_text("".join(line + "\n" for line in lines))
             self.shards.append(path)
             bar.update(end - begin)

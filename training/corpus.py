@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decoder import common_prefix
-from errors import CheckpointError
-from tokenizer import Tokenizer
+from common.errors import InputError
+from tokens.ids import common_prefix
+from tokens.tokenizer import Tokenizer
 
 SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
 COVERAGE = (2048, 4096, 8192, 16384, 32768)  # draft vocabularies that the report speaks of
@@ -38,7 +38,7 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
 def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
     """The rows of a conversation somebody else wrote: each answer up to and including its stop id.
 
-    Raises CheckpointError if the template refuses it, or moves things so that an answer cannot be told from what came
+    Raises InputError if the template refuses it, or moves things so that an answer cannot be told from what came
     before it (some write the system message into the last user turn).
     """
     stop_ids, row = set(stop_ids), None
@@ -50,7 +50,7 @@ def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterab
         asked = [m["content"].strip() for m in messages[:i] if m["role"] != "assistant"]
         said = tokenizer.decode(whole[:begin])
         if any(text not in said for text in asked):
-            raise CheckpointError("the chat template changes what came before an answer, so that the answer cannot be told from it")
+            raise InputError("the chat template changes what came before an answer, so that the answer cannot be told from it")
         end = next((j + 1 for j in range(begin, len(whole)) if whole[j] in stop_ids), len(whole))
         finished, row = extend(row, whole, begin, end, "conversations")
         if finished:
@@ -70,10 +70,10 @@ def usable(row: dict, max_len: int) -> dict | None:
 
 
 def shards_in(folder: Path) -> list[Path]:
-    """The shards of a folder, by name. Raises CheckpointError if there are none."""
+    """The shards of a folder, by name. Raises InputError if there are none."""
     found = sorted(folder.glob("*.jsonl"))
     if not found:
-        raise CheckpointError(f"--shards {folder}: holds no shards (*.jsonl); it is the data folder of another run's --work")
+        raise InputError(f"--shards {folder}: holds no shards (*.jsonl); it is the data folder of another run's --work")
     return found
 
 
@@ -81,14 +81,14 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
     """(all usable rows of these shards, in order, without exact repeats; how many prompts were left out when they were written; how
     many rows are longer than `max_len` and are cut).
 
-    Raises CheckpointError on a line that is no row, or one of another target than `target`.
+    Raises InputError on a line that is no row, or one of another target than `target`.
     """
     seen, rows, left_out, cut = set(), [], 0, 0
     for path in paths:
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as e:
-            raise CheckpointError(f"{path}: cannot be read ({e})") from None
+            raise InputError(f"{path}: cannot be read ({e})") from None
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
@@ -101,11 +101,11 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
             except (ValueError, KeyError, TypeError):
                 whole = other = False
             if not whole:
-                raise CheckpointError(
+                raise InputError(
                     f"{path}: line {number} is no row of this target's token ids and answers; --shards takes the data folder of a run"
                 ) from None
             if other:
-                raise CheckpointError(f"{path}: line {number} was written by another target, or by this one in another --dtype")
+                raise InputError(f"{path}: line {number} was written by another target, or by this one in another --dtype")
             cut += len(ids) > max_len
             row = usable(row, max_len)
             if row and tuple(row["ids"]) not in seen:

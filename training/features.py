@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint import identity
-from errors import CheckpointError
+from checkpoint.loading import identity
+from common.errors import InputError
 from model import Transformer
 from training.batches import batches
 from training.processes import Processes
@@ -112,7 +112,7 @@ class StoredFeatures(Features):
         """Nothing: `fill` has kept all it was asked for."""
 
     def fill(self, rows: list[dict], budget: int) -> None:
-        """Compute what is missing, each process its share. Raises CheckpointError, with the numbers, if it does not fit."""
+        """Compute what is missing, each process its share. Raises InputError, with the numbers, if it does not fit."""
         self._open()
         missing = [row for row in rows if self._place(tuple(row["ids"])) is None]
         need = sum(len(row["ids"]) for row in missing) * self.token_bytes
@@ -122,7 +122,7 @@ class StoredFeatures(Features):
             line = f"features of {len(missing):,} rows need {need / 1e9:.2f} GB in {self.folder}; {free / 1e9:.1f} GB are free"
             print(line, file=sys.stderr, flush=True)
         if missing and need > free - 2**28:
-            raise CheckpointError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free")
+            raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free")
         self.processes.wait()  # all have looked before any writes
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True)

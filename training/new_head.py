@@ -8,8 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guessers import GuessArgs, HydraHeads, MedusaHeads
-from model import Eagle1Head, Eagle3Head, Head, HeadArgs, ModelArgs, Transformer, eagle3_aux_layers
+from model import ModelArgs, Transformer
+from networks.eagle import Eagle1Head, Eagle3Head, eagle3_aux_layers
+from networks.head import Head, HeadArgs
+from networks.hydra import HydraHeads
+from networks.medusa import MedusaHeads, MultiTokenArgs
 
 
 @dataclass(frozen=True)
@@ -73,13 +76,13 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
     return head
 
 
-def new_guesser(target: Transformer, kind: str, draft_ids: Tensor, guesses: int, blocks: int, prefix: bool, seed: int) -> Head:
+def new_multi_token_heads(target: Transformer, kind: str, draft_ids: Tensor, guesses: int, blocks: int, prefix: bool, seed: int) -> Head:
     """Medusa or Hydra heads in float32, with one lm_head for all, which starts as the target's rows; blocks pass their state on.
 
     Hydra's layer (`prefix`) has the target's shape. Raises ValueError on a shape that cannot be.
     """
     a = target.args
-    args = GuessArgs(
+    args = MultiTokenArgs(
         a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim, norm_eps=a.norm_eps,
         rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len, draft_vocab_size=len(draft_ids),
         target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks, prefix=prefix,

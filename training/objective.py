@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiling import compile_whole
-from guessers import HydraHeads, MedusaHeads
-from model import Block, Eagle1Head, Eagle3Head, Head, HeadArgs, Transformer, rope_table
+from engine.compiling import compile_graph
+from model import Block, Transformer, rope_table
+from networks.eagle import Eagle1Head, Eagle3Head
+from networks.head import Head, HeadArgs
+from networks.hydra import HydraHeads
+from networks.medusa import MedusaHeads
 from training.batches import Batch
 from tree import pick
 
@@ -206,7 +209,7 @@ class Distilled(Objective):
         """outputs(head, batch, what it reads, steps): what the lm_head reads at every scored prediction [M, H]."""
         super().__init__(target, head, steps)
         self.lm_rows = target.lm_rows[head.draft_ids]
-        self.run = compile_whole(outputs, dynamic=True) if compiled else outputs
+        self.run = compile_graph(outputs, dynamic=True) if compiled else outputs
 
     def reads(self, said: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """What the head reads of what the target says."""
@@ -247,7 +250,7 @@ class Eagle3Objective(Distilled):
         return head
 
 
-class GuessObjective(Distilled):
+class MultiTokenObjective(Distilled):
     """Medusa and Hydra: step i is guess i."""
 
     def __init__(self, target: Transformer, head: MedusaHeads | HydraHeads, compiled: bool):
@@ -268,7 +271,7 @@ class Eagle1Objective(Objective):
     def __init__(self, target: Transformer, head: Eagle1Head, compiled: bool, noise: float):
         super().__init__(target, head, 1)
         self.aux_layers, self.noise = (), noise
-        self.run = compile_whole(regressed, dynamic=True) if compiled else regressed
+        self.run = compile_graph(regressed, dynamic=True) if compiled else regressed
 
     def loss(self, batch, said, scored, seeds):
         """Smooth-L1 to the target's next feature and TOKEN_LOSS times the cross-entropy with its next-token distribution, through

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import identity
-from errors import CheckpointError
-from files import in_place_of
-from model import Head
-from sampling import seed_of
+from checkpoint.loading import identity
+from common.errors import InputError
+from common.files import atomic_path
+from networks.head import Head
+from sampling.noise import seed_of
 from training.batches import batches
 from training.features import Features
+from training.log import Record, draw
 from training.objective import Objective
 from training.processes import Processes
-from training.record import Record, draw
 from training.validate import Validator
 
 SHORT = 3  # unrolled steps of the short epochs: what later steps need is mostly learnt in the first ones, at a quarter of the time
@@ -124,7 +124,7 @@ class Trainer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> list[dict]:
-        """Train to the end of the plan -> the log. Raises CheckpointError if the loss is not finite; the last state stays."""
+        """Train to the end of the plan -> the log. Raises InputError if the loss is not finite; the last state stays."""
         record = Record(self.work, self.step, self.total) if self.processes.first else None
         try:
             if self.epoch and not self.in_epoch:  # killed between an epoch's end and its validation
@@ -168,13 +168,13 @@ class Trainer:
             self._validate(record)
 
     def _stop(self, loss: float, norm: float, places: list[int]) -> None:
-        """Save the weights from before this batch if they are finite, and raise CheckpointError: what is not finite, where, in which
+        """Save the weights from before this batch if they are finite, and raise InputError: what is not finite, where, in which
         rows."""
         if all(bool(p.isfinite().all()) for p in self.parameters.values()):
             self.save()
         state = self.work / "state.pt"
         starts = "; ".join(str(self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6]) for p in places[:3])
-        raise CheckpointError(
+        raise InputError(
             f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch {self.epoch + 1}, batch {self.in_epoch},"
             f" rows whose answers begin with the ids {starts})."
             + (f" The last good state is in {state}, but going on from there leads here again." if state.exists() else "")
@@ -241,13 +241,13 @@ class Trainer:
         }
         path = self.work / "state.pt"
         try:
-            with in_place_of(path) as part:
+            with atomic_path(path) as part:
                 torch.save(state, part)
         except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError where the disk is full
-            raise CheckpointError(f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?") from None
+            raise InputError(f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?") from None
 
     def resume(self) -> bool:
-        """Go on from WORK/state.pt if it is there. Raises CheckpointError if it was made with other settings or data."""
+        """Go on from WORK/state.pt if it is there. Raises InputError if it was made with other settings or data."""
         path = self.work / "state.pt"
         if not path.exists():
             return False
@@ -255,12 +255,12 @@ class Trainer:
             state = torch.load(path, map_location=self.objective.device, weights_only=True)
             options = state["options"]
         except Exception as e:  # torch raises what the damage leads to
-            raise CheckpointError(f"{path}: damaged ({type(e).__name__}); delete it to start again") from None
+            raise InputError(f"{path}: damaged ({type(e).__name__}); delete it to start again") from None
         mine = self.fingerprint()
         differs = sorted(name for name in mine.keys() | options.keys() if mine.get(name) != options.get(name))
         if differs:
             what = ", ".join(differs)
-            raise CheckpointError(f"{path} was made with other settings or data ({what}); use another --work folder or delete it")
+            raise InputError(f"{path} was made with other settings or data ({what}); use another --work folder or delete it")
         for into, from_ in ((self.parameters, state["head"]), (self.average, state["average"])):
             for name, p in into.items():
                 p.data.copy_(from_[name])

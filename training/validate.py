@@ -5,15 +5,18 @@ import copy
 
 import torch
 
-from decoder import Decoder, Sampling
 from drafters.base import Drafter
 from drafters.eagle import Eagle
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
-from guessers import HydraHeads, MedusaHeads
-from kernels import load as load_kernels
-from model import Head, Transformer
-from packed import pack
+from engine.decoder import Decoder
+from kernels.cpu import load_kernels
+from kernels.packed import pack
+from model import Transformer
+from networks.head import Head
+from networks.hydra import HydraHeads
+from networks.medusa import MedusaHeads
+from sampling.options import Sampling
 from tree import TreeShape, likely_tree
 
 

@@ -1,0 +1,49 @@
+"""Our checkpoint folder: what is in it, and how its config is read.
+
+    DIR/config.json         format, kind ("target" or one of HEAD_KINDS), the fields of ModelArgs/HeadArgs, and for a target
+                            `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
+    DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
+                            (`quantization` in the config: its linear layers are `QuantizedLinear`)
+    DIR/tokenizer.*         tokenizer.json or tokenizer.model, and tokenizer_config.json / chat_template.jinja
+    DIR/eagle3/, DIR/eagle/, DIR/medusa/, DIR/hydra/  heads of that target (EAGLE-2 shares EAGLE-1's), same layout
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+from common.errors import InputError
+from common.files import read_json
+
+FORMAT = 2
+HEAD_KINDS = ("eagle", "eagle3", "medusa", "hydra")
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def read_config(folder: str | Path, kind: str | None = None) -> dict:
+    """The parsed config.json of one of our folders, checked to be ours and, if given, of this kind.
+
+    Raises InputError otherwise.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"{folder}: not a folder; convert a checkpoint into it with convert_checkpoint.py first")
+    config = read_json(folder / CONFIG)
+    if "kind" not in config or "format" not in config:
+        raise InputError(f"{folder}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR")
+    if config["format"] != FORMAT:
+        raise InputError(f"{folder}: format {config['format']} is not the {FORMAT} this version reads; convert it again")
+    if kind and config["kind"] != kind:
+        raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a {kind} was expected")
+    return config
+
+
+def check_keys(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: str) -> None:
+    """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
+    for name, shape in wanted.items():
+        if name not in found:
+            raise InputError(f"{where}: tensor {name} {list(shape)} is missing")
+        if tuple(found[name]) != tuple(shape):
+            raise InputError(f"{where}: tensor {name} has shape {list(found[name])}, expected {list(shape)}")
+    for name in found:
+        if name not in wanted:
+            raise InputError(f"{where}: unexpected tensor {name} {list(found[name])}")

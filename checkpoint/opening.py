@@ -1,0 +1,76 @@
+"""From what a user names to an opened `Source`: local folders, GGUF files, hub repositories."""
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from checkpoint.folder import CONFIG
+from checkpoint.gguf import _open_gguf
+from checkpoint.huggingface import WEIGHT_FILES, _open_folder, _shards
+from checkpoint.source import Source, is_gguf
+from common.errors import InputError
+
+SMALL_FILES = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)
+
+
+def resolve_source(checkpoint: str | Path) -> Path:
+    """A local folder or .gguf file as it is; `org/name`, where no such path exists, downloaded from the hub.
+
+    Raises InputError if it is neither, or if the hub does not deliver.
+    """
+    path = Path(checkpoint)
+    if path.is_dir() or (is_gguf(path) and path.is_file()):
+        return path
+    if path.exists():
+        raise InputError(f"{path}: not a folder (nor a .gguf file)")
+    name = str(checkpoint)
+    if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise InputError(f"{path}: no such file or folder")
+    return _download(name)
+
+
+def _download(repo: str) -> Path:
+    """Fetch the files we need of a hub repository into its cache (interrupted downloads resume) -> the local folder."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    def fetch(*names: str) -> Path:
+        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
+
+    try:
+        try:
+            # One request with a limit; listing the files page by page retries for half a minute without a network.
+            listed = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
+            raise
+        except Exception as no_network:
+            try:  # what an earlier download left may be all that is needed
+                return Path(hub.snapshot_download(repo, local_files_only=True))
+            except Exception:
+                raise no_network from None
+        weights = next((name for name in WEIGHT_FILES if name in listed), None)
+        if weights is None or CONFIG not in listed:
+            lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
+            raise InputError(f"{repo}: the hub repository has no {lacks}")
+        small = [name for name in SMALL_FILES if name in listed]
+        folder = fetch(*small, weights)
+        if not weights.endswith(".json"):
+            return folder
+        return fetch(*small, weights, *dict.fromkeys(_shards(folder / weights).values()))
+    except InputError:
+        raise
+    except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
+        raise InputError(f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
+    except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
+        reason = str(e).strip().partition("\n")[0] or type(e).__name__
+        raise InputError(f"{repo}: no such folder, and the hub did not deliver it ({reason})") from None
+
+
+def open_source(path: Path) -> Source:
+    """Open what `resolve_source` returned. Raises InputError if anything in it is missing or damaged."""
+    return _open_gguf(path) if is_gguf(path) else _open_folder(path)

@@ -1,0 +1,123 @@
+"""What all commands share: how options are declared and checked, how notes and errors are printed, how a command ends.
+
+A rule stands beside the flag that it is about: `Options.refuse` takes a test and the words of the error.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from common.dtypes import short_dtype
+from common.errors import InputError
+
+MOST_THREADS = 1024
+
+
+def note(line: str) -> None:
+    """Print a line to stderr. Everything but the answer goes there."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def run_command(
+    action: Callable[[], int | None], *expected: type[Exception],
+    say: Callable[[str], None] = note, interrupted: str = "interrupted",
+) -> int:
+    """Run a command and return its exit status.
+
+    The status is what `action` returns (None is 0); 1 after an InputError or one of `expected`, printed as one line;
+    130 after Ctrl-C; 141 when nobody reads the output any more.
+    """
+    try:
+        return action() or 0
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (InputError, *expected) as e:
+        say(f"error: {one_line(e)}")
+        return 1
+    except KeyboardInterrupt:
+        say(interrupted)
+        return 130
+
+
+class Options(argparse.ArgumentParser):
+    """A parser that also holds the rules of its options."""
+
+    def __init__(self, description: str | None):
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
+
+    def refuse(self, test: Callable[[argparse.Namespace], object], words: Callable[[argparse.Namespace], str]) -> None:
+        """Add a rule: options for which `test` is true are refused with these words."""
+        self._rules.append((test, words))
+
+    def within(self, flag: str, low: float, high: float) -> None:
+        """Add a rule: the number that `flag` takes is None or between low and high, both included."""
+        name = flag.removeprefix("--").replace("-", "_")
+
+        def outside(o: argparse.Namespace) -> bool:
+            value = getattr(o, name)
+            return value is not None and not low <= value <= high
+
+        span = f"at least {low:,}" if high == float("inf") else f"{low:,} to {high:,}"
+        self.refuse(outside, lambda o: f"{flag} {getattr(o, name)}: must be {span}")
+
+    def read(self, argv: list[str] | None = None) -> argparse.Namespace:
+        """The options of a command line. Raises InputError on the first rule that they break."""
+        o = self.parse_args(argv)
+        self.check(o)
+        return o
+
+    def check(self, o: argparse.Namespace) -> None:
+        """Raise InputError if options break a rule."""
+        for test, words in self._rules:
+            if test(o):
+                raise InputError(words(o))
+
+    def add_runtime(self) -> None:
+        """Add the options of `engine.api.Runtime`: where and how a model runs."""
+        g = self.add_argument_group("where and how it runs")
+        g.add_argument("--device", help="default: cuda if there is one, else cpu")
+        g.add_argument("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
+        g.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+        self.within("--threads", 1, MOST_THREADS)
+        on_off = argparse.BooleanOptionalAction
+        g.add_argument("--compile", action=on_off, default=True, help="torch.compile prefill and step")
+        g.add_argument(
+            "--kernels", action=on_off, default=True, help="on a CPU, when compiling: our own products (see kernels/)",
+        )
+
+
+def positive(value: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not value.isdecimal() or not 1 <= int(value) < 2**63:
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number of at least 1 (and below 2^63)")
+    return int(value)
+
+
+def count(value: str) -> int:
+    """An argparse type: a whole number of at least 0."""
+    return 0 if value == "0" else positive(value)
+
+
+def dtype(value: str) -> str:
+    """An argparse type: the short name of a dtype."""
+    try:
+        return short_dtype(value)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def check_writable(flag: str, file: str) -> None:
+    """Raise InputError unless a file of this name can be written."""
+    folder = Path(file).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        raise InputError(f"{flag} {file}: not a file that can be written")

@@ -1,0 +1,26 @@
+"""Pictures in one style, written whole or not at all."""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.files import atomic_path
+
+
+@contextlib.contextmanager
+def picture(path: Path, width: float, height: float) -> Iterator:
+    """A matplotlib figure of so many inches; at the end it is at `path`, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}):
+        figure = plt.figure(figsize=(width, height), layout="constrained")
+        try:
+            yield figure
+            with atomic_path(path) as part:
+                figure.savefig(part, format="png", dpi=120)
+        finally:
+            plt.close(figure)

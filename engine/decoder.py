@@ -1,0 +1,328 @@
+"""The decoder: it allocates the static state, takes prompts, and replays the step until every text ends.
+
+Everything a step touches is allocated once and keeps its address. A step never reads a value back to the host: stopping
+(stop ids, token limit) is decided on the device and cuts the text exactly, a finished sequence stays in the batch and
+stops moving, and the host learns what was emitted from one small buffer, on CUDA one step late.
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from drafters.base import Drafter
+from engine.capture import CapturedCalls
+from engine.compiling import CompiledFunction
+from engine.memory import free_memory
+from engine.prefill import prefill
+from engine.run import Output, Run
+from engine.state import State
+from engine.step import step
+from model import KVCache, Transformer, cache_bytes
+from sampling.noise import seed_keys
+from sampling.options import Sampling
+from tokens.ids import common_prefix
+from tree import Tree
+
+SPAN = 64  # attention reads the live prefix rounded up to this many slots
+
+
+class Decoder:
+    """Decodes token-id prompts with one target and one drafter. Text is the business of `engine.api`.
+
+    batch: sequences decoded together. max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text.
+    compile: run prefill and step through torch.compile; on CUDA the step is also captured as one graph.
+    say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows per prefill pass.
+    lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere.
+    Raises ValueError, with the numbers, if the caches do not fit in memory.
+    """
+
+    def __init__(
+        self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
+        stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
+        chunks: tuple[int, ...] | None = None, lag: int | None = None,
+    ):
+        weight = target.embed.weight
+        self.device, dtype = weight.device, weight.dtype
+        on_cuda = self.device.type == "cuda"
+        self.target, self.drafter = target, drafter or Drafter()
+        self.batch, self.max_seq_len = batch, max_seq_len
+        self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
+        self.lag = int(on_cuda) if lag is None else lag
+        self.compiled = compile
+        self.say = say or (lambda line: None)
+        self._observer: Callable[[Tree, Tensor], None] | None = None
+
+        shape = self.drafter.shape
+        self.slots = round_up(max_seq_len + max(self.drafter.room, self.chunks[-1]) + 1, SPAN)
+        self.cache_bytes = self._check_memory(dtype)
+        self.caches = nn.ModuleList(
+            KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
+        )
+        self.drafter.allocate(batch, self.slots, dtype, self.device)
+        width = len(self.drafter.aux_layers) * target.args.hidden_size
+        tokens = self.slots + self.chunks[-1] + 1
+        self.state = State(batch, tokens, shape.window, width, stop_ids, dtype, self.device)
+        self.slot_ids = torch.arange(self.slots, device=self.device)
+        self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
+        self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
+
+        # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
+        self._step, self._prefill = step, prefill
+        if compile:
+            self._step = CompiledFunction(step, "step", self.say, direct=not on_cuda)
+            # On our kernels all layers are one operator: there is nothing left to fuse in a prompt's pass, and
+            # seconds to lose.
+            if not target.on_kernels:
+                self._prefill = CompiledFunction(prefill, "prefill", self.say, direct=not on_cuda)
+        # A drafter that may have nothing to propose is asked first where that costs no synchronisation, and where rows
+        # are not free.
+        self._plain_drafter, self._plain_step = Drafter(), None
+        if not on_cuda and self.drafter.may_pass:
+            self._plain_step = CompiledFunction(step, "step without a guess", self.say, direct=True) if compile else step
+        self.captured = CapturedCalls(self._still) if compile and on_cuda else None
+        self._serial = 0  # of the text at hand
+
+    @property
+    def done(self) -> list[bool]:
+        """Which sequences have ended, as far as the host has read."""
+        return list(self._done)
+
+    @contextlib.contextmanager
+    def observe(self, see: Callable[[Tree, Tensor], None]) -> Iterator[None]:
+        """Call see(tree, path) with what each step returns, within this context.
+
+        The host then reads every step at once: one that reads late sees steps that never count.
+        """
+        before = self._observer, self.lag
+        self._observer, self.lag = see, 0
+        try:
+            yield
+        finally:
+            self._observer, self.lag = before
+
+    def _check_memory(self, dtype: torch.dtype) -> int:
+        """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they do not fit."""
+        shapes = [self.target.args, *self.drafter.cached]
+        caches = (cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes)
+        need = sum(caches) + self.drafter.memory(self.batch)
+        free = free_memory(self.device)
+        if free is not None and need > free:
+            raise ValueError(
+                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free:"
+                " lower --max-seq-len, the tree or the number of prompts decoded together"
+            )
+        return need
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def start(self, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False) -> None:
+        """Take up to `batch` prompts (lists of token ids); `steps` then decodes them.
+
+        reuse: keep what the caches already hold of a prompt that begins as the sequence in the same place did (chat).
+        Raises ValueError, naming the prompt and the numbers, before anything is touched, if a prompt is empty, too long
+        for the cache, or holds an id outside the vocabulary.
+        """
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(prompts)
+        if not 1 <= len(prompts) <= self.batch or len(sampling) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(sampling)} samplings for a batch of {self.batch}")
+        for i, prompt in enumerate(prompts):
+            self.check(prompt, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
+
+        self._serial += 1
+        state, cached = self.state, self._cached() if reuse else [[]] * self.batch
+        self._prompts, self._sampling = prompts, sampling
+        self._start, limits = [], []
+        tokens = torch.zeros(self.batch, max(map(len, prompts)), dtype=torch.int64)
+        for i, (prompt, request) in enumerate(zip(prompts, sampling)):
+            tokens[i, : len(prompt)] = torch.tensor(prompt)
+            limits.append(min(len(prompt) + request.max_new_tokens, self.max_seq_len) - 1)
+            same = common_prefix(prompt, cached[i])
+            # One token back: the drafter's last row was read together with the token that followed it then.
+            self._start.append(max(0, min(same, len(prompt)) - 1))
+
+        def fill(buffer: Tensor, values: list, rest) -> None:
+            buffer.copy_(torch.tensor(values + [rest] * (self.batch - len(values)), dtype=buffer.dtype))
+
+        state.tokens[:, : tokens.shape[1]] = tokens.to(self.device)
+        fill(state.length, [len(p) - 1 for p in prompts], 0)
+        fill(state.limit, limits, 0)
+        fill(state.done, [False] * len(prompts), True)
+        fill(state.reading, [True] * len(prompts), False)
+        fill(state.n_new, [0] * len(prompts), 0)
+        fill(state.temperature, [s.temperature for s in sampling], 0)
+        fill(state.top_p, [s.top_p for s in sampling], 1)
+        fill(state.top_k, [s.top_k for s in sampling], 0)
+        state.key.zero_()
+        state.key[: len(prompts)] = seed_keys([s.seed for s in sampling], self.device)
+        self.drafter.begin(prompts)
+        self._modes = any(s.temperature > 0 for s in sampling), any(s.restricts for s in sampling)
+        self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
+        self._done = [False] * len(prompts)
+
+    def check(self, prompt: list[int], name: str = "the prompt") -> None:
+        """Raise ValueError if a prompt is empty, leaves no room for one new token, or has an id out of range."""
+        if not prompt:
+            raise ValueError(f"{name} is empty: give at least one token")
+        if len(prompt) >= self.max_seq_len:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and needs room for one more, the cache holds {self.max_seq_len}:"
+                " shorten it or raise --max-seq-len"
+            )
+        for token in prompt:
+            if not 0 <= token < self.target.args.vocab_size:
+                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{self.target.args.vocab_size - 1}")
+
+    def _cached(self) -> list[list[int]]:
+        """Per sequence, the tokens whose entries in all caches are valid: committed, and read by the drafter too."""
+        known = (self.state.length - self.state.n_new).clamp(min=0).tolist()
+        return [row[:n] for row, n in zip(self.state.tokens.tolist(), known)]
+
+    # -- the loop ----------------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[list[list[int]]]:
+        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during prefill); how many
+        of them were drafted is in `drafted`. Raises RuntimeError if something else was started in between.
+        """
+        unread: deque = deque()
+        serial = self._serial
+        for _ in self._read_prompts():
+            unread.append(self._out_to_host())
+            yield from self._read(unread, 0)
+        self.prefilled = time.perf_counter()
+        while True:
+            if serial != self._serial:
+                raise RuntimeError("this decoder has started another text: one at a time, or one decoder each")
+            if all(self._done):
+                break
+            tree, path = self._run_step(len(unread))
+            if self._observer:
+                self._observer(tree, path)
+            unread.append(self._out_to_host())
+            yield from self._read(unread, self.lag)
+        yield from self._read(unread, 0)
+
+    def _read_prompts(self) -> Iterator[None]:
+        start = list(self._start)
+        while remaining := max(len(p) - s for p, s in zip(self._prompts, start)):
+            size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
+            span = self._span(max(start) + size)
+            self.chunk_start.copy_(torch.tensor(start + [0] * (self.batch - len(start))))
+            with torch.no_grad():
+                self._launch_prefill(span, size)
+            start = [min(s + size, len(p)) for s, p in zip(start, self._prompts)]
+            yield
+
+    def _run_step(self, unread: int):
+        """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""
+        span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.room)
+        with torch.no_grad():
+            if self._plain_step is not None and not self.drafter.has_guess(self.state, span):
+                drafter = self._plain_drafter
+                return self._plain_step(self.target, self.caches, drafter, self.state, span, *self._modes)
+            return self._launch_step(span)
+
+    def _launch_step(self, span: Tensor):
+        call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
+        return self._run(("step", span.shape[0]), call)
+
+    def _launch_prefill(self, span: Tensor, rows: int) -> None:
+        chunk = self.chunk_ids[rows]
+        torch._dynamo.mark_static(chunk, 0)
+        arguments = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
+        self._run(("prefill", rows, span.shape[0]), partial(self._prefill, *arguments, *self._modes))
+
+    def _run(self, key: tuple, call: Callable):
+        """A call, on CUDA as a captured graph."""
+        return self.captured((*key, *self._modes), call) if self.captured else call()
+
+    def _span(self, needed: int) -> Tensor:
+        """The live slots 0..n-1, n >= needed, in few enough sizes; its length is the graph's one dynamic dimension."""
+        size = round_up(needed, SPAN)
+        if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
+            size = max(256, 1 << (size - 1).bit_length())
+        span = self.slot_ids[: min(size, self.slots)]
+        torch._dynamo.mark_dynamic(span, 0)
+        return span
+
+    def _out_to_host(self):
+        """Start copying what the step emitted; `_read` waits for it."""
+        if self.device.type != "cuda":
+            return self.state.out.clone(), None
+        host = torch.empty(self.state.out.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(self.state.out, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        return host, copied
+
+    def _read(self, unread: deque, keep: int) -> Iterator[list[list[int]]]:
+        """Read finished steps, oldest first, until only `keep` are unread."""
+        while len(unread) > keep:
+            host, copied = unread.popleft()
+            if copied is not None:
+                copied.synchronize()
+            emitted, self.drafted = [], []
+            for i, (*tokens, count, drafted, done) in enumerate(host[: len(self._prompts)].tolist()):
+                emitted.append(tokens[:count])
+                self.drafted.append(drafted)
+                self._length[i] += count
+                self._done[i] = bool(done)
+            yield emitted
+
+    @contextlib.contextmanager
+    def _still(self) -> Iterator[None]:
+        """Hold every sequence still: passes in this context decode nothing."""
+        state = self.state
+        done, reading = state.done.clone(), state.reading.clone()
+        state.done.fill_(True)
+        state.reading.fill_(False)
+        yield
+        state.done.copy_(done)
+        state.reading.copy_(reading)
+
+    # -- whole texts -------------------------------------------------------------------------------------------------
+
+    def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast.
+
+        every_length: on CUDA, capture what texts of every length will need, up to `max_seq_len`.
+        """
+        stop_ids = self.state.stop_ids.clone()
+        self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
+        try:
+            for prompt in ([0], [0] * 16) if self._plain_step else ([0],):  # without and with something to guess from
+                self.generate([prompt], replace(sampling, max_new_tokens=2))
+            if self.captured and every_length:
+                with self._still(), torch.no_grad():
+                    for size in sorted({self._span(n).shape[0] for n in range(1, self.slots + 1, SPAN)}):
+                        self._launch_step(self._span(size))
+                        for rows in self.chunks:
+                            if rows <= size:
+                                self._launch_prefill(self._span(size), rows)
+        finally:
+            self.state.stop_ids.copy_(stop_ids)
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling()) -> list[Output]:
+        """Decode prompts (any number, in groups of `batch`) to the end. Raises ValueError as `start` does."""
+        if isinstance(sampling, Sampling):
+            sampling = [sampling] * len(prompts)
+        outputs = []
+        for i in range(0, len(prompts), self.batch):
+            run = Run(self, prompts[i : i + self.batch], sampling[i : i + self.batch])
+            for _ in run:
+                pass
+            outputs += run.outputs()
+        return outputs
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple

@@ -1,0 +1,42 @@
+"""Bytes: what is free, what was used, what a step reads."""
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+
+from drafters.base import Drafter
+from model import Transformer
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be allocated; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return None
+
+
+def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
+    """Weight bytes that one step reads: the target's once, those of the drafter's network once per pass.
+
+    Embedding tables are looked up, not read.
+    """
+    def size(module) -> int:
+        skip = () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
+        return sum(p.numel() * p.element_size() for n, p in module.named_parameters() if not n.startswith(skip))
+
+    network = drafter.network
+    return size(target) + (drafter.passes * size(network) if network is not None else 0)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes used so far: by the device's allocator on CUDA, by the process elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,103 @@
+"""Where and how a model runs: device, dtype, compiler, kernels."""
+from __future__ import annotations
+
+import os
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.dtypes import DTYPES, short_dtype
+from common.errors import InputError
+from engine.saved_graph import READ_ONLY
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how a target and all that drafts for it run.
+
+    Without `compile`, or on a CPU without `kernels`, nothing needs a C++ compiler, and 16-bit text is no longer bound
+    to be that of plain decoding.
+    """
+
+    device: str | None = None  # None: cuda if there is one, else cpu
+    dtype: str | None = None  # a name of `common.dtypes`; None: as stored
+    compile: bool = True  # run through torch.compile
+    kernels: bool = True  # on a CPU, when compiling: our own compiled products (see kernels/)
+    autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
+
+    @property
+    def device_name(self) -> str:
+        """The device, chosen if none was named."""
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype as torch has it. Raises InputError on a name it does not know."""
+        return None if self.dtype is None else getattr(torch, DTYPES[short_dtype(self.dtype)])
+
+    @property
+    def on_kernels(self) -> bool:
+        """Whether modules are put on our CPU kernels, as far as these take them."""
+        return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
+
+    def prepare(self, checkpoint: Path) -> None:
+        """Check the device and the compiler, and let torch.compile keep its results beside the checkpoint.
+
+        Raises InputError if something is missing.
+        """
+        check_device(self.device_name)
+        _ = self.torch_dtype
+        if not self.compile:
+            return
+        if self.autotune:
+            import torch._inductor.config as settings
+
+            settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
+        keep_compiled(checkpoint)
+        if torch.device(self.device_name).type == "cpu":
+            check_compiler()
+
+
+def check_device(device: str) -> None:
+    """Raise InputError unless torch can use this device."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as e:
+        raise InputError(f"--device {device}: {str(e).splitlines()[0]}") from None
+
+
+def check_compiler() -> None:
+    """Raise InputError unless what torch.compile needs on a CPU is there: a C++ compiler and Python's headers."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise InputError(f"no C++ compiler: torch.compile needs {compiler}; install it, set CXX, or pass --no-compile")
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        raise InputError(
+            "Python.h is missing: torch.compile needs Python's headers (python3-dev); or pass --no-compile"
+        )
+
+
+_chosen: set[str] = set()  # places for compiled code that `keep_compiled` has chosen
+
+
+def keep_compiled(checkpoint: Path) -> None:
+    """Let torch.compile keep its results in CHECKPOINT/.compiled, so that they outlive a restart and travel with it.
+
+    A folder that cannot be written is still read. Where a place is set (TORCHINDUCTOR_CACHE_DIR), nothing changes.
+    """
+    place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if place is not None and place not in _chosen:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+        if place != default_cache_dir():  # which torch sets itself when parts of it are imported
+            return
+    folder = checkpoint / ".compiled"
+    if os.access(folder if folder.exists() else checkpoint, os.W_OK):
+        place = str(folder.absolute())
+        _chosen.add(place)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
+    elif folder not in READ_ONLY:
+        READ_ONLY.append(folder)

@@ -1,0 +1,78 @@
+"""The one step: draft, verify, accept, commit."""
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.base import Drafter
+from engine.state import State
+from model import Transformer
+from sampling.acceptance import accept_by
+from sampling.noise import gumbel
+from sampling.restrict import restrict
+from tree import Tree, accept, pick, visible_slots
+
+
+def limit(logits: Tensor, state: State, restricted: bool) -> Tensor:
+    """Logits [B, T, V]; where a request restricts them to top-k or top-p, the others are -inf."""
+    return restrict(logits, state.temperature, state.top_k, state.top_p) if restricted else logits
+
+
+def draw(logits: Tensor, noise: Tensor | None) -> Tensor:
+    """The target's token at every row: argmax of logits [B, T, V] plus noise [B, T, V]."""
+    return (logits if noise is None else logits + noise).argmax(-1)
+
+
+def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
+    """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
+    positions = state.length[:, None] + 1 + torch.arange(count, device=state.length.device)
+    return state.temperature[:, None, None] * gumbel(state.key, positions, vocab_size)
+
+
+def step(
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor,
+    noisy: bool, restricted: bool,
+) -> tuple[Tree, Tensor]:
+    """Draft, verify, accept, commit: the whole of decoding, one graph.
+
+    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. noisy: some sequence has a
+    temperature above 0; restricted: some sequence uses top-k or top-p. Plain decoding is this step with a tree of one
+    node. What was emitted is in `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root
+    first.
+    """
+    window = drafter.shape.window
+    noise = noise_ahead(state, window, target.args.vocab_size) if noisy else None
+    tree, distribution, extra = drafter.propose(state, slots, noise)
+
+    T = drafter.shape.nodes
+    tokens, depth, sees = tree.tokens, tree.depth, tree.ancestors
+    if extra is not None:
+        tokens, depth = torch.cat((tokens, extra.tokens), 1), torch.cat((depth, extra.depth), 1)
+        sees = torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1)
+    own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
+    visible = visible_slots(slots, state.length, sees)
+    x, features = target(tokens, state.length[:, None] + depth, own, visible, caches, drafter.aux_layers)
+    if extra is not None:
+        extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
+        x, features = x[:, :T], None if features is None else features[:, :T]
+    # Nodes of one depth stand at one position and share its noise.
+    shift = None if noise is None else pick(noise, tree.depth)
+    logits = limit(target.logits(x), state, restricted)
+    chosen = draw(logits, shift)
+
+    if noisy and drafter.rule != "equal":
+        path, count, tokens = accept_by(
+            drafter.rule, tree, distribution, logits, shift, chosen, state.temperature, state.key, state.length, window
+        )
+    else:
+        path, count = accept(tree, chosen, window)
+        tokens = chosen.gather(1, path)
+    if T > 1:  # the root, the only node of plain decoding, is where it belongs already
+        goal = own[:, :1] + torch.arange(window, device=slots.device)
+        target.move(caches, state.length[:, None] + path, goal)
+    moving = ~state.done
+    count = state.emit(tokens, count)
+    state.hand_over(None if features is None else pick(features, path), count, moving)
+    return tree, path

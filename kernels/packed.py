@@ -1,0 +1,147 @@
+"""The model on our own kernels: the same modules with their weights laid out for them. See `kernels`.
+
+    target, head = ...; pack(target, head)
+
+is all there is to it. Packing is for decoding only: the packed modules have no gradient and no `weight`.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from kernels import cpu
+from kernels.quantized import QuantizedLinear
+from model import MLP, Block, KVCache, Pass, RMSNorm, Transformer
+
+
+class PackedLinear(nn.Module):
+    """A `Linear` or `QuantizedLinear` (or a tied embedding) packed for x of this dtype; `gated`: of gate and up together."""
+
+    def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
+        super().__init__()
+        per_word = 4 // dtype.itemsize
+        weight, scale, pack = linear.weight.detach(), None, cpu.pack
+        if isinstance(linear, QuantizedLinear):
+            weight, scale = linear.values(), linear.scale
+            pack = {"int4": cpu.pack_int4, "w8a8": cpu.pack_bytes}.get(linear.mode, cpu.pack)
+        self.columns, self.mode = weight.shape[0], cpu.SAME
+        if gated:
+            self.columns, self.mode = self.columns // 2, cpu.GATED
+            weight, scale = cpu.interleave(weight), scale if scale is None else cpu.interleave(scale)
+        bias = getattr(linear, "bias", None)
+        self.packed = _constant(pack(weight, per_word))
+        self.scale = None if scale is None else _constant(cpu.pack_scale(scale))
+        self.bias = None if bias is None else _constant(bias.detach().float())
+
+    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, onto, self.mode)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The same in float32: nothing is rounded to 16 bits after the sums."""
+        return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, None, cpu.FLOAT32)
+
+
+def _constant(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class PackedMLP(nn.Module):
+    """`MLP`, the activation computed where gate and up are."""
+
+    def __init__(self, mlp: MLP, dtype: torch.dtype):
+        super().__init__()
+        self.w_gate_up, self.w_down = PackedLinear(mlp.w_gate_up, dtype, gated=True), PackedLinear(mlp.w_down, dtype)
+
+    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+        return self.w_down(self.w_gate_up(x), onto)
+
+
+class PackedNorm(nn.Module):
+    """`RMSNorm` on the kernel."""
+
+    def __init__(self, norm: RMSNorm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cpu.rms_norm(x, self.weight, self.eps)
+
+
+def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor:
+    """`model.attention` on the kernel, which reads the mask as it is."""
+    norms = () if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight, block.q_norm.eps)
+    return cpu.attend(qkv, shared.cos, shared.sin, cache.k, cache.v, shared.slots, shared.visible, *norms)
+
+
+def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
+    """`model.run_layers` as one operator, for a target packed through and through."""
+    none = x.new_empty(0)
+    weights: list[Tensor | None] = []
+    for layer in model.layers:
+        a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
+        norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
+        weights += [layer.attn_norm.weight, a.packed, a.scale, a.bias, *norms, o.packed, o.scale]
+        weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
+    k, v = [cache.k for cache in caches], [cache.v for cache in caches]
+    x, features = cpu.layers(
+        x, shared.cos, shared.sin, [none if w is None else w for w in weights], k, v, shared.slots, shared.visible,
+        model.args.norm_eps, aux_layers,
+    )
+    return x, features if aux_layers else None
+
+
+def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
+    """`model.move` as one operator."""
+    cpu.move([t for cache in caches for t in (cache.k, cache.v)], source, target)
+
+
+def pack(*models: nn.Module) -> bool:
+    """Let these models, which may share modules (a head its target's lm_head), run on the kernels, in place.
+
+    `cpu.load` comes first. What the kernels cannot take (float16, an odd number of bfloat16 values, a GPU, the experts
+    of a mixture) is left as it is. Returns whether the targets among them are on the kernels throughout.
+    """
+    whole = True
+    done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
+
+    def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
+        if id(module.weight) not in done:
+            done[id(module.weight)] = PackedLinear(module, dtype)
+        return done[id(module.weight)]
+
+    for model in models:
+        dtype, device = model.embed.weight.dtype, model.embed.weight.device
+
+        if model.lm_head is None and _takes(model.embed, dtype, device):
+            model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
+        for parent in list(model.modules()):
+            if isinstance(parent, Block) and cpu.takes(parent.head_dim, dtype, device):
+                parent.attention = attention
+            for name, child in list(parent.named_children()):
+                if isinstance(child, RMSNorm) and cpu.takes(2, dtype, device):
+                    setattr(parent, name, PackedNorm(child))
+                elif isinstance(child, MLP) and all(_takes(part, dtype, device) for part in (child.w_gate_up, child.w_down)):
+                    setattr(parent, name, PackedMLP(child, dtype))
+                elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
+                    setattr(parent, name, packed(child, dtype))
+        if isinstance(model, Transformer):
+            if all(_is_packed(layer) for layer in model.layers):
+                model.run_layers, model.move, model.on_kernels = run_layers, move, True
+            else:
+                whole = False
+    return whole
+
+
+def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a module is a linear layer or a table that the kernels can take."""
+    if isinstance(module, QuantizedLinear):
+        words = module.mode != "w8a8" or module.inputs % 4 == 0
+        return module.mode != "fp8" and words and cpu.takes(module.inputs, dtype, device)
+    linear = isinstance(module, (nn.Linear, nn.Embedding))
+    return linear and module.weight.dtype == dtype and cpu.takes(module.weight.shape[1], dtype, device)
+
+
+def _is_packed(layer: Block) -> bool:
+    parts = ((layer.wqkv, PackedLinear), (layer.wo, PackedLinear), (layer.mlp, PackedMLP), (layer.attn_norm, PackedNorm))
+    return layer.attention is attention and all(isinstance(part, kind) for part, kind in parts)

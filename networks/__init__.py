@@ -1,0 +1,1 @@
+"""The draft heads as modules: EAGLE, Medusa, Hydra. Definitions only."""

@@ -1,0 +1,100 @@
+"""The heads of EAGLE-1/2 and EAGLE-3. Definitions only."""
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import Block, Linear, Pass, RMSNorm, TargetBlock, Transformer, project
+from networks.head import Head, HeadArgs
+
+
+def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs feed an EAGLE-3 head unless its config says otherwise: low, middle, high.
+
+    Inputs of layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
+    "outputs of layers 1, L//2-1, L-4".
+    """
+    return 2, num_layers // 2, num_layers - 3
+
+
+class Eagle3Block(Block):
+    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H), the residual stream is
+    the feature alone."""
+
+    def __init__(self, args: HeadArgs):
+        super().__init__(args, 2 * args.hidden_size)
+        self.norm_before_residual = args.norm_before_residual
+        self.embed_norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
+
+    def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding first, and the
+        residual stream [B, T, H]."""
+        normed = self.feature_norm(feature)
+        return torch.cat((self.embed_norm(embedded), normed), dim=-1), normed if self.norm_before_residual else feature
+
+
+class Eagle1Head(Head):
+    """The head of EAGLE-1 and EAGLE-2 (arXiv 2401.15077, section 4.1; SafeAILab/EAGLE model/cnets1.py).
+
+    Its features are the target's states after the final norm, which it predicts; its logits are the target's
+    lm_head on them. The one layer has no input norm: `fc` of embedding and feature is its input and its residual
+    stream.
+    """
+
+    def __init__(self, args: HeadArgs):
+        super().__init__(args)
+        self.fc = Linear(2 * args.hidden_size, args.hidden_size, bias=args.fc_bias)
+        self.layer = Block(args)
+        self.target_norm = None
+
+    def use_target(self, target: Transformer) -> None:
+        super().use_target(target)
+        self.target_norm = target.norm
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.target_norm(features)
+
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
+        return self.layer(x, caches[0], shared)
+
+    def logits(self, feature: Tensor) -> Tensor:
+        return project(self.lm_head, feature)
+
+
+class Eagle3Head(Head):
+    """The head of EAGLE-3 (arXiv 2503.01840, section 3; SafeAILab/EAGLE model/cnets.py).
+
+    The flags of `HeadArgs` are the variants in SpecForge, SGLang and speculators.
+    """
+
+    def __init__(self, args: HeadArgs):
+        super().__init__(args)
+        H, Ht = args.hidden_size, args.target_hidden_size
+        widths = {"": (), "each": (Ht,) * len(args.aux_layers), "all": (args.feature_width,)}[args.feature_norm]
+        self.fc_norms = nn.ModuleList(RMSNorm(width, args.norm_eps) for width in widths)
+        self.fc = Linear(args.feature_width, H, bias=args.fc_bias)
+        self.layer = Eagle3Block(args)
+        self.more_layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers - 1))
+        self.norm = RMSNorm(H, args.norm_eps)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        if self.fc_norms:
+            parts = features.chunk(len(self.fc_norms), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
+        return self.fc(features)
+
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        inputs, x = self.layer.inputs(self.embed(tokens), feature)
+        x = self.layer(x, caches[0], shared, inputs)
+        for layer, cache in zip(self.more_layers, caches[1:]):
+            x = layer(x, cache, shared)
+        return self.norm(x) if self.args.recycle_normed else x
+
+    def logits(self, feature: Tensor) -> Tensor:
+        normed = feature if self.args.recycle_normed else self.norm(feature)
+        return project(self.lm_head, normed)

@@ -1,0 +1,110 @@
+"""What the draft heads share: their shape, and the face a drafter sees. Definitions only."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import KVCache, Linear, ModelArgs, Transformer, inverse_frequencies
+
+
+@dataclass(frozen=True)
+class HeadArgs(ModelArgs):
+    """Shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
+
+    draft_vocab_size: int = 0
+    target_hidden_size: int = 0
+    # Target layers whose *input* residual stream feeds the head (0-based; L is the output of the last layer).
+    aux_layers: tuple[int, ...] = ()
+    fc_bias: bool = False
+    own_embedding: bool = False  # else the target's table is used
+    own_lm_head: bool = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
+    # EAGLE-3.1, before fc: "" none, "each" captured state has its own norm, "all" share a wide one.
+    feature_norm: str = ""
+    norm_before_residual: bool = False  # the residual stream starts from the normed feature
+    recycle_normed: bool = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        super().check()
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}")
+        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
+            raise ValueError(f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}")
+        if self.feature_norm not in ("", "each", "all"):
+            raise ValueError(f"config: feature_norm {self.feature_norm!r} is none of '', 'each', 'all'")
+
+    @property
+    def feature_width(self) -> int:
+        """F, the width of what the target hands to the head: one hidden state per captured layer."""
+        return len(self.aux_layers) * self.target_hidden_size
+
+
+class Head(nn.Module):
+    """What the draft heads share, and the face a drafter sees: `fuse`, `forward`, `logits`, `draft_ids`, `caches`.
+
+    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the target go
+    through `fuse` once; from the second drafted token on the head's own output is fed back in their place.
+    What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
+    """
+
+    Args = HeadArgs
+
+    def __init__(self, args: HeadArgs):
+        super().__init__()
+        self.args = args
+        self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
+        self.lm_head = Linear(args.hidden_size, args.draft_vocab_size, bias=False) if args.own_lm_head else None
+        # Target id of each draft id, ascending; the identity when both vocabularies are the same.
+        self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
+        self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
+
+    def use_target(self, target: Transformer) -> None:
+        """Share the target's embedding table and lm_head where the checkpoint carries none."""
+        if self.lm_head is None:
+            tied = self.embed if self.args.tie_embeddings and self.embed is not None else None
+            self.lm_head = tied or (target.embed if target.lm_head is None else target.lm_head)
+        if self.embed is None:
+            self.embed = target.embed
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The state dict without what `use_target` handed over."""
+        with torch.device("meta"):
+            names = type(self)(self.args).state_dict()
+        return {name: t for name, t in self.state_dict().items() if name in names}
+
+    def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
+        """A copy with weights of its own in this dtype, on the device of the target, which lends it the rest."""
+        with torch.device("meta"):
+            head = type(self)(self.args)
+        device = target.embed.weight.device
+        cast = {
+            name: t.detach().to(device, dtype if t.is_floating_point() else None, copy=True)
+            for name, t in self.own_state().items()
+        }
+        head.load_state_dict(cast, assign=True)
+        head.inv_freq = self.inv_freq.to(device)
+        head.requires_grad_(False)
+        head.use_target(target)
+        return head
+
+    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
+        """One KVCache per layer of the head."""
+        return nn.ModuleList(KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, F] -> head features [B, T, H]."""
+        raise NotImplementedError
+
+    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> the feature [B, T, H] to feed back.
+
+        The other arguments are those of `Transformer.forward`, for the head's own caches.
+        """
+        raise NotImplementedError
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """Output of `forward` [..., H] -> draft logits [..., Vd] in float32; draft id j is target id `draft_ids[j]`."""
+        raise NotImplementedError

@@ -1,0 +1,110 @@
+"""Medusa heads, and what they share with Hydra's: several tokens guessed from one state. Definitions only.
+
+Both read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is for the
+token k+1 places after the root. Medusa's guesses know nothing of each other (Cai et al., arXiv 2401.10774; tensors and
+formulas: FasterDecoding/Medusa medusa_model.py). Hydra's are in `networks.hydra`.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Linear, Transformer, project
+from networks.head import Head, HeadArgs
+
+
+@dataclass(frozen=True)
+class MultiTokenArgs(HeadArgs):
+    """Shape of Medusa or Hydra heads; sizes of attention and MLP are those of Hydra++'s layer."""
+
+    guesses: int = 4  # K
+    blocks: int = 1  # residual blocks of each guess; Hydra's first block narrows
+    repeated: bool = False  # all blocks (Hydra: all but the first) are the same one, applied again and again
+    lm_head_each: bool = False  # every guess has an lm_head, else all share one: own (`own_lm_head`) or the target's
+    lm_head_bias: bool = False
+    prefix: bool = False  # Hydra++
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        super().check()
+        if self.guesses < 1 or self.blocks < 1:
+            raise ValueError(f"config: {self.guesses} guesses of {self.blocks} blocks: at least one of each")
+        if len(self.aux_layers) != 1 or self.hidden_size != self.target_hidden_size:
+            raise ValueError("config: Medusa and Hydra heads read one state of the target, and have its width")
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(linear(x)), the sum on a learned projection of x where the width changes."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.linear = Linear(inputs, outputs, bias=True)
+        self.skip = Linear(inputs, outputs, bias=True) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.skip is None else self.skip(x)) + F.silu(self.linear(x))
+
+
+class MultiTokenHeads(Head):
+    """What Medusa and Hydra heads share."""
+
+    Args = MultiTokenArgs
+
+    def __init__(self, args: MultiTokenArgs):
+        super().__init__(args)
+        H, V = args.hidden_size, args.draft_vocab_size
+        count = args.guesses if args.lm_head_each else 0
+        self.lm_heads = nn.ModuleList(Linear(H, V, bias=args.lm_head_bias) for _ in range(count))
+
+    def use_target(self, target: Transformer) -> None:
+        super().use_target(target)
+        self.target_norm = target.norm
+
+    def stack(self, inputs: int, narrowing: bool) -> nn.ModuleList:
+        """The residual blocks of one guess, the first of so many inputs."""
+        args = self.args
+        H, rest = args.hidden_size, args.blocks - narrowing
+        made = [ResidualBlock(inputs, H)] if narrowing else []
+        return nn.ModuleList(made + [ResidualBlock(H, H) for _ in range(min(rest, 1) if args.repeated else rest)])
+
+    def run_stack(self, blocks: nn.ModuleList, x: Tensor, narrowing: bool) -> Tensor:
+        """x through the blocks of one guess."""
+        for block in blocks:
+            x = block(x)
+        again = self.args.blocks - narrowing - 1 if self.args.repeated else 0
+        for _ in range(again):
+            x = blocks[-1](x)
+        return x
+
+    def guess_logits(self, h: Tensor, k: int) -> Tensor:
+        """Output of guess k [..., H] -> float32 logits [..., Vd]."""
+        if not self.args.lm_head_each:
+            return project(self.lm_head, h)
+        head = self.lm_heads[k]
+        return head.logits(h) if hasattr(head, "logits") else head(h).float()
+
+
+class MedusaHeads(MultiTokenHeads):
+    """K stacks of residual blocks side by side."""
+
+    def __init__(self, args: MultiTokenArgs):
+        super().__init__(args)
+        self.stacks = nn.ModuleList(self.stack(args.hidden_size, False) for _ in range(args.guesses))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.target_norm(features)
+
+    def outputs(self, z: Tensor) -> list[Tensor]:
+        """z [..., H] -> the output of every guess [..., H]."""
+        return [self.run_stack(blocks, z, False) for blocks in self.stacks]
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """z [..., H] -> float32 logits of all guesses [..., K, Vd]."""
+        outputs = self.outputs(feature)
+        if not self.args.lm_head_each:
+            return project(self.lm_head, torch.stack(outputs, -2))
+        return torch.stack([self.guess_logits(h, k) for k, h in enumerate(outputs)], -2)

@@ -1,0 +1,1 @@
+"""How a token is drawn from logits, and by which rule a drafted one is accepted."""

@@ -1,0 +1,71 @@
+"""Sampling as greedy decoding of shifted logits, and the counter-based noise that shifts them.
+
+The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise that depends
+on (seed of the request, t, token id) and on nothing else: not on call order, batch place, tree or drafter. Softmax
+sampling at that temperature is exactly this (the Gumbel-max rule), and because plain and speculative decoding meet the
+same noise at the same position they emit the same text from the same seed. Temperature 0 is greedy decoding.
+"""
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+MASK32 = 0xFFFFFFFF
+# Odd multipliers of a 32-bit finaliser found by search for low avalanche bias (hash-prospector). Both are below 2^31, so
+# that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager or compiled.
+_MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
+_GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
+# Streams of random numbers apart from the target's: for drawing proposals, for accepting them.
+PROPOSING, ACCEPTING = 0x3C6EF372, 0x5BE0CD19
+
+
+def seed_of(*what) -> int:
+    """A seed that differs for everything that differs."""
+    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "little")
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit values (held in int64) in which every input bit moves every output bit."""
+    x = ((x ^ (x >> 16)) * _MULTIPLIERS[0]) & MASK32
+    x = ((x ^ (x >> 15)) * _MULTIPLIERS[1]) & MASK32
+    return x ^ (x >> 15)
+
+
+def seed_keys(seeds: list[int], device: torch.device | str = "cpu") -> Tensor:
+    """Integer seeds (any size, taken modulo 2^64) -> key [B, 2] int64 of 32-bit words."""
+    words = [[seed & MASK32, (seed >> 32) & MASK32] for seed in seeds]
+    return torch.tensor(words, dtype=torch.int64, device=device)
+
+
+def stream(key: Tensor, which: int) -> Tensor:
+    """The key [B, 2] of another stream of random numbers."""
+    return key ^ which
+
+
+def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Keyed 32-bit hashes [B, W, V] (int64, 0..2^32-1) for key [B, 2] and positions [B, W].
+
+    Each (seed, position) gets two independent words; the token id is hashed under both, so that two positions never see
+    shifted copies of one another's sequence.
+    """
+    low, high = key[:, :1], key[:, 1:]
+    a = _mix(_mix(positions + low & MASK32) ^ high)  # [B, W]
+    b = _mix(_mix(positions ^ high) + 0x5851F42D + low & MASK32)
+    ids = torch.arange(vocab_size, device=key.device, dtype=torch.int64) * _GOLDEN & MASK32
+    return _mix(_mix(ids + a[..., None] & MASK32) ^ b[..., None])
+
+
+def uniform(key: Tensor, positions: Tensor, count: int) -> Tensor:
+    """Numbers between 0 and 1, neither of them, [B, W, count] float32 for key [B, 2] and positions [B, W]."""
+    return ((random_bits(key, positions, count).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
+def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [B, W, V] float32 for key [B, 2] and absolute positions [B, W].
+
+    Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the tail is
+    resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
+    """
+    return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))

@@ -1,0 +1,274 @@
+"""quantize.py: what is written, what it is worth, and that speculation on it is plain decoding on it."""
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.decoding import load
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import quantize
+from checkpoint.convert import convert
+from checkpoint.loading import load_head, load_model
+from common.errors import InputError
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
+from kernels.quantized import (
+    FP8_MOST,
+    QuantizedLinear,
+    QuantizedStack,
+    pack_nibbles,
+    quantize_linears,
+    rounded,
+    scales,
+    unpack_nibbles,
+    values,
+    whole,
+)
+from sampling.options import Sampling
+from tree import TreeShape
+
+PROMPT = [256, *b"Once upon a time there was"]
+
+
+def run(capsys, *args):
+    code = quantize.main([str(a) for a in args])
+    return code, capsys.readouterr()
+
+
+def test_int8_is_the_nearest():
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    scale = scales(weight, "int8")
+    q = values(weight, scale, "int8")
+    assert q.dtype == torch.int8 and q.abs().max() == 127
+    assert ((q * scale - weight).abs() <= scale / 2 * 1.0001).all() and (q[3] == 0).all()
+
+
+@pytest.mark.parametrize("group", (32, 64, 128))
+def test_int4_beats_reaching_the_extreme(group):
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
+    weight[3] = 0
+    scale = scales(weight, "int4", group)
+    q = values(weight, scale, "int4")
+    assert q.min() >= -8 and q.max() <= 7 and scale.shape == (40, 256 // group) and (q[3] == 0).all()
+    assert torch.equal(unpack_nibbles(pack_nibbles(q)), q)
+    parts = weight.unflatten(1, (-1, group))
+    ours = (q.unflatten(1, (-1, group)) * scale.float()[..., None] - parts).square().sum()
+    step = parts.abs().amax(2, keepdim=True) / 7
+    simple = ((parts / step.clamp(min=1e-9)).round() * step - parts).square().sum()
+    assert ours < 0.85 * simple
+
+
+def test_fp8_rounds_weights_and_activations():
+    """Three bits of mantissa: each value within a sixteenth; the product is that of what was rounded."""
+    g = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(40, 64, generator=g), torch.randn(3, 5, 64, generator=g) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    layer = QuantizedLinear.of(weight, "fp8", bias=torch.randn(40, generator=g))
+    assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight.float().abs().max() == FP8_MOST
+    large = weight.abs() > weight.abs().amax(1, keepdim=True) / 100
+    assert ((layer.whole(torch.float32) - weight).abs() <= weight.abs() / 16 * 1.001)[large].all()
+    rows = whole(values(x, scales(x, "fp8"), "fp8"), scales(x, "fp8"), torch.float32)
+    want = rows @ layer.whole(torch.float32).T + layer.bias
+    assert ((layer(x) - want).norm(dim=-1) <= 1e-5 * want.norm(dim=-1)).all()
+    exact = x @ weight.T + layer.bias
+    assert 0 < (layer(x) - exact).norm() / exact.norm() < 0.06
+
+
+def test_w8a8_rounds_activations_by_64():
+    """Each value to the nearest step of its group's largest / 127, whatever the other groups hold; the last group may be short."""
+    x = torch.randn(3, 5, 100, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    x[0, 0, 70], x[0, 1, :64], x[1, 2, 3] = 1e4, 0, float("nan")
+    found = rounded(x)
+    assert found[1, 2, :64].isnan().all() and found[1, 2, 64:].isfinite().all()
+    for part in (slice(0, 64), slice(64, 100)):
+        step = x[..., part].abs().amax(-1, keepdim=True) / 127
+        off = (found[..., part] - x[..., part]).abs()
+        assert (off <= step * 0.5001).logical_or(step.isnan()).all() and (off[0, 2:] > step[0, 2:] * 0.4).any()
+    layer = QuantizedLinear.of(torch.randn(40, 100), "w8a8")
+    assert torch.equal(layer(x[:1]), F.linear(found[:1], layer.whole(torch.float32)))
+
+
+@pytest.mark.parametrize("mode, most", (("int8", 0.01), ("w8a8", 0.01), ("int4", 0.15), ("fp8", 0.05)))
+def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
+    out = tmp_path / "q"
+    group = ("--group", 32) if mode == "int4" else ()
+    code, said = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
+    assert code == 0 and f"{out}: " in said.out and f"{out / 'eagle3'}: " in said.out and "wqkv" in said.out
+    before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
+    assert torch.equal(after["embed.weight"], before["embed.weight"]) and torch.equal(after["norm.weight"], before["norm.weight"])
+    whole, _ = load_model(golden)
+    model, config = load_model(out)
+    assert config["quantization"]["mode"] == mode and (out / "tokenizer.json").is_file()
+    layer = model.layers[2].wqkv
+    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    error = (layer.whole(torch.float32) - before["layers.2.wqkv.weight"]).norm() / before["layers.2.wqkv.weight"].norm()
+    assert 0 < error < most
+    tokens = torch.tensor([PROMPT])
+    a, b = (m.logits(m.causal(tokens)[0]) for m in (whole, model))
+    assert 0 < (a - b).norm() / a.norm() < 10 * most
+    head = load_head(out / "eagle3", model, "eagle3")
+    assert isinstance(head.fc, QuantizedLinear) and isinstance(head.lm_head, QuantizedLinear)
+
+
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4"))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype, temperature):
+    out = tmp_path / "q"
+    assert quantize.main(["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]) == 0
+    from kernels.cpu import load_kernels
+    from kernels.packed import pack
+
+    load_kernels()
+    target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    head = load_head(out / "eagle3", target, "eagle3")
+    reference = None
+    for on_kernels in (False, True):
+        if on_kernels:
+            pack(target, head)
+        sampling = Sampling(80, temperature, seed=3)
+        plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        fast = Decoder(target, Eagle(head, TreeShape(12, 3, 4)), compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        exact = dtype == "fp32" and mode != "w8a8"  # which rounds activations: a last bit may become a whole step
+        if on_kernels or exact:
+            assert fast == plain
+        if exact:
+            assert reference in (None, plain)
+            reference = plain
+
+
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "fp8"))
+def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
+    """Stacks of experts are quantised, their router is not; few rows read the chosen experts, many read all: the same text."""
+    from helpers import families
+
+    monkeypatch.setitem(families.SIZES, "hidden_size", 64)  # which groups of 32 divide
+    monkeypatch.setitem(families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
+    families.make_target(tmp_path / "in", "Qwen3-MoE")
+    target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
+    code, said = run(capsys, "--checkpoint", target, "--out", tmp_path / "q", "--mode", mode, "--group", 32)
+    assert code == 0 and "w_gate_up" in said.out
+    exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
+    experts, before = model.layers[1].mlp, exact.layers[1].mlp
+    assert isinstance(experts.w_down, QuantizedStack) and torch.equal(experts.router.weight, before.router.weight)
+    error = (experts.matrices("w_down", None, torch.float32) - before.w_down).norm() / before.w_down.norm()
+    assert 0 < error < {"int8": 0.01, "w8a8": 0.01, "int4": 0.15, "fp8": 0.05}[mode]
+    x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
+    many = experts(x, none)
+    few = torch.cat([experts(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
+    torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-5)
+    sampling = Sampling(30)
+    assert len(Decoder(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
+
+
+def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
+    from helpers.sources import CONFIG, target_state, write_source
+
+    config = {**CONFIG, "tie_word_embeddings": True}
+    target = convert(write_source(tmp_path / "in", target_state(config), config), tmp_path / "t", quiet=True)
+    for name, options in (("all", ()), ("kept", ("--keep-lm-head",))):
+        assert run(capsys, "--checkpoint", target, "--out", tmp_path / name, *options)[0] == 0
+        with safe_open(tmp_path / name / "model.safetensors", framework="pt") as file:
+            assert ("lm_head.scale" in file.keys()) == (name == "all")  # noqa: SIM118
+        assert (load_model(tmp_path / name)[0].lm_head is None) == (name == "kept")
+
+
+def test_text_is_compared(golden, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("The cat sat on the mat, and the dog sat on the cat. " * 30)
+    code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "q", "--text", text)
+    assert code == 0
+    line = next(x for x in said.out.splitlines() if "perplexity" in x)
+    assert float(line.split("same next token ")[1].rstrip("%")) > 90
+
+
+def test_generate_reads_it(golden, tmp_path):
+    assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
+    result = load(tmp_path / "q", "eagle3", compile=False).generate("Hello", max_new_tokens=12)
+    assert len(result.ids) == 12
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
+    """Is what the command makes of it; what it has from its target stays the target's."""
+    assert quantize.main(["--checkpoint", str(golden / kind), "--out", str(tmp_path / "q")]) == 0
+    target, _ = load_model(golden)
+    head, stored = load_head(golden / kind, target), load_head(tmp_path / "q", target)
+    before = {name: p.clone() for name, p in target.state_dict().items()}
+    quantize_linears(head, head.args.own_lm_head)
+    found, wanted = head.state_dict(), stored.state_dict()
+    assert found.keys() == wanted.keys() and any(t.dtype == torch.int8 for t in found.values())
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
+    assert (head.lm_head is target.lm_head) == (kind == "eagle")
+    assert all(torch.equal(p, before[name]) for name, p in target.state_dict().items())
+
+
+WRONG = {
+    "no folder": (lambda d: shutil.rmtree(d), "not a folder"),
+    "not ours": (lambda d: (d / "config.json").write_text("{}"), "not converted yet"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no such file"),
+    "cut short": (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]), "damaged"),
+    "quantised already": (lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"),
+    "another shape": (lambda d: edit(d, intermediate_size=1000), "has shape"),
+}
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_input_is_one_line_and_leaves_nothing(golden, tmp_path, capsys, what):
+    spoil, message = WRONG[what]
+    shutil.copytree(golden, tmp_path / "in")
+    spoil(tmp_path / "in")
+    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 1 and said.err.startswith("error: ") and said.err.count("\n") == 1 and message in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_is_lost(golden, tmp_path, capsys):
+    """Not the source by its own output, not a whole folder by a damaged head."""
+    shutil.copytree(golden, tmp_path / "in")
+    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "in", "--force")
+    assert code == 1 and "is the checkpoint itself" in said.err and (tmp_path / "in" / "model.safetensors").is_file()
+    weights = tmp_path / "in" / "eagle3" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 1 and "damaged" in said.err and not (tmp_path / "out").exists()
+
+
+def test_other_refusals(golden, tmp_path, capsys):
+    code, said = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", "--text", "x")
+    assert code == 1 and "is a head" in said.err
+    (tmp_path / "there").mkdir()
+    code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "there")
+    assert code == 1 and "not one of our" in said.err
+    for wrong in (("int8", 32), ("int4", 0), ("int3", 0)):
+        with pytest.raises(ValueError, match=r"groups|none of"):
+            QuantizedLinear(64, 64, False, *wrong)
+    with pytest.raises(InputError, match="does not divide"):
+        quantize.quantize(golden, tmp_path / "g", "int4", group=1000)
+
+
+def test_scales_of_another_type_are_refused(golden, tmp_path):
+    """Kernels read them as what they ought to be."""
+    for mode, wrong in (("int8", torch.bfloat16), ("int4", torch.float32)):
+        out = tmp_path / mode
+        assert quantize.main(["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]) == 0
+        state = load_file(out / "model.safetensors")
+        save_file({k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}, out / "model.safetensors")
+        with pytest.raises(InputError, match=r"scale is torch\..*quantise again"):
+            load_model(out)
+
+
+def test_a_label_that_lies_is_refused(golden, tmp_path):
+    assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
+    edit(tmp_path / "q", quantization={"mode": "fp8", "group": 0, "lm_head": True})
+    with pytest.raises(InputError, match=r"is torch\.int8, config\.json says torch\.float8_e4m3fn"):
+        load_model(tmp_path / "q")

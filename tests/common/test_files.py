@@ -1,0 +1,48 @@
+"""A file is there whole or not at all, whoever else writes it."""
+import os
+import threading
+
+import pytest
+
+from common.files import atomic_path
+
+
+def test_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "it"
+    path.write_text("before")
+    with pytest.raises(RuntimeError), atomic_path(path) as part:
+        part.write_text("half")
+        assert path.read_text() == "before"
+        raise RuntimeError
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["it"]
+    with atomic_path(str(path)) as part:
+        part.write_text("after")
+    assert path.read_text() == "after" and os.listdir(tmp_path) == ["it"]
+
+
+def test_two_writers(tmp_path):
+    """Each has a file of its own until it is whole; the last one stays."""
+    both = threading.Barrier(2)
+
+    def write(text: str) -> None:
+        with atomic_path(tmp_path / "it") as part:
+            part.write_text(text)
+            both.wait()
+
+    threads = [threading.Thread(target=write, args=(c * 1000,)) for c in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (tmp_path / "it").read_text() in ("a" * 1000, "b" * 1000) and os.listdir(tmp_path) == ["it"]
+
+
+def test_links_and_pipes_stay_what_they_are(tmp_path):
+    (tmp_path / "there").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    with atomic_path(tmp_path / "link") as part:
+        part.write_text("new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there").read_text() == "new"
+    with atomic_path(os.devnull) as part:
+        part.write_text("nothing")
+    assert not os.path.isfile(os.devnull)

@@ -1,0 +1,303 @@
+"""Medusa and Hydra: their formulas, their layouts, their trees, their training; the text is plain text."""
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+import convert_checkpoint
+import generate
+from checkpoint.export import export
+from checkpoint.folder import read_config
+from checkpoint.loading import build_module, load_head, load_model
+from drafters.hydra import Hydra
+from drafters.medusa import Medusa
+from engine.decoder import Decoder
+from networks.hydra import HydraHeads
+from networks.medusa import MedusaHeads
+from sampling.options import Sampling
+from training.new_head import new_multi_token_heads
+from tree import PathTree, likely_tree
+
+PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
+KINDS = {"medusa": {}, "hydra": {"prefix": False}, "hydra++": {"prefix": True}}
+
+
+def heads_of(target, kind: str, guesses: int = 3, blocks: int = 2, vocabulary: int = 200):
+    """Random heads that are not far from the target's own guess."""
+    ids = torch.arange(vocabulary) + 20
+    head = new_multi_token_heads(target, kind.rstrip("+"), ids, guesses, blocks, kind.endswith("++"), seed=0)
+    for p in head.parameters():
+        p.requires_grad_(False)
+    return head
+
+
+def drafter_of(head, tree):
+    return (Medusa if isinstance(head, MedusaHeads) else Hydra)(head, tree)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_text_is_plain_text(models, kind, temperature):
+    target, _ = models
+    sampling = [Sampling(60, temperature, seed=s) for s in range(3)]
+    plain = Decoder(target, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
+    decoder = Decoder(target, drafter_of(heads_of(target, kind), likely_tree(16, 3)), batch=3, max_seq_len=200, compile=False)
+    assert [o.ids for o in decoder.generate(PROMPTS, sampling)] == [o.ids for o in plain]
+
+
+def sequential_tree(target, head, ids: list[int], tree: PathTree) -> list[int]:
+    """The tree's tokens by the papers' formulas, node by node, for a text whose last token is the root."""
+    args = head.args
+    state = target.norm(target.causal(torch.tensor([ids[:-1]]))[0])  # z of all committed tokens
+    block = lambda b, x: (x if b.skip is None else F.linear(x, b.skip.weight, b.skip.bias)) + F.silu(F.linear(x, b.linear.weight, b.linear.bias))  # noqa: E501, E731
+    tokens = {(): ids[-1]}
+    if isinstance(head, HydraHeads) and args.prefix:
+        layer, rows = head.prefix_layer, []
+        T = state.shape[1]
+        q, k, v = layer.wqkv(layer.attn_norm(state)).split(
+            (args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim, args.num_kv_heads * args.head_dim), -1
+        )
+        split = lambda x: x.view(1, T, -1, args.head_dim).transpose(1, 2)  # noqa: E731
+        angle = torch.arange(T)[:, None] * head.inv_freq
+        cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((angle.sin(),) * 2, -1)
+        turn = lambda x: x * cos + torch.cat((-x[..., args.head_dim // 2 :], x[..., : args.head_dim // 2]), -1) * sin  # noqa: E731
+        groups = args.num_heads // args.num_kv_heads
+        q, k, v = turn(split(q)), turn(split(k)).repeat_interleave(groups, 1), split(v).repeat_interleave(groups, 1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        rows = layer.finish(state, out)
+        p = head.prefix_norm(rows)[0, -1]
+    else:
+        p = state[0, -1]
+    for path in tree.paths:
+        k = len(path) - 1
+        x = p
+        if isinstance(head, HydraHeads):
+            above = [tokens[path[:i]] for i in range(k + 1)]
+            x = torch.cat([p, *(target.embed.weight[t] for t in above)])
+        for b in head.stacks[k]:
+            x = block(b, x)
+        logits = head.lm_head.weight @ x
+        tokens[path] = int(head.draft_ids[logits.topk(path[-1] + 1).indices[-1]])
+    return [tokens[path] for path in ((), *tree.paths)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees_are_those_of_the_formulas(models, kind):
+    """Step after step, so that what the drafter keeps of earlier steps counts too."""
+    target, _ = models
+    head, tree = heads_of(target, kind), PathTree(((0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1)))
+    torch.manual_seed(1)
+    for p in head.stacks.parameters():
+        p.add_(torch.randn_like(p) * 0.05)
+    decoder, seen = Decoder(target, drafter_of(head, tree), max_seq_len=200, chunks=(8,), compile=False), []
+    with decoder.observe(lambda drawn, path: seen.append(drawn.tokens[0].tolist())):
+        out = decoder.generate([PROMPTS[1]], Sampling(24))[0]
+    n = 1
+    for tokens, count in zip(seen, out.accept_lengths):
+        assert tokens == sequential_tree(target, head, PROMPTS[1] + out.ids[:n], tree)
+        n += count
+    assert len(seen) > 5
+
+
+def same(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_exported_comes_back(golden, models, tmp_path, kind):
+    target, _ = models
+    head = heads_of(target, kind).twin(target, torch.bfloat16).twin(target, torch.float32)  # as the file will hold it
+    export(head, tmp_path / "out")
+    out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "ours", golden, quiet=True, dtype="fp32")
+    back = load_head(out, target, kind.rstrip("+"))
+    assert same(back.own_state(), head.own_state()) and back.args == head.args
+
+
+def published_medusa(target, folder, layers: int, lm_heads: bool = True, prefix: str = "") -> dict:
+    """As FasterDecoding publish them: one block under all its names, an lm_head each, a config that miscounts."""
+    torch.manual_seed(3)
+    H, V, tensors = target.args.hidden_size, target.args.vocab_size, {}
+    for k in range(3):
+        weight, bias = torch.randn(H, H) * 0.05, torch.randn(H) * 0.05
+        for i in range(layers):
+            tensors |= {f"{prefix}{k}.{i}.linear.weight": weight.clone(), f"{prefix}{k}.{i}.linear.bias": bias.clone()}
+        if lm_heads:
+            tensors[f"{prefix}{k}.{layers}.weight"] = torch.randn(V, H) * 0.05
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "x"}))
+    return tensors
+
+
+@pytest.mark.parametrize("layers, lm_heads", [(1, True), (3, True), (1, False)])
+def test_medusa_as_published(golden, models, tmp_path, layers, lm_heads):
+    target, _ = models
+    given = published_medusa(target, tmp_path / "in", layers, lm_heads)
+    out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
+    head = load_head(out, target, "medusa")
+    args = head.args
+    assert (args.guesses, args.blocks, args.repeated, args.lm_head_each) == (3, layers, layers > 1, lm_heads)
+    z = torch.randn(2, target.args.hidden_size)
+    logits = head.logits(z)
+    rows = target.embed.weight if target.lm_head is None else target.lm_head.weight
+    for k in range(3):
+        x = z
+        for _ in range(layers):
+            x = x + F.silu(F.linear(x, given[f"{k}.0.linear.weight"], given[f"{k}.0.linear.bias"]))
+        wanted = F.linear(x, given[f"{k}.{layers}.weight"] if lm_heads else rows)
+        assert torch.allclose(logits[:, k], wanted, atol=1e-5)
+    prompt = [256, 72, 101]
+    fast = Decoder(target, Medusa(head, likely_tree(12, 3)), max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+    assert fast == Decoder(target, max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+
+
+def published_hydra(target, folder, prefix: bool) -> dict:
+    """As ankner/hydra-vicuna: dropout takes slots, three names for one block, biased lm_heads, tables nobody reads."""
+    torch.manual_seed(4)
+    a, tensors = target.args, {}
+    H, V, r = a.hidden_size, a.vocab_size, lambda *s: torch.randn(*s) * 0.05
+    slots, lm = ((1, 3, 5, 7), "1.") if prefix else ((0, 1, 2, 3), "")
+    for k in range(2):
+        first = f"hydra_mlp.{k}.{slots[0]}."
+        tensors |= {f"{first}linear.weight": r(H, (k + 2) * H), f"{first}linear.bias": r(H)}
+        tensors |= {f"{first}res_connection.weight": r(H, (k + 2) * H), f"{first}res_connection.bias": r(H)}
+        weight, bias = r(H, H), r(H)
+        for slot in slots[1:]:
+            tensors |= {f"hydra_mlp.{k}.{slot}.linear.weight": weight.clone(), f"hydra_mlp.{k}.{slot}.linear.bias": bias.clone()}
+        tensors |= {f"hydra_lm_head.{k}.{lm}weight": r(V, H), f"hydra_lm_head.{k}.{lm}bias": r(V)}
+    tensors["input_embed_fn.weight"] = target.embed.weight.clone()
+    if prefix:
+        layer, kv, inner = "prefix_embeding_layer.layers.0.", a.num_kv_heads * a.head_dim, a.intermediate_size
+        for name, shape in {
+            "self_attn.q_proj": (a.num_heads * a.head_dim, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H),
+            "self_attn.o_proj": (H, a.num_heads * a.head_dim), "mlp.gate_proj": (inner, H), "mlp.up_proj": (inner, H),
+            "mlp.down_proj": (H, inner),
+        }.items():
+            tensors[f"{layer}{name}.weight"] = r(*shape)
+        for name in (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "prefix_embeding_layer.norm"):
+            tensors[f"{name}.weight"] = 1 + r(H)
+        tensors["prefix_embeding_layer.embed_tokens.weight"] = target.embed.weight.clone()
+        tensors[f"{layer}self_attn.rotary_emb.inv_freq"] = torch.ones(a.head_dim // 2)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hydra_num_heads": 4, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}))
+    return tensors
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+def test_hydra_as_published(golden, models, tmp_path, prefix):
+    target, _ = models
+    given = published_hydra(target, tmp_path / "in", prefix)
+    head = load_head(convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra")
+    assert head.args.guesses == 2 and head.args.blocks == 4 and head.args.repeated and head.args.lm_head_bias and head.args.prefix == prefix
+    p, tokens = torch.randn(1, target.args.hidden_size), torch.tensor([[5, 9]])
+    x = torch.cat((p, target.embed.weight[5][None], target.embed.weight[9][None]), -1)
+    slots, lm = ((1, 3), "1.") if prefix else ((0, 1), "")
+    first, rest = (f"hydra_mlp.1.{slot}." for slot in slots)
+    x = F.linear(x, given[f"{first}res_connection.weight"], given[f"{first}res_connection.bias"]) + F.silu(
+        F.linear(x, given[f"{first}linear.weight"], given[f"{first}linear.bias"])
+    )
+    for _ in range(3):
+        x = x + F.silu(F.linear(x, given[f"{rest}linear.weight"], given[f"{rest}linear.bias"]))
+    wanted = F.linear(x, given[f"hydra_lm_head.1.{lm}weight"], given[f"hydra_lm_head.1.{lm}bias"])
+    assert torch.allclose(head.guess_logits(head.output(p, tokens), 1), wanted, atol=1e-5)
+    prompt = [256, 72, 101]
+    fast = Decoder(target, Hydra(head, likely_tree(12, 2)), max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+    assert fast == Decoder(target, max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+
+
+def test_a_medusa_2_model_is_a_target_and_heads(golden, models, tmp_path):
+    from helpers import GOLDEN
+
+    target, _ = models
+    shutil.copytree(GOLDEN / "target", tmp_path / "model")
+    heads = published_medusa(target, tmp_path / "in", 1, prefix="medusa_head.")
+    file = next((tmp_path / "model").glob("*.safetensors"))
+    save_file(load_file(file) | heads, file)
+    ours = convert_checkpoint.convert(tmp_path / "model", tmp_path / "ours", quiet=True)
+    assert read_config(ours)["kind"] == "target" and same(load_model(ours)[0].state_dict(), load_model(golden)[0].state_dict())
+    convert_checkpoint.convert(tmp_path / "model", target=ours, quiet=True)
+    assert load_head(ours / "medusa", target).args.guesses == 3
+
+
+def test_typical_acceptance_is_medusas(models, golden, capsys):
+    """The longest path whose tokens are all likely enough, of equals the likeliest; by a plain program on the target's logits."""
+    target, _ = models
+    head, tree = heads_of(target, "medusa"), likely_tree(24, 3)
+    drafter = Medusa(head, tree)
+    drafter.rule = "typical"
+    decoder, seen = Decoder(target, drafter, max_seq_len=200, compile=False), []
+    steps = 0
+    for seed in range(2):
+        seen.clear()
+        with decoder.observe(lambda drawn, path: seen.append(drawn.tokens[0].tolist())):
+            out = decoder.generate([PROMPTS[1]], Sampling(40, 0.7, seed=seed))[0]
+        n = 1
+        for tokens, count in zip(seen, out.accept_lengths):
+            text, node = PROMPTS[1] + out.ids[: n - 1], {(): 0} | {p: i for i, p in enumerate(tree.paths, 1)}
+            paths = [(0.0, ())]
+            for path in tree.paths:
+                log_p, passes = 0.0, True
+                for i in range(len(path)):
+                    above = [tokens[node[path[:j]]] for j in range(i + 1)]
+                    p = (target.logits(target.causal(torch.tensor([text + above]))[0][:, -1])[0] / 0.7).softmax(-1)
+                    x = p[tokens[node[path[: i + 1]]]]
+                    passes &= bool(x > min(0.09, 0.3 * torch.exp((p * (p + 1e-5).log()).sum())))
+                    log_p += float(x.log())
+                if passes:
+                    paths.append((log_p, path))
+            depth = max(len(path) for _, path in paths)
+            best = max(score for score, path in paths if len(path) == depth)
+            found = out.ids[n : n + count]
+            if n + count < 40:
+                assert count == depth + 1
+                drawn = [path for score, path in paths if len(path) == depth and score > best - 1e-4]
+                assert found[:-1] in [[tokens[node[path[: i + 1]]] for i in range(depth)] for path in drawn]
+            n, steps = n + count, steps + 1
+    assert steps > 10
+    greedy = Decoder(target, max_seq_len=200, compile=False).generate([PROMPTS[1]], Sampling(40))[0].ids
+    assert decoder.generate([PROMPTS[1]], Sampling(40))[0].ids == greedy
+
+    options = ["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", "--max-new-tokens", "20"]
+    lossy = [*options, "--speculate", "lookup", "--accept", "typical"]
+    assert generate.main([*lossy, "--temperature", "1", "--compare"]) == 0 and "LOSSY" in capsys.readouterr().err
+    assert generate.main([*lossy, "--compare"]) == 0 and "LOSSY" not in capsys.readouterr().err
+    for wrong, message in ((["--accept", "typical"], "drafts nothing"), (["--speculate", "lookup", "--accept", "residual"], "is for")):
+        assert generate.main([*options, *wrong]) == 1 and message in capsys.readouterr().err
+
+
+def test_likely_trees():
+    for nodes, levels in ((2, 1), (12, 4), (64, 4), (30, 1)):
+        tree = likely_tree(nodes, levels)
+        assert tree.nodes == nodes and tree.window - 1 <= levels
+    assert likely_tree(64, 4).window == 5
+    with pytest.raises(ValueError, match="draft nothing"):
+        likely_tree(1, 4)
+
+
+def test_bad_input_is_one_line(golden, models, tmp_path, capsys):
+    def refused(*options: str) -> str:
+        assert generate.main(["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", *options]) == 1
+        error = capsys.readouterr().err
+        assert error.count("error: ") == 1 and "Traceback" not in error
+        return error
+
+    assert "no medusa heads there" in refused("--speculate", "medusa")
+    assert "no hydra heads there" in refused("--speculate", "hydra")
+    published_medusa(models[0], tmp_path / "in", 1)
+    out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
+    assert "takes a static tree" in refused("--speculate", "medusa", "--draft", str(out), "--tree", "12,3,4")
+    (tmp_path / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
+    assert "4 levels, and heads for 3" in refused("--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json"))
+    assert "holds a medusa checkpoint" in refused("--speculate", "eagle3", "--draft", str(out))
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    del tensors["1.0.linear.bias"]
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    assert convert_checkpoint.main(["--checkpoint", str(tmp_path / "in"), "--target", str(golden), "--out", str(tmp_path / "no")]) == 1
+    assert "1.0.linear.bias" in capsys.readouterr().err and not (tmp_path / "no").exists()
+    config = read_config(out)
+    with pytest.raises(Exception, match="at least one of each"):
+        build_module(config | {"guesses": 0})

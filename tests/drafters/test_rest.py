@@ -1,0 +1,189 @@
+"""REST: the search finds what a plain search finds, the tree holds the most frequent continuations, the text is plain text."""
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.decoding import load
+from helpers.states import state_of
+
+import generate
+from drafters import rest, rest_store
+from drafters.rest import Rest
+from engine.decoder import Decoder
+from sampling.options import Sampling
+from tokens.tokenizer import Tokenizer
+
+divsufsort = pytest.importorskip("pydivsufsort").divsufsort
+PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
+
+
+def drafter_of(tokens: list[int], vocab_size: int, **options) -> Rest:
+    array = torch.tensor(tokens, dtype=torch.int32)
+    return Rest(array, torch.from_numpy(divsufsort(array.numpy())), vocab_size, **options)
+
+
+def counted(store: list[int], text: list[int], vocab_size: int, longest: int, shortest: int, depth: int) -> dict[tuple, int]:
+    """By a plain search: how often each beginning of a continuation follows the longest context that occurs."""
+    for size in range(min(longest, len(text)), shortest - 1, -1):
+        places = [i + size for i in range(len(store) - size + 1) if store[i : i + size] == text[-size:]]
+        if places:
+            found: dict[tuple, int] = {}
+            for p in places:
+                ahead = store[p : p + depth]
+                ahead = ahead[: next((j for j, t in enumerate(ahead) if t >= vocab_size), len(ahead))]
+                for n in range(1, len(ahead) + 1):
+                    found[tuple(ahead[:n])] = found.get(tuple(ahead[:n]), 0) + 1
+            return found
+    return {}
+
+
+@pytest.mark.parametrize("vocab_size, size, nodes", [(3, 300, 20), (2, 900, 64), (40, 2000, 12), (3, 5, 6), (5, 17, 8), (151_936, 400, 12)])
+def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
+    rng = random.Random(size)
+    store = [rng.choice([*range(vocab_size)] * 5 + [vocab_size]) for _ in range(size)]
+    drafter = drafter_of(store, vocab_size, nodes=nodes, longest=5, shortest=2, depth=4)
+    drafter.allocate(4, 64, torch.float32, "cpu")
+    found_any = 0
+    for _ in range(25):
+        texts = []
+        for _ in range(4):
+            at = rng.randrange(max(1, size - 8))
+            texts.append([t for t in store[at : at + rng.randint(1, 8)] if t < vocab_size] or [0])
+        state = state_of(texts)
+        tree = drafter.propose(state, None, None).tree
+        expected = [counted(store, text, vocab_size, 5, 2, 4) for text in texts]
+        assert bool(drafter.has_guess(state, None)) == any(
+            e or any(store[i : i + s] == t[-s:] for s in range(2, 6) if s <= len(t) for i in range(size)) for e, t in zip(expected, texts)
+        )
+        for b, (counts, text) in enumerate(zip(expected, texts)):
+            tokens, parent = tree.tokens[b].tolist(), tree.parent[b].tolist()
+            assert tokens[0] == text[-1] and len(tokens) == nodes and all(p < i for i, p in enumerate(parent) if i)
+            path = {0: ()}
+            for i in range(1, nodes):
+                path[i] = (*path[parent[i]], tokens[i])
+            live = [i for i in range(1, nodes) if tree.scores[b, i] > float("-inf")]
+            drafted = [path[i] for i in live]
+            assert len(set(drafted)) == len(drafted) == min(len(counts), nodes - 1)
+            assert sorted((counts[p] for p in drafted), reverse=True) == sorted(counts.values(), reverse=True)[: nodes - 1]
+            assert tree.depth[b].tolist() == [len(path[i]) for i in range(nodes)]
+            total = max(1, sum(n for p, n in counts.items() if len(p) == 1))
+            for i in live:
+                assert tree.scores[b, i].exp() <= counts[path[i]] / total + 1e-5
+            found_any += bool(drafted)
+    assert found_any > 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_is_plain_text(models, temperature):
+    """Of a store made of the target's own texts nearly everything is found."""
+    target, _ = models
+    sampling = [Sampling(60, temperature, seed=s) for s in range(3)]
+    plain = Decoder(target, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
+    store = []
+    for prompt, out in zip(PROMPTS, plain):
+        store += [*prompt, *out.ids, target.args.vocab_size]
+    drafter = drafter_of(store, target.args.vocab_size, nodes=24)
+    fast = Decoder(target, drafter, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
+    assert [o.ids for o in fast] == [o.ids for o in plain]
+    lengths = [n for o in fast for n in o.accept_lengths]
+    assert sum(lengths) / len(lengths) > 3
+    other = drafter_of([5, 6, 7, 5, 6, 8], target.args.vocab_size, nodes=24)  # of one that knows nothing, nothing, and no loss
+    slow = Decoder(target, other, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
+    assert [o.ids for o in slow] == [o.ids for o in plain]
+
+
+def test_more_hits_than_are_counted():
+    """Evenly spread samples: the share of each continuation stays."""
+    rng = random.Random(1)
+    store = []
+    for _ in range(4000):
+        store += [1, 2, rng.choices([3, 4, 5], [6, 3, 1])[0], 9]
+    drafter = drafter_of(store, 9, nodes=4, depth=1, hits=256)
+    tree = drafter.propose(state_of([[0, 1, 2]]), None, None).tree
+    assert tree.tokens[0].tolist() == [2, 3, 4, 5]
+    assert torch.allclose(tree.scores[0, 1:].exp(), torch.tensor([0.6, 0.3, 0.1]), atol=0.03)
+
+
+def test_a_store_from_files_and_the_command_line(golden, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
+    talk = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abf"}]
+    rows = [{"text": "abc"}, {"prompt": "what"}, {"messages": talk}, {"ids": [97, 98, 99]}]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = tmp_path / "store"
+    build = ["build", "--checkpoint", str(golden), "--out", str(store)]
+    assert rest.main([*build, str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]) == 0
+    said = capsys.readouterr()
+    assert "wrote" in said.out and "suffixes" in said.err
+    about = json.loads((store / "store.json").read_text())
+    assert about["tokens"] * 4 == (store / "tokens.bin").stat().st_size == (store / "suffixes.bin").stat().st_size
+
+    command = ["--checkpoint", str(golden), "--prompt", "abc abd abe.", "--raw", "--no-compile", "--max-new-tokens", "30"]
+    command += ["--speculate", "rest", "--dtype", "fp32"]
+    assert generate.main([*command, "--datastore", str(store), "--draft-tokens", "16", "--compare", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"]
+
+    def refused(main, argv, message):
+        assert main(argv) == 1
+        error = capsys.readouterr().err
+        assert message in error and "Traceback" not in error and error.count("error: ") == 1, error
+
+    refused(rest.main, [*build, str(tmp_path / "a.txt")], "--force")
+    refused(generate.main, command, "with --datastore")
+    refused(generate.main, [*command, "--datastore", str(tmp_path)], "no such file")
+    refused(generate.main, [*command, "--datastore", str(store), "--draft-tokens", "1"], "at least 2")
+    (tmp_path / "empty.txt").write_text("")
+    refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "empty.txt")], "no text in there")
+    refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "none.txt")], "cannot be read")
+    (tmp_path / "wrong.jsonl").write_text('{"ids": [99999]}\n')
+    refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "wrong.jsonl")], "outside the vocabulary")
+    assert not (tmp_path / "new").exists()
+    (store / "store.json").write_text(json.dumps(about | {"vocab_size": 7}))
+    refused(generate.main, [*command, "--datastore", str(store)], "vocabulary of 7")
+    (store / "store.json").write_text(json.dumps(about | {"tokenizer": "x"}))
+    refused(generate.main, [*command, "--datastore", str(store)], "another tokenizer")
+    (store / "store.json").write_text(json.dumps(about))
+    (store / "store.json").write_text(json.dumps(about | {"suffixes": ["int32"]}))
+    refused(generate.main, [*command, "--datastore", str(store)], "not of the size")
+    (store / "store.json").write_text(json.dumps(about))
+    good = (store / "suffixes.bin").read_bytes()
+    (store / "suffixes.bin").write_bytes(random.Random(0).randbytes(len(good)))
+    refused(generate.main, [*command, "--datastore", str(store)], "damaged")
+    (store / "suffixes.bin").write_bytes(good)
+    (store / "tokens.bin").write_bytes(b"123")
+    refused(generate.main, [*command, "--datastore", str(store)], "not of the size")
+    assert rest.main([*build, str(tmp_path / "a.txt"), "--force"]) == 0
+
+
+def test_a_store_never_replaces_what_is_no_store(golden, tmp_path):
+    (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "precious").write_text("x")
+    for out in (tmp_path / "mine", tmp_path / "mine" / "new" / ".."):
+        for force in ([], ["--force"]):
+            build = ["build", "--checkpoint", str(golden), "--out", str(out), *force]
+            assert rest.main([*build, str(tmp_path / "a.txt")]) == 1
+    assert (tmp_path / "mine" / "precious").read_text() == "x"
+
+
+def test_a_store_is_mapped_into_memory(golden, tmp_path):
+    (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
+    assert rest.main(["build", "--checkpoint", str(golden), "--out", str(tmp_path / "store"), str(tmp_path / "a.txt")]) == 0
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc here")
+    model = load(golden, "rest", flags={"datastore": str(tmp_path / "store"), "draft-tokens": 8}, compile=False)
+    assert model.decoder.drafter.tokens.numel()
+    assert all(f"{tmp_path}/store/{name}.bin" in maps.read_text() for name in ("tokens", "suffixes"))
+
+
+def test_what_is_read_of_a_row(golden, tmp_path):
+    tokenizer = Tokenizer.load(golden)
+    rows = [
+        {"prompt": "ab", "completion": "cd"}, {"prompt": "xx", "messages": [{"role": "user", "content": "ef"}]}, {"text": " \n"},
+    ]
+    (tmp_path / "a.JSONL").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgh")
+    found = [tokenizer.decode(ids) for name in ("a.JSONL", "b.txt") for ids in rest_store.texts(tmp_path / name, tokenizer)]
+    assert [text.removeprefix("<bos>") for text in found] == ["ab", "cd", "ef", "gh"]

@@ -1,0 +1,187 @@
+"""What is compiled once is found again: by the next call, by the next object, by the next process."""
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers import ROOT
+
+from checkpoint.loading import load_head, load_model
+from drafters.draft_model import DraftModel
+from drafters.eagle import Eagle, StaticEagle
+from drafters.lookahead import Lookahead
+from drafters.rest import Rest
+from engine.compiling import CompiledFunction
+from engine.decoder import Decoder
+from engine.runtime import keep_compiled
+from engine.saved_graph import place
+from kernels.cpu import load_kernels
+from kernels.packed import pack
+from sampling.options import Sampling
+from tree import PathTree, TreeShape
+
+
+class Sums(NamedTuple):
+    total: torch.Tensor
+    nothing: None
+    shifted: torch.Tensor
+
+
+class Adder(nn.Module):
+    def __init__(self, by: int = 2, dtype=torch.float32):
+        super().__init__()
+        self.by = by
+        self.register_buffer("total", torch.zeros(3, dtype=dtype), persistent=False)
+        self.weight = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
+
+
+def add(adder: Adder, span: torch.Tensor, twice: bool) -> tuple[Sums, torch.Tensor]:
+    """Changes a buffer, reads a constant of the module, and takes a tensor of any length."""
+    adder.total.add_(adder.weight * span.sum() * (2 if twice else 1))
+    return Sums(adder.total + adder.by, None, span + span.shape[0]), adder.total * 3
+
+
+def span(n: int) -> torch.Tensor:
+    found = torch.arange(64)[:n]
+    torch._dynamo.mark_dynamic(found, 0)
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def check(whole: CompiledFunction, adder: Adder, lengths=(7, 20, 33)) -> None:
+    eager = Adder(adder.by, adder.total.dtype)
+    eager.total.copy_(adder.total)
+    for n in lengths:
+        for twice in (False, True):
+            (found, tripled), (wanted, wanted_tripled) = whole(adder, span(n), twice), add(eager, span(n), twice)
+            assert isinstance(found, Sums) and found.nothing is None and torch.equal(found.total, wanted.total)
+            assert torch.equal(found.shifted, wanted.shifted) and torch.equal(tripled, wanted_tripled)
+            assert torch.equal(adder.total, eager.total)
+
+
+def test_compiled_once_and_found_again(cache):
+    said: list[str] = []
+    check(CompiledFunction(add, "sum", said.append, direct=True), Adder())
+    assert [line for line in said if "took" not in line] == ["compiling the sum ..."] * 2  # twice or not
+    again: list[str] = []
+    whole = CompiledFunction(add, "sum", again.append, direct=True)
+    check(whole, Adder())
+    assert not again
+    other = Adder(by=5)  # a constant that is compiled in
+    check(CompiledFunction(add, "sum", again.append, direct=True), other, (7,))
+    assert len(again) == 4
+
+
+def test_another_process_finds_it(cache):
+    """And what it finds is right; a damaged file is made again."""
+    script = (
+        "import test_compiling as t; said = [];"
+        "t.check(t.CompiledFunction(t.add, 'sum', said.append, direct=True), t.Adder()); print(len(said))"
+    )
+
+    def said() -> int:
+        command = [sys.executable, "-c", script]
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/engine:{ROOT}/tests:{ROOT}", "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        return int(result.stdout)
+
+    assert said() == 4
+    assert said() == 0
+    for damaged in (*(cache / "graphs").glob("*.graph"), *(cache / "graphs").glob("*.pickle")):
+        damaged.write_bytes(damaged.read_bytes()[:20])
+    for library in cache.rglob("*.main.so"):  # as a killed compiler leaves them
+        library.write_bytes(library.read_bytes()[:20])
+    assert said() == 4
+
+
+def test_a_cache_that_can_only_be_read(cache, monkeypatch):
+    """As beside a checkpoint that is somebody else's: what is in it is found, what is new goes where torch puts it."""
+    kept = cache / ".compiled"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
+    check(CompiledFunction(add, "sum", print, direct=True), Adder())
+    before = sorted(kept.rglob("*"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "other"))
+    monkeypatch.setattr("engine.runtime.READ_ONLY", found := [])
+    monkeypatch.setattr("engine.saved_graph.READ_ONLY", found)
+    monkeypatch.setattr("engine.runtime._chosen", {str(cache / "other")})
+    with monkeypatch.context() as m:
+        m.setattr("os.access", lambda path, mode: False)
+        keep_compiled(cache)
+        keep_compiled(cache)
+    assert found == [kept] and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "other")
+    said: list[str] = []
+    check(CompiledFunction(add, "sum", said.append, direct=True), Adder())
+    assert not said
+    check(CompiledFunction(add, "sum", said.append, direct=True), Adder(by=5))
+    assert said and sorted(kept.rglob("*")) == before
+
+
+def test_indirect_is_compiled_too():
+    """The way of CUDA: torch.compile itself is called."""
+    said: list[str] = []
+    check(CompiledFunction(add, "sum", said.append, direct=False), Adder())
+    assert len(said) == 4
+
+
+def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
+    def where(adder=None, n=7, twice=False, function=add):
+        return place(function, (adder or Adder(), span(n), twice))
+
+    same = where()
+    assert same == where(n=20)  # the length is dynamic
+    wider, tied = Adder(), Adder()
+    wider.total = torch.zeros(4)
+    tied.total = tied.weight
+    others = [where(Adder(3)), where(Adder(dtype=torch.float64)), where(wider), where(tied), where(twice=True), where(function=check)]
+    with monkeypatch.context() as m:
+        m.setattr(torch, "get_num_threads", lambda: 77)
+        others.append(where())
+    with monkeypatch.context() as m:
+        m.setattr("compiling._surroundings", lambda: "other sources, torch or processor")
+        others.append(where())
+    assert len({same, *others}) == len(others) + 1
+    assert same == where()
+
+
+@pytest.mark.parametrize("drafter", ["plain", "eagle", "static", "draft-model", "lookahead", "rest"])
+def test_a_decoder_that_finds_its_step(cache, golden, drafter):
+    """Same texts, same trees for the observer, nothing compiled; another tree is another step."""
+    target, _ = load_model(golden)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    load_kernels()
+    eager = Decoder(target, max_seq_len=100, compile=False).generate([[256, 72, 101]], Sampling(20))[0].ids
+    pack(target, head)
+    store = torch.tensor([256, *range(90, 120)] * 2, dtype=torch.int32)
+    order = torch.tensor(sorted(range(len(store)), key=lambda i: store[i:].tolist()), dtype=torch.int32)
+
+    def decode(shape, said: list[str]):
+        static = PathTree(((0,), (1,), (0, 0)))
+        made = {
+            "plain": None, "eagle": Eagle(head, shape), "static": StaticEagle(head, static), "draft-model": DraftModel(target, shape),
+            "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2), "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
+        }[drafter]
+        decoder, trees = Decoder(target, made, max_seq_len=100, say=said.append), []
+        with decoder.observe(lambda tree, path: trees.append((*tree, path))):
+            ids = decoder.generate([[256, 72, 101]], Sampling(20))[0].ids
+        return ids, trees
+
+    first, second = [], []
+    ids, trees = decode(TreeShape(4, 1, 2), first)
+    again, same = decode(TreeShape(4, 1, 2), second)
+    assert any("compiling the step" in line for line in first) and not second
+    assert ids == again and len(trees) == len(same)
+    for a, b in zip(trees, same):
+        assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b))
+    assert ids == eager
+    if drafter == "eagle":
+        decode(TreeShape(5, 1, 2), second)
+        assert any("compiling the step" in line for line in second)

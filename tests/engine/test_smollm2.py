@@ -1,0 +1,88 @@
+"""The real demo model against transformers, and lossless with its real head. Skipped until `python demo.py fetch` (or
+`make demo`) has put it into checkpoints/; CI does that first."""
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+from helpers.decoding import load
+
+from checkpoint.loading import load_model
+from drafters.draft_model import DraftModel
+from drafters.hydra import Hydra
+from drafters.lookahead import Lookahead
+from drafters.lookup import Lookup
+from drafters.medusa import Medusa
+from drafters.rest import Rest
+from engine.decoder import Decoder
+from sampling.options import Sampling
+from training.new_head import new_multi_token_heads
+from tree import TreeShape, likely_tree
+
+FOLDER = ROOT / "checkpoints" / "smollm2-135m"
+pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").is_file(), reason="run `python demo.py fetch` first")
+
+
+def test_logits_agree_with_transformers_on_512_tokens():
+    pytest.importorskip("transformers")
+    from first_turns import Transformers
+
+    target, config = load_model(FOLDER, dtype=torch.float32)
+    peer = Transformers(target, config).model
+    tokens = torch.randint(0, 49152, (1, 512), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = target.logits(target.causal(tokens)[0]), peer(tokens).logits
+    assert (ours - theirs).norm() / theirs.norm() < 1e-4
+    assert (ours - theirs).abs().max() / theirs.abs().max() < 1e-4
+
+
+def test_stop_ids_template_and_context():
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert set(config["stop_ids"]) == {0, 2} and config["max_seq_len"] == 8192
+    model = load(FOLDER, compile=False)
+    assert model.tokenizer.decode(model.encode("Hi")).startswith("system\nYou are a helpful AI assistant")
+    assert model.generate("What is the capital of France?", max_new_tokens=60).finish == "stop"
+
+
+@pytest.mark.skipif(not (FOLDER / "eagle3").is_dir(), reason="no head for it yet")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_eagle3_text_is_plain_text(temperature):
+    plain = load(FOLDER, dtype="fp32", compile=False)
+    fast = load(FOLDER, "eagle3", tree=TreeShape(16, 3, 4), dtype="fp32", compile=False)
+    taus = []
+    for seed, prompt in enumerate(("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")):
+        settings = {"max_new_tokens": 40, "temperature": temperature, "seed": seed}
+        a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
+        assert a.ids == b.ids
+        taus.append(b.tau)
+    assert sum(taus) / 3 > 1.3, "the head drafts next to nothing"
+
+
+def drafters(target) -> dict:
+    """One of every kind that needs no training, the heads random; sizes for a CPU."""
+    ids = torch.arange(4096)
+    tree = likely_tree(12, 3)
+    found = {
+        "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3), "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
+        "medusa": Medusa(new_multi_token_heads(target, "medusa", ids, 3, 1, False, 0), tree),
+        "hydra": Hydra(new_multi_token_heads(target, "hydra", ids, 3, 1, True, 0), tree),
+    }
+    try:
+        from pydivsufsort import divsufsort
+    except ImportError:
+        return found
+    store = torch.tensor(load(FOLDER, compile=False).tokenizer.encode(Path(__file__).read_text()), dtype=torch.int32)
+    return found | {"rest": Rest(store, torch.from_numpy(divsufsort(store.numpy())), target.args.vocab_size, nodes=12)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_drafters_text_is_plain_text(temperature):
+    target, _ = load_model(FOLDER, dtype=torch.float32)
+    prompt = load(FOLDER, compile=False).encode("def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n")
+    sampling = Sampling(32, temperature, seed=5)
+    plain = Decoder(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
+    for name, drafter in drafters(target).items():
+        fast = Decoder(target, drafter, max_seq_len=160, compile=False).generate([prompt], sampling)[0]
+        assert fast.ids == plain, name
+        assert name != "draft-model" or set(fast.accept_lengths[:-1]) == {4}

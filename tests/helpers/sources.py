@@ -1,0 +1,123 @@
+"""Tiny checkpoints in other people's layouts."""
+import json
+import re
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import save_file
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 96,
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "eos_token_id": [3, 5],
+    "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False, "torch_dtype": "float16",
+}
+
+
+HEAD_CONFIG = {
+    **CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 24, "rope_theta": None, "head_dim": None,
+    "architectures": ["LlamaForCausalLMEagle3"],
+}
+
+
+def target_state(config=CONFIG, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(1)
+    H, inner, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    nh, nkv, hd = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    shapes = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
+    for i in range(config["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        shapes |= {
+            p + "input_layernorm.weight": (H,), p + "post_attention_layernorm.weight": (H,),
+            p + "self_attn.q_proj.weight": (nh * hd, H), p + "self_attn.k_proj.weight": (nkv * hd, H),
+            p + "self_attn.v_proj.weight": (nkv * hd, H), p + "self_attn.o_proj.weight": (H, nh * hd),
+            p + "mlp.gate_proj.weight": (inner, H), p + "mlp.up_proj.weight": (inner, H),
+            p + "mlp.down_proj.weight": (H, inner),
+        }
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (V, H)
+    return {name: torch.randn(shape, generator=g).mul(0.2).to(dtype) for name, shape in shapes.items()}
+
+
+def head_state(hd=8, vocab=96, draft=24, hidden=32, prefix="midlayer.") -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(2)
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden), "norm.weight": (hidden,), "lm_head.weight": (draft, hidden),
+        "input_layernorm.weight": (hidden,), "hidden_norm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (4 * hd, 2 * hidden), "self_attn.k_proj.weight": (2 * hd, 2 * hidden),
+        "self_attn.v_proj.weight": (2 * hd, 2 * hidden), "self_attn.o_proj.weight": (hidden, 4 * hd),
+        "mlp.gate_proj.weight": (64, hidden), "mlp.up_proj.weight": (64, hidden), "mlp.down_proj.weight": (hidden, 64),
+    }
+    outside = ("fc.", "norm.", "lm_head.")
+    state = {
+        (n if n.startswith(outside) else prefix + n): torch.randn(s, generator=g) * 0.2 for n, s in shapes.items()
+    }
+    if draft != vocab:
+        ids = torch.randperm(vocab, generator=g)[:draft].sort().values
+        state["d2t"] = ids - torch.arange(draft)
+        state["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    return state
+
+
+def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", shard=lambda i: i % 2) -> Path:
+    """A Hugging Face folder; `form` is safetensors or bin, or either with `-sharded`: tensor i goes to shard(i)."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    kind, _, sharded = form.partition("-")
+    base = {"safetensors": "model", "bin": "pytorch_model"}[kind]
+    save = (lambda s, p: save_file(s, p)) if kind == "safetensors" else torch.save
+    if not sharded:
+        save(state, folder / f"{base}.{kind}")
+        return folder
+    weight_map = {name: f"{base}-part{shard(i)}.{kind}" for i, name in enumerate(state)}
+    for file in set(weight_map.values()):
+        save({n: state[n] for n, f in weight_map.items() if f == file}, folder / file)
+    (folder / f"{base}.{kind}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
+}
+
+
+def write_gguf(file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    w = gguf.GGUFWriter(file, arch)
+    w.add_block_count(config["num_hidden_layers"])
+    w.add_context_length(config["max_position_embeddings"])
+    w.add_embedding_length(config["hidden_size"])
+    w.add_feed_forward_length(config["intermediate_size"])
+    w.add_head_count(config["num_attention_heads"])
+    w.add_head_count_kv(config["num_key_value_heads"])
+    w.add_key_length(config["head_dim"])
+    w.add_value_length(config["head_dim"])
+    w.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    w.add_rope_freq_base(config["rope_theta"])
+    w.add_bos_token_id(1)
+    w.add_eos_token_id(3)
+    w.add_eot_token_id(5)
+    extra(w)
+    qtype = gguf.GGMLQuantizationType[kind]
+    for name, tensor in state.items():
+        for theirs, ours in GGUF_NAMES.items():
+            name = name.replace(theirs, ours)
+        data = tensor.float()
+        if re.search(r"attn_[qk]\.", name):  # llama.cpp's order: halves become neighbouring pairs
+            data = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2).reshape(data.shape)
+        data = data.contiguous().numpy()
+        if data.ndim == 1 or kind == "F32":
+            w.add_tensor(name, data)
+        else:
+            w.add_tensor(name, gguf.quants.quantize(data, qtype), raw_dtype=qtype)
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return file

@@ -1,0 +1,295 @@
+"""The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its company."""
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from checkpoint.loading import load_head, load_model
+from common.errors import InputError
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
+from kernels import cpu
+from kernels.packed import PackedLinear, pack
+from kernels.quantized import QuantizedLinear, rounded
+from model import MLP, ModelArgs, Pass, Transformer, attention, inverse_frequencies
+from networks.eagle import Eagle3Head
+from networks.head import HeadArgs
+from sampling.options import Sampling
+from tree import TreeShape
+
+DTYPES = (torch.float32, torch.bfloat16)
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # of one product, relative to the largest: rounding of the output
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    cpu.load_kernels()
+
+
+def draws(seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(dtype)
+
+
+def close(found, expected, dtype):
+    assert (found.double() - expected).abs().max() <= ERROR[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", (1, 31, 32, 75))
+@pytest.mark.parametrize("rows", (1, 5, 12, 13, 40))
+def test_linear(dtype, columns, rows):
+    draw = draws(rows)
+    x, weight, bias = draw(2, rows, 38, dtype=dtype), draw(columns, 38, dtype=dtype), draw(columns)
+    onto = draw(2, rows, columns, dtype=dtype)
+    packed, expected = cpu.pack(weight, 4 // dtype.itemsize), x.double() @ weight.double().T
+    close(cpu.linear(x, packed, columns), expected, dtype)
+    close(cpu.linear(x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
+    exact = cpu.linear(x, packed, columns, mode=cpu.FLOAT32)
+    assert exact.dtype == torch.float32
+    close(exact, expected, torch.float32)
+    assert torch.equal(cpu.linear(x.transpose(0, 1), packed, columns), cpu.linear(x, packed, columns).transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", (16, 24, 100))
+def test_gated(dtype, inner):
+    draw = draws(inner)
+    x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    packed = cpu.pack(cpu.interleave(weight), 4 // dtype.itemsize)
+    close(cpu.linear(x, packed, inner, mode=cpu.GATED), F.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode, inputs, group", (
+    ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
+))
+@pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
+@pytest.mark.parametrize("gated", (False, True))
+def test_quantised(dtype, mode, inputs, group, rows, gated):
+    """Exactly the product of what x is rounded to (w8a8) with the weight that the quantised one stands for, and row-invariant."""
+    draw = draws(rows)
+    layer = QuantizedLinear.of(draw(90, inputs), mode, group)
+    x, onto = draw(rows, inputs, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
+    x[0, :64] = 0
+    read = rounded(x.float()) if mode == "w8a8" else x
+    expected = read.double() @ layer.whole(torch.float64).T
+    packed = PackedLinear(layer, dtype, gated)
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    else:
+        close(packed.logits(x), expected, torch.float32)
+    whole = packed(x)
+    close(whole, expected, dtype)
+    close(packed(x, onto), expected + onto, dtype)
+    assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", (1, 16, 50, 576))
+def test_rms_norm(dtype, size):
+    draw = draws(size)
+    x, weight = draw(2, 5, size, dtype=dtype), draw(size, dtype=dtype)
+    close(cpu.rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (size,), weight.double(), 1e-5), dtype)
+
+
+def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
+    draw = draws(seed)
+    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms)
+    qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
+    slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
+    visible = draw(B, T, n) > -0.5
+    visible.scatter_(2, slots[..., None], True)  # a row sees itself
+    weights = (draw(head_dim, dtype=dtype), draw(head_dim, dtype=dtype), 1e-5) if norms else ()
+    return args, qkv, k, v, slots, visible, weights
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", (
+    (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
+    (1, 3, 5, 5, 96, 8, False), (2, 6, 4, 2, 16, 40, True), (1, 4, 2, 1, 80, 20, False),
+    (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False),
+))
+def test_attend(dtype, shape):
+    args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
+    positions = slots + 100
+    block = Transformer(args).layers[0].to(dtype)
+    if weights:
+        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
+        block.q_norm.eps = block.k_norm.eps = 1e-5
+
+    class Cache:
+        def __init__(self, k, v):
+            self.k, self.v = k.clone(), v.clone()
+
+        def write(self, k, v, slots):
+            rows = torch.arange(len(slots))[:, None]
+            self.k[rows, slots], self.v[rows, slots] = k, v
+
+    ours, theirs = Cache(k, v), Cache(k.double(), v.double())
+    shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
+    torch.set_num_threads(2)
+    found = cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
+    torch.set_num_threads(1)
+    assert torch.equal(found, cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights))
+    expected = attention(block.double(), qkv.double(), theirs, shared)
+    assert torch.equal(ours.v.double(), theirs.v)
+    close(ours.k, theirs.k, dtype)
+    assert (found.double() - expected).abs().max() <= 2 * ERROR[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_never_depends_on_its_company(dtype):
+    """Bit for bit: any subset of rows, any number of threads."""
+    draw = draws(3)
+    x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
+    per_word = 4 // dtype.itemsize
+    packed, gated = cpu.pack(weight, per_word), cpu.pack(cpu.interleave(weight), per_word)
+    for compute in (
+        lambda x: cpu.linear(x, packed, 70), lambda x: cpu.linear(x, packed, 70, mode=cpu.FLOAT32),
+        lambda x: cpu.linear(x, gated, 35, mode=cpu.GATED), lambda x: cpu.rms_norm(x, norm, 1e-6),
+    ):
+        whole = compute(x)
+        for first in range(40):
+            for count in (1, 2, 3, 7, 8, 11, 12, 13, 25):
+                assert torch.equal(compute(x[first : first + count]), whole[first : first + count])
+        torch.set_num_threads(3)
+        threaded = compute(x)
+        torch.set_num_threads(1)
+        assert torch.equal(threaded, whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_never_depends_on_where_the_slots_lie(dtype):
+    """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by side."""
+    args, qkv, k, v, _, _, _ = attend_case(dtype, 1, 4, 6, 2, 64, 90, False)
+    cos, sin = draws(1)(1, 4, 32).cos(), draws(2)(1, 4, 32).sin()
+    results = []
+    for places in ((50, 51, 52, 53), (50, 57, 63, 80)):
+        keys, values, slots = k.clone(), v.clone(), torch.tensor([places])
+        visible = torch.zeros(1, 4, 90, dtype=torch.bool)
+        visible[:, :, :50] = True
+        for i in range(4):
+            visible[:, i, list(places[: i + 1])] = True
+        for threads in (1, 3):  # by themselves, or sharing slots and parts of heads
+            torch.set_num_threads(threads)
+            results.append(cpu.attend(qkv, cos, sin, keys.clone(), values.clone(), slots, visible))
+        torch.set_num_threads(1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def tiny(dtype, seed=0, head_dim=32, **options):
+    """A random target and EAGLE-3 head."""
+    torch.manual_seed(seed)
+    size = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim}
+    target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
+    head = Eagle3Head(HeadArgs(num_layers=1, draft_vocab_size=96, target_hidden_size=64, aux_layers=(2, 3, 4), **size))
+    head.draft_ids.copy_(torch.randperm(160)[:96].sort().values)
+    for p in [*target.parameters(), *head.parameters()]:
+        p.data = (torch.randn(p.shape) * 0.25).to(dtype) if p.dim() > 1 else torch.rand(p.shape).to(dtype) + 0.5
+    target.requires_grad_(False), head.requires_grad_(False)
+    head.use_target(target)
+    return target.eval(), head.eval()
+
+
+@pytest.mark.parametrize("options", ({}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}))
+def test_a_packed_model_is_the_model(options):
+    target, head = tiny(torch.float32, **options)
+    prompt = list(range(3, 40))
+    shape = TreeShape(12, 3, 4)
+
+    def decode():
+        return Decoder(target, Eagle(head, shape), compile=False, max_seq_len=200).generate([prompt], Sampling(80))[0]
+
+    tokens = torch.randint(0, 160, (2, 30))
+    before, logits = decode(), target.logits(target.causal(tokens)[0])
+    pack(target, head)
+    assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
+    assert isinstance(head.fc, PackedLinear)
+    after = decode()
+    assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
+    found = target.logits(target.causal(tokens)[0])
+    assert (found - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("head_dim", (32, 6, 100))
+def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, head_dim):
+    """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the texts part."""
+    target, head = tiny(dtype, head_dim=head_dim)
+    assert pack(target, head)
+    prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
+    sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
+    plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
+    for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
+        fast = Decoder(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300).generate(prompts, sampling)
+        assert [o.ids for o in fast] == [o.ids for o in plain]
+
+
+def test_what_the_kernels_cannot_take_is_left_alone():
+    target, head = tiny(torch.float16)
+    assert not pack(target, head)
+    assert not any(isinstance(m, PackedLinear) for m in target.modules())
+    odd = Transformer(ModelArgs(20, 12, 9, 1, 2, 1, 6)).to(torch.bfloat16).requires_grad_(False)  # 9 values in a row: no pairs
+    assert not pack(odd)
+    assert isinstance(odd.layers[0].mlp, MLP) and isinstance(odd.layers[0].wo, PackedLinear)
+    assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
+
+
+def test_a_compiled_step_on_the_kernels(golden):
+    """Compiled, as users run it: in float32 the reference path's text, in bfloat16 the compiled plain text."""
+    prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
+    target, _ = load_model(golden)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    expected = Decoder(target, Eagle(head, shape), compile=False, max_seq_len=120).generate([prompt], Sampling(60))[0]
+    pack(target, head)
+    found = Decoder(target, Eagle(head, shape), max_seq_len=120).generate([prompt], Sampling(60))[0]
+    assert found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
+
+    target, _ = load_model(golden, dtype=torch.bfloat16)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    pack(target, head)
+    plain, fast = Decoder(target, max_seq_len=200), Decoder(target, Eagle(head, shape), max_seq_len=200)
+    for seed in range(6):
+        sampling = Sampling(150, 1.0, seed=seed)
+        assert fast.generate([prompt], sampling)[0].ids == plain.generate([prompt], sampling)[0].ids
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
+def test_an_older_processor():
+    """The same code for a processor without AVX512: vectors in halves, bfloat16 by hand."""
+    script = (
+        "import sys, pytest; from kernels import cpu; cpu.FLAGS = tuple('-march=x86-64-v3' if f == '-march=native' else f for f in cpu.FLAGS);"
+        " sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/kernels/test_cpu_kernels.py', '-k',"
+        " 'linear or gated or quantised or attend or company or slots_lie']))"
+    )
+    root = cpu.SOURCE.parent.parent
+    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "_loaded", False)
+    monkeypatch.setattr(cpu, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cpu, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
+    called: list[str] = []
+    with pytest.raises(InputError, match=r"could not compile the kernels.*--no-kernels"):
+        cpu.load_kernels(meanwhile=lambda: called.append("while the compiler ran"))
+    assert len(called) == 1
+    with pytest.raises(KeyboardInterrupt):
+        cpu.load_kernels(meanwhile=interrupt)
+    assert not list(tmp_path.glob("cache/*"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler"):
+        cpu.load_kernels()

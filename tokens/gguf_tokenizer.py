@@ -1,0 +1,176 @@
+"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
+
+GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template, but only the *name* of
+the rule that cuts a text into words before the merges run. `PRE` says what each name stands for. A wrong rule yields
+other ids without any error, so a name that is not listed is refused.
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from common.errors import InputError
+from tokens.tokenizer import Tokenizer as OurTokenizer
+
+_BESIDE = "convert the Hugging Face folder instead"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type; sentencepiece numbers them alike
+
+# Words of Llama 3, Qwen 2 and Tekken; they differ in letters and in how many digits stay together.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace("{1,3}", "")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# DeepSeek LLM spells out the letters that have case. Escaped: several change under Unicode normalisation.
+_CASED = (
+    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-"
+    "\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-"
+    "\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15"
+    "\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc"
+    "\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107"
+    "\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149"
+    "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f"
+    "\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-"
+    "\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-"
+    "\U000118df\U0001e900-\U0001e943"
+)
+
+_GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+
+
+def _split(*patterns: str) -> list:
+    """Cut at every match of each pattern in turn, then spell the bytes."""
+    cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
+    return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+
+
+def _deepseek_llm() -> list:
+    *cuts, spell = _split(
+        r"[\r\n]",
+        rf"\s?[{_CASED}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+    )
+    return [*cuts, pre_tokenizers.Digits(individual_digits=True), spell]
+
+
+def _deepseek_v3() -> list:
+    return _split(
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    )
+
+
+# tokenizer.ggml.pre: (pre-tokenizers, NFC first, whole words of the vocabulary skip the merges and BOS is the default)
+PRE = {
+    "gpt-2": (_GPT2, False, False),
+    "default": (_GPT2, False, False),
+    "smollm": ([pre_tokenizers.Digits(individual_digits=True), *_GPT2], False, False),
+    "llama-bpe": (_split(_LLAMA3), False, True),
+    "llama3": (_split(_LLAMA3), False, True),
+    "llama-v3": (_split(_LLAMA3), False, True),
+    "tekken": (_split(_TEKKEN), False, True),
+    "qwen2": (_split(_QWEN2), True, False),
+    "deepseek-r1-qwen": (_split(_QWEN2), True, False),
+    "deepseek-llm": (_deepseek_llm(), False, False),
+    "deepseek-v3": (_deepseek_v3(), False, False),
+}
+
+
+def from_gguf(fields: dict, folder: Path) -> None:
+    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
+
+    `fields` maps metadata keys to plain values ("tokenizer.ggml.tokens" -> list of str, ...). Raises InputError
+    if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    meta = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items() if k.startswith("tokenizer.ggml.")}
+    kind = meta.get("model")
+    if kind not in ("gpt2", "llama"):
+        raise InputError(f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {_BESIDE}")
+    try:
+        tokens = meta["tokens"]
+        meta.setdefault("token_type", [NORMAL] * len(tokens))
+        named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        config = {f"{k}_token": tokens[meta[f"{v}_token_id"]] for k, v in named.items() if f"{v}_token_id" in meta}
+        config["add_bos_token"] = _write_bpe(meta, folder) if kind == "gpt2" else _write_sentencepiece(meta, folder)
+    except InputError:
+        raise
+    except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
+        raise InputError(f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_BESIDE}") from None
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8")
+    if fields.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
+    if OurTokenizer.load(folder).vocab_size != len(tokens):
+        raise InputError(f"GGUF: its tokenizer has repeated tokens and cannot be rebuilt; {_BESIDE}")
+
+
+def _write_bpe(meta: dict, folder: Path) -> bool:
+    """tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
+    pre = meta.get("pre")
+    if pre not in PRE:
+        raise InputError(f"GGUF: tokenizer.ggml.pre {pre!r} is not known ({', '.join(PRE)} are); {_BESIDE}")
+    steps, nfc, llama3 = PRE[pre]
+    tokens, kinds = meta["tokens"], meta["token_type"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    # The two halves of a merge are spelled in the byte alphabet, which has no space.
+    merges = [tuple(merge.split(" ")) for merge in meta["merges"]]
+    model = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3))
+    model.normalizer = normalizers.NFC() if nfc else None
+    model.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    model.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (CONTROL, USER_DEFINED):
+            special = kind == CONTROL
+            (model.add_special_tokens if special else model.add_tokens)(
+                [AddedToken(token, special=special, normalized=False)]
+            )
+    add_bos = "bos_token_id" in meta and meta.get("add_bos_token", llama3)
+    if add_bos:
+        bos = tokens[meta["bos_token_id"]]
+        model.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, meta["bos_token_id"])]
+        )
+    model.save(str(folder / "tokenizer.json"))
+    return bool(add_bos)
+
+
+def _write_sentencepiece(meta: dict, folder: Path) -> bool:
+    """tokenizer.model of a sentencepiece BPE with byte fallback. Returns whether a text starts with BOS."""
+    from sentencepiece import sentencepiece_model_pb2 as spm
+
+    tokens, kinds = meta["tokens"], meta["token_type"]
+    pieces = [
+        spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
+        for token, score, kind in zip(tokens, meta["scores"], kinds, strict=True)
+    ]
+    special = {"bos": meta.get("bos_token_id", 1), "eos": meta.get("eos_token_id", 2)}
+    special["unk"] = kinds.index(UNKNOWN)
+    trainer = spm.TrainerSpec(
+        model_type=spm.TrainerSpec.BPE,
+        vocab_size=len(tokens),
+        byte_fallback=BYTE in kinds,
+        pad_id=meta.get("padding_token_id", -1),
+        **{f"{k}_id": i for k, i in special.items()},
+        **{f"{k}_piece": tokens[i] for k, i in special.items()},
+    )
+    normalizer = spm.NormalizerSpec(
+        name="identity",
+        add_dummy_prefix=meta.get("add_space_prefix", True),
+        remove_extra_whitespaces=False,
+        escape_whitespaces=True,
+    )
+    proto = spm.ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
+    (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
+    return bool(meta.get("add_bos_token", True))

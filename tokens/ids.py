@@ -1,0 +1,7 @@
+"""Sequences of token ids."""
+from __future__ import annotations
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens two sequences have in common at their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
