@@ -17,7 +17,7 @@ demo: $(VENV)/ready
 	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
 
 fetch: $(VENV)/ready
-	$(RUN) demo.py fetch
+	$(RUN) -m demo.fetch
 
 test: $(VENV)/ready-dev
 	$(RUN) -m pytest tests

@@ -1,4 +1,4 @@
-"""Our own products for the CPU, in C++ (`cpu.cpp`): linear layers, attention over the live prefix, RMS norm, whole layers.
+"""Our own products for the CPU, in C++ (`csrc/`): linear layers, attention over the live prefix, RMS norm, whole layers.
 
 They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not depend, by a
 single bit, on the rows computed with it, which is what makes speculative text equal plain text in bfloat16 too.
@@ -24,11 +24,11 @@ from torch import Tensor
 from common.errors import InputError
 from common.files import atomic_path
 
-SOURCE = Path(__file__).resolve().with_name("cpu.cpp")
+SOURCE = Path(__file__).resolve().with_name("csrc")
 # Beside what torch.compile keeps, if that has a place of its own.
 CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
-COLUMNS = 32  # of one packed block, as in cpu.cpp
+COLUMNS = 32  # of one packed block, as in products.h
 _loaded = False
 
 
@@ -58,7 +58,8 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
     if compiler is None:
         raise InputError(f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    key = (SOURCE.read_text(), torch.__version__, version, " ".join(FLAGS), processor())
+    sources = [(path.name, path.read_bytes()) for path in sorted(SOURCE.iterdir()) if path.is_file()]
+    key = (sources, torch.__version__, version, " ".join(FLAGS), processor())
     name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _folder()
     if (folder / name).is_file():
@@ -68,7 +69,7 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
     root = Path(torch.__file__).parent
     command = [
         compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
-        f"-I{root}/include/torch/csrc/api/include", str(SOURCE), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
+        f"-I{root}/include/torch/csrc/api/include", str(SOURCE / "operators.cpp"), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
     ]
     # Another process may be doing the same; and a pipe for the errors would fill up.
     with atomic_path(folder / name) as part, tempfile.TemporaryFile("w+") as errors:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.families import TARGETS, make_target
+from helpers.families import LAYERS, TARGETS, YARN, H, V, make_target
 from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
@@ -23,11 +23,6 @@ from drafters.eagle import Eagle, StaticEagle
 from engine.decoder import Decoder
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
-
-V, H, LAYERS = 128, 48, 8
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
-# name -> (transformers' classes, what differs, how it is stored)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from drafters.rest import Rest
 from engine.compiling import CompiledFunction
 from engine.decoder import Decoder
 from engine.runtime import keep_compiled
-from engine.saved_graph import place
+from engine.saved_graph import saved_places
 from kernels.cpu import load_kernels
 from kernels.packed import pack
 from sampling.options import Sampling
@@ -134,7 +134,7 @@ def test_indirect_is_compiled_too():
 
 def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     def where(adder=None, n=7, twice=False, function=add):
-        return place(function, (adder or Adder(), span(n), twice))
+        return saved_places(function, (adder or Adder(), span(n), twice))[0]
 
     same = where()
     assert same == where(n=20)  # the length is dynamic
@@ -146,10 +146,34 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
         m.setattr(torch, "get_num_threads", lambda: 77)
         others.append(where())
     with monkeypatch.context() as m:
-        m.setattr("compiling._surroundings", lambda: "other sources, torch or processor")
+        m.setattr("engine.saved_graph.processor", lambda: "another processor")
         others.append(where())
     assert len({same, *others}) == len(others) + 1
     assert same == where()
+
+
+def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, tmp_path, monkeypatch):
+    """The sources of a graph are the files that were traced; a change of another file costs nothing."""
+    monkeypatch.setattr("engine.saved_graph.ROOT", tmp_path)
+    for name, body in (("traced_here", "return x * 2 + adder.by"), ("never_traced", "return x")):
+        (tmp_path / f"{name}.py").write_text(f"def function(adder, x):\n    {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import never_traced  # noqa: F401
+    import traced_here
+
+    def lines() -> int:
+        said: list[str] = []
+        compiled = CompiledFunction(traced_here.function, "double", said.append, direct=True)
+        assert compiled(Adder(), torch.ones(3)).tolist() == [4.0] * 3
+        return len(said)
+
+    assert lines() == 2 and lines() == 0
+    (tmp_path / "never_traced.py").write_text("changed = True\n")
+    assert lines() == 0
+    source = tmp_path / "traced_here.py"
+    source.write_text(source.read_text() + "# changed\n")
+    assert lines() == 2 and lines() == 0
+    assert len(list((cache / "graphs").glob("*.graph"))) == 1, "the graph of the old sources is removed"
 
 
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "static", "draft-model", "lookahead", "rest"])

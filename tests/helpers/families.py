@@ -3,23 +3,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+V, H, LAYERS = 128, 48, 8
 SIZES = {
     "vocab_size": V, "hidden_size": H, "intermediate_size": 80, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "bos_token_id": 1, "eos_token_id": None,
     "pad_token_id": None,
 }
-
-
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
-
-
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-
-
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
-
+# name: (transformers' classes, what differs, how it is stored)
 TARGETS = {
     "Llama-2": ("Llama", {"rope_parameters": ROPE, "num_key_value_heads": 4}, "sharded"),
     "Vicuna": ("Llama", {"rope_parameters": ROPE, "num_key_value_heads": 4}, "bin"),

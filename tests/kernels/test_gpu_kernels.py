@@ -14,7 +14,7 @@ from kernels.quantized import QuantizedLinear, rounded
 INTERPRETED = """
 import torch
 from kernels import gpu
-from quantized import QuantizedLinear
+from kernels.quantized import QuantizedLinear
 
 draw = torch.Generator().manual_seed(0)
 worst = 0.0
