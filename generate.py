@@ -23,13 +23,22 @@ def parser() -> Options:
     p = Options("Generate text, losslessly faster with a draft head.")
     on_off = argparse.BooleanOptionalAction
     add = p.add_argument
-    add("--checkpoint", required=True, help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    add(
+        "--checkpoint", required=True,
+        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first"
+    )
 
     g = p.add_argument_group("prompts")
     add = g.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
-    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids, used as they are")
-    add("--prompt-file", action="append", default=[], metavar="FILE", help="one prompt; a .jsonl file has one per line")
+    add(
+        "--prompt-ids", action="append", default=[], metavar="1,2,3",
+        help="a prompt as token ids, used as they are"
+    )
+    add(
+        "--prompt-file", action="append", default=[], metavar="FILE",
+        help="one prompt; a .jsonl file has one per line"
+    )
     add("--raw", action="store_true", help="no chat template")
     add("--system", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /reset starts over, /exit or end of input leaves")
@@ -37,7 +46,8 @@ def parser() -> Options:
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
     p.refuse(
         lambda o: o.interactive and (
-            o.prompt or o.prompt_ids or o.prompt_file or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw
+            o.prompt or o.prompt_ids or o.prompt_file or o.json or o.compare or o.trace or o.num_samples != 1
+            or o.raw
         ),
         lambda o: "--interactive reads its prompts from you and uses the chat template:"
         " leave out --prompt*, --json, --compare, --trace, --num-samples, --raw",
@@ -65,16 +75,37 @@ def parser() -> Options:
     g = p.add_argument_group("drafting")
     add = g.add_argument
     how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    add("--speculate", choices=METHODS, default="none", metavar="METHOD", help=f"none: not at all (default); {how}")
-    add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for eagle and eagle2) or of the draft model")
-    add("--tree", metavar="SPEC", help="auto (measured, then kept), paper, T,D,K, or a JSON file of paths: a static tree")
-    add("--tree-nodes", type=int, help="nodes of the draft tree, root included (default 12 on CPU, 8 if quantised, 60 on CUDA)")
-    add("--tree-depth", type=int, help="expansions after the first level (default 3 on CPU, 2 if quantised, 7 on CUDA)")
+    add(
+        "--speculate", choices=METHODS, default="none", metavar="METHOD",
+        help=f"none: not at all (default); {how}"
+    )
+    add(
+        "--draft",
+        help="folder of the head (default CHECKPOINT/KIND, eagle for eagle and eagle2) or of the draft model"
+    )
+    add(
+        "--tree", metavar="SPEC",
+        help="auto (measured, then kept), paper, T,D,K, or a JSON file of paths: a static tree"
+    )
+    add(
+        "--tree-nodes", type=int,
+        help="nodes of the draft tree, root included (default 12 on CPU, 8 if quantised, 60 on CUDA)"
+    )
+    add(
+        "--tree-depth", type=int,
+        help="expansions after the first level (default 3 on CPU, 2 if quantised, 7 on CUDA)"
+    )
     add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
-    add("--accept", choices=RULES, default="equal", help=f"how drafts are accepted at temperature > 0: {rules}")
+    add(
+        "--accept", choices=RULES, default="equal",
+        help=f"how drafts are accepted at temperature > 0: {rules}"
+    )
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
-    add("--draft-int8", action=on_off, default=True, help="on a CPU, quantise a bf16 head while loading it (same text)")
+    add(
+        "--draft-int8", action=on_off, default=True,
+        help="on a CPU, quantise a bf16 head while loading it (same text)"
+    )
     add_flags(g)
     p.refuse(
         lambda o: o.draft and o.speculate == "none",
@@ -90,13 +121,19 @@ def parser() -> Options:
     )
 
     p.add_runtime()
-    p.add_argument("--autotune", action="store_true", help="torch.compile times several kernels for every product; for a GPU")
+    p.add_argument(
+        "--autotune", action="store_true",
+        help="torch.compile times several kernels for every product; for a GPU"
+    )
 
     g = p.add_argument_group("output")
     add = g.add_argument
     add("--compare", action="store_true", help="decode plainly too: speedup, and whether the texts are equal")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
-    add("--trace", metavar="FILE", help="write every drafted tree and accepted path (safetensors); one prompt only")
+    add(
+        "--trace", metavar="FILE",
+        help="write every drafted tree and accepted path (safetensors); one prompt only"
+    )
     return p
 
 
@@ -120,14 +157,16 @@ def load(o, prompts: list):
         tree = with_numbers(*numbers, default_tree(runtime.device_name, quantised))
     target = load_target(checkpoint, runtime, note)
     drafting = Drafting(
-        o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, read_flags(o, [o.speculate])[o.speculate],
+        o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8,
+        read_flags(o, [o.speculate])[o.speculate],
         tuple(p for p in prompts if isinstance(p, list)),
     )
     return target, drafting, sampling
 
 
 def run(o) -> int:
-    """Do what the options say. Returns the exit status; raises InputError, ValueError, OSError on bad input."""
+    """Do what the options say. Returns the exit status; raises InputError, ValueError, OSError on bad input.
+    """
     from console.prompts import gather_prompts
 
     prompts = gather_prompts(o)

@@ -1,4 +1,5 @@
-"""The targets: LLaMA, Qwen, Mistral and Mixtral, with the parts that draft heads are made of too. Definitions only.
+"""The targets: LLaMA, Qwen, Mistral and Mixtral, with the parts that draft heads are made of too. Definitions
+only.
 
 Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
@@ -43,7 +44,8 @@ class ModelArgs:
 
     @classmethod
     def from_config(cls, config: dict):
-        """Take the fields of this class out of a parsed `config.json`; keys that are not fields belong to others.
+        """Take the fields of this class out of a parsed `config.json`; keys that are not fields belong to
+        others.
 
         Raises ValueError naming the first missing or inconsistent field.
         """
@@ -58,18 +60,27 @@ class ModelArgs:
 
     def check(self) -> None:
         """Raise ValueError if the numbers contradict each other."""
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+            "head_dim"
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
         if self.num_layers > 10_000 or self.num_experts > 10_000:
-            raise ValueError(f"config: {self.num_layers} layers of {self.num_experts} experts are not plausible")
+            raise ValueError(
+                f"config: {self.num_layers} layers of {self.num_experts} experts are not plausible"
+            )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"config: head_dim {self.head_dim} is odd, rotary embedding needs pairs")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(f"config: experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}")
+            raise ValueError(
+                f"config: experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}"
+            )
         inverse_frequencies(self)  # raises on an unknown scaling
 
     @property
@@ -92,10 +103,10 @@ class ModelArgs:
 def inverse_frequencies(args: ModelArgs) -> Tensor:
     """RoPE inverse frequencies [hd/2], float32. Raises ValueError on a scaling we do not have.
 
-    `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency divided by
-    `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between (arXiv 2309.00071);
-    see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF stores llama3 scaling
-    (`rope_freqs.weight`).
+    `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
+    divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
+    (arXiv 2309.00071); see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF
+    stores llama3 scaling (`rope_freqs.weight`).
     """
     exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64).float() / args.head_dim
     freq = 1.0 / (args.rope_base ** exponents)
@@ -111,7 +122,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
         if kind == "divisors":
             divisors = torch.tensor(scaling["divisors"], dtype=torch.float32)
             if divisors.shape != freq.shape:
-                raise ValueError(f"config: rope_scaling has {divisors.numel()} divisors for {freq.numel()} frequencies")
+                raise ValueError(
+                    f"config: rope_scaling has {divisors.numel()} divisors for {freq.numel()} frequencies"
+                )
             return freq / divisors
         if kind == "llama3":
             factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
@@ -123,7 +136,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
             factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
 
             def pair(turns: float) -> float:  # the pair that turns so often within the original context
-                return args.head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(args.rope_base))
+                return args.head_dim * math.log(
+                    original / (turns * 2 * math.pi)
+                ) / (2 * math.log(args.rope_base))
 
             low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
             if scaling.get("truncate", True):
@@ -138,11 +153,15 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
             "config: rope_scaling type 'dynamic' is not supported: its frequencies change as the text grows, so that keys"
             " already in the cache would be wrong; use linear or yarn scaling"
         )
-    raise ValueError(f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, yarn)")
+    raise ValueError(
+        f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, yarn)"
+    )
 
 
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` [B, T] -> two of [B, T, hd/2], float32. Made once per pass, used by every layer."""
+    """cos and sin for `positions` [B, T] -> two of [B, T, hd/2], float32. Made once per pass, used by every
+    layer.
+    """
     angles = positions[..., None].float() * inv_freq
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
 
@@ -173,12 +192,15 @@ def cache_bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> 
 
 
 class KVCache(nn.Module):
-    """Keys and values of one layer: two buffers [B, S, nkv, hd] that are allocated once and keep their address.
+    """Keys and values of one layer: two buffers [B, S, nkv, hd] that are allocated once and keep their
+    address.
 
     Slots before heads, so that the live prefix and the rows of one token are both contiguous.
     """
 
-    def __init__(self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str):
+    def __init__(
+        self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
+    ):
         super().__init__()
         shape = (batch, slots, args.num_kv_heads, args.head_dim)
         self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
@@ -192,7 +214,9 @@ class KVCache(nn.Module):
 
 
 def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
-    """Copy the entries at slots `source` [B, W] of every cache to slots `target` [B, W]; all are read before any is written."""
+    """Copy the entries at slots `source` [B, W] of every cache to slots `target` [B, W]; all are read before
+    any is written.
+    """
     rows = torch.arange(source.shape[0], device=source.device)[:, None]
     for cache in caches:
         k, v = cache.k[rows, source], cache.v[rows, source]
@@ -201,7 +225,9 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
 
 
 class Pass:
-    """What every layer of one forward pass shares: RoPE, cache slots [B, T], which slots each row sees [B, T, n]."""
+    """What every layer of one forward pass shares: RoPE, cache slots [B, T], which slots each row sees [B, T,
+    n].
+    """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor):
         self.cos, self.sin = rope_table(args, inv_freq, positions)
@@ -219,8 +245,8 @@ class Pass:
 def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor:
     """Store a layer's keys and values, then attend over the live prefix of its cache.
 
-    qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a key/value head become G*T
-    rows of it: keys and values are never repeated in memory.
+    qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a key/value
+    head become G*T rows of it: keys and values are never repeated in memory.
     """
     q, k, v = block.split(_rotated(block, qkv, shared.cos, shared.sin))
     cache.write(k, v, shared.slots)
@@ -253,7 +279,9 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of E experts of which every row uses its own A (Mixtral, Qwen3-MoE): one batched product, static shapes."""
+    """A mixture of E experts of which every row uses its own A (Mixtral, Qwen3-MoE): one batched product,
+    static shapes.
+    """
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -279,22 +307,26 @@ class Experts(nn.Module):
         weight = weight.to(x.dtype)
         if chosen.numel() < self.router.out_features:
             # Few rows, as in plain decoding: only the weights of the experts they use are read.
-            gate, up = torch.einsum("rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype)).chunk(2, dim=-1)
+            gate, up = torch.einsum(
+                "rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype)
+            ).chunk(2, dim=-1)
             out = torch.einsum("rai,rahi->rah", F.silu(gate) * up, self.matrices("w_down", chosen, x.dtype))
             out = (out * weight[..., None]).sum(1)
         else:
-            # Many rows use nearly all experts: every expert computes every row, and each row takes what it wants.
-            gate, up = (rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)).chunk(2, dim=-1)  # [E, R, inner] each
+            # Many rows use nearly all experts: every expert computes every row, and each row takes what it
+            # wants.
+            # [E, R, inner] each.
+            gate, up = (rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)).chunk(2, dim=-1)
             out = (F.silu(gate) * up) @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
         return onto + out.view_as(x)
 
 
-# The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace and lower
-# each once and reuse it for all L layers: half the compile time of L unrolled copies, and the same speed or better. (For
-# the few layers of a head it takes longer, not shorter.) A region must return whole tensors, never views: inductor
-# (2.13) frees the buffer of a returned view and reuses it too early.
+# The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace
+# and lower each once and reuse it for all L layers: half the compile time of L unrolled copies, and the same
+# speed or better. (For the few layers of a head it takes longer, not shorter.) A region must return whole
+# tensors, never views: inductor (2.13) frees the buffer of a returned view and reuses it too early.
 @torch.compiler.nested_compile_region
 def _project(block: Block, x: Tensor) -> Tensor:
     return block.project(x)
@@ -311,7 +343,9 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer. A layer of the target norms what it reads; the first layer of a head has its own way."""
+    """One decoder layer. A layer of the target norms what it reads; the first layer of a head has its own
+    way.
+    """
 
     def __init__(self, args: ModelArgs, input_size: int | None = None):
         super().__init__()
@@ -334,7 +368,8 @@ class Block(nn.Module):
         return self.finish(x, self.attention(self, qkv, cache, shared))
 
     def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values of what this layer reads: [B, T, input_size] -> [B, T, (nh + 2*nkv)*hd]."""
+        """Queries, keys and values of what this layer reads: [B, T, input_size] -> [B, T, (nh + 2*nkv)*hd].
+        """
         return self.wqkv(x)
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -370,8 +405,8 @@ class TargetBlock(Block):
 def through(layers: nn.ModuleList, x: Tensor, aux_layers: tuple[int, ...], apply: Callable):
     """Take the residual stream x [B, T, H] through all layers: x = apply(i, layer, x).
 
-    Returns the stream after them, and the streams entering `aux_layers` side by side (None if there are none); the
-    number of layers, L, stands for the stream after the last one.
+    Returns the stream after them, and the streams entering `aux_layers` side by side (None if there are
+    none); the number of layers, L, stands for the stream after the last one.
     """
     features = []
     for i, layer in enumerate(layers):
@@ -383,7 +418,9 @@ def through(layers: nn.ModuleList, x: Tensor, aux_layers: tuple[int, ...], apply
     return x, torch.cat(features, dim=-1) if features else None
 
 
-def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
+def run_layers(
+    model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
+):
     """All layers of a target on x [B, T, H], over its caches; what it returns is what `through` does."""
     def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # `layer(x, caches[i], shared)` in regions
         return _finish(layer, x, layer.attention(layer, _project(layer, x), caches[i], shared))
@@ -394,8 +431,8 @@ def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pas
 class Transformer(nn.Module):
     """A LLaMA-architecture target.
 
-    `run_layers` and `move` may be replaced by functions of the same kind; `on_kernels` says that they were, and that
-    every row of a pass is computed as if it were alone.
+    `run_layers` and `move` may be replaced by functions of the same kind; `on_kernels` says that they were,
+    and that every row of a pass is computed as if it were alone.
     """
 
     on_kernels = False
@@ -411,21 +448,24 @@ class Transformer(nn.Module):
         self.run_layers, self.move = run_layers, move
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches, aux_layers: tuple[int, ...] = ()
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches,
+        aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """One pass over T rows per sequence.
 
-        tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its keys/values go.
-        visible [B, T, n] bool: which cache slots each row attends to, its own included; only the first n are read.
-        caches: one KVCache per layer, written in place.
-        Returns the last residual stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the
-        residual streams entering those layers side by side [B, T, len(aux_layers)*H], else None.
+        tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its
+        keys/values go. visible [B, T, n] bool: which cache slots each row attends to, its own included; only
+        the first n are read. caches: one KVCache per layer, written in place. Returns the last residual
+        stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the residual streams
+        entering those layers side by side [B, T, len(aux_layers)*H], else None.
         """
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         return self.run_layers(self, self.embed(tokens), caches, shared, aux_layers)
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for scoring."""
+        """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for
+        scoring.
+        """
         T, groups = tokens.shape[1], self.args.num_heads // self.args.num_kv_heads
         cos, sin = rope_table(self.args, self.inv_freq, torch.arange(T, device=tokens.device)[None])
 
@@ -448,5 +488,6 @@ class Transformer(nn.Module):
 
 
 def project(head: nn.Module, x: Tensor) -> Tensor:
-    """x [..., H] -> float32 logits by an lm_head or, tied, an embedding table. A packed head has its own way."""
+    """x [..., H] -> float32 logits by an lm_head or, tied, an embedding table. A packed head has its own way.
+    """
     return head.logits(x) if hasattr(head, "logits") else F.linear(x, head.weight).float()

@@ -11,7 +11,8 @@
    epoch the real decoder drafts for held-out prompts.
 3. --out is a Hugging Face folder with a model card that convert_checkpoint.py, SGLang and vLLM read.
 
-Every part goes on where it stopped, also after a kill. The same run on one process or many has the same gradients.
+Every part goes on where it stopped, also after a kill. The same run on one process or many has the same
+gradients.
 """
 from __future__ import annotations
 
@@ -47,20 +48,39 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", required=True, help="folder for the head, in Hugging Face layout")
     p.add_argument("--work", help="text, state, log and curves (default: OUT-work)")
     p.add_argument(
-        "--kind", choices=("eagle3", "eagle", "medusa", "hydra"), default="eagle3", help="EAGLE-3 (default), EAGLE-1/2, Medusa, Hydra"
+        "--kind", choices=("eagle3", "eagle", "medusa", "hydra"), default="eagle3",
+        help="EAGLE-3 (default), EAGLE-1/2, Medusa, Hydra"
     )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the target; the head's weights are float32")
+    p.add_argument(
+        "--dtype", choices=("bf16", "fp32"), default="bf16",
+        help="of the target; the head's weights are float32"
+    )
     p.add_argument("--seed", type=count, default=0)
 
     g = p.add_argument_group("text")
-    g.add_argument("--prompts", metavar="FILE", help="user turns for the target to answer: JSON lines, see dataset.py")
+    g.add_argument(
+        "--prompts", metavar="FILE", help="user turns for the target to answer: JSON lines, see dataset.py"
+    )
     g.add_argument("--limit", type=positive, metavar="N", help="only N of them, drawn with --seed")
-    g.add_argument("--synthesize", type=count, default=0, metavar="N", help="N conversations of which the target writes both parts")
-    g.add_argument("--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)")
-    g.add_argument("--openings", metavar="FILE", help="their first user turns begin with these lines, in turns")
-    g.add_argument("--conversations", metavar="FILE", help="conversations to take as they are: ShareGPT or OpenAI messages")
-    g.add_argument("--shards", action="append", default=[], metavar="FOLDER", help="text of an earlier run for this target (its WORK/data)")
+    g.add_argument(
+        "--synthesize", type=count, default=0, metavar="N",
+        help="N conversations of which the target writes both parts"
+    )
+    g.add_argument(
+        "--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)"
+    )
+    g.add_argument(
+        "--openings", metavar="FILE", help="their first user turns begin with these lines, in turns"
+    )
+    g.add_argument(
+        "--conversations", metavar="FILE",
+        help="conversations to take as they are: ShareGPT or OpenAI messages"
+    )
+    g.add_argument(
+        "--shards", action="append", default=[], metavar="FOLDER",
+        help="text of an earlier run for this target (its WORK/data)"
+    )
     g.add_argument("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
     g.add_argument("--max-new-tokens", type=positive, default=256, help="per answer")
     g.add_argument("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out")
@@ -69,42 +89,90 @@ def parser() -> argparse.ArgumentParser:
     g.add_argument("--collect-only", action="store_true", help="stop when the text is written")
 
     g = p.add_argument_group("head")
-    g.add_argument("--draft-vocab", type=positive, default=8192, help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)")
-    g.add_argument("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
-    g.add_argument("--blocks", type=positive, metavar="N", help="Medusa, Hydra: residual blocks of each guess (default 1)")
-    g.add_argument("--prefix", action=argparse.BooleanOptionalAction, help="Hydra: with a layer of its own, Hydra++ (default)")
+    g.add_argument(
+        "--draft-vocab", type=positive, default=8192,
+        help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)"
+    )
+    g.add_argument(
+        "--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)"
+    )
+    g.add_argument(
+        "--blocks", type=positive, metavar="N",
+        help="Medusa, Hydra: residual blocks of each guess (default 1)"
+    )
+    g.add_argument(
+        "--prefix", action=argparse.BooleanOptionalAction,
+        help="Hydra: with a layer of its own, Hydra++ (default)"
+    )
     for name, what in (
-        ("hidden-size", "width"), ("intermediate-size", "width of its MLP"), ("heads", "query heads"), ("kv-heads", "key/value heads"),
+        ("hidden-size", "width"), ("intermediate-size", "width of its MLP"), ("heads", "query heads"),
+        ("kv-heads", "key/value heads"),
         ("head-dim", "size of a head"),
     ):
         g.add_argument(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the target's)")
 
     g = p.add_argument_group("training")
     g.add_argument("--steps", type=positive, default=7, help="EAGLE-3: unrolled draft steps (default 7)")
-    g.add_argument("--noise", type=float, default=0.1, help="EAGLE-1: half-width of the noise on features, by their size (default 0.1)")
+    g.add_argument(
+        "--noise", type=float, default=0.1,
+        help="EAGLE-1: half-width of the noise on features, by their size (default 0.1)"
+    )
     g.add_argument("--epochs", type=positive, default=4)
-    g.add_argument("--short-epochs", type=count, default=0, help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
+    g.add_argument(
+        "--short-epochs", type=count, default=0,
+        help=f"how many of them, the first, unroll {SHORT} steps only (faster)"
+    )
     g.add_argument("--lr", type=float, default=1e-3)
-    g.add_argument("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="down to a tenth")
+    g.add_argument(
+        "--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="down to a tenth"
+    )
     g.add_argument("--warmup", type=float, default=0.03, help="share of the run (default 0.03)")
     g.add_argument("--clip", type=float, default=0.5, help="norm of the gradient (default 0.5)")
     g.add_argument("--weight-decay", type=float, default=0.01)
-    g.add_argument("--ema", type=float, default=0.0, metavar="KEEP", help="train an average of the weights, 0.999 say (default 0: none)")
-    g.add_argument("--batch-tokens", type=positive, default=1024, help="padded tokens per optimizer step, over all processes")
-    g.add_argument("--micro-tokens", type=positive, help="most of them computed at once; gradients are accumulated (default: all)")
+    g.add_argument(
+        "--ema", type=float, default=0.0, metavar="KEEP",
+        help="train an average of the weights, 0.999 say (default 0: none)"
+    )
+    g.add_argument(
+        "--batch-tokens", type=positive, default=1024,
+        help="padded tokens per optimizer step, over all processes"
+    )
+    g.add_argument(
+        "--micro-tokens", type=positive,
+        help="most of them computed at once; gradients are accumulated (default: all)"
+    )
     g.add_argument("--cache-features", nargs="?", const="", metavar="FOLDER",
                    help="compute the target's features once, to disk (default WORK/features); later runs on the same text find them")
-    g.add_argument("--feature-memory", type=float, default=6, metavar="GB", help="else keep so much of them in memory (default 6)")
-    g.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile the decoder of the answers")
-    g.add_argument("--compile-loss", action=argparse.BooleanOptionalAction, help="compile the loss too (default: on CUDA)")
-    g.add_argument("--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl")
+    g.add_argument(
+        "--feature-memory", type=float, default=6, metavar="GB",
+        help="else keep so much of them in memory (default 6)"
+    )
+    g.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True,
+        help="compile the decoder of the answers"
+    )
+    g.add_argument(
+        "--compile-loss", action=argparse.BooleanOptionalAction,
+        help="compile the loss too (default: on CUDA)"
+    )
+    g.add_argument(
+        "--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl"
+    )
     g.add_argument("--save-seconds", type=float, default=300)
 
     g = p.add_argument_group("validation and export")
-    g.add_argument("--validate-prompts", type=count, default=16, help="held-out prompts decoded after every epoch (default 16)")
+    g.add_argument(
+        "--validate-prompts", type=count, default=16,
+        help="held-out prompts decoded after every epoch (default 16)"
+    )
     g.add_argument("--validate-tokens", type=positive, default=64, help="new tokens of each")
-    g.add_argument("--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)")
-    g.add_argument("--layout", choices=(*LAYOUTS, "both"), default="sglang", help="of --out; both: speculators in OUT/speculators")
+    g.add_argument(
+        "--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)"
+    )
+    g.add_argument(
+        "--layout", choices=(*LAYOUTS, "both"), default="sglang",
+        help="of --out; both: speculators in OUT/speculators"
+    )
     return p
 
 
@@ -114,7 +182,9 @@ def check_options(o) -> None:
     if Path(o.work).resolve().is_relative_to(Path(o.out).resolve()):
         raise InputError(f"--work {o.work}: is --out or lies in it; they need a folder each")
     if o.validate_tokens < 2:
-        raise InputError(f"--validate-tokens {o.validate_tokens}: must be at least 2, the first token is never drafted")
+        raise InputError(
+            f"--validate-tokens {o.validate_tokens}: must be at least 2, the first token is never drafted"
+        )
     for folder in (o.out, o.work):
         place = Path(folder).absolute()
         while not place.exists():
@@ -124,8 +194,13 @@ def check_options(o) -> None:
     if o.cache_features and Path(o.cache_features).exists() and not Path(o.cache_features).is_dir():
         raise InputError(f"--cache-features {o.cache_features}: is no folder")
     if not (o.prompts or o.synthesize or o.conversations or o.shards):
-        raise InputError("nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER or several")
-    for name, low, high in (("temperature", 0, 1e6), ("warmup", 0, 0.9), ("ema", 0, 0.99999), ("noise", 0, 1e3), ("weight_decay", 0, 1)):
+        raise InputError(
+            "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER or several"
+        )
+    for name, low, high in (
+        ("temperature", 0, 1e6), ("warmup", 0, 0.9), ("ema", 0, 0.99999), ("noise", 0, 1e3),
+        ("weight_decay", 0, 1)
+    ):
         if not low <= getattr(o, name) <= high:
             raise InputError(f"--{name.replace('_', '-')} {getattr(o, name)}: must be {low} to {high:g}")
     for name in ("lr", "clip"):
@@ -133,12 +208,20 @@ def check_options(o) -> None:
             raise InputError(f"--{name} {getattr(o, name)}: must be above 0")
     if o.kind != "eagle3" and o.layout != "sglang":
         raise InputError(f"--layout {o.layout}: is for EAGLE-3 heads only")
-    if o.kind in ("medusa", "hydra") and any((o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)):
+    if o.kind in ("medusa", "hydra") and any(
+        (o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)
+    ):
         raise InputError(f"--kind {o.kind}: has the target's width; leave out --hidden-size and the like")
-    idle = [("limit", o.limit and not o.prompts, "--prompts"), ("turns", o.turns != 1 and not o.synthesize, "--synthesize")]
+    idle = [
+        ("limit", o.limit and not o.prompts, "--prompts"),
+        ("turns", o.turns != 1 and not o.synthesize, "--synthesize")
+    ]
     idle += [("openings", o.openings and not o.synthesize, "--synthesize")]
     idle += [("prefix", o.prefix is not None and o.kind != "hydra", "--kind hydra")]
-    idle += [(name, getattr(o, name) and o.kind not in ("medusa", "hydra"), "--kind medusa and hydra") for name in ("guesses", "blocks")]
+    idle += [
+        (name, getattr(o, name) and o.kind not in ("medusa", "hydra"), "--kind medusa and hydra")
+        for name in ("guesses", "blocks")
+    ]
     for name, useless, belongs in idle:
         if useless:
             raise InputError(f"--{name}: belongs to {belongs}; leave it out")
@@ -147,7 +230,8 @@ def check_options(o) -> None:
     check_device(o.device)
     on_cpu = torch.device(o.device).type == "cpu"
     if o.compile_loss is None:
-        o.compile_loss = not on_cpu  # on a CPU the products are nearly all of the time, and compiling takes minutes
+        # On a CPU the products are nearly all of the time, and compiling takes minutes.
+        o.compile_loss = not on_cpu
     if on_cpu and (o.compile or o.compile_loss):
         check_compiler()
 
@@ -165,7 +249,8 @@ def main(argv: list[str] | None = None) -> int:
             o.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
             torch.cuda.set_device(o.device)
         run(o, processes, command)
-    except (InputError, OSError, ValueError, RuntimeError) as e:  # torch raises RuntimeError when memory runs out
+    # Torch raises RuntimeError when memory runs out.
+    except (InputError, OSError, ValueError, RuntimeError) as e:
         note(f"error: {' '.join(str(e).split())}")
         return 1
     except KeyboardInterrupt:

@@ -1,8 +1,9 @@
-"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked. No model in here.
+"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked. No model in
+here.
 
-Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1 nodes are
-drafted. Everything is batched over B sequences, every shape depends on `TreeShape` alone, nothing reads a value back to
-the host, and no loop runs over nodes (the loops below run over levels).
+Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1
+nodes are drafted. Everything is batched over B sequences, every shape depends on `TreeShape` alone, nothing
+reads a value back to the host, and no loop runs over nodes (the loops below run over levels).
 """
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ from torch import Tensor
 class TreeShape:
     """Size of a tree, in the terms of EAGLE-2/3: `nodes` T (root included), `depth` D, `width` k.
 
-    `depth` is the number of expansions after the first level (the reference's `depth`), so a path holds up to D+1
-    drafted tokens. The paper's tree is 60/7/10 (SafeAILab/EAGLE ea_model.py). `TreeShape(1, 0, 0)` is plain decoding.
+    `depth` is the number of expansions after the first level (the reference's `depth`), so a path holds up to
+    D+1 drafted tokens. The paper's tree is 60/7/10 (SafeAILab/EAGLE ea_model.py). `TreeShape(1, 0, 0)` is
+    plain decoding.
     """
 
     nodes: int
@@ -30,10 +32,14 @@ class TreeShape:
     def __post_init__(self):
         if self.nodes == 1:
             if self.depth or self.width:
-                raise ValueError("tree: one node, the root, drafts nothing: give at least 2, or decode plainly")
+                raise ValueError(
+                    "tree: one node, the root, drafts nothing: give at least 2, or decode plainly"
+                )
             return
         if self.nodes < 2 or self.depth < 0 or self.width < 1:
-            raise ValueError(f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive (depth may be 0)")
+            raise ValueError(
+                f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive (depth may be 0)"
+            )
         if self.nodes - 1 > self.candidates:
             raise ValueError(
                 f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft {self.candidates} + the root"
@@ -41,7 +47,8 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """"nodes,depth,width" as it is typed. Raises ValueError on anything else, and on an impossible tree."""
+        """"nodes,depth,width" as it is typed. Raises ValueError on anything else, and on an impossible tree.
+        """
         numbers = text.split(",")
         if len(numbers) != 3:
             raise ValueError(f"tree: {text!r} is not nodes,depth,width")
@@ -68,7 +75,9 @@ PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 @dataclass(frozen=True)
 class AnyTree:
-    """Size of a tree that is found whole rather than grown: `nodes` T (root included), at most `levels` below the root."""
+    """Size of a tree that is found whole rather than grown: `nodes` T (root included), at most `levels` below
+    the root.
+    """
 
     nodes: int
     levels: int
@@ -86,7 +95,9 @@ class AnyTree:
 
 
 class Level(NamedTuple):
-    """How one level of a `PathTree` is drafted. Rows are the nodes of the level above that are expanded, in order."""
+    """How one level of a `PathTree` is drafted. Rows are the nodes of the level above that are expanded, in
+    order.
+    """
 
     nodes: list[int]  # each drafted node's place in its rows' ranked children: row * width + rank
     rows: list[int]  # which of the nodes drafted by the level above are expanded
@@ -96,10 +107,11 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class PathTree:
-    """A static tree: `paths` of ranks below the root, (0, 2) being the third child of the first child (EAGLE-1, Medusa).
+    """A static tree: `paths` of ranks below the root, (0, 2) being the third child of the first child
+    (EAGLE-1, Medusa).
 
-    Nodes are in the order of depth, then of ranks, the root first. Raises ValueError on a path without its parent, a
-    repeated path or one that is no list of ranks.
+    Nodes are in the order of depth, then of ranks, the root first. Raises ValueError on a path without its
+    parent, a repeated path or one that is no list of ranks.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -159,7 +171,8 @@ class PathTree:
     def levels(self) -> list[Level]:
         """How each level below the root is drafted, first level first."""
         inner = {p[:-1] for p in self.paths}
-        result, rows, drafted = [], [()], []  # rows of the level at hand; all drafted rows, in the order of their slots
+        # Rows of the level at hand; all drafted rows, in the order of their slots.
+        result, rows, drafted = [], [()], []
         above: list[tuple] = []
         for depth in range(1, self.window):
             level = [p for p in self.paths if len(p) == depth]
@@ -184,7 +197,8 @@ def chains(lengths: tuple[int, ...]) -> PathTree:
 
 
 def likely_tree(nodes: int, levels: int) -> PathTree:
-    """A static tree of so many nodes, root included: those most often accepted if ranks are as good as they commonly are.
+    """A static tree of so many nodes, root included: those most often accepted if ranks are as good as they
+    commonly are.
 
     The best child is right six times in ten at the first level and a tenth less often a level further down; the n-th best
     0.25/n as often as the best. Raises ValueError if there is nothing to draft.
@@ -207,7 +221,8 @@ def likely_tree(nodes: int, levels: int) -> PathTree:
     return PathTree(tuple(found))
 
 
-# EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on average.
+# EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on
+# average.
 EAGLE1_TREE = PathTree((
     (0,), (1,), (2,), (3,),
     (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
@@ -217,13 +232,16 @@ EAGLE1_TREE = PathTree((
 
 
 class Tree(NamedTuple):
-    """A batch of pruned trees. Nodes are in ascending candidate order: the root first, parents before children."""
+    """A batch of pruned trees. Nodes are in ascending candidate order: the root first, parents before
+    children.
+    """
 
     tokens: Tensor  # [B, T] target token ids
     parent: Tensor  # [B, T] index of each node's parent; the root's is 0, itself
     depth: Tensor  # [B, T] root 0
     ancestors: Tensor  # [B, T, T] bool: row i sees column j, that is j is i or an ancestor of i
-    scores: Tensor | None = None  # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none
+    # [B, T] the drafter's log-probability of each node's path, root 0; None if it has none.
+    scores: Tensor | None = None
 
 
 def pick(x: Tensor, index: Tensor) -> Tensor:
@@ -233,7 +251,9 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Parents [B, T] -> (depth [B, T], ancestors [B, T, T] bool) for trees of at most `levels` levels below the root."""
+    """Parents [B, T] -> (depth [B, T], ancestors [B, T, T] bool) for trees of at most `levels` levels below
+    the root.
+    """
     nodes = torch.arange(parent.shape[1], device=parent.device)
     step = nodes.expand_as(parent)
     ancestors = step[..., None] == nodes
@@ -251,14 +271,18 @@ def chain(tokens: Tensor) -> Tree:
 
 
 class Growth:
-    """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): a beam of k nodes, each proposing k children.
+    """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): a beam of k nodes, each proposing k
+    children.
 
     Candidates are kept in flat order: the k children of the root, then k*k per level, beam row by beam row.
-    `beam_*` describe the k nodes to expand next: token, cumulative log-probability, and which drafted rows each sees.
+    `beam_*` describe the k nodes to expand next: token, cumulative log-probability, and which drafted rows
+    each sees.
     """
 
     def __init__(self, shape: TreeShape, scores: Tensor, tokens: Tensor):
-        """Start from the k best children of the root: log-probabilities and token ids, both [B, k], best first."""
+        """Start from the k best children of the root: log-probabilities and token ids, both [B, k], best
+        first.
+        """
         self.shape = shape
         B, k = tokens.shape
         flat = torch.arange(k, device=tokens.device).expand(B, k)
@@ -292,8 +316,9 @@ class Growth:
     def prune(self, root: Tensor) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B]."""
         scores, tokens, parents = (torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
-        # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort keeps the
-        # smaller index, the parent, first: the kept set always contains the ancestors of its members.
+        # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort
+        # keeps the smaller index, the parent, first: the kept set always contains the ancestors of its
+        # members.
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.shape.nodes - 1]
         keep = best.sort(dim=-1).values
         above = parents.gather(1, keep)
@@ -307,8 +332,9 @@ class Growth:
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
     """Which cache slots each row of a pass attends to -> [B, T, n] bool.
 
-    slots [n] is 0..n-1; each sequence's first `length` [B] slots hold its committed prefix, which every row sees; the M
-    slots after them are seen as `local` [B, T, M] says; the rest, stale or another's, are not seen.
+    slots [n] is 0..n-1; each sequence's first `length` [B] slots hold its committed prefix, which every row
+    sees; the M slots after them are seen as `local` [B, T, M] says; the rest, stale or another's, are not
+    seen.
     """
     offset = slots - length[:, None]  # [B, n]
     inside = (offset >= 0) & (offset < local.shape[-1])
@@ -317,26 +343,31 @@ def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
 
 
 def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The deepest path on which the target agrees: (path [B, W] node indices, root first, then zeros; count [B] >= 1).
+    """The deepest path on which the target agrees: (path [B, W] node indices, root first, then zeros; count
+    [B] >= 1).
 
-    chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token drawn at
-    its parent and its parent is accepted. Where siblings carry distinct tokens the accepted nodes form one path; of equal
-    paths side by side, as drafters that repeat themselves have them, the one to the first deepest node is taken. The step
-    emits chosen[path[:count]]: the accepted tokens and, last, one more that becomes the next root. Because proposals are
-    a deterministic set this is exactly sampling from the target (the reference's try-reject-renormalise loop with q=1).
+    chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token
+    drawn at its parent and its parent is accepted. Where siblings carry distinct tokens the accepted nodes
+    form one path; of equal paths side by side, as drafters that repeat themselves have them, the one to the
+    first deepest node is taken. The step emits chosen[path[:count]]: the accepted tokens and, last, one more
+    that becomes the next root. Because proposals are a deterministic set this is exactly sampling from the
+    target (the reference's try-reject-renormalise loop with q=1).
     """
     return deepest(tree, tree.tokens == chosen.gather(1, tree.parent), window)
 
 
 def deepest(tree: Tree, agrees: Tensor, window: int, likely: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`accept` where `agrees` [B, T] says which nodes go on from their parents. Of several paths as deep the one to the most
-    `likely` [B, T] node is taken, else to the first."""
+    """`accept` where `agrees` [B, T] says which nodes go on from their parents. Of several paths as deep the
+    one to the most `likely` [B, T] node is taken, else to the first.
+    """
     nodes = torch.arange(tree.tokens.shape[1], device=agrees.device)
     accepted = ~(tree.ancestors & ~(agrees | (nodes == 0))[:, None]).any(-1)
     at_depth = tree.depth[:, None] == torch.arange(window, device=agrees.device)[:, None]  # [B, W, T]
     depth = torch.where(accepted, tree.depth, -1)
     if likely is not None:
-        last = torch.where(depth == depth.amax(-1, keepdim=True), likely, float("-inf")).argmax(-1, keepdim=True)
+        last = torch.where(
+            depth == depth.amax(-1, keepdim=True), likely, float("-inf")
+        ).argmax(-1, keepdim=True)
     else:
         last = depth.argmax(-1, keepdim=True)  # [B, 1]
     taken = pick(tree.ancestors, last) & at_depth  # [B, W, T]

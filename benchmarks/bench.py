@@ -27,7 +27,10 @@ def device_name() -> str:
 
 def describe(threads: int) -> dict:
     """Date, device, threads and torch version, the head of every result file."""
-    return {"date": datetime.date.today().isoformat(), "device": device_name(), "threads": threads, "torch": torch.__version__}
+    return {
+        "date": datetime.date.today().isoformat(), "device": device_name(), "threads": threads,
+        "torch": torch.__version__
+    }
 
 
 def write(name: str, record: dict) -> None:

@@ -64,13 +64,16 @@ def equality(o, prompts: list[str], shape: TreeShape | None) -> dict:
             a, b = decode(plain, prompts, settings, batch), decode(fast, prompts, settings, batch)
             differ = [i for i, (x, y) in enumerate(zip(a, b)) if x.ids != y.ids]
             name = f"{dtype or 'as stored'}, {name}"
-            found[name] = {"equal": len(prompts) - len(differ), "of": len(prompts), "differ": differ, "tau": tau_of(b)}
+            found[name] = {
+                "equal": len(prompts) - len(differ), "of": len(prompts), "differ": differ, "tau": tau_of(b)
+            }
             say(f"{name}: {found[name]}")
     return found
 
 
 def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
-    """Tokens per second on each question of every contender, in turns; medians, and ratios to plain decoding."""
+    """Tokens per second on each question of every contender, in turns; medians, and ratios to plain decoding.
+    """
     trees = {f"eagle3 {spec}": TreeShape.parse(spec) for spec in o.trees} or {"eagle3": shape}
     target = load_target(o.checkpoint, Runtime(compile=o.compile), say)
     models = {"plain": target.decoder()}
@@ -90,7 +93,8 @@ def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
         if peer:
             rates["transformers"] = peer.tokens_per_second(models["plain"].encode(prompt), o.max_new_tokens)
         rows.append({
-            "tokens_per_second": rates, "equal": {name: r.ids == results["plain"].ids for name, r in results.items()},
+            "tokens_per_second": rates,
+            "equal": {name: r.ids == results["plain"].ids for name, r in results.items()},
             "accept_lengths": {name: r.accept_lengths for name, r in results.items()},
         })
         say(f"  {i + 1}/{len(prompts)} " + ", ".join(f"{k} {v:.1f}" for k, v in rates.items()))
@@ -99,17 +103,24 @@ def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
         rates = [row["tokens_per_second"][name] for row in rows]
         found[name] = {"tokens_per_second": statistics.median(rates)}
         found[name] |= {
-            f"times_{base}": statistics.median(rate / row["tokens_per_second"][base] for rate, row in zip(rates, rows))
+            f"times_{base}": statistics.median(
+                rate / row["tokens_per_second"][base] for rate, row in zip(rates, rows)
+            )
             for base in ("plain", "transformers") if base in rows[0]["tokens_per_second"] and base != name
         }
         if name in trees:
             lengths = [n for row in rows for n in row["accept_lengths"][name]]
-            found[name] |= {"tau": sum(lengths) / len(lengths), "texts_equal": sum(row["equal"][name] for row in rows), "of": len(rows)}
+            found[name] |= {
+                "tau": sum(lengths) / len(lengths), "texts_equal": sum(row["equal"][name] for row in rows),
+                "of": len(rows)
+            }
     return {**found, "rows": rows}
 
 
 class Transformers:
-    """`generate` of transformers on our weights, handed over as a Hugging Face LLaMA (greedy, static prompt ids)."""
+    """`generate` of transformers on our weights, handed over as a Hugging Face LLaMA (greedy, static prompt
+    ids).
+    """
 
     def __init__(self, target: Transformer, config: dict):
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -127,15 +138,18 @@ class Transformers:
             for name, part in zip(("gate", "up"), layer.mlp.w_gate_up.weight.chunk(2)):
                 weights[f"{at}mlp.{name}_proj.weight"] = part
             weights |= {
-                f"{at}self_attn.o_proj.weight": layer.wo.weight, f"{at}mlp.down_proj.weight": layer.mlp.w_down.weight,
+                f"{at}self_attn.o_proj.weight": layer.wo.weight,
+                f"{at}mlp.down_proj.weight": layer.mlp.w_down.weight,
                 f"{at}input_layernorm.weight": layer.attn_norm.weight,
                 f"{at}post_attention_layernorm.weight": layer.mlp_norm.weight,
             }
         self.model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=a.vocab_size, hidden_size=a.hidden_size, intermediate_size=a.intermediate_size,
-                num_hidden_layers=a.num_layers, num_attention_heads=a.num_heads, num_key_value_heads=a.num_kv_heads,
-                head_dim=a.head_dim, rms_norm_eps=a.norm_eps, rope_theta=a.rope_base, tie_word_embeddings=a.tie_embeddings,
+                num_hidden_layers=a.num_layers, num_attention_heads=a.num_heads,
+                num_key_value_heads=a.num_kv_heads,
+                head_dim=a.head_dim, rms_norm_eps=a.norm_eps, rope_theta=a.rope_base,
+                tie_word_embeddings=a.tie_embeddings,
                 max_position_embeddings=a.max_seq_len,
             )
         )
@@ -149,7 +163,8 @@ class Transformers:
         prompt = torch.tensor([ids], device=self.model.device)
         began = time.perf_counter()
         out = self.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=self.stop,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False,
+            eos_token_id=self.stop,
             pad_token_id=self.stop[0],
         )
         return (out.shape[1] - prompt.shape[1]) / (time.perf_counter() - began)
@@ -175,7 +190,9 @@ def main() -> int:
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--tree", default=None, metavar="T,D,K", help="default: the device's default tree")
-    p.add_argument("--trees", nargs="+", default=[], metavar="T,D,K", help="with --speed: these instead of --tree")
+    p.add_argument(
+        "--trees", nargs="+", default=[], metavar="T,D,K", help="with --speed: these instead of --tree"
+    )
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--transformers", action="store_true", help="with --speed: time transformers too")
     for part in ("equality", "speed", "coupling"):
@@ -186,7 +203,8 @@ def main() -> int:
     prompts = read_prompts(o.questions)[: o.limit]
     shape = TreeShape.parse(o.tree) if o.tree else None
     record = describe(o.threads) | {
-        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens, "tree": o.tree or "default",
+        "questions": Path(o.questions).name, "count": len(prompts), "max_new_tokens": o.max_new_tokens,
+        "tree": o.tree or "default",
     }
     for name, part in (("equality", equality), ("speed", speed), ("coupling", coupling)):
         if getattr(o, name):

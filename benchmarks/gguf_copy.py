@@ -1,4 +1,6 @@
-"""A converted target as a GGUF file for llama.cpp: another GGUF of the same model lends its metadata, the weights are ours."""
+"""A converted target as a GGUF file for llama.cpp: another GGUF of the same model lends its metadata, the
+weights are ours.
+"""
 from __future__ import annotations
 
 from pathlib import Path
@@ -11,7 +13,8 @@ from model import Transformer
 
 # GGUF's names of a layer's parts; q, k, v and gate, up are rows of one tensor of ours.
 NORMS = {"attn_norm": "attn_norm", "mlp_norm": "ffn_norm"}
-OUR_OWN = ("general.architecture", "general.file_type", "general.quantization_version")  # metadata that the writer adds
+# Metadata that the writer adds.
+OUR_OWN = ("general.architecture", "general.file_type", "general.quantization_version")
 
 
 def write_gguf(like: Path, target: Transformer, out: Path, kind: str) -> Path:
@@ -24,9 +27,14 @@ def write_gguf(like: Path, target: Transformer, out: Path, kind: str) -> Path:
     except ValueError as e:
         raise InputError(f"{like}: cannot be read as GGUF ({e})") from None
     a = target.args
-    found = {key: fields[f"llama.{key}"].contents() for key in ("block_count", "embedding_length") if f"llama.{key}" in fields}
+    found = {
+        key: fields[f"llama.{key}"].contents() for key in ("block_count", "embedding_length")
+        if f"llama.{key}" in fields
+    }
     if found != {"block_count": a.num_layers, "embedding_length": a.hidden_size}:
-        raise InputError(f"{like}: is no GGUF of this LLaMA ({a.num_layers} layers, width {a.hidden_size}; found {found})")
+        raise InputError(
+            f"{like}: is no GGUF of this LLaMA ({a.num_layers} layers, width {a.hidden_size}; found {found})"
+        )
     writer = gguf.GGUFWriter(out, "llama")
     for field in fields.values():
         if not field.name.startswith("GGUF.") and field.name not in OUR_OWN:

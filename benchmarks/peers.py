@@ -8,9 +8,9 @@ transformers  `generate`, plain and with prompt lookup (--transformers)
 llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights are ours)
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
 
-Speeds are tokens after the first over the time after the first, greedy, one sequence; medians over the questions, and medians
-of the ratios of each question; "its plain" is plain decoding of the same kind and precision. On a CPU a bf16 target's head is int8, as
-generate.py has it by default. Raw figures go to
+Speeds are tokens after the first over the time after the first, greedy, one sequence; medians over the
+questions, and medians of the ratios of each question; "its plain" is plain decoding of the same kind and
+precision. On a CPU a bf16 target's head is int8, as generate.py has it by default. Raw figures go to
 benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
 """
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Ours:
     """One of our decoders, compiled and warm."""
 
     def __init__(self, checkpoint: str, speculate: str, tokens: int, compiled: bool, kernels: bool = True):
-        self.model = load_target(checkpoint, Runtime(compile=compiled, kernels=kernels), say).decoder(Drafting(speculate))
+        self.model = load_target(
+            checkpoint, Runtime(compile=compiled, kernels=kernels), say
+        ).decoder(Drafting(speculate))
         self.model.warm_up(Sampling(tokens))
 
     def rate(self, ids: list[int], tokens: int) -> tuple[float, dict]:
@@ -81,12 +83,15 @@ class HuggingFace:
 
         prompt = torch.tensor([ids], device=self.model.device)
         out = self.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, eos_token_id=self.stop,
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
+            eos_token_id=self.stop,
             pad_token_id=self.stop[0], stopping_criteria=StoppingCriteriaList([mark]), **self.options,
         )
         began, first = marks[0]
         seconds = time.perf_counter() - began
-        return (out.shape[1] - first) / seconds if out.shape[1] > first else 0.0, {"ids": out[0, len(ids) :].tolist()}
+        return (out.shape[1] - first) / seconds if out.shape[1] > first else 0.0, {
+            "ids": out[0, len(ids) :].tolist()
+        }
 
 
 class LlamaCpp:
@@ -98,7 +103,8 @@ class LlamaCpp:
         self.api, self.stop = llama_cpp, set(stop)
         # All layers on the GPU where llama.cpp was built for one.
         self.llama = llama_cpp.Llama(
-            str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=-1, verbose=False
+            str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=-1,
+            verbose=False
         )
 
     def _next(self, ids: list[int]) -> int:
@@ -132,8 +138,12 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
         found["ours plain, uncompiled PyTorch"] = Ours(o.checkpoint, "none", o.max_new_tokens, False)
         found["ours EAGLE-3, uncompiled PyTorch"] = Ours(o.checkpoint, "eagle3", o.max_new_tokens, False)
         if o.compile:
-            found["ours plain, torch.compile only"] = Ours(o.checkpoint, "none", o.max_new_tokens, True, False)
-            found["ours EAGLE-3, torch.compile only"] = Ours(o.checkpoint, "eagle3", o.max_new_tokens, True, False)
+            found["ours plain, torch.compile only"] = Ours(
+                o.checkpoint, "none", o.max_new_tokens, True, False
+            )
+            found["ours EAGLE-3, torch.compile only"] = Ours(
+                o.checkpoint, "eagle3", o.max_new_tokens, True, False
+            )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target, config = load_model(o.checkpoint, device)
     if "quantization" in config and (o.transformers or o.gguf):
@@ -141,22 +151,31 @@ def contenders(o, folder: Path) -> dict[str, Callable]:
     if o.transformers:
         model = Transformers(target, config).model
         found["transformers"] = HuggingFace(model, config["stop_ids"])
-        found["transformers, prompt lookup"] = HuggingFace(model, config["stop_ids"], prompt_lookup_num_tokens=10)
+        found["transformers, prompt lookup"] = HuggingFace(
+            model, config["stop_ids"], prompt_lookup_num_tokens=10
+        )
     if o.gguf:
         try:
             import llama_cpp  # noqa: F401
         except ImportError:
-            raise InputError("--gguf: llama-cpp-python is not installed (pip install llama-cpp-python)") from None
+            raise InputError(
+                "--gguf: llama-cpp-python is not installed (pip install llama-cpp-python)"
+            ) from None
         for name in ("BF16", "Q8_0"):
             say(f"writing the weights as {name} ...")
             file = write_gguf(Path(o.gguf), target, folder / f"{name}.gguf", name)
-            found[f"llama.cpp {name.replace('BF', 'bf')}"] = LlamaCpp(file, o.threads, 4096, config["stop_ids"])
+            found[f"llama.cpp {name.replace('BF', 'bf')}"] = LlamaCpp(
+                file, o.threads, 4096, config["stop_ids"]
+            )
     return {name: peer.rate for name, peer in found.items()}
 
 
 def gpt_fast(o) -> float:
     """Average tokens per second that gpt-fast's own generate.py reports."""
-    command = [sys.executable, "generate.py", "--compile", "--checkpoint_path", os.path.abspath(o.gpt_fast_checkpoint)]
+    command = [
+        sys.executable, "generate.py", "--compile", "--checkpoint_path",
+        os.path.abspath(o.gpt_fast_checkpoint)
+    ]
     command += ["--max_new_tokens", str(o.max_new_tokens), "--num_samples", "5", "--prompt", PROMPTS[0]]
     done = subprocess.run(command, cwd=o.gpt_fast, capture_output=True, text=True)
     match = re.search(r"Average tokens/sec: ([\d.]+)", done.stdout)
@@ -214,7 +233,9 @@ def summarise(rows: list[dict]) -> dict[str, dict]:
         found = {"rate": statistics.median(row["rates"][name] for row in rows)}
         for base in BASES:
             if base in rows[0]["rates"]:
-                found[f"x {base}"] = statistics.median(row["rates"][name] / row["rates"][base] for row in rows)
+                found[f"x {base}"] = statistics.median(
+                    row["rates"][name] / row["rates"][base] for row in rows
+                )
         if name in rows[0]["equal"]:
             own = name.replace("EAGLE-3", "plain")
             found["x its plain"] = statistics.median(row["rates"][name] / row["rates"][own] for row in rows)
@@ -235,7 +256,10 @@ def table(summary: dict, count: int, record: dict) -> str:
     ]
     for name, found in sorted(summary.items(), key=lambda item: -item[1]["rate"]):
         cells = [name, f"{found['rate']:.1f}", *(f"{found[b]:.2f}" if b in found else "" for b in bases)]
-        cells += [f"{found['tau']:.2f}" if "tau" in found else "", f"{found['equal']}/{count}" if "equal" in found else ""]
+        cells += [
+            f"{found['tau']:.2f}" if "tau" in found else "",
+            f"{found['equal']}/{count}" if "equal" in found else ""
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -248,7 +272,9 @@ def chart(summary: dict, record: dict, path: Path) -> None:
         colors = ["#2a6fbb" if name.startswith("ours") else "#b8b8b8" for name, _ in ranked]
         bars = axes.barh([name for name, _ in ranked], [found["rate"] for _, found in ranked], color=colors)
         axes.bar_label(bars, fmt="%.0f", padding=3)
-        axes.set(xlabel="tokens per second (median)", title=f"{record['device']}, {record['threads']} threads")
+        axes.set(
+            xlabel="tokens per second (median)", title=f"{record['device']}, {record['threads']} threads"
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -260,7 +286,9 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--limit", type=int)
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--threads", type=int, default=os.cpu_count())
-    p.add_argument("--ladder", action="store_true", help="also ours without our kernels, and without torch.compile")
+    p.add_argument(
+        "--ladder", action="store_true", help="also ours without our kernels, and without torch.compile"
+    )
     p.add_argument("--transformers", action="store_true")
     p.add_argument("--gguf", metavar="FILE", help="compare llama.cpp; FILE is any GGUF of this model")
     p.add_argument("--gpt-fast", metavar="DIR", help="its repository; CUDA")

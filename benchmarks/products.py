@@ -1,10 +1,12 @@
-"""The products of one pass alone, ours and PyTorch's: every linear layer of a checkpoint's target once, over so many rows.
+"""The products of one pass alone, ours and PyTorch's: every linear layer of a checkpoint's target once, over
+so many rows.
 
     python benchmarks/products.py --checkpoint checkpoints/smollm2-135m
 
-All layers one after the other, so that weights come from memory and not from a cache; the ways and row counts take turns; medians of
-milliseconds. `whole` multiplies by bf16 weights, `int8pack` is torch._weight_int8pack_mm. On CUDA ours are the Triton kernels, each
-way compiled. Raw figures go to benchmarks/results/NAME.json.
+All layers one after the other, so that weights come from memory and not from a cache; the ways and row counts
+take turns; medians of milliseconds. `whole` multiplies by bf16 weights, `int8pack` is
+torch._weight_int8pack_mm. On CUDA ours are the Triton kernels, each way compiled. Raw figures go to
+benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -29,11 +31,15 @@ from kernels.quantized import QuantizedLinear
 
 
 def weights_of(checkpoint: str, device: str) -> list[torch.Tensor]:
-    """Every matrix a pass reads, in bf16; of a tied lm_head the table. Raises InputError on a quantised checkpoint."""
+    """Every matrix a pass reads, in bf16; of a tied lm_head the table. Raises InputError on a quantised
+    checkpoint.
+    """
     target, config = load_model(checkpoint, device, torch.bfloat16)
     if "quantization" in config:
         raise InputError(f"{checkpoint}: is quantised; name the checkpoint before quantisation")
-    return [m.weight for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"] + [target.lm_rows]
+    return [
+        m.weight for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"
+    ] + [target.lm_rows]
 
 
 def int8pack(weight: torch.Tensor) -> Callable:
@@ -77,7 +83,10 @@ def run(o) -> None:
     if o.device == "cpu":
         load_kernels(lambda line: print(line, file=sys.stderr))
     products, times = ways(weights, o.device), {}
-    inputs = {rows: [torch.randn(1, rows, w.shape[1], dtype=torch.bfloat16, device=o.device) for w in weights] for rows in o.rows}
+    inputs = {
+        rows: [torch.randn(1, rows, w.shape[1], dtype=torch.bfloat16, device=o.device) for w in weights]
+        for rows in o.rows
+    }
     for repeat in range(o.repeat + 1):  # the first is for warming up
         for rows, given in inputs.items():
             for name, layers in products.items():
@@ -90,7 +99,11 @@ def run(o) -> None:
                 if repeat:
                     times.setdefault((name, rows), []).append(time.perf_counter() - began)
     record = describe(o.threads) | {"checkpoint": o.checkpoint, "rows": o.rows, "milliseconds": {}}
-    print(f"| {record['device']}, {o.threads} threads, ms | " + " | ".join(f"{rows} rows" for rows in o.rows) + " |")
+    print(
+        f"| {record['device']}, {o.threads} threads, ms | " + " | ".join(
+            f"{rows} rows" for rows in o.rows
+        ) + " |"
+    )
     print("|---" * (len(o.rows) + 1) + "|")
     for name in products:
         middle = [statistics.median(times[name, rows]) * 1e3 for rows in o.rows]

@@ -1,4 +1,5 @@
-"""Time from process start to the first token on stdout, and where it goes: cold (empty compile cache) and warm.
+"""Time from process start to the first token on stdout, and where it goes: cold (empty compile cache) and
+warm.
 
     python benchmarks/startup.py --checkpoint checkpoints/smollm2-135m
 
@@ -20,18 +21,22 @@ from bench import ROOT, describe, write
 
 PARTS = {
     "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",
-    "compile prefill": r"^compiling the prefill.* took ([\d.]+) s", "compile step": r"^compiling the step.* took ([\d.]+) s",
+    "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
+    "compile step": r"^compiling the step.* took ([\d.]+) s",
 }
 
 
 def start(o, speculate: str, cache: str, *extra: str) -> dict[str, float]:
     """One process: seconds to the first byte of text, and the parts it reported."""
-    command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", o.checkpoint, "--speculate", speculate]
+    command = [
+        sys.executable, str(ROOT / "generate.py"), "--checkpoint", o.checkpoint, "--speculate", speculate
+    ]
     command += ["--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *extra]
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            command, stdout=subprocess.PIPE, stderr=errors,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         )
         process.stdout.read(1)
         first = time.perf_counter() - began
@@ -66,7 +71,11 @@ def main() -> int:
             runs["--no-compile"] = [start(o, speculate, cache, "--no-compile") for _ in range(o.repeat)]
         for kind, found in runs.items():
             middle = {part: statistics.median(run[part] for run in found) for part in found[0]}
-            print(f"{speculate:7s} {kind:13s} " + "  ".join(f"{part} {seconds:.1f} s" for part, seconds in middle.items()), flush=True)
+            print(
+                f"{speculate:7s} {kind:13s} " + "  ".join(
+                    f"{part} {seconds:.1f} s" for part, seconds in middle.items()
+                ), flush=True
+            )
         record[speculate] = runs
     write(o.name, record)
     return 0

@@ -1,14 +1,16 @@
-"""What a step costs, and where the time goes: plain and speculative, over tree sizes, context, batch and quantisation.
+"""What a step costs, and where the time goes: plain and speculative, over tree sizes, context, batch and
+quantisation.
 
     python benchmarks/step.py --checkpoint checkpoints/smollm2-135m
     python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 1024 4096 16384 --batch 1 8 32
 
-`step` is the whole step as the decoder runs it (on CUDA: one captured graph), `verify` the target's pass over the tree,
-`draft` the head's passes, each timed alone, through torch.compile, which costs up to half a millisecond a call on a CPU that
-the step is spared; `rest` is what is left, accepting, committing, emitting, and so less than nothing where that is more.
-`roof` is the share of the device's measured memory bandwidth that the step's reads (weights once per pass, live keys and
-values) come to. On CUDA `launches` and `syncs` count what the host asks of the driver in one step. Times are medians of
-turns: the trees of one model take turns, so that a machine that is slow for a while is slow for all. Raw figures go to
+`step` is the whole step as the decoder runs it (on CUDA: one captured graph), `verify` the target's pass over
+the tree, `draft` the head's passes, each timed alone, through torch.compile, which costs up to half a
+millisecond a call on a CPU that the step is spared; `rest` is what is left, accepting, committing, emitting,
+and so less than nothing where that is more. `roof` is the share of the device's measured memory bandwidth
+that the step's reads (weights once per pass, live keys and values) come to. On CUDA `launches` and `syncs`
+count what the host asks of the driver in one step. Times are medians of turns: the trees of one model take
+turns, so that a machine that is slow for a while is slow for all. Raw figures go to
 benchmarks/results/NAME.json.
 """
 from __future__ import annotations
@@ -56,7 +58,9 @@ def settle(device: torch.device) -> None:
 def bandwidth(device: torch.device) -> float:
     """Bytes per second this device moves: the better of copying (reads and writes) and of adding up."""
     n = 2**28 if device.type == "cuda" else 2**26
-    a, b = torch.zeros(n, dtype=torch.float32, device=device), torch.empty(n, dtype=torch.float32, device=device)
+    a, b = torch.zeros(
+        n, dtype=torch.float32, device=device
+    ), torch.empty(n, dtype=torch.float32, device=device)
     rates = []
     for work, moved in ((lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)):
         times = []
@@ -71,13 +75,17 @@ def bandwidth(device: torch.device) -> float:
 
 
 class Subject:
-    """One tree on one model: its decoder held at a context of n tokens, and the parts of its step to be timed."""
+    """One tree on one model: its decoder held at a context of n tokens, and the parts of its step to be
+    timed.
+    """
 
     def __init__(self, target, head, rows: int, batch: int, longest: int, compiled: bool):
         shape = TREES[rows]
         self.rows, self.batch = rows, batch
         drafter = Eagle(head, shape) if rows > 1 else Drafter()
-        self.decoder = Decoder(target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=say)
+        self.decoder = Decoder(
+            target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=say
+        )
         self.decoder.start([[1]] * batch, Sampling(1))
         self.propose, self.verify = self._propose, self._verify
         if compiled:
@@ -139,7 +147,9 @@ class Subject:
         d, dtype = self.decoder, self.decoder.target.embed.weight.dtype
         slots = min(d.slots, n + d.drafter.room)
         target = cache_bytes(self.batch, slots, d.target.args, dtype) * d.target.args.num_layers
-        return bytes_per_step(d) + target + sum(cache_bytes(self.batch, slots, a, dtype) for a in d.drafter.cached) * d.drafter.passes
+        return bytes_per_step(d) + target + sum(
+            cache_bytes(self.batch, slots, a, dtype) for a in d.drafter.cached
+        ) * d.drafter.passes
 
 
 def host_calls(subject: Subject) -> dict[str, int]:
@@ -150,8 +160,11 @@ def host_calls(subject: Subject) -> dict[str, int]:
         subject.decoder._run_step(0)
     names = [e.name for e in seen.events()]
     return {
-        "launches": sum(n.startswith(("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")) for n in names),
-        "syncs": max(0, sum("Synchronize" in n for n in names) - 1),  # the profiler waits once itself, at its end
+        "launches": sum(
+            n.startswith(("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")) for n in names
+        ),
+        # The profiler waits once itself, at its end.
+        "syncs": max(0, sum("Synchronize" in n for n in names) - 1),
     }
 
 
@@ -178,7 +191,9 @@ def measure(subjects: list[Subject], n: int, repeat: int, roof: float) -> list[d
     for s in subjects:
         middle = {name: statistics.median(t) for (owner, name), t in times.items() if owner is s}
         s.hold(n)
-        row = {"rows": s.rows, "batch": s.batch, "context": n, **{name: t * 1e3 for name, t in middle.items()}}
+        row = {
+            "rows": s.rows, "batch": s.batch, "context": n, **{name: t * 1e3 for name, t in middle.items()}
+        }
         row["rest"] = row["step"] - row["verify"] - row.get("draft", 0)
         row["gigabytes"] = s.read(n) / 1e9
         row["roof"] = s.read(n) / middle["step"] / roof
@@ -192,11 +207,19 @@ def measure(subjects: list[Subject], n: int, repeat: int, roof: float) -> list[d
 def main(argv: list[str] | None = None) -> int:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--checkpoint", help="converted target with its EAGLE-3 head")
-    p.add_argument("--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)")
+    p.add_argument(
+        "--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)"
+    )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored, bf16 for a shape")
-    p.add_argument("--modes", nargs="+", default=["none"], choices=("none", *MODES), help="quantisation of target and head")
-    p.add_argument("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 60], choices=TREES, metavar="T", help="nodes of the trees")
+    p.add_argument(
+        "--modes", nargs="+", default=["none"], choices=("none", *MODES),
+        help="quantisation of target and head"
+    )
+    p.add_argument(
+        "--rows", nargs="+", type=int, default=[1, 8, 16, 32, 60], choices=TREES, metavar="T",
+        help="nodes of the trees"
+    )
     p.add_argument("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
     p.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B")
     p.add_argument("--repeat", type=int, default=15)
@@ -215,7 +238,9 @@ def sweep(o) -> None:
         raise InputError("--context, --batch, --repeat and --threads must be at least 1")
     torch.set_num_threads(o.threads)
     check_device(o.device)
-    device, dtype = torch.device(o.device), {"bf16": torch.bfloat16, "fp32": torch.float32, None: None}[o.dtype]
+    device, dtype = torch.device(o.device), {
+        "bf16": torch.bfloat16, "fp32": torch.float32, None: None
+    }[o.dtype]
     stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
     if stored and o.modes != ["none"]:
         raise InputError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
@@ -223,7 +248,10 @@ def sweep(o) -> None:
     model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
     record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
     print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
-    columns = ["mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches", "syncs"]
+    columns = [
+        "mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches",
+        "syncs"
+    ]
     print(" ".join(f"{c:>8}" for c in columns))
     for mode in o.modes:
         target, head = models_of(o.checkpoint, o.shape, dtype, o.device, None if mode == "none" else mode)
@@ -246,7 +274,10 @@ def sweep(o) -> None:
                 for row in rows:
                     row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else None}
                     shown = ["" if row.get(c) is None else row[c] for c in columns]
-                    print(" ".join(f"{v:8.2f}" if isinstance(v, float) else f"{v:>8}" for v in shown), flush=True)
+                    print(
+                        " ".join(f"{v:8.2f}" if isinstance(v, float) else f"{v:>8}" for v in shown),
+                        flush=True
+                    )
                 record["rows"] += rows
                 write(o.name, record)
             del subjects

@@ -1,4 +1,5 @@
-"""Acceptance length of heads on question files: greedy, first turns, one tree. Quick, because nothing is timed.
+"""Acceptance length of heads on question files: greedy, first turns, one tree. Quick, because nothing is
+timed.
 
     python benchmarks/tau.py --checkpoint checkpoints/smollm2-135m --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
 
@@ -49,14 +50,21 @@ def measure(o) -> None:
     shape = TreeShape.parse(o.tree)
     sets = {}
     for path in o.questions:
-        chats = [tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in read_prompts(path)[: o.limit]]
-        sets[Path(path).stem] = [ids for ids in chats if len(ids) + o.max_new_tokens <= target.args.max_seq_len]
+        chats = [
+            tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in read_prompts(path)[: o.limit]
+        ]
+        sets[Path(path).stem] = [
+            ids for ids in chats if len(ids) + o.max_new_tokens <= target.args.max_seq_len
+        ]
     record = describe(o.threads) | {"tree": o.tree, "max_new_tokens": o.max_new_tokens, "heads": {}}
     print("head", *sets, "mean", sep="\t")
     for folder, head in heads.items():
         found = {}
         for name, prompts in sets.items():
-            found[name] = {"tau": acceptance(target, head, prompts, config["stop_ids"], shape, o.max_new_tokens), "prompts": len(prompts)}
+            found[name] = {
+                "tau": acceptance(target, head, prompts, config["stop_ids"], shape, o.max_new_tokens),
+                "prompts": len(prompts)
+            }
         found["mean"] = {"tau": sum(f["tau"] for f in found.values()) / len(found)}
         record["heads"][folder] = found
         print(folder, *(f"{f['tau']:.3f}" for f in found.values()), sep="\t", flush=True)

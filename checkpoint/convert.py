@@ -1,7 +1,8 @@
 """Converting a checkpoint to our folder format: a target or a draft head (EAGLE, Medusa, Hydra).
 
-The source is a Hugging Face folder, a hub repository (org/name) or a .gguf file. Every tensor is accounted for before
-the first byte is written. Then one tensor at a time is read, cast and appended: memory does not grow with the model.
+The source is a Hugging Face folder, a hub repository (org/name) or a .gguf file. Every tensor is accounted
+for before the first byte is written. Then one tensor at a time is read, cast and appended: memory does not
+grow with the model.
 """
 from __future__ import annotations
 
@@ -47,27 +48,34 @@ def convert(
     force: bool = False,
     quiet: bool = False,
 ) -> Path:
-    """Convert `source` into the folder `out` and return it. Targets and heads are told apart by their contents.
+    """Convert `source` into the folder `out` and return it. Targets and heads are told apart by their
+    contents.
 
-    out: for a target by default `default_folder(source)`, for a head TARGET/KIND: eagle3, eagle (EAGLE-1/2), medusa or hydra.
-    target: the converted folder of the model a head belongs to; needed for a head, since it is checked to fit.
-    dtype: keep, bf16, fp16 or fp32; keep is what most of the source's numbers are stored in, bf16 if quantised.
-    answers: for a head, what its files leave open.
-    template: for a target without chat template, the one to add; see templates.find_template.
-    force: replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
-    Raises InputError with one line on any bad input or lack of space; nothing is left behind then.
+    out: for a target by default `default_folder(source)`, for a head TARGET/KIND: eagle3, eagle (EAGLE-1/2),
+    medusa or hydra. target: the converted folder of the model a head belongs to; needed for a head, since it
+    is checked to fit. dtype: keep, bf16, fp16 or fp32; keep is what most of the source's numbers are stored
+    in, bf16 if quantised. answers: for a head, what its files leave open. template: for a target without chat
+    template, the one to add; see templates.find_template. force: replace `out` if it is one of our folders of
+    the same kind; folders inside it, such as heads, are kept. Raises InputError with one line on any bad
+    input or lack of space; nothing is left behind then.
     """
     started = time.perf_counter()
     opened = open_source(resolve_source(source))
     if dtype not in ("keep", *OUTPUT_DTYPES):
         raise InputError(f"dtype {dtype!r} is not one of keep, {', '.join(OUTPUT_DTYPES)}")
     kind = kind_of(opened)
-    if kind == "medusa" and target is None and any(name.startswith("model.layers.") for name in opened.tensors):
+    if kind == "medusa" and target is None and any(
+        name.startswith("model.layers.") for name in opened.tensors
+    ):
         # A Medusa-2 model carries its heads; they are converted by the same command with --target.
         kind = None
-        opened = replace(opened, tensors={n: t for n, t in opened.tensors.items() if not n.startswith("medusa_head.")})
+        opened = replace(
+            opened, tensors={n: t for n, t in opened.tensors.items() if not n.startswith("medusa_head.")}
+        )
     if kind and target is None:
-        raise InputError(f"{opened.path}: is a draft head and needs --target DIR, the converted model it is for")
+        raise InputError(
+            f"{opened.path}: is a draft head and needs --target DIR, the converted model it is for"
+        )
     if kind:
         out = Path(out or Path(target) / kind)
         config, plan = _plan_head(opened, Path(target), dtype, answers or Answers())
@@ -106,7 +114,8 @@ def default_folder(source: str | Path) -> Path:
 
 
 def converted_folder(source: str, say: Callable[[str], None]) -> str:
-    """The converted folder of any source: itself, or checkpoints/NAME, converted now unless that is up to date.
+    """The converted folder of any source: itself, or checkpoints/NAME, converted now unless that is up to
+    date.
 
     Raises InputError if another source of the same name has been converted there.
     """
@@ -125,7 +134,9 @@ def converted_folder(source: str, say: Callable[[str], None]) -> str:
             raise InputError(
                 f"{out}: was converted from {other}; convert {source} with convert_checkpoint.py --out DIR and use DIR"
             )
-        files = [path] if path.is_file() else [f for f in path.iterdir() if f.is_file()] if path.is_dir() else []
+        files = [path] if path.is_file() else [
+            f for f in path.iterdir() if f.is_file()
+        ] if path.is_dir() else []
         stale = any(f.stat().st_mtime > (out / WEIGHTS).stat().st_mtime for f in files)
     if stale or not out.is_dir():
         say(f"converting {source} into {out}")
@@ -157,7 +168,8 @@ def _plan_target(source: Source, dtype: str) -> tuple[dict, list[Planned]]:
     }
     tensors = dict(source.tensors)
     if config["tie_embeddings"] and names["lm_head.weight"][0] in tensors:
-        # Some files spell the tied matrix out. transformers 4 ignores the second copy, 5 uses it: only safe if equal.
+        # Some files spell the tied matrix out. transformers 4 ignores the second copy, 5 uses it: only safe
+        # if equal.
         copy, embed = tensors.pop(names["lm_head.weight"][0]), tensors.get(names["embed.weight"][0])
         if embed is None or copy.shape != embed.shape or not torch.equal(copy.read(), embed.read()):
             raise InputError(
@@ -172,12 +184,16 @@ def _plan_head(source: Source, target: Path, dtype: str, answers: Answers) -> tu
     target_args = build_module(target_config).args
     layout = read_layout(source, target_args, answers)
     config, names, tensors = dict(layout.config), layout.names, dict(layout.tensors)
-    theirs = {"embed": "embed.weight", "lm_head": "embed.weight" if target_args.tie_embeddings else "lm_head.weight"}
+    theirs = {
+        "embed": "embed.weight", "lm_head": "embed.weight" if target_args.tie_embeddings else "lm_head.weight"
+    }
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
     config["own_embedding"] = embed is not None and not _same_as_target(embed, target, theirs["embed"])
     if embed is not None and not config["own_embedding"]:
         del tensors["embed_tokens.weight"]
-    if lm_head is not None and config["kind"] == "eagle" and _same_as_target(lm_head, target, theirs["lm_head"]):
+    if lm_head is not None and config["kind"] == "eagle" and _same_as_target(
+        lm_head, target, theirs["lm_head"]
+    ):
         config["own_lm_head"] = False  # vLLM's copies carry the target's
         del tensors["lm_head.weight"]
     check_head_fits(config, target_args, str(path))
@@ -203,7 +219,9 @@ def _same_as_target(entry: Entry, target: Path, name: str) -> bool:
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> Tensor:
-    """Target id of each draft id [Vd] int64, from the offsets `d2t`; `t2d`, the mask of the same ids, must agree."""
+    """Target id of each draft id [Vd] int64, from the offsets `d2t`; `t2d`, the mask of the same ids, must
+    agree.
+    """
     ids = torch.arange(draft_vocab)
     if "d2t" in maps:
         check_keys({"d2t": maps["d2t"].shape}, {"d2t": (draft_vocab,)}, str(path))
@@ -213,7 +231,9 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
         if len(ids) != draft_vocab:
             raise InputError(f"{path}: t2d marks {len(ids)} ids, the draft vocabulary has {draft_vocab}")
     elif draft_vocab != vocab:
-        raise InputError(f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids")
+        raise InputError(
+            f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids"
+        )
     if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() <= 0).any()):
         raise InputError(f"{path}: d2t does not give ascending ids of the target's vocabulary 0..{vocab - 1}")
     if "t2d" in maps:
@@ -224,7 +244,9 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
 
 
 def _plan(path: Path, config: dict, names: dict, tensors: dict[str, Entry], dtype: str) -> list[Planned]:
-    """Match every tensor of the model with its sources, both ways. Raises InputError naming the first odd one."""
+    """Match every tensor of the model with its sources, both ways. Raises InputError naming the first odd
+    one.
+    """
     try:
         module = build_module(config)
     except InputError as e:
@@ -247,9 +269,13 @@ def _plan(path: Path, config: dict, names: dict, tensors: dict[str, Entry], dtyp
     check_keys({name: entry.shape for name, entry in tensors.items()}, wanted, str(path))
     for name, entry in tensors.items():
         if entry.dtype is None or not entry.dtype.is_floating_point:
-            raise InputError(f"{path}: tensor {name} is not stored as floating point (a quantised checkpoint?)")
+            raise InputError(
+                f"{path}: tensor {name} is not stored as floating point (a quantised checkpoint?)"
+            )
     dtype = OUTPUT_DTYPES[dtype] if dtype in OUTPUT_DTYPES else _prevailing_dtype(tensors)
-    return [Planned(ours, shape, dtype, [tensors[n] for n in theirs]) for ours, (shape, theirs) in plan.items()]
+    return [
+        Planned(ours, shape, dtype, [tensors[n] for n in theirs]) for ours, (shape, theirs) in plan.items()
+    ]
 
 
 def _row_counts(args: ModelArgs, name: str, rows: int) -> tuple[int, ...]:
@@ -262,7 +288,8 @@ def _row_counts(args: ModelArgs, name: str, rows: int) -> tuple[int, ...]:
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
-    """What most numbers are stored in. A model computes in one type, and the config's may not be the file's."""
+    """What most numbers are stored in. A model computes in one type, and the config's may not be the file's.
+    """
     counts: dict[torch.dtype, int] = {}
     for entry in tensors.values():
         counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)

@@ -26,12 +26,18 @@ def read_config(folder: str | Path, kind: str | None = None) -> dict:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InputError(f"{folder}: not a folder; convert a checkpoint into it with convert_checkpoint.py first")
+        raise InputError(
+            f"{folder}: not a folder; convert a checkpoint into it with convert_checkpoint.py first"
+        )
     config = read_json(folder / CONFIG)
     if "kind" not in config or "format" not in config:
-        raise InputError(f"{folder}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR")
+        raise InputError(
+            f"{folder}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR"
+        )
     if config["format"] != FORMAT:
-        raise InputError(f"{folder}: format {config['format']} is not the {FORMAT} this version reads; convert it again")
+        raise InputError(
+            f"{folder}: format {config['format']} is not the {FORMAT} this version reads; convert it again"
+        )
     if kind and config["kind"] != kind:
         raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a {kind} was expected")
     return config

@@ -35,9 +35,13 @@ def _open_gguf(path: Path) -> Source:
     tensors = {}
     for name, tensor in stored.items():
         if len(tensor.shape) == 3:
-            tensors |= {f"{name}[{e}]": _gguf_entry(path, tensor, None, e) for e in range(int(tensor.shape[2]))}
+            tensors |= {
+                f"{name}[{e}]": _gguf_entry(path, tensor, None, e) for e in range(int(tensor.shape[2]))
+            }
         else:
-            tensors[name] = _gguf_entry(path, tensor, config["head_dim"] if permuted.fullmatch(name) else None)
+            tensors[name] = _gguf_entry(
+                path, tensor, config["head_dim"] if permuted.fullmatch(name) else None
+            )
 
     ids = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     tokens, types = fields.get("tokenizer.ggml.tokens") or [], fields.get("tokenizer.ggml.token_type") or []
@@ -59,7 +63,8 @@ def _open_gguf(path: Path) -> Source:
 
 
 def _gguf_reader(path: Path):
-    """-> (GGUFReader, {key: value}). The reader trusts every length in the file, hence its many ways of failing."""
+    """-> (GGUFReader, {key: value}). The reader trusts every length in the file, hence its many ways of failing.
+    """
     try:
         import gguf
     except ImportError:
@@ -131,7 +136,9 @@ def _gguf_scaling(path: Path, get: Callable, freqs) -> dict | None:
             "factor": "factor", "original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
         }
-        scaling = {ours: value for ours, key in keys.items() if (value := get(f"rope.scaling.{key}")) is not None}
+        scaling = {
+            ours: value for ours, key in keys.items() if (value := get(f"rope.scaling.{key}")) is not None
+        }
         if extra := get("rope.scaling.attn_factor"):  # llama.cpp multiplies the usual factor by it
             scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
         return {"rope_type": "yarn", **scaling}
@@ -141,18 +148,22 @@ def _gguf_scaling(path: Path, get: Callable, freqs) -> dict | None:
 
 
 def _gguf_entry(path: Path, tensor, permuted_head: int | None, expert: int | None = None) -> Entry:
-    """`permuted_head`: the head size, if the rows of each head are interleaved and have to be put back in halves.
-    `expert`: which matrix of a stack."""
+    """`permuted_head`: the head size, if the rows of each head are interleaved and have to be put back in
+    halves. `expert`: which matrix of a stack.
+    """
     import gguf
 
     shape = tuple(int(n) for n in reversed(tensor.shape.tolist()))
     data = tensor.data
     if expert is not None:
         shape, data = shape[1:], data[expert]
-    kinds = {"F32": torch.float32, "F16": torch.float16}  # everything else becomes bf16, which holds it as well as any
+    # Everything else becomes bf16, which holds it as well as any.
+    kinds = {"F32": torch.float32, "F16": torch.float16}
     unit = permuted_head or 1
     if shape[0] % unit:
-        raise InputError(f"{path}: tensor {tensor.name} {list(shape)} has no whole number of heads of {unit} rows")
+        raise InputError(
+            f"{path}: tensor {tensor.name} {list(shape)} has no whole number of heads of {unit} rows"
+        )
     rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
 
     def blocks() -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
 """The layouts of draft heads: whose they are, how they name things, and what only their contents tell.
 
-EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM); Medusa and Hydra are in `guess_layouts`.
-Where sources contradict each other the file decides; where it cannot, the user is asked for a flag: see `Answers`.
+EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM); Medusa and Hydra are in
+`guess_layouts`. Where sources contradict each other the file decides; where it cannot, the user is asked for
+a flag: see `Answers`.
 """
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class Answers:
 
 @dataclass(frozen=True)
 class Layout:
-    """A head as found: the config of ours it becomes, the name table, and its tensors under the names of that table."""
+    """A head as found: the config of ours it becomes, the name table, and its tensors under the names of that
+    table.
+    """
 
     config: dict
     names: dict[str, list[str]]
@@ -52,7 +55,9 @@ class Layout:
 
 
 def kind_of(source: Source) -> str | None:
-    """The kind of a head (a key of `checkpoint.HEADS`), None for a target. Raises InputError for heads of another kind."""
+    """The kind of a head (a key of `checkpoint.HEADS`), None for a target. Raises InputError for heads of
+    another kind.
+    """
     return medusa_kind(source) or _kind(source, _renamed(source))
 
 
@@ -60,14 +65,18 @@ def _kind(source: Source, names) -> str | None:
     config = source.config
     given = config.get("speculators_model_type")
     if given is not None and given != "eagle3":
-        raise InputError(f"{source.path}: a speculators head of type {given!r} is not supported (only eagle3)")
+        raise InputError(
+            f"{source.path}: a speculators head of type {given!r} is not supported (only eagle3)"
+        )
     if given or config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in names:
         return "eagle3"
     return "eagle" if "fc.weight" in names else None
 
 
 def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
-    """Everything about a head but its embedding, lm_head and vocabulary map, which need the target's weights to judge."""
+    """Everything about a head but its embedding, lm_head and vocabulary map, which need the target's weights
+    to judge.
+    """
     if medusa_kind(source):
         return Layout(*read_medusa_layout(source, target))
     tensors = _renamed(source)
@@ -86,7 +95,9 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
         "tie_embeddings": bool(given.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": given.get("target_hidden_size") or target.hidden_size,
     }
-    layout = _eagle1(source.path, fields, tensors, target) if kind == "eagle" else _eagle3(source, given, fields, tensors, target, answers)
+    layout = _eagle1(source.path, fields, tensors, target) if kind == "eagle" else _eagle3(
+        source, given, fields, tensors, target, answers
+    )
     if not any(name.startswith("midlayer.") for name in source.tensors):
         return layout
 
@@ -98,8 +109,9 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """The tensors under one set of names: no `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and
-    speculators' names for the norms before fc (SGLang's are others)."""
+    """The tensors under one set of names: no `model.` in front (vLLM), `layers.0.` for `midlayer.`
+    (SafeAILab), and speculators' names for the norms before fc (SGLang's are others).
+    """
     sglang = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
     def rename(name: str) -> str:
@@ -123,28 +135,38 @@ def _flat_config(config: dict) -> dict:
     outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
     merged = {k: v for k, v in (inner | outer).items() if v is not None}
     if inner:
-        merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))  # the target's; outside it may be the draft's
+        # The target's; outside it may be the draft's.
+        merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))
     return merged
 
 
 def _eagle1(path: Path, fields: dict, tensors: dict, target: ModelArgs) -> Layout:
     if fields["num_layers"] != 1:
         raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
-    for name in ("layers.0.input_layernorm.weight", "embedding_layernorm.weight", "hidden_states_layernorm.weight"):
+    for name in (
+        "layers.0.input_layernorm.weight", "embedding_layernorm.weight", "hidden_states_layernorm.weight"
+    ):
         if name in tensors:
-            raise InputError(f"{path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported")
+            raise InputError(
+                f"{path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported"
+            )
     config = fields | {
-        "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers], "own_lm_head": "lm_head.weight" in tensors,
+        "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
+        "own_lm_head": "lm_head.weight" in tensors,
     }
     return Layout(config, EAGLE1, tensors)
 
 
-def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: ModelArgs, answers: Answers) -> Layout:
+def _eagle3(
+    source: Source, given: dict, fields: dict, tensors: dict, target: ModelArgs, answers: Answers
+) -> Layout:
     path, nested = source.path, given.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise InputError(f"{path}: config: eagle_config is not an object: {nested!r}")
     lm_head = tensors.get("lm_head.weight")
-    draft_vocab = given.get("draft_vocab_size") or (lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"])
+    draft_vocab = given.get("draft_vocab_size") or (
+        lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"]
+    )
     if not isinstance(draft_vocab, int):
         raise InputError(f"{path}: config: draft_vocab_size is not a number: {draft_vocab!r}")
     fc = tensors.get("fc.weight")
@@ -161,7 +183,8 @@ def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: Mo
         "draft_vocab_size": draft_vocab,
         "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
         "aux_layers": aux,
-        "feature_norm": "each" if each or flags.get("fc_norm") else "all" if together or flags.get("norm_before_fc") else "",
+        "feature_norm": "each" if each or flags.get("fc_norm") else "all" if together
+        or flags.get("norm_before_fc") else "",
         "norm_before_residual": _norm_before_residual(source, flags, answers),
         "recycle_normed": _recycle_normed(source, flags, answers),
     }
@@ -175,7 +198,9 @@ def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: Mo
         layer = f"layers.{k}."
         names |= {f"more_layers.{k - 1}.{o}": [layer + t for t in ts] for o, ts in LAYER.items()}
         # SGLang builds its further layers from the first one's class and norms their input by `hidden_norm`.
-        norm = layer + ("hidden_norm.weight" if layer + "hidden_norm.weight" in tensors else "input_layernorm.weight")
+        norm = layer + (
+            "hidden_norm.weight" if layer + "hidden_norm.weight" in tensors else "input_layernorm.weight"
+        )
         names[f"more_layers.{k - 1}.attn_norm.weight"] = [norm]
         if norm.endswith("hidden_norm.weight"):
             tensors.pop(layer + "input_layernorm.weight", None)  # there, never used
@@ -183,7 +208,9 @@ def _eagle3(source: Source, given: dict, fields: dict, tensors: dict, target: Mo
 
 
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
-    """speculators trains with true, its class defaults to false, vLLM takes true for absent: an absent key says nothing."""
+    """speculators trains with true, its class defaults to false, vLLM takes true for absent: an absent key
+    says nothing.
+    """
     if answers.norm_before_residual is not None:
         return answers.norm_before_residual
     if "norm_before_residual" in flags:
@@ -197,7 +224,9 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
 
 
 def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
-    """Whether norm(h) is fed back. speculators and SGLang mean that by `norm_output`, SpecForge trains otherwise by it."""
+    """Whether norm(h) is fed back. speculators and SGLang mean that by `norm_output`, SpecForge trains
+    otherwise by it.
+    """
     if answers.recycle is not None:
         return answers.recycle == "normed"
     if flags.get("norm_output") is None:
@@ -218,12 +247,15 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
 def _aux_layers(path: Path, given: dict, nested: dict, captured: int, target: ModelArgs) -> tuple[int, ...]:
     """The target layers whose inputs feed the head; `captured`: how many of them its fc is wide.
 
-    Files disagree on whether an id names a layer's output or its input. All of them start with the second layer's
-    output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM, speculators).
+    Files disagree on whether an id names a layer's output or its input. All of them start with the second
+    layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
+    speculators).
     """
     inner, outer = nested.get(AUX_KEY), given.get(AUX_KEY)
     for ids in (inner, outer):
-        if ids and (not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)):
+        if ids and (
+            not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
+        ):
             raise InputError(f"{path}: {AUX_KEY} is not a list of layer numbers: {ids!r}")
     if not inner and not outer:
         if captured != 3:
@@ -234,7 +266,9 @@ def _aux_layers(path: Path, given: dict, nested: dict, captured: int, target: Mo
     found = {_as_inputs(path, ids, target) for ids in (inner, outer) if ids}
     if len(found) > 1:
         options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(found))
-        raise InputError(f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}")
+        raise InputError(
+            f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}"
+        )
     return found.pop()
 
 

@@ -21,8 +21,9 @@ from common.files import read_json
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
-# Tokens that end a turn or a text, whoever trained the model. A GGUF stores one eos id and some repositories declare
-# only one, yet a chat model may also emit the base model's end of text: miss it, and the text never stops.
+# Tokens that end a turn or a text, whoever trained the model. A GGUF stores one eos id and some repositories
+# declare only one, yet a chat model may also emit the base model's end of text: miss it, and the text never
+# stops.
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 MODEL_TYPES = {  # for configs without `architectures`
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
@@ -74,7 +75,9 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
     eos = config.get("eos_token")
     eos = eos.get("content") if isinstance(eos, dict) else eos
     listed = config.get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(i.isdecimal() and isinstance(token, dict) for i, token in listed.items()):
+    if not isinstance(listed, dict) or not all(
+        i.isdecimal() and isinstance(token, dict) for i, token in listed.items()
+    ):
         raise InputError(f"{path / 'tokenizer_config.json'}: added_tokens_decoder does not map ids to tokens")
     added = [{"id": int(i), **token} for i, token in listed.items()]
     file = path / "tokenizer.json"
@@ -121,7 +124,8 @@ def _one_file(path: Path, open_pickle: dict[Path, dict]) -> dict[str, Entry]:
 
 def _safetensors(path: Path) -> dict[str, Entry]:
     def blocks(name: str) -> Iterator[Tensor]:
-        # Opened for each tensor: an open file stays mapped, and its pages would count as ours until the last tensor.
+        # Opened for each tensor: an open file stays mapped, and its pages would count as ours until the last
+        # tensor.
         try:
             with safe_open(path, framework="pt") as file:
                 yield file.get_tensor(name)
@@ -165,7 +169,9 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         found = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # the class or function it asks for
         reason = found[0].partition(". ")[0].rstrip(".") if found else "not a pickle of tensors"
         raise InputError(f"{path}: unsafe pickle or damaged file, not loaded ({reason})") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError) as e:
+    except (
+        RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError
+    ) as e:
         reason = str(e).strip().partition("\n")[0] or type(e).__name__
         raise InputError(f"{path}: truncated or damaged ({reason})") from None
     dense = isinstance(state, dict) and all(

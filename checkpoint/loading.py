@@ -21,7 +21,8 @@ CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def build_module(config: dict) -> Transformer | Head:
-    """The module a config.json describes, on the meta device (no memory). Raises InputError on a bad config."""
+    """The module a config.json describes, on the meta device (no memory). Raises InputError on a bad config.
+    """
     if config["kind"] != "target" and config["kind"] not in HEADS:
         raise InputError(f"config: unknown kind {config['kind']!r}")
     try:
@@ -54,7 +55,9 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
                 # What belongs to quantised weights stays as it is.
                 stored = name.endswith(".scale") or not {tensor.dtype, made[name].dtype} <= set(CASTABLE)
                 if stored and tensor.dtype != made[name].dtype:
-                    raise InputError(f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {made[name].dtype}; quantise again")
+                    raise InputError(
+                        f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {made[name].dtype}; quantise again"
+                    )
                 state[name] = tensor if stored or dtype is None else tensor.to(dtype)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; convert the checkpoint again") from None
@@ -66,7 +69,9 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
 
 
 def identity(model: torch.nn.Module) -> str:
-    """A digest that tells models apart, also fine-tunes of one another: of the dtypes and of a thousand values of every weight."""
+    """A digest that tells models apart, also fine-tunes of one another: of the dtypes and of a thousand
+    values of every weight.
+    """
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         some = p.detach().flatten()[:: max(1, p.numel() // 1024)].float().cpu()
@@ -74,7 +79,9 @@ def identity(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def load_model(folder: str | Path, device="cpu", dtype: torch.dtype | None = None) -> tuple[Transformer, dict]:
+def load_model(
+    folder: str | Path, device="cpu", dtype: torch.dtype | None = None
+) -> tuple[Transformer, dict]:
     """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
 
     Raises InputError with a one-line message on anything that is missing, damaged or of another kind.
@@ -84,7 +91,8 @@ def load_model(folder: str | Path, device="cpu", dtype: torch.dtype | None = Non
 
 
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
-    """Load a converted head, of this kind if given, in its target's dtype, on its device, and tie it to that target.
+    """Load a converted head, of this kind if given, in its target's dtype, on its device, and tie it to that
+    target.
 
     Raises InputError if it is missing, damaged, of another kind or does not fit.
     """
@@ -99,16 +107,23 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
 
 def check_head_fits(config: dict, target: ModelArgs, where: str) -> None:
     """Raise InputError unless a head's config.json fits this target: vocabulary, hidden size, aux layers."""
-    pairs = (("vocabulary", "vocab_size", target.vocab_size), ("target hidden size", "target_hidden_size", target.hidden_size))
+    pairs = (
+        ("vocabulary", "vocab_size", target.vocab_size),
+        ("target hidden size", "target_hidden_size", target.hidden_size)
+    )
     for what, key, want in pairs:
         if config.get(key) != want:
-            raise InputError(f"{where}: the head was made for another target: {what} {config.get(key)}, this target has {want}")
+            raise InputError(
+                f"{where}: the head was made for another target: {what} {config.get(key)}, this target has {want}"
+            )
     if not config.get("own_embedding") and config["hidden_size"] != target.hidden_size:
         raise InputError(
             f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
             " and it carries no embedding of its own"
         )
-    if not config.get("own_lm_head", True) and not config.get("tie_embeddings") and config["hidden_size"] != target.hidden_size:
+    if not config.get(
+        "own_lm_head", True
+    ) and not config.get("tie_embeddings") and config["hidden_size"] != target.hidden_size:
         raise InputError(
             f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
             " and it carries no lm_head of its own"

@@ -33,7 +33,9 @@ def resolve_source(checkpoint: str | Path) -> Path:
 
 
 def _download(repo: str) -> Path:
-    """Fetch the files we need of a hub repository into its cache (interrupted downloads resume) -> the local folder."""
+    """Fetch the files we need of a hub repository into its cache (interrupted downloads resume) -> the local
+    folder.
+    """
     import huggingface_hub as hub
     from huggingface_hub import errors
 
@@ -42,7 +44,8 @@ def _download(repo: str) -> Path:
 
     try:
         try:
-            # One request with a limit; listing the files page by page retries for half a minute without a network.
+            # One request with a limit; listing the files page by page retries for half a minute without a
+            # network.
             listed = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
         except (errors.RepositoryNotFoundError, errors.HFValidationError):
             raise

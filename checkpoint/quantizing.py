@@ -3,9 +3,9 @@
     python quantize.py --checkpoint checkpoints/smollm2-135m --mode int8            # into checkpoints/smollm2-135m-int8
     python quantize.py --checkpoint checkpoints/smollm2-135m --mode int4 --group 64 --text sample.txt
 
-A target takes its heads along, each quantised the same way; a head's own folder works too. One tensor is in memory at a
-time. Every layer's relative error is reported and, with --text, how often the quantised model's next token is the
-original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
+A target takes its heads along, each quantised the same way; a head's own folder works too. One tensor is in
+memory at a time. Every layer's relative error is reported and, with --text, how often the quantised model's
+next token is the original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
 """
 from __future__ import annotations
 
@@ -39,29 +39,40 @@ def entry(read: Callable[[], Tensor], like: Tensor, dtype: torch.dtype) -> Entry
 
 
 def check_source(folder: Path) -> dict:
-    """The config of a folder that can be quantised. Raises InputError unless it is ours, not quantised yet, and its weights
-    are there, whole, and what the config says."""
+    """The config of a folder that can be quantised. Raises InputError unless it is ours, not quantised yet,
+    and its weights are there, whole, and what the config says.
+    """
     config, path = read_config(folder), folder / WEIGHTS
     if "quantization" in config:
         raise InputError(f"{folder}: is quantised already")
     try:
         with safe_open(path, framework="pt") as file:
             found = {k: tuple(file.get_slice(k).get_shape()) for k in file.keys()}  # noqa: SIM118
-            odd = next((k for k in found if file.get_slice(k).get_dtype() not in WRITTEN_DTYPES.values()), None)
+            odd = next(
+                (k for k in found if file.get_slice(k).get_dtype() not in WRITTEN_DTYPES.values()), None
+            )
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; convert the checkpoint again") from None
     except (SafetensorError, OSError) as e:
         raise InputError(f"{path}: damaged ({e}); convert the checkpoint again") from None
     if odd:
-        raise InputError(f"{path}: tensor {odd} is of a type that is not written here; convert the checkpoint again")
-    check_keys(found, {name: tuple(t.shape) for name, t in build_module(config).state_dict().items()}, str(path))
+        raise InputError(
+            f"{path}: tensor {odd} is of a type that is not written here; convert the checkpoint again"
+        )
+    check_keys(
+        found, {name: tuple(t.shape) for name, t in build_module(config).state_dict().items()}, str(path)
+    )
     return config
 
 
 def planned(config: dict, source: Path, mode: str, group: int, lm_head: bool) -> tuple[dict, torch.nn.Module]:
-    """(the config.json of a folder once it is quantised, the module it describes). Raises InputError if it cannot be."""
+    """(the config.json of a folder once it is quantised, the module it describes). Raises InputError if it
+    cannot be.
+    """
     tied = config["kind"] == "target" and config.get("tie_embeddings", False)
-    config = {**config, "quantization": {"mode": mode, "group": group if mode == "int4" else 0, "lm_head": lm_head}}
+    config = {
+        **config, "quantization": {"mode": mode, "group": group if mode == "int4" else 0, "lm_head": lm_head}
+    }
     if tied and lm_head:
         config["tie_embeddings"] = False
     try:
@@ -70,11 +81,14 @@ def planned(config: dict, source: Path, mode: str, group: int, lm_head: bool) ->
         raise InputError(f"{source}: {e}; choose another --group") from None
 
 
-def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False) -> list[tuple[str, float]]:
-    """Write `source`, one of our folders, quantised to `out`. Returns the relative error of every quantised layer.
+def quantize(
+    source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False
+) -> list[tuple[str, float]]:
+    """Write `source`, one of our folders, quantised to `out`. Returns the relative error of every quantised
+    layer.
 
-    A target's tied lm_head becomes a quantised matrix of its own beside the table. Raises InputError on a folder that
-    is not ours, damaged, quantised already, or whose layers the group does not divide.
+    A target's tied lm_head becomes a quantised matrix of its own beside the table. Raises InputError on a
+    folder that is not ours, damaged, quantised already, or whose layers the group does not divide.
     """
     config = check_source(source)
     check_out(out, config["kind"], force)
@@ -87,8 +101,12 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
             layer, _, leaf = name.rpartition(".")
             owner = module.get_submodule(layer)
             if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
-                dtype = next(d for d, known in WRITTEN_DTYPES.items() if known == file.get_slice(name).get_dtype())
-                return Planned(name, tuple(tensor.shape), dtype, [entry(lambda: file.get_tensor(name), tensor, dtype)])
+                dtype = next(
+                    d for d, known in WRITTEN_DTYPES.items() if known == file.get_slice(name).get_dtype()
+                )
+                return Planned(
+                    name, tuple(tensor.shape), dtype, [entry(lambda: file.get_tensor(name), tensor, dtype)]
+                )
             # A linear layer, a stack of experts, or the tied lm_head, which the file has as the embedding.
             given = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in plain_names)
 
@@ -121,7 +139,9 @@ def quantize(source: Path, out: Path, mode: str, group: int = 64, lm_head: bool 
 
 
 def text_ids(source: Path, text: Path, tokens: int = 16384) -> Tensor:
-    """The first `tokens` tokens of a text. Raises InputError if it is unreadable or too short, or there is no tokenizer."""
+    """The first `tokens` tokens of a text. Raises InputError if it is unreadable or too short, or there is no
+    tokenizer.
+    """
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

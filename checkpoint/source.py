@@ -1,7 +1,7 @@
 """One face for every kind of checkpoint that can be converted.
 
-Opening a source reads names, shapes and metadata only. The numbers are read one tensor at a time, when the converter
-asks for them, and nothing is kept: a model larger than the memory converts.
+Opening a source reads names, shapes and metadata only. The numbers are read one tensor at a time, when the
+converter asks for them, and nothing is kept: a model larger than the memory converts.
 """
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a source. `blocks()` reads it as consecutive blocks of rows; `dtype` None is one we do not know."""
+    """One tensor of a source. `blocks()` reads it as consecutive blocks of rows; `dtype` None is one we do
+    not know.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None

@@ -1,7 +1,9 @@
-"""The families of targets: how their files name things and what their configs leave unsaid. One row of `FAMILIES` each.
+"""The families of targets: how their files name things and what their configs leave unsaid. One row of
+`FAMILIES` each.
 
-A table maps our tensor to the source's tensors, stacked along the output dimension in this order; {i} is the layer, {e}
-an expert (all experts follow each other). Sources: transformers' modelling files, llama.cpp's gguf constants.
+A table maps our tensor to the source's tensors, stacked along the output dimension in this order; {i} is the
+layer, {e} an expert (all experts follow each other). Sources: transformers' modelling files, llama.cpp's gguf
+constants.
 """
 from __future__ import annotations
 
@@ -39,8 +41,13 @@ QWEN_MOE = {
 def hugging_face(mlp: dict[str, list[str]]) -> dict[str, list[str]]:
     """The table of a Hugging Face model whose layers have this kind of MLP."""
     layer = ATTENTION | mlp | {"attn_norm.weight": ["input_layernorm.weight"]}
-    around = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"], "lm_head.weight": ["lm_head.weight"]}
-    return around | {f"layers.{{i}}.{ours}": [f"model.layers.{{i}}.{x}" for x in theirs] for ours, theirs in layer.items()}
+    around = {
+        "embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"],
+        "lm_head.weight": ["lm_head.weight"]
+    }
+    return around | {
+        f"layers.{{i}}.{ours}": [f"model.layers.{{i}}.{x}" for x in theirs] for ours, theirs in layer.items()
+    }
 
 
 BLK = "blk.{i}."
@@ -66,8 +73,9 @@ GGUF = {
 
 @dataclass(frozen=True)
 class Family:
-    """`names`: the table. `fixed`: fields of ModelArgs that the architecture implies. `defaults`: values of config keys
-    that a config may leave out, where they differ from LLaMA's. `experts`: it is a mixture."""
+    """`names`: the table. `fixed`: fields of ModelArgs that the architecture implies. `defaults`: values of
+    config keys that a config may leave out, where they differ from LLaMA's. `experts`: it is a mixture.
+    """
 
     names: dict[str, list[str]]
     fixed: dict = field(default_factory=dict)
@@ -78,14 +86,21 @@ class Family:
 NO_WINDOW = {"use_sliding_window": False}  # Qwen's windows have a switch, off unless a config says otherwise
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE)),
-    "MistralForCausalLM": Family(hugging_face(DENSE), defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "MistralForCausalLM": Family(
+        hugging_face(DENSE), defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+    ),
     "Qwen2ForCausalLM": Family(hugging_face(DENSE), {"qkv_bias": True}, NO_WINDOW),
     "Qwen3ForCausalLM": Family(hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128, **NO_WINDOW}),
     "MixtralForCausalLM": Family(
         hugging_face(MIXTRAL), {"renormalise_experts": True},
-        {"num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2}, True,
+        {
+            "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
+            "num_experts_per_tok": 2
+        }, True,
     ),
-    "Qwen3MoeForCausalLM": Family(hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, True),
+    "Qwen3MoeForCausalLM": Family(
+        hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, True
+    ),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
     "gguf:qwen3": Family(GGUF, {"qk_norm": True}),
@@ -97,7 +112,9 @@ FAMILIES = {
 def family_of(source: Source) -> Family:
     """The row of `FAMILIES` for a source. Raises InputError naming the known ones."""
     if source.family not in FAMILIES:
-        raise InputError(f"{source.path}: unknown architecture {source.family} (known: {', '.join(FAMILIES)})")
+        raise InputError(
+            f"{source.path}: unknown architecture {source.family} (known: {', '.join(FAMILIES)})"
+        )
     return FAMILIES[source.family]
 
 
@@ -113,23 +130,33 @@ def target_fields(source: Source) -> dict:
     family, path = family_of(source), source.path
     refuse(path, source.config, ("attention_bias",))
     given = {k: v for k, v in source.config.items() if v is not None}
-    config = {k: v for k, v in family.defaults.items() if k not in source.config} | given  # an explicit null is no absence
-    fields = {**model_fields(path, config), "tie_embeddings": bool(config.get("tie_word_embeddings", False)), **family.fixed}
+    # An explicit null is no absence.
+    config = {k: v for k, v in family.defaults.items() if k not in source.config} | given
+    fields = {
+        **model_fields(path, config), "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        **family.fixed
+    }
     if family.experts:
         refuse(path, config, ("mlp_only_layers",))
         if config.get("decoder_sparse_step", 1) != 1:
-            raise InputError(f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not supported")
+            raise InputError(
+                f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not supported"
+            )
         fields["num_experts"] = config.get("num_experts", config.get("num_local_experts", 0))
         fields["experts_per_token"] = config.get("num_experts_per_tok", 0)
         fields["intermediate_size"] = config.get("moe_intermediate_size", fields["intermediate_size"])
         fields.setdefault("renormalise_experts", bool(config.get("norm_topk_prob")))
         if not isinstance(fields["num_experts"], int) or fields["num_experts"] < 1:
-            raise InputError(f"{path}: config has no positive number of experts (found {fields['num_experts']!r})")
+            raise InputError(
+                f"{path}: config has no positive number of experts (found {fields['num_experts']!r})"
+            )
     return fields
 
 
 def model_fields(path, config: dict) -> dict:
-    """The fields of ModelArgs that every config of the LLaMA kind states, with LLaMA's defaults for absent keys."""
+    """The fields of ModelArgs that every config of the LLaMA kind states, with LLaMA's defaults for absent
+    keys.
+    """
     refuse(path, config, ("quantization_config", "mlp_bias", "use_sliding_window"))
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise InputError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
@@ -142,11 +169,14 @@ def model_fields(path, config: dict) -> dict:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     longest = config.get("max_position_embeddings", 2048)
     if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
-        raise InputError(f"{path}: config: max_position_embeddings must be a positive integer, got {longest!r}")
+        raise InputError(
+            f"{path}: config: max_position_embeddings must be a positive integer, got {longest!r}"
+        )
     if "sliding_attention" in (config.get("layer_types") or ()):
         raise InputError(f"{path}: layers with sliding-window attention are not supported")
     window = config.get("sliding_window")
-    # Qwen2's configs carry a window that `use_sliding_window: false` switches off; Mistral's and Mixtral's have no switch.
+    # Qwen2's configs carry a window that `use_sliding_window: false` switches off; Mistral's and Mixtral's
+    # have no switch.
     if isinstance(window, int) and "use_sliding_window" not in config and window < longest:
         raise InputError(f"{path}: sliding_window {window} is not supported (the context is {longest})")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
@@ -155,9 +185,13 @@ def model_fields(path, config: dict) -> dict:
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
         raise InputError(f"{path}: partial_rotary_factor is not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = {k: v for k, v in rope.items() if k not in ("type", "rope_type", "rope_theta", "partial_rotary_factor")}
+    scaling = {
+        k: v for k, v in rope.items() if k not in ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+    }
     if kind == "yarn":
-        scaling.setdefault("original_max_position_embeddings", config.get("original_max_position_embeddings", longest))
+        scaling.setdefault(
+            "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
+        )
     numbers = {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
@@ -165,8 +199,11 @@ def model_fields(path, config: dict) -> dict:
     for key, value in numbers.items():
         if not isinstance(value, (int, float)) or not value > 0:
             raise InputError(f"{path}: config: {key} must be a positive number, got {value!r}")
-    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's recipe).
-    original = scaling.get("original_max_position_embeddings") if kind == "yarn" else longest if kind == "linear" else None
+    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
+    # recipe).
+    original = scaling.get(
+        "original_max_position_embeddings"
+    ) if kind == "yarn" else longest if kind == "linear" else None
     if isinstance(original, (int, float)) and isinstance(scaling.get("factor"), (int, float)):
         longest = max(longest, int(original * scaling["factor"]))
     return {

@@ -1,1 +1,2 @@
-"""What every room may use and what knows of no other: errors, files, pictures, the frame of a command line."""
+"""What every room may use and what knows of no other: errors, files, pictures, the frame of a command line.
+"""

@@ -1,4 +1,5 @@
-"""What all commands share: how options are declared and checked, how notes and errors are printed, how a command ends.
+"""What all commands share: how options are declared and checked, how notes and errors are printed, how a
+command ends.
 
 A rule stands beside the flag that it is about: `Options.refuse` takes a test and the words of the error.
 """
@@ -32,8 +33,8 @@ def run_command(
 ) -> int:
     """Run a command and return its exit status.
 
-    The status is what `action` returns (None is 0); 1 after an InputError or one of `expected`, printed as one line;
-    130 after Ctrl-C; 141 when nobody reads the output any more.
+    The status is what `action` returns (None is 0); 1 after an InputError or one of `expected`, printed as
+    one line; 130 after Ctrl-C; 141 when nobody reads the output any more.
     """
     try:
         return action() or 0
@@ -55,7 +56,9 @@ class Options(argparse.ArgumentParser):
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
 
-    def refuse(self, test: Callable[[argparse.Namespace], object], words: Callable[[argparse.Namespace], str]) -> None:
+    def refuse(
+        self, test: Callable[[argparse.Namespace], object], words: Callable[[argparse.Namespace], str]
+    ) -> None:
         """Add a rule: options for which `test` is true are refused with these words."""
         self._rules.append((test, words))
 
@@ -92,7 +95,8 @@ class Options(argparse.ArgumentParser):
         on_off = argparse.BooleanOptionalAction
         g.add_argument("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         g.add_argument(
-            "--kernels", action=on_off, default=True, help="on a CPU, when compiling: our own products (see kernels/)",
+            "--kernels", action=on_off, default=True,
+            help="on a CPU, when compiling: our own products (see kernels/)",
         )
 
 

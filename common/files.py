@@ -15,8 +15,8 @@ from common.errors import InputError
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to. At the end the file takes the place of `path`.
 
-    After an error the temporary file is gone and `path` is as before. If `path` is a link, what it leads to is
-    replaced. A device or a pipe is written directly. Raises OSError.
+    After an error the temporary file is gone and `path` is as before. If `path` is a link, what it leads to
+    is replaced. A device or a pipe is written directly. Raises OSError.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():

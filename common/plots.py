@@ -16,7 +16,9 @@ def picture(path: Path, width: float, height: float) -> Iterator:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}):
+    with plt.rc_context(
+        {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    ):
         figure = plt.figure(figsize=(width, height), layout="constrained")
         try:
             yield figure

@@ -27,7 +27,9 @@ def compile_errors() -> Iterator[None]:
         raise InputError(f"torch.compile failed ({reason}); try --no-compile") from e
 
 
-def decode_all(o, model: TextDecoder, plain: TextDecoder | None, samples: list[tuple[Prompt, Sampling]]) -> int:
+def decode_all(
+    o, model: TextDecoder, plain: TextDecoder | None, samples: list[tuple[Prompt, Sampling]]
+) -> int:
     """Decode all samples, batch by batch, as the options say. Returns the exit status: 130 when interrupted.
 
     plain: the decoder to compare with.

@@ -11,7 +11,9 @@ from tokens.ids import common_prefix
 
 
 def as_json(result: Result, rule: str = "equal", plain: Result | None = None) -> dict:
-    """The object that `--json` prints. rule: by which drafts were accepted. plain: the same prompt decoded plainly."""
+    """The object that `--json` prints. rule: by which drafts were accepted. plain: the same prompt decoded
+    plainly.
+    """
     row = {
         "prompt": result.prompt if result.prompt is not None else result.prompt_ids,
         "text": result.text,
@@ -49,7 +51,9 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
     ]
     lines[0] += f"; {', '.join(sorted({r.finish for r in results}))}"
     if decoder.drafter.rule in LOSSY and bool((decoder.state.temperature > 0).any()):
-        lines.append(f"{decoder.drafter.rule} acceptance: LOSSY, this text is not distributed as the target's")
+        lines.append(
+            f"{decoder.drafter.rule} acceptance: LOSSY, this text is not distributed as the target's"
+        )
     memory = f"peak memory {peak_memory(decoder.device) / 1e9:.2f} GB"
     if not lengths:
         lines.append(f"no step was needed; {memory}")
@@ -69,7 +73,9 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
 
 
 def comparison(results: list[Result], plain: list[Result], rule: str) -> str:
-    """One line: plain decoding's speed, the speedup over it, whether the texts are equal, or why they need not be."""
+    """One line: plain decoding's speed, the speedup over it, whether the texts are equal, or why they need
+    not be.
+    """
     equal = sum(a.ids == b.ids for a, b in zip(results, plain))
     fast, slow = (sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, plain))
     ratio = speedup(results[0], plain[0]) if len(results) == 1 else fast / max(slow, 1e-9)

@@ -18,9 +18,9 @@ from tree import Tree
 class Trace:
     """Records every step of one sequence: the tree that was drafted and the path that was accepted.
 
-    Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the root's is 0),
-    `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for all, `prompt` [P] and
-    `output_ids` [P + new].
+    Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the
+    root's is 0), `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for
+    all, `prompt` [P] and `output_ids` [P + new].
     """
 
     def __init__(self, decoder: Decoder):
@@ -45,7 +45,8 @@ class Trace:
         (tokens, parent, depth, ancestors), path = self.pending
         self.pending = None
         step = {
-            "input_ids": torch.tensor(known), "draft_tokens": tokens, "parent": parent, "tree_mask": ancestors,
+            "input_ids": torch.tensor(known), "draft_tokens": tokens, "parent": parent,
+            "tree_mask": ancestors,
             "depth": depth, "accepted": path[:emitted],
         }
         self.tensors |= {f"{self.steps:03d}.{k}": v.contiguous() for k, v in step.items()}
@@ -54,10 +55,14 @@ class Trace:
     def save(self, path: str | Path, result: Result) -> None:
         """Write the safetensors file, under a temporary name first. Raises InputError."""
         shape = self.decoder.drafter.shape
-        meta = {"total_token": str(shape.nodes), "depth": str(max(0, shape.window - 2))}  # of passes of a head, as EAGLE counts
+        # Of passes of a head, as EAGLE counts.
+        meta = {"total_token": str(shape.nodes), "depth": str(max(0, shape.window - 2))}
         if shape.width is not None:
             meta["top_k"] = str(shape.width)
-        ends = {"prompt": torch.tensor(result.prompt_ids), "output_ids": torch.tensor(result.prompt_ids + result.ids)}
+        ends = {
+            "prompt": torch.tensor(result.prompt_ids),
+            "output_ids": torch.tensor(result.prompt_ids + result.ids)
+        }
         try:
             with atomic_path(path) as part:
                 part.write_bytes(save(self.tensors | ends, metadata=meta))

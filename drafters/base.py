@@ -13,14 +13,16 @@ from tree import PathTree, Tree, TreeShape, chain
 
 
 class ExtraRows(NamedTuple):
-    """Rows that a drafter adds to the verify pass for its own ends. They are never accepted, and gone after the step.
+    """Rows that a drafter adds to the verify pass for its own ends. They are never accepted, and gone after
+    the step.
 
     learn: called in the step with the target's likeliest tokens [B, heard] at the last `heard` of these rows.
     """
 
     tokens: Tensor  # [B, E]
     depth: Tensor  # [B, E] how far after the root each stands
-    sees: Tensor  # [B, E, T+E] bool: which nodes of the tree and which extra rows each attends to, itself included
+    # [B, E, T+E] bool: which nodes of the tree and which extra rows each attends to, itself included.
+    sees: Tensor
     heard: int
     learn: Callable[[Tensor], None]
 
@@ -39,7 +41,9 @@ class StaticTree(nn.Module):
 
     def __init__(self, shape: PathTree):
         super().__init__()
-        for name, values in (("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors)):
+        for name, values in (
+            ("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors)
+        ):
             self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
@@ -59,14 +63,17 @@ class StaticLevel(nn.Module):
     def __init__(self, level):
         super().__init__()
         for name in ("nodes", "rows", "came_from"):
-            self.register_buffer(name, torch.tensor(getattr(level, name), dtype=torch.int64), persistent=False)
+            self.register_buffer(
+                name, torch.tensor(getattr(level, name), dtype=torch.int64), persistent=False
+            )
         self.register_buffer("sees", torch.tensor(level.sees, dtype=torch.bool), persistent=False)
 
 
 class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 
-    A drafter declares what it is by the attributes below; `shape` is the size of its trees, the same at every step.
+    A drafter declares what it is by the attributes below; `shape` is the size of its trees, the same at every
+    step.
     """
 
     rule = "equal"  # which of `sampling.rules` its nodes are accepted by
@@ -102,20 +109,23 @@ class Drafter(nn.Module):
         """A new text is started for each of these prompts: forget the last ones. Not part of the step."""
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
-        """Whether there is anything to propose [] bool. Where asking is cheap (on a CPU) the decoder asks a drafter
-        that `may_pass`, and decodes plainly if there is not."""
+        """Whether there is anything to propose [] bool. Where asking is cheap (on a CPU) the decoder asks a
+        drafter that `may_pass`, and decodes plainly if there is not.
+        """
         raise NotImplementedError
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         """Read a chunk of the prompt: the tokens of `state` at positions [B, C], their features [B, C, F].
 
-        The token after a prompt's last one is not known yet: a drafter that wants it reads that row again in its
-        first `propose`.
+        The token after a prompt's last one is not known yet: a drafter that wants it reads that row again in
+        its first `propose`.
         """
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        """Draft a tree below the root. `state` is an `engine.state.State`, `slots` [n] the live cache slots 0..n-1.
+        """Draft a tree below the root. `state` is an `engine.state.State`, `slots` [n] the live cache slots
+        0..n-1.
 
-        noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when greedy.
+        noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when
+        greedy.
         """
         return Proposal(chain(state.root()[:, None]))

@@ -1,7 +1,9 @@
-"""Drafting with a smaller model of the same vocabulary (SpS: Leviathan et al. arXiv 2211.17192, Chen et al. 2302.01318).
+"""Drafting with a smaller model of the same vocabulary (SpS: Leviathan et al. arXiv 2211.17192, Chen et al.
+2302.01318).
 
-Its most likely continuations make the tree, the dynamic one of EAGLE-2 or, of width 1, a chain. With coupled drafting it draws
-with the target's own noise, so that both draw the same token wherever their distributions allow.
+Its most likely continuations make the tree, the dynamic one of EAGLE-2 or, of width 1, a chain. With coupled
+drafting it draws with the target's own noise, so that both draw the same token wherever their distributions
+allow.
 """
 from __future__ import annotations
 
@@ -23,15 +25,21 @@ from tree import PathTree, TreeShape, pick
 
 
 class DraftModel(NetworkDrafter):
-    """A target of its own, `model`, that has read the text and the root. Arguments and errors are those of `NetworkDrafter`."""
+    """A target of its own, `model`, that has read the text and the root. Arguments and errors are those of
+    `NetworkDrafter`.
+    """
 
     ahead = 1
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True, rule: str = "equal"):
-        """rule "residual": proposals are drawn at random, as the papers have it; the tree must be a chain (else ValueError)."""
+        """rule "residual": proposals are drawn at random, as the papers have it; the tree must be a chain
+        (else ValueError).
+        """
         super().__init__(shape, model.args.vocab_size, coupled)
         if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
-            raise ValueError(f"accepting by residuals needs a chain, such as --tree 6,4,1, not {shape.nodes},{shape.depth},{shape.width}")
+            raise ValueError(
+                f"accepting by residuals needs a chain, such as --tree 6,4,1, not {shape.nodes},{shape.depth},{shape.width}"
+            )
         self.model, self.rule = model, rule
         self.cached = (model.args,)
 
@@ -41,7 +49,9 @@ class DraftModel(NetworkDrafter):
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         args, dtype = self.model.args, self.model.embed.weight.dtype
-        self.caches = nn.ModuleList(KVCache(batch, slots, args, dtype, device) for _ in range(args.num_layers))
+        self.caches = nn.ModuleList(
+            KVCache(batch, slots, args, dtype, device) for _ in range(args.num_layers)
+        )
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
@@ -58,13 +68,20 @@ class DraftModel(NetworkDrafter):
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """W rows that end with the root, of which the last n_new are real: committed by the last step, and never read as such."""
+        """W rows that end with the root, of which the last n_new are real: committed by the last step, and
+        never read as such.
+        """
         start = state.length - state.n_new + 1
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
-        h, _ = self.model(state.tokens.gather(1, positions), positions, positions, slots <= positions[..., None], self.caches)
+        h, _ = self.model(
+            state.tokens.gather(1, positions), positions, positions, slots <= positions[..., None],
+            self.caches
+        )
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
 
-    def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+    def _rows(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
         return self.model(tokens, positions, own, visible, self.caches)[0]
 
     def _logits(self, h: Tensor) -> Tensor:
@@ -72,14 +89,20 @@ class DraftModel(NetworkDrafter):
 
 
 def build(request: Request) -> DraftModel:
-    """The converted model that --draft names. Raises InputError if it is missing or speaks another vocabulary."""
+    """The converted model that --draft names. Raises InputError if it is missing or speaks another
+    vocabulary.
+    """
     if request.draft is None:
-        raise InputError("--speculate draft-model: name a smaller converted model of the same vocabulary with --draft")
+        raise InputError(
+            "--speculate draft-model: name a smaller converted model of the same vocabulary with --draft"
+        )
     if isinstance(request.tree, PathTree) or request.tree == "auto":
         raise InputError("--speculate draft-model: takes --tree nodes,depth,width only")
     own, target = read_config(request.draft, "target"), request.target.args
     if own["vocab_size"] != target.vocab_size:
-        raise InputError(f"{request.draft}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}")
+        raise InputError(
+            f"{request.draft}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}"
+        )
     if own["max_seq_len"] < request.max_seq_len:
         raise InputError(
             f"{request.draft}: reads {own['max_seq_len']} tokens, and there is room for {request.max_seq_len};"
@@ -88,7 +111,9 @@ def build(request: Request) -> DraftModel:
     if request.tokenizer:
         tokenizer = Tokenizer.load(request.draft)
         if tokenizer is None:
-            raise InputError(f"{request.draft}: has no tokenizer files to compare with the target's; copy its own there")
+            raise InputError(
+                f"{request.draft}: has no tokenizer files to compare with the target's; copy its own there"
+            )
         if not tokenizer.same_ids(request.tokenizer):
             raise InputError(f"{request.draft}: its tokenizer gives other ids than the target's")
     weight = request.target.embed.weight
@@ -96,6 +121,8 @@ def build(request: Request) -> DraftModel:
     request.prepare(model)
     try:
         chain = TreeShape(6, 4, 1) if request.rule == "residual" else None
-        return DraftModel(model, eagle_tree(request.tree or chain or request.default_tree), request.coupled, request.rule)
+        return DraftModel(
+            model, eagle_tree(request.tree or chain or request.default_tree), request.coupled, request.rule
+        )
     except ValueError as e:
         raise InputError(str(e)) from None

@@ -55,7 +55,9 @@ class Eagle(NetworkDrafter):
         h = head(next_tokens, head.fuse(state.features), positions, positions, visible, self.caches)
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
 
-    def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
+    def _rows(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
         return self.head(tokens, feature, positions, own, visible, self.caches)
 
     def _logits(self, h: Tensor) -> Tensor:
@@ -71,8 +73,8 @@ class Eagle(NetworkDrafter):
 class StaticEagle(Eagle):
     """Any EAGLE head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
 
-    Which ranks are expanded is fixed, only the tokens are drafted: every index is known beforehand and kept on the
-    device.
+    Which ranks are expanded is fixed, only the tokens are drafted: every index is known beforehand and kept
+    on the device.
     """
 
     def __init__(self, head: Head, shape: PathTree, coupled: bool = True):
@@ -90,7 +92,9 @@ class StaticEagle(Eagle):
                 own = state.length[:, None] + used + torch.arange(count, device=slots.device)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
                 visible = visible_slots(slots, state.length, level.sees.expand(B, -1, -1))
-                h = self.head(tokens[-1][:, level.rows], h[:, level.came_from], positions, own, visible, self.caches)
+                h = self.head(
+                    tokens[-1][:, level.rows], h[:, level.came_from], positions, own, visible, self.caches
+                )
                 used += count
             level_scores, ranked = (x.flatten(1) for x in self._best(h, noise, i, self.shape.width))
             tokens.append(ranked[:, level.nodes])  # of [B, rows * width]
@@ -100,14 +104,17 @@ class StaticEagle(Eagle):
 
 
 def build(request: Request) -> Eagle:
-    """The drafter with the head in CHECKPOINT/eagle3, CHECKPOINT/eagle (EAGLE-1 and 2), or where --draft says.
+    """The drafter with the head in CHECKPOINT/eagle3, CHECKPOINT/eagle (EAGLE-1 and 2), or where --draft
+    says.
 
     Raises InputError if there is no head, it does not fit, or the tree does not.
     """
     kind = "eagle3" if request.method == "eagle3" else "eagle"
     folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
-        raise InputError(f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none")
+        raise InputError(
+            f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none"
+        )
     head = load_head(folder, request.target, kind)
     request.prepare(head)
     if request.tree == "auto":

@@ -1,12 +1,15 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future, in the pass that verifies.
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future, in the pass that
+verifies.
 
-A window of columns stands behind the root, row below row: row r holds guesses made r steps ago of what comes after the row
-above. Each step the target reads the window along with the tree and says what follows its newest row; a column is then an
-n-gram the target would write, and goes into a pool, by its first token. What the pool has for the root is the tree.
+A window of columns stands behind the root, row below row: row r holds guesses made r steps ago of what comes
+after the row above. Each step the target reads the window along with the tree and says what follows its
+newest row; a column is then an n-gram the target would write, and goes into a pool, by its first token. What
+the pool has for the root is the tree.
 
-Window, pool and what moves between them are tensors of fixed size. Two things differ from what is published: there the window's
-rows are filled one by one in as many steps, here all at once with random tokens of the prompt; and there a step emits at most
-N-1 tokens, a slip of the code (an index taken for a count), here N, an n-gram's N-1 that agree and the target's own.
+Window, pool and what moves between them are tensors of fixed size. Two things differ from what is published:
+there the window's rows are filled one by one in as many steps, here all at once with random tokens of the
+prompt; and there a step emits at most N-1 tokens, a slip of the code (an index taken for a count), here N, an
+n-gram's N-1 that agree and the target's own.
 """
 from __future__ import annotations
 
@@ -23,28 +26,35 @@ MOST_ROWS = 1024  # of a pass, beyond which nobody gains
 
 
 class Lookahead(Drafter):
-    """window: columns W. level: tokens N of an n-gram. guesses: n-grams G kept by first token, the latest ones.
+    """window: columns W. level: tokens N of an n-gram. guesses: n-grams G kept by first token, the latest
+    ones.
 
     The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
     """
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
         if window < 1 or level < 3 or guesses < 1:
-            raise ValueError(f"lookahead: window {window}, level {level}, guess set {guesses}: at least 1, 3 and 1")
+            raise ValueError(
+                f"lookahead: window {window}, level {level}, guess set {guesses}: at least 1, 3 and 1"
+            )
         if (level - 1) * (window + guesses) > MOST_ROWS:
             rows = (level - 1) * (window + guesses)
-            raise ValueError(f"lookahead: window {window}, level {level}, guess set {guesses}: {rows} rows a pass, at most {MOST_ROWS}")
+            raise ValueError(
+                f"lookahead: window {window}, level {level}, guess set {guesses}: {rows} rows a pass, at most {MOST_ROWS}"
+            )
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
         self.static = StaticTree(shape)
         self.register_buffer("chain", torch.tensor([path[0] for path in shape.paths]), persistent=False)
         self.register_buffer("ahead", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
-        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, of which the root is
-        # the first, and its own column in the rows between.
+        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, of which
+        # the root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
         sees = [
-            [i == 0 for i in range(shape.nodes)] + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
+            [i == 0 for i in range(shape.nodes)] + [
+                (p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places
+            ] for r, c in places
         ]
         self.register_buffer("depth", torch.tensor([r + c for r, c in places]), persistent=False)
         self.register_buffer("sees", torch.tensor(sees), persistent=False)
@@ -54,8 +64,11 @@ class Lookahead(Drafter):
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         rows, G = self.level - 1, self.guesses
-        self.register_buffer("rows", torch.zeros(batch, rows, self.columns, dtype=torch.int64), persistent=False)
-        pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # the latest guess last
+        self.register_buffer(
+            "rows", torch.zeros(batch, rows, self.columns, dtype=torch.int64), persistent=False
+        )
+        # The latest guess last.
+        pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)
         self.register_buffer("pool", pool, persistent=False)
         self.to(device)
 
@@ -73,7 +86,8 @@ class Lookahead(Drafter):
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root = state.root()[:, None]
         B = root.shape[0]
-        guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]  # [B, T-1]
+        # [B, T-1].
+        guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]
         # Where the pool has nothing, the guess is the root: as bad as any, and never a wrong text.
         tree = self.static.of(torch.cat((root, torch.where(guessed == EMPTY, root, guessed)), 1))
         window = self.rows.flatten(1)[:, 1:]
@@ -87,7 +101,8 @@ class Lookahead(Drafter):
     def learn(self, root: Tensor, chosen: Tensor) -> None:
         """Take in the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
 
-        The columns go into the pool one after the other, for two may begin alike; then the window moves up a row.
+        The columns go into the pool one after the other, for two may begin alike; then the window moves up a
+        row.
         """
         firsts = torch.cat((root[:, None], self.rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)
@@ -99,14 +114,19 @@ class Lookahead(Drafter):
             leaves = torch.where(same.any(-1), same.long().argmax(-1), 0)[:, None]  # itself, else the oldest
             source = (place + (place >= leaves)).clamp(max=self.guesses - 1)
             moved = known.gather(1, source[..., None].expand_as(known))
-            self.pool[batch, firsts[:, c]] = torch.where((place == self.guesses - 1)[:, None], new[:, None], moved)
+            self.pool[batch, firsts[:, c]] = torch.where(
+                (place == self.guesses - 1)[:, None], new[:, None], moved
+            )
         self.rows.copy_(torch.cat((self.rows[:, 1:], chosen[:, None]), 1))
 
 
 def build(request: Request) -> Lookahead:
     """Needs nothing. Raises InputError on a head or a tree, or on sizes that cannot be."""
     request.refuse(draft=request.draft, tree=request.tree)
-    sizes = {"window": request.flags["window"], "level": request.flags["level"], "guesses": request.flags["guess-set"]}
+    sizes = {
+        "window": request.flags["window"], "level": request.flags["level"],
+        "guesses": request.flags["guess-set"]
+    }
     try:
         return Lookahead(request.target.args.vocab_size, **sizes)
     except ValueError as e:

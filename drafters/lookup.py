@@ -1,10 +1,12 @@
-"""Prompt lookup: the text itself drafts. Where its last tokens stood before, what followed then is proposed again.
+"""Prompt lookup: the text itself drafts. Where its last tokens stood before, what followed then is proposed
+again.
 
-PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and proposes one
-chain; Spec-Bench's copy passes over matches with fewer than ten tokens behind them, and proposes the id 100 where there are none.
-Here every match competes, longer ones first and of those the latest, and the best few with different continuations make a small
-tree. It runs on the device in static shapes: one comparison per n-gram position. On a CPU a step in which no sequence has a match
-is a plain step; on a GPU the rows cost next to nothing, and asking would cost a synchronisation.
+PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and
+proposes one chain; Spec-Bench's copy passes over matches with fewer than ten tokens behind them, and proposes
+the id 100 where there are none. Here every match competes, longer ones first and of those the latest, and the
+best few with different continuations make a small tree. It runs on the device in static shapes: one
+comparison per n-gram position. On a CPU a step in which no sequence has a match is a plain step; on a GPU the
+rows cost next to nothing, and asking would cost a synchronisation.
 """
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LONGEST = 4  # tokens of context that are compared, the root included
 
 
 class Lookup(Drafter):
-    """Proposes what followed the last n-gram earlier in prompt and output. `shortest`: tokens a match must have."""
+    """Proposes what followed the last n-gram earlier in prompt and output. `shortest`: tokens a match must
+    have.
+    """
 
     may_pass = True
 
@@ -36,7 +40,9 @@ class Lookup(Drafter):
         self.register_buffer("ahead", torch.tensor([len(path) for path in shape.paths]), persistent=False)
 
     def matches(self, state, slots: Tensor) -> Tensor:
-        """How many tokens up to each slot are those up to the root [B, n], at most `longest`; 0 from the root on."""
+        """How many tokens up to each slot are those up to the root [B, n], at most `longest`; 0 from the root
+        on.
+        """
         tokens, length = state.tokens[:, : slots.shape[0]], state.length[:, None]
         found = torch.zeros_like(tokens)
         equal = slots < length
@@ -52,7 +58,9 @@ class Lookup(Drafter):
         return ((self.matches(state, slots) >= self.shortest) & ~state.done[:, None]).any()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        """See `Drafter.propose`. Chains without a match repeat the root: a guess as bad as any, and never a wrong text."""
+        """See `Drafter.propose`. Chains without a match repeat the root: a guess as bad as any, and never a
+        wrong text.
+        """
         root, length = state.root()[:, None], state.length[:, None]
         n = slots.shape[0]
         found = self.matches(state, slots)
@@ -63,9 +71,11 @@ class Lookup(Drafter):
             best, at = score.max(1, keepdim=True)
             starts.append(at)
             live.append(best >= 0)
-            score = torch.where(follows == follows.gather(1, at), -1, score)  # the next chain begins otherwise
+            # The next chain begins otherwise.
+            score = torch.where(follows == follows.gather(1, at), -1, score)
         starts, live = torch.cat(starts, 1)[:, self.chain], torch.cat(live, 1)[:, self.chain]  # [B, T-1]
-        # A match near the end of the text goes on into itself: what is repeated is taken to be repeated again.
+        # A match near the end of the text goes on into itself: what is repeated is taken to be repeated
+        # again.
         period = (length - starts).clamp(min=1)
         place = starts + 1 + (self.ahead - 1) % period
         drafted = torch.where(live, state.tokens.gather(1, place), root)

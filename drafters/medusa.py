@@ -1,7 +1,8 @@
-"""Drafting with Medusa heads (Cai et al., arXiv 2401.10774): all levels of a static tree from one state of the target.
+"""Drafting with Medusa heads (Cai et al., arXiv 2401.10774): all levels of a static tree from one state of
+the target.
 
-Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree paper` is
-the tree of the published figures; the default on a CPU is smaller.
+Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree
+paper` is the tree of the published figures; the default on a CPU is smaller.
 """
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from tree import PathTree, likely_tree, pick
 class MultiTokenDrafter(Drafter):
     """What Medusa and Hydra share: heads that each guess one level of a static tree.
 
-    coupled: rank the candidates with the target's own noise (see `NetworkDrafter`). Raises ValueError on a tree that is
-    deeper than there are heads, or wider than their vocabulary.
+    coupled: rank the candidates with the target's own noise (see `NetworkDrafter`). Raises ValueError on a
+    tree that is deeper than there are heads, or wider than their vocabulary.
     """
 
     passes = 1
@@ -36,7 +37,9 @@ class MultiTokenDrafter(Drafter):
         if levels > head.args.guesses:
             raise ValueError(f"tree: {levels} levels, and heads for {head.args.guesses}")
         if shape.width > head.args.draft_vocab_size:
-            raise ValueError(f"tree: width {shape.width} exceeds the heads' vocabulary of {head.args.draft_vocab_size}")
+            raise ValueError(
+                f"tree: width {shape.width} exceeds the heads' vocabulary of {head.args.draft_vocab_size}"
+            )
         self.head, self.coupled, self.aux_layers = head, coupled, head.args.aux_layers
         self.static = StaticTree(shape)
 
@@ -54,7 +57,9 @@ class Medusa(MultiTokenDrafter):
 
     def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
-        for name, values in (("level", [len(p) - 1 for p in shape.paths]), ("rank", [p[-1] for p in shape.paths])):
+        for name, values in (
+            ("level", [len(p) - 1 for p in shape.paths]), ("rank", [p[-1] for p in shape.paths])
+        ):
             self.register_buffer(name, torch.tensor(values), persistent=False)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
@@ -74,7 +79,9 @@ def build(request: Request) -> Medusa:
 
 
 def published_tree() -> PathTree:
-    """mc_sim_7b_63, 64 nodes on four levels: the tree of the published Medusa and Hydra figures (FasterDecoding/Medusa)."""
+    """mc_sim_7b_63, 64 nodes on four levels: the tree of the published Medusa and Hydra figures
+    (FasterDecoding/Medusa).
+    """
     return PathTree(tuple(map(tuple, json.loads((Path(__file__).parent / "mc_sim_7b_63.json").read_text()))))
 
 
@@ -94,7 +101,8 @@ def build_multi_token(request: Request, kind: str, drafter: type[MultiTokenDraft
     head = load_head(folder, request.target, kind)
     request.prepare(head)
     spec = request.tree
-    if spec is None and request.default_tree == "paper" and head.args.guesses >= 4:  # the published one has four levels
+    # The published one has four levels.
+    if spec is None and request.default_tree == "paper" and head.args.guesses >= 4:
         spec = "paper"
     try:
         if spec is None:

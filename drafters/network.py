@@ -1,8 +1,8 @@
 """Drafting with a network, level by level, on the dynamic tree of EAGLE-2.
 
-One catch-up pass reads the tokens that the last step committed and gives the first level. Each further level is one
-pass over the nodes that are expanded. The network's caches hold the committed rows first and the drafted rows after
-them, level by level; the next catch-up overwrites those.
+One catch-up pass reads the tokens that the last step committed and gives the first level. Each further level
+is one pass over the nodes that are expanded. The network's caches hold the committed rows first and the
+drafted rows after them, level by level; the next catch-up overwrites those.
 """
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def rank(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
 class NetworkDrafter(Drafter):
     """What drafters share whose network grows a tree level by level.
 
-    coupled: rank candidates by draft logits plus the very noise that the target will be sampled with, so that the
-    network guesses which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never changes what is
-    emitted; without noise (greedy) it changes nothing. vocabulary: how many ids the network knows.
-    Raises ValueError if the tree is wider than the vocabulary.
+    coupled: rank candidates by draft logits plus the very noise that the target will be sampled with, so that
+    the network guesses which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never
+    changes what is emitted; without noise (greedy) it changes nothing. vocabulary: how many ids the network
+    knows. Raises ValueError if the tree is wider than the vocabulary.
     """
 
     ahead = 0  # how many rows its cache holds beyond those of the target's: 1 if it has read the root
@@ -43,13 +43,16 @@ class NetworkDrafter(Drafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self._catch_up(state, slots)
-        return Proposal(self.grow(last, state, slots, self._draft_noise(noise), self.shape).prune(state.root()))
+        return Proposal(
+            self.grow(last, state, slots, self._draft_noise(noise), self.shape).prune(state.root())
+        )
 
     def grow(
         self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
         level_logits: list[Tensor] | None = None,
     ) -> Growth:
-        """All candidates below the root, from the catch-up's last output [B, 1, H] and draft noise [B, W, Vd] or None.
+        """All candidates below the root, from the catch-up's last output [B, 1, H] and draft noise [B, W, Vd]
+        or None.
 
         level_logits: takes the logits [B, R, Vd] of every level.
         """
@@ -70,7 +73,9 @@ class NetworkDrafter(Drafter):
     def _best(
         self, h: Tensor, noise: Tensor | None, step: int, k: int, level_logits: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The k likeliest next tokens after rows h [B, R, H]: log-probabilities and target ids, both [B, R, k]."""
+        """The k likeliest next tokens after rows h [B, R, H]: log-probabilities and target ids, both [B, R,
+        k].
+        """
         logits = self._logits(h)
         if level_logits is not None:
             level_logits.append(logits)
@@ -78,7 +83,8 @@ class NetworkDrafter(Drafter):
         return scores, self._ids(ids)
 
     def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """The target's noise [B, W, V] at the ids the network knows [B, W, Vd]; None if it is not to be used."""
+        """The target's noise [B, W, V] at the ids the network knows [B, W, Vd]; None if it is not to be used.
+        """
         return noise if self.coupled else None
 
     def _ids(self, ids: Tensor) -> Tensor:
@@ -86,11 +92,17 @@ class NetworkDrafter(Drafter):
         return ids
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read what the last step committed. Returns the output [B, 1, H] that the first level is drafted from."""
+        """Read what the last step committed. Returns the output [B, 1, H] that the first level is drafted
+        from.
+        """
         raise NotImplementedError
 
-    def _rows(self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> Tensor:
-        """One pass over drafted tokens [B, k], each with the output [B, k, H] it was drafted from -> outputs [B, k, H]."""
+    def _rows(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
+        """One pass over drafted tokens [B, k], each with the output [B, k, H] it was drafted from -> outputs
+        [B, k, H].
+        """
         raise NotImplementedError
 
     def _logits(self, h: Tensor) -> Tensor:

@@ -3,15 +3,18 @@
     python -m drafters.rest build --checkpoint checkpoints/mine --out runs/store texts.jsonl more.txt
     python generate.py --checkpoint checkpoints/mine --speculate rest --datastore runs/store --prompt "..."
 
-A store is the texts' tokens and their suffix array, mapped into memory: STORE/tokens.bin and STORE/suffixes.bin (int32, or
-int64 from 2^31 tokens on), STORE/store.json. Any vocabulary fits (the published format holds ids in 16 bits).
+A store is the texts' tokens and their suffix array, mapped into memory: STORE/tokens.bin and
+STORE/suffixes.bin (int32, or int64 from 2^31 tokens on), STORE/store.json. Any vocabulary fits (the published
+format holds ids in 16 bits).
 
-The longest run of last tokens that occurs in the store is searched for, all lengths at once, by probing 15 places a round
-instead of one. Where it occurs the suffixes stand side by side, in order, so that equal continuations are neighbours: how often
-one begins is how far its run of neighbours reaches, and the most frequent beginnings are the tree. All of it in static shapes.
+The longest run of last tokens that occurs in the store is searched for, all lengths at once, by probing 15
+places a round instead of one. Where it occurs the suffixes stand side by side, in order, so that equal
+continuations are neighbours: how often one begins is how far its run of neighbours reaches, and the most
+frequent beginnings are the tree. All of it in static shapes.
 
-Where more than `hits` places match, as many of them are counted, evenly spread (published: the first 5,000). Without a match nothing
-is drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a GPU takes it into its memory.
+Where more than `hits` places match, as many of them are counted, evenly spread (published: the first 5,000).
+Without a match nothing is drafted (published: one token, id 100, whatever it stands for). On a CPU the store
+stays mapped; a GPU takes it into its memory.
 """
 from __future__ import annotations
 
@@ -36,21 +39,26 @@ PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
 class Rest(Drafter):
     """tokens [M] int32 and suffixes [M] of a store; ids of `vocab_size` and above separate texts.
 
-    nodes: of the tree, root included. longest, shortest: tokens of context that are looked for. depth: tokens of a
-    continuation. hits: of so many places at most, evenly spread, continuations are counted.
+    nodes: of the tree, root included. longest, shortest: tokens of context that are looked for. depth: tokens
+    of a continuation. hits: of so many places at most, evenly spread, continuations are counted.
     """
 
     may_pass = True
 
     def __init__(
-        self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16, shortest: int = 2, depth: int = 10,
+        self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16,
+        shortest: int = 2, depth: int = 10,
         hits: int = 1024,
     ):
         if nodes < 2 or not 1 <= shortest <= longest or depth < 1 or hits < 1:
-            raise ValueError(f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}: at least 2, 1, 1 and 1")
+            raise ValueError(
+                f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}: at least 2, 1, 1 and 1"
+            )
         super().__init__(AnyTree(nodes, depth))
         self.vocab_size, self.longest, self.shortest, self.depth, self.hits = vocab_size, longest, shortest, depth, hits
-        some = tokens[:: max(1, len(tokens) // 4096)].numpy().tobytes() if tokens.device.type == "cpu" else b""
+        some = tokens[
+            :: max(1, len(tokens) // 4096)
+        ].numpy().tobytes() if tokens.device.type == "cpu" else b""
         self.made_of = f"{len(tokens)} {hashlib.sha256(some).hexdigest()[:16]}"
         self.rounds = max(1, math.ceil(math.log(len(tokens) + 1, PIVOTS + 1))) + 1
         self.device = tokens.device  # where it will be used
@@ -58,7 +66,9 @@ class Rest(Drafter):
         self.register_buffer("suffixes", suffixes, persistent=False)
 
     def memory(self, batch: int) -> int:
-        return 0 if self.device.type == "cpu" else sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))
+        return 0 if self.device.type == "cpu" else sum(
+            t.numel() * t.element_size() for t in (self.tokens, self.suffixes)
+        )
 
     def follow(self, at: Tensor, count: int) -> Tensor:
         """The `count` tokens from places at [...] -> [..., count]; -1 behind the store's end."""
@@ -67,7 +77,9 @@ class Rest(Drafter):
         return torch.where(place < self.tokens.shape[0], found, -1)
 
     def damaged(self, probes: int = 1024) -> bool:
-        """Whether neighbours in the suffix array, looked at in so many places, are out of order or point nowhere."""
+        """Whether neighbours in the suffix array, looked at in so many places, are out of order or point
+        nowhere.
+        """
         at = torch.linspace(0, len(self.suffixes) - 1, min(probes, len(self.suffixes))).long()
         pair = self.suffixes[torch.stack((at, (at + 1).clamp(max=len(self.suffixes) - 1)))].long()  # [2, P]
         if bool(((pair < 0) | (pair >= len(self.tokens))).any()):
@@ -77,31 +89,41 @@ class Rest(Drafter):
         return bool((one.gather(-1, first) > two.gather(-1, first)).any())
 
     def search(self, state) -> tuple[Tensor, Tensor]:
-        """Where in the suffix array the last `longest`, ..., `shortest` tokens of each text begin and end: both [B, S]."""
+        """Where in the suffix array the last `longest`, ..., `shortest` tokens of each text begin and end:
+        both [B, S].
+        """
         length, device = state.length, state.length.device
         sizes = torch.arange(self.longest, self.shortest - 1, -1, device=device)  # [S]
         place = torch.arange(self.longest, device=device)
         context = state.tokens.gather(1, (length[:, None] - self.longest + 1 + place).clamp(min=0))
         # Each context's last tokens, moved to the left.
-        wanted = context[:, (place - sizes[:, None]) % self.longest][:, :, None, None]  # [B, S, 1, 1, longest]
+        # [B, S, 1, 1, longest].
+        wanted = context[:, (place - sizes[:, None]) % self.longest][:, :, None, None]
         counts = (place < sizes[:, None])[:, None, None]
-        low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)  # the first not below, the first above
+        # The first not below, the first above.
+        low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)
         high = torch.full_like(low, self.tokens.shape[0])
         steps = torch.arange(1, PIVOTS + 1, device=device)
         for _ in range(self.rounds):
             pivots = low[..., None] + (high - low)[..., None] * steps // (PIVOTS + 1)  # [B, S, 2, P]
-            found = self.follow(self.suffixes[pivots.clamp(max=self.tokens.shape[0] - 1)].long(), self.longest)
+            found = self.follow(
+                self.suffixes[pivots.clamp(max=self.tokens.shape[0] - 1)].long(), self.longest
+            )
             differs = (found != wanted) & counts
             first = differs.long().argmax(-1, keepdim=True)
             less = (found.gather(-1, first) < wanted.expand_as(found).gather(-1, first))[..., 0]
             same = ~differs.any(-1)
-            below = torch.where(same, torch.tensor([[False], [True]], device=device), less) & (low < high)[..., None]
+            below = torch.where(
+                same, torch.tensor([[False], [True]], device=device), less
+            ) & (low < high)[..., None]
             n = below.sum(-1, keepdim=True)
             raised = pivots.gather(-1, (n - 1).clamp(min=0))[..., 0] + 1
             lowered = pivots.gather(-1, n.clamp(max=PIVOTS - 1))[..., 0]
             n = n[..., 0]
             moving = low < high
-            low, high = torch.where(moving & (n > 0), raised, low), torch.where(moving & (n < PIVOTS), lowered, high)
+            low, high = torch.where(moving & (n > 0), raised, low), torch.where(
+                moving & (n < PIVOTS), lowered, high
+            )
         fits = sizes <= length[:, None] + 1
         return torch.where(fits, low[..., 0], 0), torch.where(fits, low[..., 1], 0)
 
@@ -132,26 +154,37 @@ class Rest(Drafter):
         score = torch.where(starts & real, count * (D + 1) + torch.arange(D, 0, -1, device=root.device), -1)
         top, key = score.flatten(1).topk(min(T - 1, self.hits * D))  # [B, n], key = row * D + l - 1
         held = (top > 0)
-        group = torch.where(starts, row[:, None], 0).cummax(1).values  # the row that begins the run a row is in
+        # The row that begins the run a row is in.
+        group = torch.where(starts, row[:, None], 0).cummax(1).values
         level = key % D
         shorter = (key - 1).clamp(min=0)  # the same row, one token less
         above = torch.where(level > 0, group.flatten(1).gather(1, shorter) * D + level - 1, -1)
         is_parent = (key[:, None] == above[..., None]) & held[:, None]
         parent = torch.where(held & (level > 0), is_parent.long().argmax(-1) + 1, 0)
-        token = torch.where(held, after.flatten(1).gather(1, key), root)  # none left: the root, a guess as bad as any
+        # None left: the root, a guess as bad as any.
+        token = torch.where(held, after.flatten(1).gather(1, key), root)
         share = torch.where(held, (top // (D + 1)).float() / live, 0.0).log()
         missing = T - 1 - key.shape[1]
         tokens = torch.cat((root, token, root.expand(-1, missing)), 1)
         parents = torch.cat((torch.zeros_like(root), parent, torch.zeros_like(root).expand(-1, missing)), 1)
-        scores = torch.cat((torch.zeros_like(share[:, :1]), share, torch.full_like(share[:, :1], -math.inf).expand(-1, missing)), 1)
+        scores = torch.cat(
+            (
+                torch.zeros_like(share[:, :1]), share,
+                torch.full_like(share[:, :1], -math.inf).expand(-1, missing)
+            ), 1
+        )
         return Proposal(Tree(tokens, parents, *link(parents, D), scores))
 
 
 def build(request: Request) -> Rest:
-    """The store that --datastore names. Raises InputError if there is none, it is damaged, or of another vocabulary."""
+    """The store that --datastore names. Raises InputError if there is none, it is damaged, or of another
+    vocabulary.
+    """
     request.refuse(draft=request.draft, tree=request.tree)
     if not request.flags["datastore"]:
-        raise InputError("--speculate rest: name a store with --datastore; python -m drafters.rest build makes one")
+        raise InputError(
+            "--speculate rest: name a store with --datastore; python -m drafters.rest build makes one"
+        )
     folder = Path(request.flags["datastore"])
     about = read_json(folder / "store.json")
     own, vocab_size = about.get("vocab_size"), request.target.args.vocab_size
@@ -159,12 +192,16 @@ def build(request: Request) -> Rest:
         raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
     if request.tokenizer and about.get("tokenizer") != fingerprint(request.tokenizer):
         raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count, dtype = about.get("tokens"), {"int32": torch.int32, "int64": torch.int64}.get(str(about.get("suffixes")))
+    count, dtype = about.get("tokens"), {
+        "int32": torch.int32, "int64": torch.int64
+    }.get(str(about.get("suffixes")))
     arrays = []
     for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
         path = folder / f"{name}.bin"
         if not isinstance(count, int) or count < 1 or kind is None or not path.is_file() or path.stat().st_size != count * kind.itemsize:
-            raise InputError(f"{path}: missing or not of the size that store.json says; build the store again")
+            raise InputError(
+                f"{path}: missing or not of the size that store.json says; build the store again"
+            )
         arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
     try:
         drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])

@@ -29,7 +29,9 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they are), else one text."""
+    """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they
+    are), else one text.
+    """
     if path.suffix.lower() not in (".jsonl", ".json"):
         try:
             text = path.read_text(encoding="utf-8-sig")
@@ -48,18 +50,24 @@ def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) -> dict:
-    """Write a store of these files -> what store.json says. Raises InputError, and leaves what was there, if it cannot."""
+    """Write a store of these files -> what store.json says. Raises InputError, and leaves what was there, if
+    it cannot.
+    """
     try:
         from pydivsufsort import divsufsort
     except ImportError:
-        raise InputError("building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort") from None
+        raise InputError(
+            "building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort"
+        ) from None
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")
     out = out.resolve()  # "new/.." names something else once "new" is there
     there = out.exists()
     if there and not (force and (out / "store.json").is_file()):
-        raise InputError(f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else ""))
+        raise InputError(
+            f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else "")
+        )
     part = out.with_name(f".{out.name}.{os.getpid()}")
     part.mkdir(parents=True)  # better now than when everything is sorted
     try:
@@ -74,7 +82,9 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
     return about
 
 
-def _fill(folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int, divsufsort: Callable) -> dict:
+def _fill(
+    folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int, divsufsort: Callable
+) -> dict:
     parts, count = [], 0
     with tqdm(unit="token", unit_scale=True, desc="reading") as bar:
         for path in files:
@@ -89,7 +99,10 @@ def _fill(folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int
     print(f"sorting {len(tokens):,} suffixes ...", file=sys.stderr, flush=True)
     suffixes = divsufsort(tokens, force64=len(tokens) >= 2**29)  # the library sorts four bytes a token
     suffixes = suffixes.astype(np.int64 if len(tokens) >= 2**31 else np.int32)
-    about = {"vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens), "suffixes": str(suffixes.dtype)}
+    about = {
+        "vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens),
+        "suffixes": str(suffixes.dtype)
+    }
     tokens.tofile(folder / "tokens.bin")
     suffixes.tofile(folder / "suffixes.bin")
     (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
@@ -98,13 +111,16 @@ def _fill(folder: Path, files: list[Path], tokenizer: Tokenizer, vocab_size: int
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m drafters.rest build`. Returns the exit status, see `common.cli.run_command`."""
-    p = argparse.ArgumentParser(prog="python -m drafters.rest", description="Data stores for --speculate rest.")
+    p = argparse.ArgumentParser(
+        prog="python -m drafters.rest", description="Data stores for --speculate rest."
+    )
     b = p.add_subparsers(dest="what", required=True).add_parser("build", help="make a store of texts")
     b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
     b.add_argument("--out", required=True, help="folder of the store")
     b.add_argument("--force", action="store_true", help="replace a store")
     b.add_argument(
-        "files", nargs="+", help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)'
+        "files", nargs="+",
+        help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)'
     )
     o = p.parse_args(argv)
 

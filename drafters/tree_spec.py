@@ -1,7 +1,7 @@
 """What --tree says, and the tree used when it says nothing.
 
-A specification keeps its name ("auto", "paper") until the drafter resolves it: the paper's tree of EAGLE is not that
-of Medusa.
+A specification keeps its name ("auto", "paper") until the drafter resolves it: the paper's tree of EAGLE is
+not that of Medusa.
 """
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper
 def default_tree(device: str, quantised: bool = False) -> TreeSpec:
     """The tree used when none is asked for.
 
-    A GPU verifies 60 rows in the time of one: the paper's tree. A CPU does not: time grows with the rows, and every
-    draft level costs a pass of the head, so a CPU wants few nodes and few levels (docs/how-it-works.md). Quantised
-    weights are read sooner, and rows count for more.
+    A GPU verifies 60 rows in the time of one: the paper's tree. A CPU does not: time grows with the rows, and
+    every draft level costs a pass of the head, so a CPU wants few nodes and few levels
+    (docs/how-it-works.md). Quantised weights are read sooner, and rows count for more.
     """
     if torch.device(device).type == "cuda":
         return "paper"
@@ -46,11 +46,19 @@ def read_tree(text: str | None) -> TreeSpec:
 
 
 def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeSpec) -> TreeShape:
-    """A tree of which some numbers are given, the others those of the default. Raises ValueError on an impossible one."""
+    """A tree of which some numbers are given, the others those of the default. Raises ValueError on an
+    impossible one.
+    """
     usual = eagle_tree(default)
-    return TreeShape(*(u if n is None else n for n, u in zip((nodes, depth, width), (usual.nodes, usual.depth, usual.width))))
+    return TreeShape(
+        *(
+            u if n is None else n for n,
+            u in zip((nodes, depth, width), (usual.nodes, usual.depth, usual.width))
+        )
+    )
 
 
 def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:
-    """The tree that a specification other than "auto" names for a drafter that grows its tree level by level."""
+    """The tree that a specification other than "auto" names for a drafter that grows its tree level by level.
+    """
     return PAPER_TREE if spec == "paper" else spec

@@ -53,9 +53,12 @@ class Drafting:
     tree: TreeSpec = None
     accept: str = "equal"  # one of `sampling.rules.RULES`
     coupled: bool = True  # draft with the target's sampling noise
-    int8: bool = True  # on our kernels, quantise a bfloat16 head while loading it: it is read several times a step
-    flags: dict = field(default_factory=dict)  # the method's own, see METHODS; what is missing takes its default
-    tune_on: tuple[list[int], ...] = ()  # prompts as ids to measure --tree auto on, where there is no tokenizer
+    # On our kernels, quantise a bfloat16 head while loading it: it is read several times a step.
+    int8: bool = True
+    # The method's own, see METHODS; what is missing takes its default.
+    flags: dict = field(default_factory=dict)
+    # Prompts as ids to measure --tree auto on, where there is no tokenizer.
+    tune_on: tuple[list[int], ...] = ()
 
 
 def load_target(
@@ -89,11 +92,11 @@ class Target:
     def decoder(
         self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None
     ) -> TextDecoder:
-        """A decoder of up to `batch` texts at a time, of at most `max_seq_len` tokens, prompt included (default 2048 or
-        the model's maximum if smaller).
+        """A decoder of up to `batch` texts at a time, of at most `max_seq_len` tokens, prompt included
+        (default 2048 or the model's maximum if smaller).
 
-        Raises InputError, one line, if what drafts is missing, damaged or does not fit; ValueError, with the numbers,
-        if the caches do not fit in memory.
+        Raises InputError, one line, if what drafts is missing, damaged or does not fit; ValueError, with the
+        numbers, if the caches do not fit in memory.
         """
         known(drafting.method)
         longest = self.model.args.max_seq_len
@@ -103,7 +106,8 @@ class Target:
         drafter = build_drafter(Request(
             method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
             draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
-            default_tree=self.default_tree, coupled=drafting.coupled, max_seq_len=max_seq_len, rule=drafting.accept,
+            default_tree=self.default_tree, coupled=drafting.coupled, max_seq_len=max_seq_len,
+            rule=drafting.accept,
             flags=default_flags(drafting.method) | drafting.flags,
             prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
             choose_tree=lambda head, folder: self._choose_tree(head, folder, drafting.tune_on),
@@ -120,7 +124,9 @@ class Target:
         return default_tree(self.runtime.device_name, "quantization" in self.config)
 
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
-        """Put models on the CPU kernels, if that is where this target runs. int8: quantise bfloat16 ones first."""
+        """Put models on the CPU kernels, if that is where this target runs. int8: quantise bfloat16 ones
+        first.
+        """
         if not self.runtime.on_kernels:
             return
         if int8 and self.model.embed.weight.dtype == torch.bfloat16:
@@ -135,14 +141,17 @@ class Target:
     def _choose_tree(self, head: Head, folder: Path, tune_on: tuple[list[int], ...]) -> TreeShape:
         prompts = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else list(tune_on)
         if not prompts:
-            raise InputError("--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers")
+            raise InputError(
+                "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
+            )
         stop_ids, compile = self.config["stop_ids"], self.runtime.compile
         return auto_tree(self.model, head, prompts, stop_ids, folder, compile, self.say)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sequence gained in one pass: `text` completed by token ids `ids`, the first `drafted` of which were drafted.
+    """What one sequence gained in one pass: `text` completed by token ids `ids`, the first `drafted` of which
+    were drafted.
 
     The last id is the target's own, unless the text was cut before it.
     """
@@ -157,8 +166,9 @@ class Piece:
 class Result:
     """One decoded prompt. `ids` are the new tokens, a stop id included; `text` leaves control tokens out.
 
-    `seconds` is decoding after the first token, `prefill_seconds` the time to that token; both are those of the whole
-    batch it was decoded in. `accept_lengths`: tokens emitted by each step. `finish`: see `engine.run.Output`.
+    `seconds` is decoding after the first token, `prefill_seconds` the time to that token; both are those of
+    the whole batch it was decoded in. `accept_lengths`: tokens emitted by each step. `finish`: see
+    `engine.run.Output`.
     """
 
     prompt: str | None
@@ -185,7 +195,8 @@ class Result:
 def encode(
     tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None
 ) -> list[int]:
-    """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as they are.
+    """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as
+    they are.
 
     Raises InputError if text is given without a tokenizer, or a system message without a chat template.
     """
@@ -217,7 +228,9 @@ class TextDecoder:
         return encode(self.tokenizer, prompt, raw=raw, system=system)
 
     def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
-        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast."""
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is
+        fast.
+        """
         self.decoder.warm_up(sampling, every_length)
 
     def generate(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Result:
@@ -236,13 +249,14 @@ class TextDecoder:
         yield from self.job([prompt], [Sampling(**sampling)], raw=raw, system=system)
 
     def job(
-        self, prompts: list[Prompt], sampling: list[Sampling], *, raw: bool = False, system: str | None = None,
+        self, prompts: list[Prompt], sampling: list[Sampling], *, raw: bool = False,
+        system: str | None = None,
         reuse: bool = False,
     ) -> Job:
         """Up to `batch` prompts decoded together: iterate it for `Piece`s, then ask it for `results`.
 
-        reuse: read only what the caches do not hold of the text before (see `Decoder.start`).
-        Raises ValueError (empty or too long prompts, with the numbers) and InputError before anything is decoded.
+        reuse: read only what the caches do not hold of the text before (see `Decoder.start`). Raises
+        ValueError (empty or too long prompts, with the numbers) and InputError before anything is decoded.
         """
         ids = [self.encode(p, raw=raw, system=system) for p in prompts]
         return Job(self, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
@@ -279,5 +293,6 @@ class Job:
                 ids=o.ids, finish=o.finish, seconds=o.seconds, prefill_seconds=o.prefill_seconds,
                 accept_lengths=o.accept_lengths, seed=s.seed,
             )
-            for prompt, prompt_ids, o, s in zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling)
+            for prompt, prompt_ids, o,
+            s in zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling)
         ]

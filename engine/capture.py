@@ -10,8 +10,8 @@ import torch
 class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
-    One memory pool serves them all; what a call returns is overwritten by the next. `still` gives a context in which a
-    call changes nothing of meaning.
+    One memory pool serves them all; what a call returns is overwritten by the next. `still` gives a context
+    in which a call changes nothing of meaning.
     """
 
     def __init__(self, still: Callable[[], contextlib.AbstractContextManager]):

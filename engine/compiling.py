@@ -1,8 +1,9 @@
 """Functions over static buffers, compiled whole and called again without ceremony.
 
-A compiled step is called thousands of times with the same modules and buffers. What torch.compile does at every call
-(looking up, guarding, unpacking hundreds of tensors) takes as long as a layer, and tracing takes seconds in every
-process. `CompiledFunction` does each once: it saves what was compiled (see `saved_graph`) and calls that.
+A compiled step is called thousands of times with the same modules and buffers. What torch.compile does at
+every call (looking up, guarding, unpacking hundreds of tensors) takes as long as a layer, and tracing takes
+seconds in every process. `CompiledFunction` does each once: it saves what was compiled (see `saved_graph`)
+and calls that.
 """
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def compile_graph(function: Callable, **options) -> Callable:
     def graph(*args):
         return traced(*args)
 
-    # torch.compile keeps its results per code object and checks their guards one by one: each function gets a code
-    # object of its own.
+    # torch.compile keeps its results per code object and checks their guards one by one: each function gets a
+    # code object of its own.
     graph.__code__ = graph.__code__.replace(co_name=function.__name__)
     return torch.compile(graph, fullgraph=True, **options)
 
@@ -41,8 +42,9 @@ def prepare_compiling() -> None:
 def unguarded():
     """A context in which compiled functions run without their guards.
 
-    The guards look at modules, buffers and shapes, which takes half a millisecond. The caller knows that none has
-    changed since the call that compiled; only the guards that tell several compiled versions apart are needed.
+    The guards look at modules, buffers and shapes, which takes half a millisecond. The caller knows that none
+    has changed since the call that compiled; only the guards that tell several compiled versions apart are
+    needed.
     """
     return torch.compiler.set_stance("default", skip_guard_eval_unsafe=True)
 
@@ -51,9 +53,8 @@ class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
     Arguments are those modules, tensors (of one shape, but for dimensions marked dynamic) and constants. Each
-    combination of shapes and constants is compiled by its first call, which `say` announces.
-    direct: later calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next
-    process.
+    combination of shapes and constants is compiled by its first call, which `say` announces. direct: later
+    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     """
 
     def __init__(self, function: Callable, what: str, say: Callable[[str], None], direct: bool):
@@ -84,12 +85,15 @@ class CompiledFunction:
 
 
 def retry_broken_library(compile: Callable):
-    """Call `compile`. A library that a killed compiler or copy left half written is deleted and made again."""
+    """Call `compile`. A library that a killed compiler or copy left half written is deleted and made again.
+    """
     while True:
         try:
             return compile()
         except Exception as e:  # torch wraps what it meets
-            broken = re.search(r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)", _chain(e))
+            broken = re.search(
+                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)", _chain(e)
+            )
             if not broken or not Path(broken[1]).is_file():
                 raise
             Path(broken[1]).unlink()

@@ -1,8 +1,9 @@
 """The decoder: it allocates the static state, takes prompts, and replays the step until every text ends.
 
-Everything a step touches is allocated once and keeps its address. A step never reads a value back to the host: stopping
-(stop ids, token limit) is decided on the device and cuts the text exactly, a finished sequence stays in the batch and
-stops moving, and the host learns what was emitted from one small buffer, on CUDA one step late.
+Everything a step touches is allocated once and keeps its address. A step never reads a value back to the
+host: stopping (stop ids, token limit) is decided on the device and cuts the text exactly, a finished sequence
+stays in the batch and stops moving, and the host learns what was emitted from one small buffer, on CUDA one
+step late.
 """
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ SPAN = 64  # attention reads the live prefix rounded up to this many slots
 class Decoder:
     """Decodes token-id prompts with one target and one drafter. Text is the business of `engine.api`.
 
-    batch: sequences decoded together. max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text.
-    compile: run prefill and step through torch.compile; on CUDA the step is also captured as one graph.
-    say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows per prefill pass.
-    lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere.
-    Raises ValueError, with the numbers, if the caches do not fit in memory.
+    batch: sequences decoded together. max_seq_len: most tokens of prompt and output. stop_ids: any of them
+    ends a text. compile: run prefill and step through torch.compile; on CUDA the step is also captured as one
+    graph. say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows
+    per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. Raises
+    ValueError, with the numbers, if the caches do not fit in memory.
     """
 
     def __init__(
@@ -74,19 +75,22 @@ class Decoder:
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-        # The optimisation, in one place: without these lines everything below runs eagerly and gives the same text.
+        # The optimisation, in one place: without these lines everything below runs eagerly and gives the same
+        # text.
         self._step, self._prefill = step, prefill
         if compile:
             self._step = CompiledFunction(step, "step", self.say, direct=not on_cuda)
-            # On our kernels all layers are one operator: there is nothing left to fuse in a prompt's pass, and
-            # seconds to lose.
+            # On our kernels all layers are one operator: there is nothing left to fuse in a prompt's pass,
+            # and seconds to lose.
             if not target.on_kernels:
                 self._prefill = CompiledFunction(prefill, "prefill", self.say, direct=not on_cuda)
-        # A drafter that may have nothing to propose is asked first where that costs no synchronisation, and where rows
-        # are not free.
+        # A drafter that may have nothing to propose is asked first where that costs no synchronisation, and
+        # where rows are not free.
         self._plain_drafter, self._plain_step = Drafter(), None
         if not on_cuda and self.drafter.may_pass:
-            self._plain_step = CompiledFunction(step, "step without a guess", self.say, direct=True) if compile else step
+            self._plain_step = CompiledFunction(
+                step, "step without a guess", self.say, direct=True
+            ) if compile else step
         self.captured = CapturedCalls(self._still) if compile and on_cuda else None
         self._serial = 0  # of the text at hand
 
@@ -109,7 +113,9 @@ class Decoder:
             self._observer, self.lag = before
 
     def _check_memory(self, dtype: torch.dtype) -> int:
-        """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they do not fit."""
+        """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they
+        do not fit.
+        """
         shapes = [self.target.args, *self.drafter.cached]
         caches = (cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes)
         need = sum(caches) + self.drafter.memory(self.batch)
@@ -123,17 +129,21 @@ class Decoder:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def start(self, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False) -> None:
+    def start(
+        self, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False
+    ) -> None:
         """Take up to `batch` prompts (lists of token ids); `steps` then decodes them.
 
-        reuse: keep what the caches already hold of a prompt that begins as the sequence in the same place did (chat).
-        Raises ValueError, naming the prompt and the numbers, before anything is touched, if a prompt is empty, too long
-        for the cache, or holds an id outside the vocabulary.
+        reuse: keep what the caches already hold of a prompt that begins as the sequence in the same place did
+        (chat). Raises ValueError, naming the prompt and the numbers, before anything is touched, if a prompt
+        is empty, too long for the cache, or holds an id outside the vocabulary.
         """
         if isinstance(sampling, Sampling):
             sampling = [sampling] * len(prompts)
         if not 1 <= len(prompts) <= self.batch or len(sampling) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(sampling)} samplings for a batch of {self.batch}")
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(sampling)} samplings for a batch of {self.batch}"
+            )
         for i, prompt in enumerate(prompts):
             self.check(prompt, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
 
@@ -169,7 +179,8 @@ class Decoder:
         self._done = [False] * len(prompts)
 
     def check(self, prompt: list[int], name: str = "the prompt") -> None:
-        """Raise ValueError if a prompt is empty, leaves no room for one new token, or has an id out of range."""
+        """Raise ValueError if a prompt is empty, leaves no room for one new token, or has an id out of range.
+        """
         if not prompt:
             raise ValueError(f"{name} is empty: give at least one token")
         if len(prompt) >= self.max_seq_len:
@@ -179,18 +190,23 @@ class Decoder:
             )
         for token in prompt:
             if not 0 <= token < self.target.args.vocab_size:
-                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{self.target.args.vocab_size - 1}")
+                raise ValueError(
+                    f"{name} holds token id {token}, the vocabulary is 0..{self.target.args.vocab_size - 1}"
+                )
 
     def _cached(self) -> list[list[int]]:
-        """Per sequence, the tokens whose entries in all caches are valid: committed, and read by the drafter too."""
+        """Per sequence, the tokens whose entries in all caches are valid: committed, and read by the drafter
+        too.
+        """
         known = (self.state.length - self.state.n_new).clamp(min=0).tolist()
         return [row[:n] for row, n in zip(self.state.tokens.tolist(), known)]
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during prefill); how many
-        of them were drafted is in `drafted`. Raises RuntimeError if something else was started in between.
+        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during
+        prefill); how many of them were drafted is in `drafted`. Raises RuntimeError if something else was
+        started in between.
         """
         unread: deque = deque()
         serial = self._serial
@@ -200,7 +216,9 @@ class Decoder:
         self.prefilled = time.perf_counter()
         while True:
             if serial != self._serial:
-                raise RuntimeError("this decoder has started another text: one at a time, or one decoder each")
+                raise RuntimeError(
+                    "this decoder has started another text: one at a time, or one decoder each"
+                )
             if all(self._done):
                 break
             tree, path = self._run_step(len(unread))
@@ -222,7 +240,9 @@ class Decoder:
             yield
 
     def _run_step(self, unread: int):
-        """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens unknown here."""
+        """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens
+        unknown here.
+        """
         span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.room)
         with torch.no_grad():
             if self._plain_step is not None and not self.drafter.has_guess(self.state, span):
@@ -245,7 +265,9 @@ class Decoder:
         return self.captured((*key, *self._modes), call) if self.captured else call()
 
     def _span(self, needed: int) -> Tensor:
-        """The live slots 0..n-1, n >= needed, in few enough sizes; its length is the graph's one dynamic dimension."""
+        """The live slots 0..n-1, n >= needed, in few enough sizes; its length is the graph's one dynamic
+        dimension.
+        """
         size = round_up(needed, SPAN)
         if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
@@ -291,14 +313,16 @@ class Decoder:
     # -- whole texts -------------------------------------------------------------------------------------------------
 
     def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
-        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is fast.
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is
+        fast.
 
         every_length: on CUDA, capture what texts of every length will need, up to `max_seq_len`.
         """
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
-            for prompt in ([0], [0] * 16) if self._plain_step else ([0],):  # without and with something to guess from
+            # Without and with something to guess from.
+            for prompt in ([0], [0] * 16) if self._plain_step else ([0],):
                 self.generate([prompt], replace(sampling, max_new_tokens=2))
             if self.captured and every_length:
                 with self._still(), torch.no_grad():
@@ -310,7 +334,9 @@ class Decoder:
         finally:
             self.state.stop_ids.copy_(stop_ids)
 
-    def generate(self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling()) -> list[Output]:
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling()
+    ) -> list[Output]:
         """Decode prompts (any number, in groups of `batch`) to the end. Raises ValueError as `start` does."""
         if isinstance(sampling, Sampling):
             sampling = [sampling] * len(prompts)

@@ -12,17 +12,21 @@ from tree import pick
 
 
 def prefill(
-    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, start: Tensor, chunk: Tensor,
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
+    chunk: Tensor,
     noisy: bool, restricted: bool,
 ) -> None:
-    """Read one chunk of every prompt: positions start [B] + chunk [C]. A prompt that ends in it gets its first token.
+    """Read one chunk of every prompt: positions start [B] + chunk [C]. A prompt that ends in it gets its
+    first token.
 
-    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a prompt's
-    end compute nothing anyone sees: their slots are overwritten before they become visible.
+    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a
+    prompt's end compute nothing anyone sees: their slots are overwritten before they become visible.
     """
     positions = start[:, None] + chunk
     visible = slots <= positions[..., None]
-    x, features = target(state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers)
+    x, features = target(
+        state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
+    )
     drafter.read(state, features, positions, visible)
 
     last = state.length - start

@@ -23,12 +23,15 @@ class Output(NamedTuple):
 
 
 class Run:
-    """One `start` and the `steps` of a `Decoder`, with the books kept: iterate it for the tokens, then ask for `outputs`.
+    """One `start` and the `steps` of a `Decoder`, with the books kept: iterate it for the tokens, then ask
+    for `outputs`.
 
     It may be left early (Ctrl-C): `outputs` then describes what was decoded so far.
     """
 
-    def __init__(self, decoder, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False):
+    def __init__(
+        self, decoder, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False
+    ):
         self.decoder = decoder
         self.began = time.perf_counter()
         decoder.start(prompts, sampling, reuse)

@@ -18,8 +18,8 @@ from engine.saved_graph import READ_ONLY
 class Runtime:
     """Where and how a target and all that drafts for it run.
 
-    Without `compile`, or on a CPU without `kernels`, nothing needs a C++ compiler, and 16-bit text is no longer bound
-    to be that of plain decoding.
+    Without `compile`, or on a CPU without `kernels`, nothing needs a C++ compiler, and 16-bit text is no
+    longer bound to be that of plain decoding.
     """
 
     device: str | None = None  # None: cuda if there is one, else cpu
@@ -70,10 +70,14 @@ def check_device(device: str) -> None:
 
 
 def check_compiler() -> None:
-    """Raise InputError unless what torch.compile needs on a CPU is there: a C++ compiler and Python's headers."""
+    """Raise InputError unless what torch.compile needs on a CPU is there: a C++ compiler and Python's
+    headers.
+    """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise InputError(f"no C++ compiler: torch.compile needs {compiler}; install it, set CXX, or pass --no-compile")
+        raise InputError(
+            f"no C++ compiler: torch.compile needs {compiler}; install it, set CXX, or pass --no-compile"
+        )
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
         raise InputError(
             "Python.h is missing: torch.compile needs Python's headers (python3-dev); or pass --no-compile"
@@ -84,9 +88,11 @@ _chosen: set[str] = set()  # places for compiled code that `keep_compiled` has c
 
 
 def keep_compiled(checkpoint: Path) -> None:
-    """Let torch.compile keep its results in CHECKPOINT/.compiled, so that they outlive a restart and travel with it.
+    """Let torch.compile keep its results in CHECKPOINT/.compiled, so that they outlive a restart and travel
+    with it.
 
-    A folder that cannot be written is still read. Where a place is set (TORCHINDUCTOR_CACHE_DIR), nothing changes.
+    A folder that cannot be written is still read. Where a place is set (TORCHINDUCTOR_CACHE_DIR), nothing
+    changes.
     """
     place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if place is not None and place not in _chosen:

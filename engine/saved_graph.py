@@ -1,7 +1,7 @@
 """Compiled graphs saved to disk, and called without torch.compile.
 
-torch's own `aot_compile` needs the guards of every module to be serialised and checks them at each call; here the
-caller promises that modules and buffers stay what they are (docs/how-it-works.md has the comparison).
+torch's own `aot_compile` needs the guards of every module to be serialised and checks them at each call; here
+the caller promises that modules and buffers stay what they are (docs/how-it-works.md has the comparison).
 """
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ from common.files import atomic_path
 from kernels.cpu import processor
 
 ROOT = Path(__file__).resolve().parent.parent
-READ_ONLY: list[Path] = []  # cache folders that are read and not written: of checkpoints that cannot be written
+# Cache folders that are read and not written: of checkpoints that cannot be written.
+READ_ONLY: list[Path] = []
 
 
 class SavedGraph:
-    """A compiled graph: which tensors of the arguments it takes, and what of its outputs the function returned.
+    """A compiled graph: which tensors of the arguments it takes, and what of its outputs the function
+    returned.
 
-    inputs: for each input a path into the arguments and, where the input is the size of a tensor, the dimension, else
-    None. result: the function's, with the number of a graph's output in the place of each tensor; see `_numbered`.
+    inputs: for each input a path into the arguments and, where the input is the size of a tensor, the
+    dimension, else None. result: the function's, with the number of a graph's output in the place of each
+    tensor; see `_numbered`.
     """
 
     def __init__(self, graph: Callable, inputs: list[tuple[tuple[int, str], int | None]], result):
         self.graph, self.inputs, self.result = graph, inputs, result
         self.values: list | None = None  # of the inputs, known from the first call on
-        self.varying: list[tuple[int, int, int | None]] = []  # the inputs that may be another tensor at the next call
+        # The inputs that may be another tensor at the next call.
+        self.varying: list[tuple[int, int, int | None]] = []
 
     def __call__(self, args: tuple):
         if self.values is None:
@@ -49,7 +53,9 @@ class SavedGraph:
         return _filled(self.result, self.graph(*values))
 
     @classmethod
-    def make(cls, function: Callable, args: tuple, path: Path, compile_graph: Callable) -> tuple[SavedGraph, object]:
+    def make(
+        cls, function: Callable, args: tuple, path: Path, compile_graph: Callable
+    ) -> tuple[SavedGraph, object]:
         """Trace, compile and call `function` with these arguments, and save the graph at `path`.
 
         Returns the graph and what the function returned.
@@ -83,7 +89,9 @@ class SavedGraph:
                     for i, size in enumerate(shape.shape)
                     if isinstance(size, torch.SymInt) and size.node.expr == hole.node.expr
                 ))
-        graph = cls(seen["graph"], inputs, _numbered(result, {id(t): i for i, t in enumerate(seen["outputs"])}))
+        graph = cls(
+            seen["graph"], inputs, _numbered(result, {id(t): i for i, t in enumerate(seen["outputs"])})
+        )
         graph.save(path, {str(file.relative_to(ROOT)): _digest(file) for file in seen["sources"]})
         return graph, result
 
@@ -104,7 +112,8 @@ class SavedGraph:
 
     @classmethod
     def find(cls, path: Path) -> SavedGraph | None:
-        """What `save` wrote for this path, or None if there is nothing, or nothing that can be used any more."""
+        """What `save` wrote for this path, or None if there is nothing, or nothing that can be used any more.
+        """
         try:
             sources, name, *rest = pickle.loads(Path(f"{path}.pickle").read_bytes())
             if any(_digest(ROOT / file) != digest for file, digest in sources.items()):
@@ -117,12 +126,18 @@ class SavedGraph:
 
 
 def _sources(args: tuple) -> list[Path]:
-    """Our source files that the graph at hand was traced from: of the code that was run, of the arguments' classes."""
+    """Our source files that the graph at hand was traced from: of the code that was run, of the arguments'
+    classes.
+    """
     files = {code.co_filename for code in TracingContext.get_traced_code() or ()}
-    modules = {type(module).__module__ for arg in args if isinstance(arg, nn.Module) for module in arg.modules()}
+    modules = {
+        type(module).__module__ for arg in args if isinstance(arg, nn.Module) for module in arg.modules()
+    }
     files |= {getattr(sys.modules[name], "__file__", None) or "" for name in modules}
     paths = {Path(file).resolve() for file in files if file}
-    return sorted(path for path in paths if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file())
+    return sorted(
+        path for path in paths if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file()
+    )
 
 
 def _digest(file: Path) -> str:
@@ -146,9 +161,11 @@ def _filled(plan, outputs: list[Tensor]):
 
 
 def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
-    """Where a graph of `function`, compiled for these arguments, may be saved: the first place is the one to write to.
+    """Where a graph of `function`, compiled for these arguments, may be saved: the first place is the one to
+    write to.
 
-    The name holds everything that the graph depends on beside our sources, whose digests `SavedGraph.find` compares.
+    The name holds everything that the graph depends on beside our sources, whose digests `SavedGraph.find`
+    compares.
     """
     # Imported here: it takes seconds, which those who compile nothing save.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -170,27 +187,36 @@ def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
         if isinstance(arg, Tensor):
             tensors[i, ""] = arg
         elif isinstance(arg, nn.Module):
-            for name, tensor in (*arg.named_parameters(remove_duplicate=False), *arg.named_buffers(remove_duplicate=False)):
+            for name, tensor in (
+                *arg.named_parameters(remove_duplicate=False), *arg.named_buffers(remove_duplicate=False)
+            ):
                 tensors[i, name] = tensor
     return tensors
 
 
 def _described(args: tuple) -> Iterator[tuple]:
-    """Everything of the arguments that tracing may look at: classes, settings, shapes, which tensors are one."""
+    """Everything of the arguments that tracing may look at: classes, settings, shapes, which tensors are one.
+    """
     ordinary = set(vars(nn.Module()))
     for arg in args:
         if isinstance(arg, nn.Module):
             for name, module in arg.named_modules(remove_duplicate=False):
-                yield name, type(module).__qualname__, [(k, _stable(v)) for k, v in sorted(vars(module).items()) if k not in ordinary]
+                yield name, type(module).__qualname__, [
+                    (k, _stable(v)) for k, v in sorted(vars(module).items()) if k not in ordinary
+                ]
         else:
             yield variant_of(arg)
     first: dict[int, tuple] = {}
     for path, tensor in _tensors(args).items():
-        yield path, first.setdefault(id(tensor), path), variant_of(tensor), tensor.device.type, path[1] and tensor.stride()
+        yield path, first.setdefault(
+            id(tensor), path
+        ), variant_of(tensor), tensor.device.type, path[1] and tensor.stride()
 
 
 def variant_of(arg) -> object:
-    """What tells one compiled version from another: a tensor's dtype and shape (None: dynamic), a constant itself."""
+    """What tells one compiled version from another: a tensor's dtype and shape (None: dynamic), a constant
+    itself.
+    """
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())
@@ -200,7 +226,9 @@ def variant_of(arg) -> object:
 def _stable(value) -> object:
     """A value in words that another process would choose too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__qualname__, [(f.name, _stable(getattr(value, f.name))) for f in dataclasses.fields(value)]
+        return type(value).__qualname__, [
+            (f.name, _stable(getattr(value, f.name))) for f in dataclasses.fields(value)
+        ]
     if isinstance(value, (list, tuple)):
         return [_stable(x) for x in value]
     if isinstance(value, dict):

@@ -38,9 +38,9 @@ def step(
     """Draft, verify, accept, commit: the whole of decoding, one graph.
 
     slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. noisy: some sequence has a
-    temperature above 0; restricted: some sequence uses top-k or top-p. Plain decoding is this step with a tree of one
-    node. What was emitted is in `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root
-    first.
+    temperature above 0; restricted: some sequence uses top-k or top-p. Plain decoding is this step with a
+    tree of one node. What was emitted is in `state.out`. Returns, for traces, the tree and the path [B, W]
+    taken through it, root first.
     """
     window = drafter.shape.window
     noise = noise_ahead(state, window, target.args.vocab_size) if noisy else None
@@ -64,7 +64,8 @@ def step(
 
     if noisy and drafter.rule != "equal":
         path, count, tokens = accept_by(
-            drafter.rule, tree, distribution, logits, shift, chosen, state.temperature, state.key, state.length, window
+            drafter.rule, tree, distribution, logits, shift, chosen, state.temperature, state.key,
+            state.length, window
         )
     else:
         path, count = accept(tree, chosen, window)

@@ -1,9 +1,10 @@
 """`--tree auto`: the tree that decodes fastest with this target, head and device.
 
-A tree of T nodes, depth D and width k emits tau(T, D, k) tokens in verify(T) + catch-up + D * level(k) seconds. Both sides
-are measured: the costs on compiled passes, tau on a short calibration text. One growth of width k holds every smaller
-tree of that width (levels do not depend on what comes after them, pruning only takes the best T-1), so a single decoding
-run gives tau for all trees at once. The best ratio wins, and is kept beside the head.
+A tree of T nodes, depth D and width k emits tau(T, D, k) tokens in verify(T) + catch-up + D * level(k)
+seconds. Both sides are measured: the costs on compiled passes, tau on a short calibration text. One growth of
+width k holds every smaller tree of that width (levels do not depend on what comes after them, pruning only
+takes the best T-1), so a single decoding run gives tau for all trees at once. The best ratio wins, and is
+kept beside the head.
 """
 from __future__ import annotations
 
@@ -78,11 +79,17 @@ class Recorder(Eagle):
 
 
 @torch.no_grad()
-def measure_tau(target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64) -> dict[TreeShape, float]:
-    """Acceptance length of every tree of WIDTHS x depths x NODES on the target's greedy answers to these prompts."""
+def measure_tau(
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64
+) -> dict[TreeShape, float]:
+    """Acceptance length of every tree of WIDTHS x depths x NODES on the target's greedy answers to these
+    prompts.
+    """
     recorder = Recorder(head)
     longest = max(map(len, prompts)) + tokens + 1
-    decoder = Decoder(target, recorder, batch=len(prompts), max_seq_len=longest, stop_ids=stop_ids, compile=False)
+    decoder = Decoder(
+        target, recorder, batch=len(prompts), max_seq_len=longest, stop_ids=stop_ids, compile=False
+    )
     run = Run(decoder, prompts, Sampling(tokens))
     for _ in run:
         pass
@@ -102,9 +109,13 @@ def measure_tau(target: Transformer, head: Head, prompts: list[list[int]], stop_
 
 
 def count_accepted(grown: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
-    """How many drafted tokens each tree of this width gets accepted where `truth` [R, DEEPEST+1] follows, per row [R]."""
+    """How many drafted tokens each tree of this width gets accepted where `truth` [R, DEEPEST+1] follows, per
+    row [R].
+    """
     k = grown.shape.width
-    tokens, scores, parents = (torch.cat(x, dim=1)[rows].cpu() for x in (grown.tokens, grown.scores, grown.parents))
+    tokens, scores, parents = (
+        torch.cat(x, dim=1)[rows].cpu() for x in (grown.tokens, grown.scores, grown.parents)
+    )
     right = torch.zeros_like(tokens, dtype=torch.bool)
     right[:, :k] = tokens[:, :k] == truth[:, :1]
     for level in range(1, DEEPEST + 1):
@@ -131,11 +142,15 @@ class Costs:
         self.slots = torch.arange(live, device=self.device)
         room = live - 2 * max(NODES)
         self.length = torch.full((1,), room, device=self.device)
-        self.caches = torch.nn.ModuleList(KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers))
+        self.caches = torch.nn.ModuleList(
+            KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers)
+        )
         self.head_caches = head.caches(1, live, dtype, self.device)
         self.verify_pass, self.level_pass = self._verify, self._level
         if compile:
-            self.verify_pass, self.level_pass = (compile_graph(f, dynamic=False) for f in (self._verify, self._level))
+            self.verify_pass, self.level_pass = (
+                compile_graph(f, dynamic=False) for f in (self._verify, self._level)
+            )
         self.feature = torch.zeros(1, 1, head.args.hidden_size, dtype=dtype, device=self.device)
 
     def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
@@ -163,7 +178,9 @@ class Costs:
         for rows in VERIFY_ROWS:
             calls["verify", rows] = partial(self.verify_pass, *self._rows(rows))
         for rows in LEVEL_ROWS:
-            calls["level", rows] = partial(self.level_pass, *self._rows(rows), self.feature.expand(-1, rows, -1).contiguous())
+            calls["level", rows] = partial(
+                self.level_pass, *self._rows(rows), self.feature.expand(-1, rows, -1).contiguous()
+            )
         times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
         with torch.no_grad():
             for call in calls.values():
@@ -177,7 +194,10 @@ class Costs:
                         call()
                         self._settle()
                         times[key].append(time.perf_counter() - began)
-        verify, level = ({n: statistics.median(t) for (kind, n), t in times.items() if kind == which} for which in ("verify", "level"))
+        verify, level = (
+            {n: statistics.median(t) for (kind, n), t in times.items() if kind == which}
+            for which in ("verify", "level")
+        )
         return verify, level
 
     def _settle(self) -> None:
@@ -191,14 +211,23 @@ def between(measured: dict[int, float], rows: int) -> float:
     rows = min(max(rows, sizes[0]), sizes[-1])
     high = next(n for n in sizes if n >= rows)
     low = max((n for n in sizes if n <= rows), default=high)
-    return measured[low] if high == low else measured[low] + (measured[high] - measured[low]) * (rows - low) / (high - low)
+    return measured[low] if high == low else measured[low] + (
+        measured[high] - measured[low]
+    ) * (rows - low) / (high - low)
 
 
-def choose(taus: dict[TreeShape, float], verify: dict[int, float], level: dict[int, float]) -> list[Candidate]:
-    """All trees, fastest first. `verify` and `level`: seconds of a pass by rows; the catch-up is a level of W rows."""
+def choose(
+    taus: dict[TreeShape, float], verify: dict[int, float], level: dict[int, float]
+) -> list[Candidate]:
+    """All trees, fastest first. `verify` and `level`: seconds of a pass by rows; the catch-up is a level of W
+    rows.
+    """
     found = [
         Candidate(
-            shape, tau, between(verify, shape.nodes) + between(level, shape.window) + shape.depth * between(level, shape.width)
+            shape, tau,
+            between(
+                verify, shape.nodes
+            ) + between(level, shape.window) + shape.depth * between(level, shape.width)
         )
         for shape, tau in taus.items()
     ]
@@ -210,19 +239,24 @@ def fingerprint(target: Transformer, head: Head, compile: bool) -> dict:
     weight = target.embed.weight
     on_cuda = weight.device.type == "cuda"
     return {
-        "device": torch.cuda.get_device_name(weight.device) if on_cuda else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else platform.processor()
+        or platform.machine(),
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
         "target": identity(target),
-        "torch": torch.__version__, "head": [head.args.hidden_size, head.args.draft_vocab_size, len(head.args.aux_layers)],
+        "torch": torch.__version__,
+        "head": [head.args.hidden_size, head.args.draft_vocab_size, len(head.args.aux_layers)],
     }
 
 
 def auto_tree(
-    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, folder: Path, compile: bool, say: Callable[[str], None]
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, folder: Path, compile: bool,
+    say: Callable[[str], None]
 ) -> TreeShape:
-    """The fastest tree, from `folder`/tree.json if it was chosen before under the same conditions, else measured now.
+    """The fastest tree, from `folder`/tree.json if it was chosen before under the same conditions, else
+    measured now.
 
-    folder: the head's. Says what was chosen and why. A folder that cannot be written to is measured every time.
+    folder: the head's. Says what was chosen and why. A folder that cannot be written to is measured every
+    time.
     """
     file, made_by = folder / "tree.json", fingerprint(target, head, compile)
     weights = (folder / WEIGHTS).stat().st_mtime
@@ -235,7 +269,10 @@ def auto_tree(
     except (OSError, ValueError, KeyError, TypeError):
         pass
     say("choosing a tree: acceptance on a few prompts ...")
-    taus = {s: t for s, t in measure_tau(target, head, prompts, stop_ids).items() if s.width <= head.args.draft_vocab_size}
+    taus = {
+        s: t for s,
+        t in measure_tau(target, head, prompts, stop_ids).items() if s.width <= head.args.draft_vocab_size
+    }
     say("choosing a tree: cost of passes ...")
     verify, level = Costs(target, head, compile).measure()
     ranked = choose(taus, verify, level)
@@ -247,7 +284,9 @@ def auto_tree(
         f" {shape.depth + 1} draft passes of about {between(level, shape.width) * 1e3:.1f} ms"
     ]
     if paper:
-        lines.append(f"the paper's 60/7/10: {paper.tau:.2f} tokens in {paper.seconds * 1e3:.1f} ms ({paper.tokens_per_second:.0f}/s)")
+        lines.append(
+            f"the paper's 60/7/10: {paper.tau:.2f} tokens in {paper.seconds * 1e3:.1f} ms ({paper.tokens_per_second:.0f}/s)"
+        )
     if best.tokens_per_second < 1 / verify[1]:
         lines.append(f"plain decoding is expected to be faster: {1 / verify[1]:.0f}/s")
     for line in lines:
@@ -255,7 +294,9 @@ def auto_tree(
     record = {
         "made_by": made_by, "tree": asdict(shape), "verify_ms": {n: t * 1e3 for n, t in verify.items()},
         "level_ms": {n: t * 1e3 for n, t in level.items()},
-        "ranked": [[*asdict(c.shape).values(), round(c.tau, 3), round(c.tokens_per_second, 1)] for c in ranked[:20]],
+        "ranked": [
+            [*asdict(c.shape).values(), round(c.tau, 3), round(c.tokens_per_second, 1)] for c in ranked[:20]
+        ],
     }
     try:
         with atomic_path(file) as part:

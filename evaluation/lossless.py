@@ -1,9 +1,9 @@
 """Whether speculative text is plain text, and where it is not, whether rounding could have decided.
 
-In float32, and on our CPU kernels in any dtype, the texts must be equal. Elsewhere 16-bit passes over one row and over many
-round differently, so two nearly equal logits may change places: the first difference of a text is scored again in
-float32, and counts as a tie if the two tokens are closer than `bound`; where texts must be equal, none does. What follows a
-difference is another text, and not compared.
+In float32, and on our CPU kernels in any dtype, the texts must be equal. Elsewhere 16-bit passes over one row
+and over many round differently, so two nearly equal logits may change places: the first difference of a text
+is scored again in float32, and counts as a tie if the two tokens are closer than `bound`; where texts must be
+equal, none does. What follows a difference is another text, and not compared.
 """
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from model import Transformer
 from sampling.noise import gumbel, seed_keys
 from tokens.ids import common_prefix
 
-# Of the largest logit: how far rounding may move one. Twice the unit of the dtype; differences seen are a tenth of it.
+# Of the largest logit: how far rounding may move one. Twice the unit of the dtype; differences seen are a
+# tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 # Where activations are rounded on top, what 16 bits moved a little may round to the next of fewer values.
 ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5}
@@ -26,7 +27,9 @@ ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5}
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the plain one: turn, token, the two ids, and in float32 how far the plain one is ahead."""
+    """Where an answer leaves the plain one: turn, token, the two ids, and in float32 how far the plain one is
+    ahead.
+    """
 
     set: str
     question: int | str
@@ -87,5 +90,7 @@ class Judge:
         bound = self.share * float(logits.abs().max())
         if plain.temperature:
             position = torch.tensor([[prefix.shape[1]]], device=self.device)
-            logits = logits + plain.temperature * gumbel(seed_keys([plain.seed], self.device), position, len(logits))[0, 0]
+            logits = logits + plain.temperature * gumbel(
+                seed_keys([plain.seed], self.device), position, len(logits)
+            )[0, 0]
         return Difference(*given, float(logits[ids[0]] - logits[ids[1]]), bound)

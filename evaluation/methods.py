@@ -32,7 +32,8 @@ def temperatures_of(text: str) -> list[float]:
 
 
 def by_method(option: str, values: list[str], methods: list[str]) -> dict[str, str]:
-    """What "METHOD=VALUE", or a value alone where one method drafts, says of each method. Raises InputError."""
+    """What "METHOD=VALUE", or a value alone where one method drafts, says of each method. Raises InputError.
+    """
     drafting = [name for name in methods if name != PLAIN]
     found = {}
     for value in values:
@@ -42,21 +43,29 @@ def by_method(option: str, values: list[str], methods: list[str]) -> dict[str, s
                 raise InputError(f"{option} {value}: of which method? write {option} METHOD={value}")
             name, rest = drafting[0], value
         if name not in drafting or name in found:
-            raise InputError(f"{option} {value}: {name} is " + ("named twice" if name in found else f"none of {', '.join(drafting)}"))
+            raise InputError(
+                f"{option} {value}: {name} is " + (
+                    "named twice" if name in found else f"none of {', '.join(drafting)}"
+                )
+            )
         found[name] = rest
     return found
 
 
 def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
     """Plain decoding and every method, sharing one target. Raises InputError if one of them cannot be."""
-    drafts, trees, rules = (by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree", "accept"))
+    drafts, trees, rules = (
+        by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree", "accept")
+    )
     flags = read_flags(o, methods)
     for name, rule in rules.items():
         if rule not in RULES:
             raise InputError(f"--accept {name}={rule}: choose from {', '.join(RULES)}")
     target = load_target(o.checkpoint, Runtime(o.device, o.dtype, o.compile, o.kernels), say)
     if target.tokenizer is None or not target.tokenizer.has_template:
-        raise InputError(f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them")
+        raise InputError(
+            f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
+        )
     models = {PLAIN: target.decoder(max_seq_len=o.max_seq_len)}
     for name in methods:
         if name != PLAIN:

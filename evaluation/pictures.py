@@ -41,22 +41,27 @@ class Drawn:
 
 @dataclass
 class Observed:
-    """Counts over the steps of one method: [tried, accepted] by depth, by rank among siblings, by confidence of the drafter.
+    """Counts over the steps of one method: [tried, accepted] by depth, by rank among siblings, by confidence
+    of the drafter.
 
-    Only children of accepted nodes are tried: what hangs below a rejected one had no chance. Where an accepted node has none,
-    the tree ended and nothing was tried: the deeper levels count only the steps whose trees went on.
+    Only children of accepted nodes are tried: what hangs below a rejected one had no chance. Where an
+    accepted node has none, the tree ended and nothing was tried: the deeper levels count only the steps whose
+    trees went on.
     """
 
     depth: dict[int, list[int]] = field(default_factory=dict)
     rank: dict[int, list[int]] = field(default_factory=dict)
-    confidence: list[list[float]] = field(default_factory=lambda: [[0, 0, 0.0] for _ in range(BINS)])  # tried, accepted, sum
+    # Tried, accepted, sum.
+    confidence: list[list[float]] = field(default_factory=lambda: [[0, 0, 0.0] for _ in range(BINS)])
     best: Drawn | None = None  # the step that had most accepted
 
     def see(self, tree: Tree, path: Tensor) -> None:
         """Take in one step of a decoder's first sequence (for `Decoder.observer`)."""
         tokens, parent, depth = (t[0].tolist() for t in tree[:3])
         taken = {0, *(i for i in path[0].tolist() if i)}
-        share = (tree.scores[0] - tree.scores[0][tree.parent[0]]).exp().tolist() if tree.scores is not None else [0.0] * len(tokens)
+        share = (
+            tree.scores[0] - tree.scores[0][tree.parent[0]]
+        ).exp().tolist() if tree.scores is not None else [0.0] * len(tokens)
         drawn = Drawn(tokens, parent, depth, share, taken)
         for above in taken:
             below = drawn.children.get(above, [])
@@ -78,7 +83,9 @@ class Observed:
 
 
 def text_tree(drawn: Drawn, word: Callable[[int], str]) -> str:
-    """A tree for the terminal: accepted nodes are marked, each with the drafter's probability of it given its parent."""
+    """A tree for the terminal: accepted nodes are marked, each with the drafter's probability of it given its
+    parent.
+    """
     lines = [f"● {word(drawn.tokens[0])!r}"]
 
     def below(above: int, indent: str) -> None:
@@ -86,7 +93,9 @@ def text_tree(drawn: Drawn, word: Callable[[int], str]) -> str:
         for i, node in enumerate(nodes):
             last = i == len(nodes) - 1
             mark = "●" if node in drawn.accepted else "○"
-            lines.append(f"{indent}{'└' if last else '├'}─{mark} {word(drawn.tokens[node])!r}{drawn.chance(node)}")
+            lines.append(
+                f"{indent}{'└' if last else '├'}─{mark} {word(drawn.tokens[node])!r}{drawn.chance(node)}"
+            )
             below(node, indent + ("   " if last else "│  "))
 
     below(0, "")
@@ -115,7 +124,8 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], method: str, path: Path)
         for node in range(1, len(drawn.tokens)):
             above, on = drawn.parent[node], node in drawn.accepted
             axes.plot(
-                [drawn.depth[above], drawn.depth[node]], [height[above], height[node]], color=GREEN if on else GREY,
+                [drawn.depth[above], drawn.depth[node]], [height[above], height[node]],
+                color=GREEN if on else GREY,
                 linewidth=2.2 if on else 0.8, zorder=1,
             )
         for node, token in enumerate(drawn.tokens):
@@ -132,10 +142,13 @@ def draw_tree(drawn: Drawn, word: Callable[[int], str], method: str, path: Path)
 
 
 def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
-    """Acceptance by draft depth, and by rank among the siblings, where there were twenty and more to count."""
+    """Acceptance by draft depth, and by rank among the siblings, where there were twenty and more to count.
+    """
     with picture(path, 9, 3.6) as figure:
         left, right = figure.subplots(1, 2)
-        for axes, what, title in ((left, "depth", "by draft depth"), (right, "rank", "by rank among siblings")):
+        for axes, what, title in (
+            (left, "depth", "by draft depth"), (right, "rank", "by rank among siblings")
+        ):
             for number, (name, seen) in enumerate(observed.items()):
                 table = {k: v for k, v in sorted(getattr(seen, what).items()) if v[0] >= 20}
                 shares = [hit / tried for tried, hit in table.values()]
@@ -145,10 +158,16 @@ def draw_acceptance(observed: dict[str, Observed], path: Path) -> None:
                 title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1),
                 xlabel=f"{what}, where the tree went on" if what == "depth" else what,
             )
-            most = max((k for seen in observed.values() for k, v in getattr(seen, what).items() if v[0] >= 20), default=1)
+            most = max(
+                (k for seen in observed.values() for k, v in getattr(seen, what).items() if v[0] >= 20),
+                default=1
+            )
             axes.set_xticks(range(1, most + 1))
         if left.get_legend_handles_labels()[0]:
-            figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=MOST_LABELLED + 1, fontsize=8)
+            figure.legend(
+                *left.get_legend_handles_labels(), loc="outside lower center", ncols=MOST_LABELLED + 1,
+                fontsize=8
+            )
 
 
 def draw_calibration(observed: dict[str, Observed], path: Path) -> None:
@@ -176,7 +195,10 @@ def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
         for number, (name, found) in enumerate(lengths.items()):
             shares = [found.count(n) / len(found) for n in range(1, most + 1)]
             at = [n + (number - (len(lengths) - 1) / 2) * width for n in range(1, most + 1)]
-            axes.bar(at, shares, width, color=f"C{number}", label=f"{name}, {sum(found) / len(found):.2f} over all steps")
+            axes.bar(
+                at, shares, width, color=f"C{number}",
+                label=f"{name}, {sum(found) / len(found):.2f} over all steps"
+            )
         axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
         axes.set_xticks(range(1, most + 1))
         axes.legend()
@@ -191,16 +213,24 @@ def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
             methods = list(dict.fromkeys(row["method"] for row in mine))
             shown = [name for name in [*sets, "mean"] if any(row["set"] == name for row in mine)]
             width = 0.8 / max(1, len(methods))
-            for column, (what, title) in enumerate((("tau", "acceptance length τ"), ("speedup", "speedup over plain decoding"))):
+            for column, (what, title) in enumerate(
+                (("tau", "acceptance length τ"), ("speedup", "speedup over plain decoding"))
+            ):
                 axes = figure.add_subplot(len(temperatures), 2, 2 * line + column + 1)
                 for number, method in enumerate(methods):
                     by_set = {row["set"]: row[what] for row in mine if row["method"] == method}
                     at = [i + (number - (len(methods) - 1) / 2) * width for i in range(len(shown))]
-                    bars = axes.bar(at, [by_set.get(name) or 0 for name in shown], width, color=f"C{number}", label=method)
+                    bars = axes.bar(
+                        at, [by_set.get(name) or 0 for name in shown], width, color=f"C{number}", label=method
+                    )
                     if len(methods) <= MOST_LABELLED:
-                        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if len(methods) == 1 else 90)
+                        axes.bar_label(
+                            bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if len(methods) == 1 else 90
+                        )
                 axes.axhline(1, color=GREY, linewidth=1)
                 axes.set_xticks(range(len(shown)), shown, rotation=20, ha="right")
                 axes.set(title=f"{title}, temperature {temperature:g}")
                 axes.margins(y=0.15 if len(methods) == 1 else 0.25)
-        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=MOST_LABELLED + 1, fontsize=8)
+        figure.legend(
+            *axes.get_legend_handles_labels(), loc="outside lower center", ncols=MOST_LABELLED + 1, fontsize=8
+        )

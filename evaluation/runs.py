@@ -1,4 +1,6 @@
-"""Asking questions: every method answers every question, turn after turn, and each answer is kept the moment it is there."""
+"""Asking questions: every method answers every question, turn after turn, and each answer is kept the moment
+it is there.
+"""
 from __future__ import annotations
 
 import hashlib
@@ -18,7 +20,8 @@ OWN = Path(__file__).resolve().parent / "questions"
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer: the prompt it was given to, its tokens and times. `lengths`: tokens emitted by each step."""
+    """One answer: the prompt it was given to, its tokens and times. `lengths`: tokens emitted by each step.
+    """
 
     prompt: list[int]
     ids: list[int]
@@ -70,8 +73,9 @@ class Answer:
 
 
 def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict]]:
-    """Questions by set: of a file, of every .jsonl of a folder, or our own. Of SET/question.jsonl, as EAGLE and Spec-Bench lay
-    their data out, the folder names the set. Raises InputError if there are none."""
+    """Questions by set: of a file, of every .jsonl of a folder, or our own. Of SET/question.jsonl, as EAGLE
+    and Spec-Bench lay their data out, the folder names the set. Raises InputError if there are none.
+    """
     place = Path(path) if path else OWN
     files = sorted((*place.glob("*.jsonl"), *place.glob("*/question.jsonl"))) if place.is_dir() else [place]
     if not files:
@@ -80,12 +84,16 @@ def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict
     for file in files:
         name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
         if name == "mean" or name in sets:
-            raise InputError(f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it")
+            raise InputError(
+                f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it"
+            )
         sets[name] = read_questions(file)[:limit]
         ids = [question["question_id"] for question in sets[name]]
         double = next((i for i in ids if ids.count(i) > 1), None)
         if double is not None:
-            raise InputError(f"{file}: question_id {double} is there twice (rows without one are numbered from 0)")
+            raise InputError(
+                f"{file}: question_id {double} is there twice (rows without one are numbered from 0)"
+            )
     return sets
 
 
@@ -112,8 +120,12 @@ class Book:
         except ValueError:
             raise InputError(f"{kept}: damaged; delete it, or choose another --out") from None
         if old != options:
-            differs = sorted(name for name in old.keys() | options.keys() if old.get(name) != options.get(name))
-            raise InputError(f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out")
+            differs = sorted(
+                name for name in old.keys() | options.keys() if old.get(name) != options.get(name)
+            )
+            raise InputError(
+                f"{folder}: holds answers made with other options ({', '.join(differs)}); choose another --out"
+            )
         write_text(kept, json.dumps(options, indent=1) + "\n")
         self.answers: dict[tuple, Answer] = {}
         if self.path.exists():
@@ -139,7 +151,10 @@ class Book:
 
     def forget(self, name: str, question: dict, temperature: float) -> None:
         """Drop all answers to a question: what is compared is answered in one round."""
-        old = [key for key in self.answers if (key[0], key[1], key[3]) == (name, question["question_id"], temperature)]
+        old = [
+            key for key in self.answers
+            if (key[0], key[1], key[3]) == (name, question["question_id"], temperature)
+        ]
         for key in old:
             del self.answers[key]
         if old:
@@ -152,28 +167,35 @@ class Book:
             file.write(json.dumps(asdict(answer)) + "\n")
 
     def write_fastchat(self, answers: list[Answer]) -> None:
-        """FOLDER/answers/SET/METHOD-tT.jsonl in FastChat's answer format, with what EAGLE and Spec-Bench add to it."""
+        """FOLDER/answers/SET/METHOD-tT.jsonl in FastChat's answer format, with what EAGLE and Spec-Bench add
+        to it.
+        """
         files: dict[Path, list[str]] = {}
         for a in answers:
             name = f"{a.method}-t{a.temperature:g}"
             choice = {
                 "index": 0, "turns": [t.text for t in a.turns], "idxs": [len(t.lengths) for t in a.turns],
-                "decoding_steps": [len(t.lengths) for t in a.turns], "new_tokens": [len(t.ids) for t in a.turns],
+                "decoding_steps": [len(t.lengths) for t in a.turns],
+                "new_tokens": [len(t.ids) for t in a.turns],
                 "wall_time": [t.prefill_seconds + t.seconds for t in a.turns], "accept_lengths": a.lengths,
             }
             row = {
-                "question_id": a.question, "category": a.category, "answer_id": hashlib.sha256(repr(a.key).encode()).hexdigest()[:22],
+                "question_id": a.question, "category": a.category,
+                "answer_id": hashlib.sha256(repr(a.key).encode()).hexdigest()[:22],
                 "model_id": name, "choices": [choice], "tstamp": time.time(),
             }
-            files.setdefault(self.folder / "answers" / a.set / f"{name}.jsonl", []).append(json.dumps(row, ensure_ascii=False))
+            files.setdefault(
+                self.folder / "answers" / a.set / f"{name}.jsonl", []
+            ).append(json.dumps(row, ensure_ascii=False))
         for path, lines in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, "\n".join(lines) + "\n")
 
 
 def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: float, seed: int) -> list[Turn]:
-    """The question's turns, each with the model's own answers as history. A turn that no longer fits ends the conversation; of a
-    question whose first one does not, there are none."""
+    """The question's turns, each with the model's own answers as history. A turn that no longer fits ends the
+    conversation; of a question whose first one does not, there are none.
+    """
     messages, turns = [], []
     for text in question["turns"]:
         messages.append({"role": "user", "content": text})
@@ -182,13 +204,22 @@ def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: fl
             break
         result = model.generate(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         messages.append({"role": "assistant", "content": result.text})
-        turns.append(Turn(ids, result.ids, result.text, result.finish, result.prefill_seconds, result.seconds, result.accept_lengths))
+        turns.append(
+            Turn(
+                ids, result.ids, result.text, result.finish, result.prefill_seconds, result.seconds,
+                result.accept_lengths
+            )
+        )
     return turns
 
 
-def rounds(sets: dict[str, list[dict]], temperatures: list[float], methods: list[str]) -> Iterator[tuple[str, dict, float, list[str]]]:
-    """(set, question, temperature, methods in the order of this round): one question of every set in turn, so that a run cut
-    short has seen all sets; who begins changes from question to question of every set and temperature."""
+def rounds(
+    sets: dict[str, list[dict]], temperatures: list[float], methods: list[str]
+) -> Iterator[tuple[str, dict, float, list[str]]]:
+    """(set, question, temperature, methods in the order of this round): one question of every set in turn, so
+    that a run cut short has seen all sets; who begins changes from question to question of every set and
+    temperature.
+    """
     for i in range(max(map(len, sets.values()))):
         for name, questions in sets.items():
             if i < len(questions):

@@ -29,14 +29,18 @@ class Evaluation:
         self.temperatures = temperatures_of(o.temperature)
         flags = read_flags(o, [method_of(name) for name in models])
         plain = models[PLAIN]
-        asked_as = hashlib.sha256(f"{plain.tokenizer.template} {plain.decoder.state.stop_ids.tolist()}".encode()).hexdigest()[:16]
+        asked_as = hashlib.sha256(
+            f"{plain.tokenizer.template} {plain.decoder.state.stop_ids.tolist()}".encode()
+        ).hexdigest()[:16]
         self.who = {}  # of every method, what tells its answers and times from another's
         for name, model in models.items():
             drafter = model.decoder.drafter
             made_of = identity(drafter) + drafter.made_of
             self.who[name] = f"{identity(model.decoder.target)} {asked_as} {made_of} {drafter.shape} {flags[method_of(name)]}"
         target = models[PLAIN].decoder.target
-        self.judge = Judge(o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), target.on_kernels)
+        self.judge = Judge(
+            o.checkpoint, target.embed.weight.dtype, str(target.embed.weight.device), target.on_kernels
+        )
 
     def run(self) -> None:
         """Answer what is not answered yet, with the running figures on a live line."""
@@ -44,7 +48,9 @@ class Evaluation:
         todo = [
             (name, question, temperature, order)
             for name, question, temperature, order in rounds(self.sets, self.temperatures, methods)
-            if not all(self.book.has(name, question, method, temperature, self.who[method]) for method in methods)
+            if not all(
+                self.book.has(name, question, method, temperature, self.who[method]) for method in methods
+            )
         ]
         if not todo:
             return
@@ -69,7 +75,10 @@ class Evaluation:
 
     def _running(self, temperature: float) -> str:
         """The table's means so far, of one temperature."""
-        rows = [row for row in self._rows(self._answers(), []) if (row["set"], row["temperature"]) == ("mean", temperature)]
+        rows = [
+            row for row in self._rows(self._answers(), [])
+            if (row["set"], row["temperature"]) == ("mean", temperature)
+        ]
         shown = [row for row in rows if row["method"] != PLAIN and row["speedup"] and row["tau"]]
         return ", ".join(f"{row['method']} τ {row['tau']:.2f} {row['speedup']:.2f}×" for row in shown)
 
@@ -86,14 +95,17 @@ class Evaluation:
         return summarise(answers, [*self.sets], [*self.models], differences)
 
     def report(self) -> int:
-        """Tables, answers and differences of what there is so far; returns how many differences are errors."""
+        """Tables, answers and differences of what there is so far; returns how many differences are errors.
+        """
         answers = self._answers()
         self.book.write_fastchat(answers)  # whatever happens to what follows
         plain = {a.key: a for a in answers if a.method == PLAIN}
         differences = []
         for a in answers:
             base = plain.get((a.set, a.question, PLAIN, a.temperature))
-            if a.method != PLAIN and base and bound_to_be_plain(a.method, a.temperature) and (found := self.judge.difference(base, a)):
+            if a.method != PLAIN and base and bound_to_be_plain(a.method, a.temperature) and (
+                found := self.judge.difference(base, a)
+            ):
                 differences.append(found)
         rows = self._rows(answers, differences)
         if not rows:
@@ -103,9 +115,13 @@ class Evaluation:
         answered = {(a.set, a.question) for a in answers if a.method == PLAIN}
         if left := sum(map(len, self.sets.values())) - len(answered):
             text += f"{left} questions have no answer: not asked yet, or too long for {self.models[PLAIN].decoder.max_seq_len} tokens.\n"
-        for name, content in (("table.md", text), ("table.json", json.dumps(rows, indent=1) + "\n"), ("table.csv", as_csv(rows))):
+        for name, content in (
+            ("table.md", text), ("table.json", json.dumps(rows, indent=1) + "\n"), ("table.csv", as_csv(rows))
+        ):
             write_text(self.out / name, content)
-        listed = [asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences]
+        listed = [
+            asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
+        ]
         write_text(self.out / "differences.json", json.dumps(listed, indent=1) + "\n")
         if any(row["method"] != PLAIN for row in rows):
             pictures.draw_table(rows, [*self.sets], self.out / "sets.png")
@@ -115,7 +131,9 @@ class Evaluation:
                 name = a.method if len(self.temperatures) == 1 else f"{a.method}, T = {a.temperature:g}"
                 lengths.setdefault(name, []).extend(a.lengths)
         if any(lengths.values()):
-            pictures.draw_lengths({method: found for method, found in lengths.items() if found}, self.out / "lengths.png")
+            pictures.draw_lengths(
+                {method: found for method, found in lengths.items() if found}, self.out / "lengths.png"
+            )
         print(text)
         errors = [d for d in differences if not d.tie]
         for d in errors[:10]:
@@ -124,8 +142,9 @@ class Evaluation:
         return len(errors)
 
     def observe(self) -> None:
-        """The pictures of drafted trees, from a few questions answered again, greedily: with noise, what a drafter is sure of is
-        not its probabilities."""
+        """The pictures of drafted trees, from a few questions answered again, greedily: with noise, what a
+        drafter is sure of is not its probabilities.
+        """
         observed: dict[str, pictures.Observed] = {}
         for method, model in self.models.items():
             if method == PLAIN:
@@ -143,7 +162,9 @@ class Evaluation:
         pictures.draw_acceptance(observed, self.out / "acceptance.png")
         pictures.draw_calibration(observed, self.out / "calibration.png")
         if self.o.show_tree:
-            method, seen = max(((m, s) for m, s in observed.items() if s.best), key=lambda item: len(item[1].best.accepted))
+            method, seen = max(
+                ((m, s) for m, s in observed.items() if s.best), key=lambda item: len(item[1].best.accepted)
+            )
 
             def word(token: int) -> str:
                 return self.models[method].tokenizer.piece(token).decode("utf-8", "replace")

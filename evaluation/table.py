@@ -14,7 +14,9 @@ PLAIN = "none"
 
 
 def label(method: str, rule: str) -> str:
-    """What a method is called that accepts by this rule (see `accepting`): a lossy one says so wherever it is named."""
+    """What a method is called that accepts by this rule (see `accepting`): a lossy one says so wherever it is
+    named.
+    """
     return method if rule == "equal" else f"{method}+{rule}" + ("-lossy" if rule in LOSSY else "")
 
 
@@ -28,13 +30,17 @@ def bound_to_be_plain(method: str, temperature: float) -> bool:
     return "+" not in method or temperature == 0
 
 
-def summarise(answers: Iterable[Answer], sets: list[str], methods: list[str], differences: list[Difference]) -> list[dict]:
-    """A row per temperature, method and set, and a row `mean` over the sets that are there, each counting as much as the others.
+def summarise(
+    answers: Iterable[Answer], sets: list[str], methods: list[str], differences: list[Difference]
+) -> list[dict]:
+    """A row per temperature, method and set, and a row `mean` over the sets that are there, each counting as
+    much as the others.
 
-    `speedup`: median over the questions of (tokens per second / those of plain decoding), both after the first token, so without
-    the prompt's pass; `speedup_total`: of whole sets; `tau`: tokens per step of a whole set, without each answer's first token; all
-    three None where no answer has a second token. `seconds`, `prefill_seconds`: of whole sets. `equal` of `questions` texts are
-    those of plain decoding; `ties` and `errors`: what the others are; all three None where the texts need not be.
+    `speedup`: median over the questions of (tokens per second / those of plain decoding), both after the
+    first token, so without the prompt's pass; `speedup_total`: of whole sets; `tau`: tokens per step of a
+    whole set, without each answer's first token; all three None where no answer has a second token.
+    `seconds`, `prefill_seconds`: of whole sets. `equal` of `questions` texts are those of plain decoding;
+    `ties` and `errors`: what the others are; all three None where the texts need not be.
     """
     found = {a.key: a for a in answers}
     rows = []
@@ -48,7 +54,12 @@ def summarise(answers: Iterable[Answer], sets: list[str], methods: list[str], di
                 ]
                 pairs = [(a, plain) for a, plain in pairs if plain is not None]
                 if pairs:
-                    mine.append({"temperature": temperature, "method": method, "set": name, **_row(pairs, differences)})
+                    mine.append(
+                        {
+                            "temperature": temperature, "method": method, "set": name,
+                            **_row(pairs, differences)
+                        }
+                    )
             if mine:
                 rows += mine
                 rows.append({"temperature": temperature, "method": method, "set": "mean", **_mean(mine)})
@@ -64,13 +75,19 @@ def _row(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> d
     mine = [d for d in differences if (d.set, d.question, d.method, d.temperature) in own]
     return {
         "questions": len(pairs), "tokens_per_second": tokens / seconds if timed else None,
-        "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed) if timed else None,
+        "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed)
+        if timed else None,
         "speedup_total": tokens / seconds / plain_rate if timed else None,
         "tau": sum(lengths) / len(lengths) if lengths else None,
-        "seconds": sum(a.seconds for a, _ in pairs), "prefill_seconds": sum(t.prefill_seconds for a, _ in pairs for t in a.turns),
+        "seconds": sum(a.seconds for a, _ in pairs),
+        "prefill_seconds": sum(t.prefill_seconds for a, _ in pairs for t in a.turns),
         **(
-            {"equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine), "errors": sum(not d.tie for d in mine)}
-            if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature) else {"equal": None, "ties": None, "errors": None}
+            {
+                "equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine),
+                "errors": sum(not d.tie for d in mine)
+            }
+            if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature)
+            else {"equal": None, "ties": None, "errors": None}
         ),
     }
 
@@ -81,7 +98,9 @@ def _mean(rows: list[dict]) -> dict:
         known = [row[name] for row in rows if row[name] is not None]
         means[name] = statistics.fmean(known) if known else None
     counted = ("questions", "equal", "ties", "errors", "seconds", "prefill_seconds")
-    return means | {name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in counted}
+    return means | {
+        name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in counted
+    }
 
 
 def _cell(value: float | None, what: str) -> str:
@@ -94,12 +113,19 @@ def markdown(rows: list[dict], sets: list[str]) -> str:
     for temperature in sorted({row["temperature"] for row in rows}):
         mine = [row for row in rows if row["temperature"] == temperature]
         shown = [name for name in [*sets, "mean"] if any(row["set"] == name for row in mine)]
-        lines += [f"Temperature {temperature:g}: speedup over plain decoding (median over the questions, prompts apart), τ", ""]
-        lines += ["| method | " + " | ".join(f"{name} | τ" for name in shown) + " | texts equal | ties | errors |"]
+        lines += [
+            f"Temperature {temperature:g}: speedup over plain decoding (median over the questions, prompts apart), τ", ""
+        ]
+        lines += [
+            "| method | " + " | ".join(f"{name} | τ" for name in shown) + " | texts equal | ties | errors |"
+        ]
         lines += ["|---" * (2 * len(shown) + 4) + "|"]
         for method in dict.fromkeys(row["method"] for row in mine):
             by_set = {row["set"]: row for row in mine if row["method"] == method}
-            cells = [" | ".join(_cell(by_set.get(n, {}).get(what), what) for what in ("speedup", "tau")) for n in shown]
+            cells = [
+                " | ".join(_cell(by_set.get(n, {}).get(what), what) for what in ("speedup", "tau"))
+                for n in shown
+            ]
             total = by_set["mean"]
             if total["equal"] is None:
                 cells += ["LOSSY" if method.endswith("-lossy") else "other draws", "", ""]

@@ -1,10 +1,12 @@
-"""Our own products for the CPU, in C++ (`csrc/`): linear layers, attention over the live prefix, RMS norm, whole layers.
+"""Our own products for the CPU, in C++ (`csrc/`): linear layers, attention over the live prefix, RMS norm,
+whole layers.
 
-They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not depend, by a
-single bit, on the rows computed with it, which is what makes speculative text equal plain text in bfloat16 too.
+They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not
+depend, by a single bit, on the rows computed with it, which is what makes speculative text equal plain text
+in bfloat16 too.
 
-They are PyTorch operators (`torch.ops.eagle`), opaque to torch.compile, so one compiled step may call them. They have no
-gradient. Which modules use them is the business of `packed.py`.
+They are PyTorch operators (`torch.ops.eagle`), opaque to torch.compile, so one compiled step may call them.
+They have no gradient. Which modules use them is the business of `packed.py`.
 """
 from __future__ import annotations
 
@@ -32,9 +34,11 @@ COLUMNS = 32  # of one packed block, as in products.h
 _loaded = False
 
 
-def load_kernels(say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Make the operators callable, compiling them if this machine, torch and source have not been seen before; then `meanwhile` is
-    called while the compiler is at work.
+def load_kernels(
+    say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Make the operators callable, compiling them if this machine, torch and source have not been seen
+    before; then `meanwhile` is called while the compiler is at work.
 
     Raises InputError, one line, if there is no C++ compiler or it fails.
     """
@@ -56,7 +60,9 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
     wanted = os.environ.get("CXX", "g++")
     compiler = shutil.which(wanted)
     if compiler is None:
-        raise InputError(f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels")
+        raise InputError(
+            f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels"
+        )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     sources = [(path.name, path.read_bytes()) for path in sorted(SOURCE.iterdir()) if path.is_file()]
     key = (sources, torch.__version__, version, " ".join(FLAGS), processor())
@@ -68,8 +74,10 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
     began = time.perf_counter()
     root = Path(torch.__file__).parent
     command = [
-        compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
-        f"-I{root}/include/torch/csrc/api/include", str(SOURCE / "operators.cpp"), f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
+        compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-I{root}/include",
+        f"-I{root}/include/torch/csrc/api/include", str(SOURCE / "operators.cpp"), f"-L{root}/lib", "-ltorch",
+        "-ltorch_cpu", "-lc10",
     ]
     # Another process may be doing the same; and a pipe for the errors would fill up.
     with atomic_path(folder / name) as part, tempfile.TemporaryFile("w+") as errors:
@@ -79,7 +87,9 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
             if process.wait():
                 errors.seek(0)
                 lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
-                raise InputError(f"{compiler} could not compile the kernels ({lines[0].strip()}); pass --no-kernels")
+                raise InputError(
+                    f"{compiler} could not compile the kernels ({lines[0].strip()}); pass --no-kernels"
+                )
         finally:
             process.kill()
             process.wait()
@@ -88,7 +98,9 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
 
 
 def _folder() -> Path:
-    """Where libraries are kept: `CACHE`, or, in a read-only checkout, a folder of our own among the temporary ones."""
+    """Where libraries are kept: `CACHE`, or, in a read-only checkout, a folder of our own among the temporary
+    ones.
+    """
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         if os.access(CACHE, os.W_OK):
@@ -106,35 +118,42 @@ def processor() -> str:
     """What -march=native depends on."""
     try:
         with open("/proc/cpuinfo") as lines:
-            return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+            return next(
+                (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
+            )
     except OSError:
         return platform.machine() + platform.processor()
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels work on rows of so many values: float32, or bfloat16 in even numbers, on the CPU."""
+    """Whether the kernels work on rows of so many values: float32, or bfloat16 in even numbers, on the CPU.
+    """
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
 def pack(weight: Tensor, per_word: int) -> Tensor:
-    """Weight [N, K] -> [ceil(N/32), K/w, 32, w], rows beyond N zero; w = `per_word`, the values of x in 4 bytes.
+    """Weight [N, K] -> [ceil(N/32), K/w, 32, w], rows beyond N zero; w = `per_word`, the values of x in 4
+    bytes.
 
-    32 output columns lie side by side, so that a block is read front to back, once per pass. int8 weights are laid out
-    the same way.
+    32 output columns lie side by side, so that a block is read front to back, once per pass. int8 weights are
+    laid out the same way.
     """
     return _blocks(weight).unflatten(2, (-1, per_word)).transpose(1, 2).contiguous()
 
 
 def pack_int4(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 in -8..7 -> [ceil(N/32), K/w, 16*w] uint8: a byte has those of column c in its low four bits and
-    those of column c + 16 in its high ones."""
+    """Values [N, K] int8 in -8..7 -> [ceil(N/32), K/w, 16*w] uint8: a byte has those of column c in its low
+    four bits and those of column c + 16 in its high ones.
+    """
     low, high = (pack(values, per_word) + 8).to(torch.uint8).flatten(2).chunk(2, dim=2)
     return low | (high << 4)
 
 
 def pack_bytes(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/32), K/4, 32, 4] uint8, 128 added: the processors' product of bytes wants one
-    of the two without a sign. Whatever the dtype of x, it comes in bytes, four to a word."""
+    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/32), K/4, 32, 4] uint8, 128 added: the processors'
+    product of bytes wants one of the two without a sign. Whatever the dtype of x, it comes in bytes, four to
+    a word.
+    """
     return pack(values, 4).view(torch.uint8) ^ 128
 
 
@@ -144,7 +163,9 @@ def pack_scale(scale: Tensor) -> Tensor:
 
 
 def interleave(weight: Tensor) -> Tensor:
-    """Gate and up [2*N, K], one above the other -> 16 rows of either in turn, so that a block has both: for GATED."""
+    """Gate and up [2*N, K], one above the other -> 16 rows of either in turn, so that a block has both: for
+    GATED.
+    """
     half = COLUMNS // 2
     gate, up = (_padded(part, half).unflatten(0, (-1, half)) for part in weight.chunk(2))
     return torch.cat((gate, up), dim=1).flatten(0, 1)
@@ -164,13 +185,16 @@ SAME, FLOAT32, GATED = range(3)  # modes of `linear`
 
 
 def linear(
-    x: Tensor, packed: Tensor, columns: int, scale: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+    x: Tensor, packed: Tensor, columns: int, scale: Tensor | None = None, bias: Tensor | None = None,
+    residual: Tensor | None = None,
     mode: int = SAME,
 ) -> Tensor:
-    """x [..., K] times a packed weight of `columns` rows, plus bias [N] (float32), plus residual [..., N] -> [..., N].
+    """x [..., K] times a packed weight of `columns` rows, plus bias [N] (float32), plus residual [..., N] ->
+    [..., N].
 
-    scale: of an int8, w8a8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded once, to x's dtype;
-    FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N] comes out.
+    scale: of an int8, w8a8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded
+    once, to x's dtype; FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N]
+    comes out.
     """
     return torch.ops.eagle.linear(x, packed, scale, bias, residual, columns, mode)
 
@@ -181,9 +205,9 @@ def attend(
 ) -> Tensor:
     """Everything between a layer's wqkv and wo: qkv [B, T, (nh + 2*nkv)*hd] -> [B, T, nh*hd].
 
-    Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]; keys and values are
-    stored at slots [B, T] of the caches k, v [B, S, nkv, hd]; then each row attends to those of the first n slots that
-    visible [B, T, n] says. Scores, softmax and sums are float32.
+    Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]; keys
+    and values are stored at slots [B, T] of the caches k, v [B, S, nkv, hd]; then each row attends to those
+    of the first n slots that visible [B, T, n] says. Scores, softmax and sums are float32.
     """
     return torch.ops.eagle.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
 
@@ -194,22 +218,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layers(
-    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], k: list[Tensor], v: list[Tensor], slots: Tensor, visible: Tensor,
+    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], k: list[Tensor], v: list[Tensor],
+    slots: Tensor, visible: Tensor,
     eps: float, aux: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """All L layers of a target on x [B, T, H] -> the residual stream behind them [B, T, H], and those entering the layers
-    `aux` (L: behind the last) side by side [B, T, len(aux)*H].
+    """All L layers of a target on x [B, T, H] -> the residual stream behind them [B, T, H], and those
+    entering the layers `aux` (L: behind the last) side by side [B, T, len(aux)*H].
 
-    weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and bias (float32),
-    q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed, its scale.
-    k, v: the caches of each layer. The other arguments are `attend`'s.
+    weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and
+    bias (float32), q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed,
+    its scale. k, v: the caches of each layer. The other arguments are `attend`'s.
     """
     return torch.ops.eagle.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux)
 
 
 def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
-    """Copy the entries at slots `source` [B, W] of every cache [B, S, nkv, hd] to slots `target`; all are read before any is
-    written."""
+    """Copy the entries at slots `source` [B, W] of every cache [B, S, nkv, hd] to slots `target`; all are
+    read before any is written.
+    """
     torch.ops.eagle.move(caches, source, target)
 
 

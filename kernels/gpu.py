@@ -1,9 +1,10 @@
 """Products with quantised weights on a GPU, in Triton: the weights are made whole in registers, tile by tile.
 
-A decoding pass is bound by reading weights, so int8 ought to take half the time of bfloat16, for one row and for a whole
-tree. Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows they write the weight out
-whole and read it again. Here one kernel serves 1 to `MOST_ROWS` rows: every weight is read once, in the order it lies in
-memory, and converted on its way to the tensor cores. Larger passes (prefill) do better with cuBLAS on the whole weight.
+A decoding pass is bound by reading weights, so int8 ought to take half the time of bfloat16, for one row and
+for a whole tree. Compilers fuse the conversion into a product of one row only (gpt-fast#218); for more rows
+they write the weight out whole and read it again. Here one kernel serves 1 to `MOST_ROWS` rows: every weight
+is read once, in the order it lies in memory, and converted on its way to the tensor cores. Larger passes
+(prefill) do better with cuBLAS on the whole weight.
 
 Without Triton, or on another device, `takes` is False and `QuantizedLinear` uses its reference.
 """
@@ -27,7 +28,9 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET"):  # else it w
 def takes(x: Tensor) -> bool:
     """Whether the kernel takes an input: on CUDA, few enough rows, a dtype of ours."""
     few = x.shape[:-1].numel() <= MOST_ROWS
-    return triton is not None and x.is_cuda and few and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return triton is not None and x.is_cuda and few and x.dtype in (
+        torch.bfloat16, torch.float16, torch.float32
+    )
 
 
 if triton is not None:
@@ -36,7 +39,8 @@ if triton is not None:
         """Tiles to try. Few columns a program, so that a narrow layer still occupies all multiprocessors."""
         return [
             triton.Config({"COLUMNS": columns, "DEPTH": depth}, num_warps=warps, num_stages=stages)
-            for columns in (16, 32, 64) for depth, warps, stages in ((64, 4, 5), (128, 4, 4), (256, 4, 3), (128, 8, 4))
+            for columns in (16, 32, 64) for depth, warps,
+            stages in ((64, 4, 5), (128, 4, 4), (256, 4, 3), (128, 8, 4))
         ]
 
     @triton.jit
@@ -48,18 +52,27 @@ if triton is not None:
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for k in range(0, K, DEPTH):
             here = k + depth
-            a = tl.load(x + rows[:, None] * K + here[None], mask=(rows[:, None] < M) & (here[None] < K), other=0.0)
-            b = tl.load(w + columns[:, None].to(tl.int64) * K + here[None], mask=(columns[:, None] < N) & (here[None] < K), other=0)
+            a = tl.load(
+                x + rows[:, None] * K + here[None], mask=(rows[:, None] < M) & (here[None] < K), other=0.0
+            )
+            b = tl.load(
+                w + columns[:, None].to(tl.int64) * K + here[None],
+                mask=(columns[:, None] < N) & (here[None] < K), other=0
+            )
             sums = tl.dot(a, tl.trans(b.to(a.dtype)), sums, input_precision="ieee" if EXACT else "tf32")
         sums *= tl.load(scale + columns, mask=columns < N, other=0.0)[None]
         if HAS_BIAS:
             sums += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None]
-        tl.store(out + rows[:, None] * N + columns[None], sums, mask=(rows[:, None] < M) & (columns[None] < N))
+        tl.store(
+            out + rows[:, None] * N + columns[None], sums, mask=(rows[:, None] < M) & (columns[None] < N)
+        )
 
     @triton.jit
     def int4_kernel(x, w, scale, bias, out, M, N, K, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """The same for w [N, K/2], even inputs in the low four bits, 8 more than the value, and scale [N, K/GROUP]."""
+        """The same for w [N, K/2], even inputs in the low four bits, 8 more than the value, and scale [N,
+        K/GROUP].
+        """
         rows, columns = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         pairs = tl.arange(0, GROUP // 2)
         sums = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -68,7 +81,10 @@ if triton is not None:
             even = x + rows[:, None] * K + g * GROUP + 2 * pairs[None]
             a0 = tl.load(even, mask=rows[:, None] < M, other=0.0)
             a1 = tl.load(even + 1, mask=rows[:, None] < M, other=0.0)
-            both = tl.load(w + columns[:, None].to(tl.int64) * (K // 2) + g * (GROUP // 2) + pairs[None], mask=fits, other=0)
+            both = tl.load(
+                w + columns[:, None].to(tl.int64) * (K // 2) + g * (GROUP // 2) + pairs[None], mask=fits,
+                other=0
+            )
             low, high = (both & 15).to(tl.float32) - 8, (both >> 4).to(tl.float32) - 8
             part = tl.dot(a0, tl.trans(low.to(a0.dtype)), input_precision="ieee" if EXACT else "tf32")
             part = tl.dot(a1, tl.trans(high.to(a1.dtype)), part, input_precision="ieee" if EXACT else "tf32")
@@ -76,11 +92,16 @@ if triton is not None:
             sums += part * share.to(tl.float32)[None]
         if HAS_BIAS:
             sums += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None]
-        tl.store(out + rows[:, None] * N + columns[None], sums, mask=(rows[:, None] < M) & (columns[None] < N))
+        tl.store(
+            out + rows[:, None] * N + columns[None], sums, mask=(rows[:, None] < M) & (columns[None] < N)
+        )
 
     tuned_int8 = triton.autotune(_configs(), key=["ROWS", "N", "K"])(int8_kernel)
     tuned_int4 = triton.autotune(
-        [triton.Config({"COLUMNS": c}, num_warps=w, num_stages=s) for c in (16, 32, 64) for w, s in ((2, 5), (4, 4), (8, 3))],
+        [
+            triton.Config({"COLUMNS": c}, num_warps=w, num_stages=s) for c in (16, 32, 64) for w,
+            s in ((2, 5), (4, 4), (8, 3))
+        ],
         key=["ROWS", "N", "K"],
     )(int4_kernel)
 

@@ -16,7 +16,9 @@ from model import MLP, Block, KVCache, Pass, RMSNorm, Transformer
 
 
 class PackedLinear(nn.Module):
-    """A `Linear` or `QuantizedLinear` (or a tied embedding) packed for x of this dtype; `gated`: of gate and up together."""
+    """A `Linear` or `QuantizedLinear` (or a tied embedding) packed for x of this dtype; `gated`: of gate and
+    up together.
+    """
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
@@ -51,7 +53,9 @@ class PackedMLP(nn.Module):
 
     def __init__(self, mlp: MLP, dtype: torch.dtype):
         super().__init__()
-        self.w_gate_up, self.w_down = PackedLinear(mlp.w_gate_up, dtype, gated=True), PackedLinear(mlp.w_down, dtype)
+        self.w_gate_up, self.w_down = PackedLinear(
+            mlp.w_gate_up, dtype, gated=True
+        ), PackedLinear(mlp.w_down, dtype)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         return self.w_down(self.w_gate_up(x), onto)
@@ -74,7 +78,9 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
     return cpu.attend(qkv, shared.cos, shared.sin, cache.k, cache.v, shared.slots, shared.visible, *norms)
 
 
-def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]):
+def run_layers(
+    model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
+):
     """`model.run_layers` as one operator, for a target packed through and through."""
     none = x.new_empty(0)
     weights: list[Tensor | None] = []
@@ -85,7 +91,8 @@ def run_layers(model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pas
         weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
     k, v = [cache.k for cache in caches], [cache.v for cache in caches]
     x, features = cpu.layers(
-        x, shared.cos, shared.sin, [none if w is None else w for w in weights], k, v, shared.slots, shared.visible,
+        x, shared.cos, shared.sin, [none if w is None else w for w in weights], k, v, shared.slots,
+        shared.visible,
         model.args.norm_eps, aux_layers,
     )
     return x, features if aux_layers else None
@@ -99,8 +106,9 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
 def pack(*models: nn.Module) -> bool:
     """Let these models, which may share modules (a head its target's lm_head), run on the kernels, in place.
 
-    `cpu.load` comes first. What the kernels cannot take (float16, an odd number of bfloat16 values, a GPU, the experts
-    of a mixture) is left as it is. Returns whether the targets among them are on the kernels throughout.
+    `cpu.load` comes first. What the kernels cannot take (float16, an odd number of bfloat16 values, a GPU,
+    the experts of a mixture) is left as it is. Returns whether the targets among them are on the kernels
+    throughout.
     """
     whole = True
     done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
@@ -121,9 +129,13 @@ def pack(*models: nn.Module) -> bool:
             for name, child in list(parent.named_children()):
                 if isinstance(child, RMSNorm) and cpu.takes(2, dtype, device):
                     setattr(parent, name, PackedNorm(child))
-                elif isinstance(child, MLP) and all(_takes(part, dtype, device) for part in (child.w_gate_up, child.w_down)):
+                elif isinstance(child, MLP) and all(
+                    _takes(part, dtype, device) for part in (child.w_gate_up, child.w_down)
+                ):
                     setattr(parent, name, PackedMLP(child, dtype))
-                elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
+                elif _takes(child, dtype, device) and (
+                    name == "lm_head" or not isinstance(child, nn.Embedding)
+                ):
                     setattr(parent, name, packed(child, dtype))
         if isinstance(model, Transformer):
             if all(_is_packed(layer) for layer in model.layers):
@@ -143,5 +155,8 @@ def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def _is_packed(layer: Block) -> bool:
-    parts = ((layer.wqkv, PackedLinear), (layer.wo, PackedLinear), (layer.mlp, PackedMLP), (layer.attn_norm, PackedNorm))
+    parts = (
+        (layer.wqkv, PackedLinear), (layer.wo, PackedLinear), (layer.mlp, PackedMLP),
+        (layer.attn_norm, PackedNorm)
+    )
     return layer.attention is attention and all(isinstance(part, kind) for part, kind in parts)

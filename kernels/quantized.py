@@ -1,9 +1,10 @@
 """Quantised weights: the arithmetic, and the linear layer that holds its result.
 
-int8: one scale per output row, w = scale * q, q in -127..127. int4: one scale per output row and group of inputs,
-q in -8..7. Symmetric, nearest rounding; activations stay what they are. w8a8: the weights of int8, and the activations
-are rounded to int8 too, every 64 inputs of a row by their largest. fp8 (e4m3): one scale per output row, and the activations
-are rounded to fp8 too, each row by its own largest value. Files hold int8 and fp8 as they are, int4 two to a byte.
+int8: one scale per output row, w = scale * q, q in -127..127. int4: one scale per output row and group of
+inputs, q in -8..7. Symmetric, nearest rounding; activations stay what they are. w8a8: the weights of int8,
+and the activations are rounded to int8 too, every 64 inputs of a row by their largest. fp8 (e4m3): one scale
+per output row, and the activations are rounded to fp8 too, each row by its own largest value. Files hold int8
+and fp8 as they are, int4 two to a byte.
 """
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
     weight = weight.float()
     if mode != "int4":
         return weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MOST if mode == "fp8" else 127)
-    # Of several scales for a group, the one with the least squared error: to reach its extreme exactly serves few weights.
+    # Of several scales for a group, the one with the least squared error: to reach its extreme exactly serves
+    # few weights.
     parts = weight.unflatten(-1, (-1, group))  # [..., N, K/group, group]
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
     best, least = None, None
@@ -71,7 +73,9 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [..., K] as the products of w8a8 read it: every 64 inputs in steps of their largest / 127. The dtype stays."""
+    """x [..., K] as the products of w8a8 read it: every 64 inputs in steps of their largest / 127. The dtype
+    stays.
+    """
     K = x.shape[-1]
     parts = F.pad(x.float(), (0, -K % INPUTS)).unflatten(-1, (-1, INPUTS))
     scale = parts.abs().amax(-1, keepdim=True) / 127
@@ -97,9 +101,9 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
 class QuantizedLinear(nn.Module):
     """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 in groups of `group` inputs, or fp8.
 
-    On a GPU, int8 and int4 run on our kernel (kernels/gpu.py) and fp8 on the tensor cores'; elsewhere this is the reference,
-    which makes the weight whole again for every call. `packed.py` has the fast one for a CPU. w8a8 is made for a CPU: on a GPU
-    it is int8 after the rounding of x.
+    On a GPU, int8 and int4 run on our kernel (kernels/gpu.py) and fp8 on the tensor cores'; elsewhere this is
+    the reference, which makes the weight whole again for every call. `packed.py` has the fast one for a CPU.
+    w8a8 is made for a CPU: on a GPU it is int8 after the rounding of x.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
@@ -140,8 +144,12 @@ class QuantizedLinear(nn.Module):
         rows = x.flatten(0, -2)
         scale = scales(rows, "fp8")
         q = values(rows, scale, "fp8")
-        if x.is_cuda and all(n % 16 == 0 for n in self.weight.shape) and torch.cuda.get_device_capability(x.device) >= (8, 9):
-            y = torch._scaled_mm(q, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16)
+        if x.is_cuda and all(
+            n % 16 == 0 for n in self.weight.shape
+        ) and torch.cuda.get_device_capability(x.device) >= (8, 9):
+            y = torch._scaled_mm(
+                q, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
+            )
         else:
             y = (q.float() @ self.weight.float().t()) * scale * self.scale.t()
         y = y if self.bias is None else y + self.bias
@@ -153,7 +161,9 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedStack(nn.Module):
-    """The matrices of all E experts of a mixture [E, N, K], quantised; only weights are (in fp8 and w8a8 too)."""
+    """The matrices of all E experts of a mixture [E, N, K], quantised; only weights are (in fp8 and w8a8
+    too).
+    """
 
     def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
         super().__init__()
@@ -161,7 +171,9 @@ class QuantizedStack(nn.Module):
         self.weight, self.scale = empty(shape, mode, group)
 
     def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Those of the experts `chosen` [...] -> [..., N, K], or all [E, N, K]; only what is asked for is read."""
+        """Those of the experts `chosen` [...] -> [..., N, K], or all [E, N, K]; only what is asked for is
+        read.
+        """
         if chosen is None:
             return whole(self.weight, self.scale, dtype)
         # Indexing has no kernel for fp8; its bytes are moved as they are.
@@ -197,18 +209,24 @@ def replace(module: nn.Module, name: str, mode: str, group: int) -> nn.Module:
 
 
 def replace_all(module: nn.Module, mode: str, group: int, lm_head: bool) -> None:
-    """Put empty quantised layers where `quantized_names` says. Raises ValueError if a group does not divide one."""
+    """Put empty quantised layers where `quantized_names` says. Raises ValueError if a group does not divide
+    one.
+    """
     for name in quantized_names(module, lm_head):
         replace(module, name, mode, group)
 
 
 def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group: int = 0) -> None:
-    """Quantise a loaded module's linear layers in place, with the lm_head (a tied one becomes its own) if asked; what is quantised
-    already stays. Raises ValueError as `replace_all`."""
+    """Quantise a loaded module's linear layers in place, with the lm_head (a tied one becomes its own) if
+    asked; what is quantised already stays. Raises ValueError as `replace_all`.
+    """
     if lm_head and module.lm_head is None:
         module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), mode, group)
     for name in linear_names(module, lm_head):
         parent, _, attribute = name.rpartition(".")
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        setattr(module.get_submodule(parent), attribute, QuantizedLinear.of(layer.weight.detach(), mode, group, bias))
+        setattr(
+            module.get_submodule(parent), attribute,
+            QuantizedLinear.of(layer.weight.detach(), mode, group, bias)
+        )

@@ -12,15 +12,16 @@ from networks.head import Head, HeadArgs
 def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The layers whose inputs feed an EAGLE-3 head unless its config says otherwise: low, middle, high.
 
-    Inputs of layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states as
-    "outputs of layers 1, L//2-1, L-4".
+    Inputs of layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states
+    as "outputs of layers 1, L//2-1, L-4".
     """
     return 2, num_layers // 2, num_layers - 3
 
 
 class Eagle3Block(Block):
-    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H), the residual stream is
-    the feature alone."""
+    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H), the
+    residual stream is the feature alone.
+    """
 
     def __init__(self, args: HeadArgs):
         super().__init__(args, 2 * args.hidden_size)
@@ -29,18 +30,21 @@ class Eagle3Block(Block):
         self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding first, and the
-        residual stream [B, T, H]."""
+        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding
+        first, and the residual stream [B, T, H].
+        """
         normed = self.feature_norm(feature)
-        return torch.cat((self.embed_norm(embedded), normed), dim=-1), normed if self.norm_before_residual else feature
+        return torch.cat(
+            (self.embed_norm(embedded), normed), dim=-1
+        ), normed if self.norm_before_residual else feature
 
 
 class Eagle1Head(Head):
     """The head of EAGLE-1 and EAGLE-2 (arXiv 2401.15077, section 4.1; SafeAILab/EAGLE model/cnets1.py).
 
     Its features are the target's states after the final norm, which it predicts; its logits are the target's
-    lm_head on them. The one layer has no input norm: `fc` of embedding and feature is its input and its residual
-    stream.
+    lm_head on them. The one layer has no input norm: `fc` of embedding and feature is its input and its
+    residual stream.
     """
 
     def __init__(self, args: HeadArgs):
@@ -56,7 +60,9 @@ class Eagle1Head(Head):
     def fuse(self, features: Tensor) -> Tensor:
         return self.target_norm(features)
 
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ):
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         x = self.fc(torch.cat((self.embed(tokens), feature), dim=-1))
         return self.layer(x, caches[0], shared)
@@ -74,7 +80,9 @@ class Eagle3Head(Head):
     def __init__(self, args: HeadArgs):
         super().__init__(args)
         H, Ht = args.hidden_size, args.target_hidden_size
-        widths = {"": (), "each": (Ht,) * len(args.aux_layers), "all": (args.feature_width,)}[args.feature_norm]
+        widths = {
+            "": (), "each": (Ht,) * len(args.aux_layers), "all": (args.feature_width,)
+        }[args.feature_norm]
         self.fc_norms = nn.ModuleList(RMSNorm(width, args.norm_eps) for width in widths)
         self.fc = Linear(args.feature_width, H, bias=args.fc_bias)
         self.layer = Eagle3Block(args)
@@ -87,7 +95,9 @@ class Eagle3Head(Head):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts)], dim=-1)
         return self.fc(features)
 
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ):
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         inputs, x = self.layer.inputs(self.embed(tokens), feature)
         x = self.layer(x, caches[0], shared, inputs)

@@ -30,9 +30,13 @@ class HeadArgs(ModelArgs):
         """Raise ValueError if the numbers contradict each other."""
         super().check()
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}")
+            raise ValueError(
+                f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}"
+            )
         if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
-            raise ValueError(f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}")
+            raise ValueError(
+                f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}"
+            )
         if self.feature_norm not in ("", "each", "all"):
             raise ValueError(f"config: feature_norm {self.feature_norm!r} is none of '', 'each', 'all'")
 
@@ -43,11 +47,12 @@ class HeadArgs(ModelArgs):
 
 
 class Head(nn.Module):
-    """What the draft heads share, and the face a drafter sees: `fuse`, `forward`, `logits`, `draft_ids`, `caches`.
+    """What the draft heads share, and the face a drafter sees: `fuse`, `forward`, `logits`, `draft_ids`,
+    `caches`.
 
-    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the target go
-    through `fuse` once; from the second drafted token on the head's own output is fed back in their place.
-    What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
+    Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the
+    target go through `fuse` once; from the second drafted token on the head's own output is fed back in their
+    place. What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
     """
 
     Args = HeadArgs
@@ -56,7 +61,9 @@ class Head(nn.Module):
         super().__init__()
         self.args = args
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
-        self.lm_head = Linear(args.hidden_size, args.draft_vocab_size, bias=False) if args.own_lm_head else None
+        self.lm_head = Linear(
+            args.hidden_size, args.draft_vocab_size, bias=False
+        ) if args.own_lm_head else None
         # Target id of each draft id, ascending; the identity when both vocabularies are the same.
         self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
@@ -76,7 +83,8 @@ class Head(nn.Module):
         return {name: t for name, t in self.state_dict().items() if name in names}
 
     def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
-        """A copy with weights of its own in this dtype, on the device of the target, which lends it the rest."""
+        """A copy with weights of its own in this dtype, on the device of the target, which lends it the rest.
+        """
         with torch.device("meta"):
             head = type(self)(self.args)
         device = target.embed.weight.device
@@ -92,19 +100,26 @@ class Head(nn.Module):
 
     def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
         """One KVCache per layer of the head."""
-        return nn.ModuleList(KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers))
+        return nn.ModuleList(
+            KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers)
+        )
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches):
-        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> the feature [B, T, H] to feed back.
+    def forward(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ):
+        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> the feature [B, T, H] to feed
+        back.
 
         The other arguments are those of `Transformer.forward`, for the head's own caches.
         """
         raise NotImplementedError
 
     def logits(self, feature: Tensor) -> Tensor:
-        """Output of `forward` [..., H] -> draft logits [..., Vd] in float32; draft id j is target id `draft_ids[j]`."""
+        """Output of `forward` [..., H] -> draft logits [..., Vd] in float32; draft id j is target id
+        `draft_ids[j]`.
+        """
         raise NotImplementedError

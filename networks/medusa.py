@@ -1,8 +1,8 @@
 """Medusa heads, and what they share with Hydra's: several tokens guessed from one state. Definitions only.
 
-Both read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is for the
-token k+1 places after the root. Medusa's guesses know nothing of each other (Cai et al., arXiv 2401.10774; tensors and
-formulas: FasterDecoding/Medusa medusa_model.py). Hydra's are in `networks.hydra`.
+Both read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is
+for the token k+1 places after the root. Medusa's guesses know nothing of each other (Cai et al., arXiv
+2401.10774; tensors and formulas: FasterDecoding/Medusa medusa_model.py). Hydra's are in `networks.hydra`.
 """
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class MultiTokenArgs(HeadArgs):
     guesses: int = 4  # K
     blocks: int = 1  # residual blocks of each guess; Hydra's first block narrows
     repeated: bool = False  # all blocks (Hydra: all but the first) are the same one, applied again and again
-    lm_head_each: bool = False  # every guess has an lm_head, else all share one: own (`own_lm_head`) or the target's
+    # Every guess has an lm_head, else all share one: own (`own_lm_head`) or the target's.
+    lm_head_each: bool = False
     lm_head_bias: bool = False
     prefix: bool = False  # Hydra++
 
@@ -34,7 +35,9 @@ class MultiTokenArgs(HeadArgs):
         if self.guesses < 1 or self.blocks < 1:
             raise ValueError(f"config: {self.guesses} guesses of {self.blocks} blocks: at least one of each")
         if len(self.aux_layers) != 1 or self.hidden_size != self.target_hidden_size:
-            raise ValueError("config: Medusa and Hydra heads read one state of the target, and have its width")
+            raise ValueError(
+                "config: Medusa and Hydra heads read one state of the target, and have its width"
+            )
 
 
 class ResidualBlock(nn.Module):
@@ -69,7 +72,9 @@ class MultiTokenHeads(Head):
         args = self.args
         H, rest = args.hidden_size, args.blocks - narrowing
         made = [ResidualBlock(inputs, H)] if narrowing else []
-        return nn.ModuleList(made + [ResidualBlock(H, H) for _ in range(min(rest, 1) if args.repeated else rest)])
+        return nn.ModuleList(
+            made + [ResidualBlock(H, H) for _ in range(min(rest, 1) if args.repeated else rest)]
+        )
 
     def run_stack(self, blocks: nn.ModuleList, x: Tensor, narrowing: bool) -> Tensor:
         """x through the blocks of one guess."""

@@ -27,9 +27,9 @@ def accept_by(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept by `rule` in the sequences with a temperature above 0, by equality in the others.
 
-    logits, noise [B, T, V] and chosen [B, T]: the target's at every node, chosen with the noise. temperature, length
-    [B] and key [B, 2] are those of the state. distribution: see `residual`.
-    Returns path [B, W] and count [B] as `tree.accept` does, and the tokens to emit [B, W].
+    logits, noise [B, T, V] and chosen [B, T]: the target's at every node, chosen with the noise. temperature,
+    length [B] and key [B, 2] are those of the state. distribution: see `residual`. Returns path [B, W] and
+    count [B] as `tree.accept` does, and the tokens to emit [B, W].
     """
     warm = (temperature > 0)[:, None]
     agrees, likely = tree.tokens == chosen.gather(1, tree.parent), None
@@ -39,7 +39,8 @@ def accept_by(
         passed, drawn = residual(tree, distribution, logits, noise, temperature, key, length)
         chosen = torch.where(warm, drawn, chosen)
     path, count = deepest(tree, torch.where(warm, passed, agrees), window, likely)
-    # What was accepted is not what was drawn: the step emits the path's own tokens, then the one drawn at its end.
+    # What was accepted is not what was drawn: the step emits the path's own tokens, then the one drawn at its
+    # end.
     ahead = tree.tokens.gather(1, F.pad(path[:, 1:], (0, 1)))
     accepted = torch.arange(window, device=path.device) < count[:, None] - 1
     return path, count, torch.where(accepted, ahead, chosen.gather(1, path))
@@ -62,13 +63,14 @@ def typical(tree: Tree, logits: Tensor, temperature: Tensor) -> tuple[Tensor, Te
 
 
 def residual(
-    chain: Tree, distribution: Tensor, logits: Tensor, noise: Tensor, temperature: Tensor, key: Tensor, length: Tensor,
+    chain: Tree, distribution: Tensor, logits: Tensor, noise: Tensor, temperature: Tensor, key: Tensor,
+    length: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Judge the nodes of a chain that was drawn at random.
 
-    distribution [B, T-1, V]: q, from which the node after each but the last was drawn. noise [B, T, V]: temperature *
-    Gumbel noise, for the draws. Returns which nodes are accepted, and the token drawn where the chain breaks off at
-    each node, both [B, T].
+    distribution [B, T-1, V]: q, from which the node after each but the last was drawn. noise [B, T, V]:
+    temperature * Gumbel noise, for the draws. Returns which nodes are accepted, and the token drawn where the
+    chain breaks off at each node, both [B, T].
     """
     warm = temperature.clamp(min=1e-6)[:, None, None]
     p, q, ahead = (logits / warm).softmax(-1), distribution, chain.tokens[:, 1:, None]

@@ -1,9 +1,10 @@
 """Sampling as greedy decoding of shifted logits, and the counter-based noise that shifts them.
 
-The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise that depends
-on (seed of the request, t, token id) and on nothing else: not on call order, batch place, tree or drafter. Softmax
-sampling at that temperature is exactly this (the Gumbel-max rule), and because plain and speculative decoding meet the
-same noise at the same position they emit the same text from the same seed. Temperature 0 is greedy decoding.
+The token at absolute position t of a sequence is argmax(logits + temperature * g), g standard Gumbel noise
+that depends on (seed of the request, t, token id) and on nothing else: not on call order, batch place, tree
+or drafter. Softmax sampling at that temperature is exactly this (the Gumbel-max rule), and because plain and
+speculative decoding meet the same noise at the same position they emit the same text from the same seed.
+Temperature 0 is greedy decoding.
 """
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-# Odd multipliers of a 32-bit finaliser found by search for low avalanche bias (hash-prospector). Both are below 2^31, so
-# that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager or compiled.
+# Odd multipliers of a 32-bit finaliser found by search for low avalanche bias (hash-prospector). Both are
+# below 2^31, so that 32-bit values can be multiplied exactly in int64: the same bits on every device, eager
+# or compiled.
 _MULTIPLIERS = 0x21F0AAAD, 0x735A2D97
 _GOLDEN = 0x1E3779B9  # odd, below 2^31: spreads consecutive counters
 # Streams of random numbers apart from the target's: for drawing proposals, for accepting them.
@@ -47,8 +49,8 @@ def stream(key: Tensor, which: int) -> Tensor:
 def random_bits(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Keyed 32-bit hashes [B, W, V] (int64, 0..2^32-1) for key [B, 2] and positions [B, W].
 
-    Each (seed, position) gets two independent words; the token id is hashed under both, so that two positions never see
-    shifted copies of one another's sequence.
+    Each (seed, position) gets two independent words; the token id is hashed under both, so that two positions
+    never see shifted copies of one another's sequence.
     """
     low, high = key[:, :1], key[:, 1:]
     a = _mix(_mix(positions + low & MASK32) ^ high)  # [B, W]
@@ -65,7 +67,7 @@ def uniform(key: Tensor, positions: Tensor, count: int) -> Tensor:
 def gumbel(key: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise [B, W, V] float32 for key [B, 2] and absolute positions [B, W].
 
-    Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the tail is
-    resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
+    Large values, the ones that win, come from small u = (bits + 1/2) * 2^-32, where float32 is dense: the
+    tail is resolved to 2^-33. log1p keeps that resolution. The other end is clamped one step below u = 1.
     """
     return -torch.log(-torch.log1p(-uniform(key, positions, vocab_size)))

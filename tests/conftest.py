@@ -1,4 +1,6 @@
-"""Shared fixtures: the golden target and head, converted once per test session, and a byte tokenizer for them."""
+"""Shared fixtures: the golden target and head, converted once per test session, and a byte tokenizer for
+them.
+"""
 import sys
 from pathlib import Path
 

@@ -8,7 +8,8 @@ from tree import Growth, Tree, TreeShape, accept, chain, link, visible_slots
 
 
 def grow(shape: TreeShape, draw, root: int):
-    """Grow a batch of one with children drawn by `draw(path) -> [(logp, token)] * k`, ours and by brute force.
+    """Grow a batch of one with children drawn by `draw(path) -> [(logp, token)] * k`, ours and by brute
+    force.
 
     Returns (Tree, set of (path, token) kept by brute force).
     """
@@ -23,9 +24,13 @@ def grow(shape: TreeShape, draw, root: int):
             beam = sorted(newest, key=lambda n: -n[1])[:k]
         children = [draw(path) for path, _ in beam]
         growth.extend(
-            torch.tensor([[[s for s, _ in c] for c in children]]), torch.tensor([[[t for _, t in c] for c in children]])
+            torch.tensor([[[s for s, _ in c] for c in children]]),
+            torch.tensor([[[t for _, t in c] for c in children]])
         )
-        newest = [(path + (t,), torch.tensor(score).add(s).item()) for (path, score), c in zip(beam, children) for s, t in c]
+        newest = [
+            (path + (t,), torch.tensor(score).add(s).item()) for (path, score),
+            c in zip(beam, children) for s, t in c
+        ]
         nodes += newest
     best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][1], i))[: shape.nodes - 1]
     return growth.prune(torch.tensor([root])), {nodes[i][0] for i in best}
@@ -44,14 +49,17 @@ def paths(tree: Tree) -> list[tuple]:
     return found
 
 
-@pytest.mark.parametrize("shape", [(8, 2, 3), (16, 3, 4), (60, 7, 10), (5, 0, 4), (5, 3, 1), (2, 1, 2), (13, 2, 3)])
+@pytest.mark.parametrize(
+    "shape", [(8, 2, 3), (16, 3, 4), (60, 7, 10), (5, 0, 4), (5, 3, 1), (2, 1, 2), (13, 2, 3)]
+)
 @pytest.mark.parametrize("ties", [False, True])
 def test_pruned_tree_is_the_best_subset(shape, ties):
     shape = TreeShape(*shape)
     for seed in range(8):
         rng = random.Random(seed)
 
-        # With ties many children have probability 1: they equal their parent's score and must not be kept without it.
+        # With ties many children have probability 1: they equal their parent's score and must not be kept
+        # without it.
         def draw(path, rng=rng):
             scores = [0.0 if ties and rng.random() < 0.6 else -rng.random() for _ in range(shape.width)]
             return list(zip(sorted(scores, reverse=True), rng.sample(range(100), shape.width)))

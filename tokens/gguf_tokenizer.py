@@ -1,8 +1,8 @@
 """A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
 
-GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template, but only the *name* of
-the rule that cuts a text into words before the merges run. `PRE` says what each name stands for. A wrong rule yields
-other ids without any error, so a name that is not listed is refused.
+GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template, but only the
+*name* of the rule that cuts a text into words before the merges run. `PRE` says what each name stands for. A
+wrong rule yields other ids without any error, so a name that is not listed is refused.
 """
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from common.errors import InputError
 from tokens.tokenizer import Tokenizer as OurTokenizer
 
 _BESIDE = "convert the Hugging Face folder instead"
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type; sentencepiece numbers them alike
+# Token_type; sentencepiece numbers them alike.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 # Words of Llama 3, Qwen 2 and Tekken; they differ in letters and in how many digits stay together.
 _LLAMA3 = (
@@ -71,7 +72,8 @@ def _deepseek_v3() -> list:
     )
 
 
-# tokenizer.ggml.pre: (pre-tokenizers, NFC first, whole words of the vocabulary skip the merges and BOS is the default)
+# tokenizer.ggml.pre: (pre-tokenizers, NFC first, whole words of the vocabulary skip the merges and BOS is the
+# default)
 PRE = {
     "gpt-2": (_GPT2, False, False),
     "default": (_GPT2, False, False),
@@ -90,12 +92,14 @@ PRE = {
 def from_gguf(fields: dict, folder: Path) -> None:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
 
-    `fields` maps metadata keys to plain values ("tokenizer.ggml.tokens" -> list of str, ...). Raises InputError
-    if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    `fields` maps metadata keys to plain values ("tokenizer.ggml.tokens" -> list of str, ...). Raises
+    InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {k.removeprefix("tokenizer.ggml."): v for k, v in fields.items() if k.startswith("tokenizer.ggml.")}
+    meta = {
+        k.removeprefix("tokenizer.ggml."): v for k, v in fields.items() if k.startswith("tokenizer.ggml.")
+    }
     kind = meta.get("model")
     if kind not in ("gpt2", "llama"):
         raise InputError(f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {_BESIDE}")
@@ -103,13 +107,21 @@ def from_gguf(fields: dict, folder: Path) -> None:
         tokens = meta["tokens"]
         meta.setdefault("token_type", [NORMAL] * len(tokens))
         named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-        config = {f"{k}_token": tokens[meta[f"{v}_token_id"]] for k, v in named.items() if f"{v}_token_id" in meta}
-        config["add_bos_token"] = _write_bpe(meta, folder) if kind == "gpt2" else _write_sentencepiece(meta, folder)
+        config = {
+            f"{k}_token": tokens[meta[f"{v}_token_id"]] for k, v in named.items() if f"{v}_token_id" in meta
+        }
+        config[
+            "add_bos_token"
+        ] = _write_bpe(meta, folder) if kind == "gpt2" else _write_sentencepiece(meta, folder)
     except InputError:
         raise
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
-        raise InputError(f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_BESIDE}") from None
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8")
+        raise InputError(
+            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_BESIDE}"
+        ) from None
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
+    )
     if fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
     if OurTokenizer.load(folder).vocab_size != len(tokens):

@@ -1,7 +1,8 @@
 """Chat templates of models whose files carry none, and the choice of one when a target is converted.
 
-The strings are those of FastChat's conversation templates `vicuna_v1.1` and `llama-2`, which the papers' evaluations use
-(their Llama-2 script appends one more space after `[/INST]`; we do not, no training text has it).
+The strings are those of FastChat's conversation templates `vicuna_v1.1` and `llama-2`, which the papers'
+evaluations use (their Llama-2 script appends one more space after `[/INST]`; we do not, no training text has
+it).
 """
 from __future__ import annotations
 
@@ -50,16 +51,23 @@ NAMED = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
 def find_template(choice: str, *names: str) -> str | None:
     """The template to add to a checkpoint that has none.
 
-    choice: "auto" goes by the names (of the source, of its config), "none" adds none, else one of `TEMPLATES` or a file.
-    Raises InputError if it is none of these.
+    choice: "auto" goes by the names (of the source, of its config), "none" adds none, else one of `TEMPLATES`
+    or a file. Raises InputError if it is none of these.
     """
     if choice == "none":
         return None
     if choice == "auto":
-        return next((TEMPLATES[t] for pattern, t in NAMED.items() for n in names if re.search(pattern, n, re.IGNORECASE)), None)
+        return next(
+            (
+                TEMPLATES[t] for pattern,
+                t in NAMED.items() for n in names if re.search(pattern, n, re.IGNORECASE)
+            ), None
+        )
     if choice in TEMPLATES:
         return TEMPLATES[choice]
     try:
         return Path(choice).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"--template {choice}: none of auto, none, {', '.join(TEMPLATES)} or a readable file ({e})") from None
+        raise InputError(
+            f"--template {choice}: none of auto, none, {', '.join(TEMPLATES)} or a readable file ({e})"
+        ) from None

@@ -1,12 +1,14 @@
-"""Text to token ids and back: `tokenizer.json` and sentencepiece's `tokenizer.model` behind one face, chat templates.
+"""Text to token ids and back: `tokenizer.json` and sentencepiece's `tokenizer.model` behind one face, chat
+templates.
 
 Two things are worth knowing before reading.
 
-Decoding is a table. Every id stands for some bytes (none for a control token), a text is the concatenation of its
-bytes read as UTF-8, so the stream is an incremental UTF-8 decoder: constant work per token and nothing to re-decode.
+Decoding is a table. Every id stands for some bytes (none for a control token), a text is the concatenation of
+its bytes read as UTF-8, so the stream is an incremental UTF-8 decoder: constant work per token and nothing to
+re-decode.
 
-Control tokens never come out of a user's text. The libraries are told not to look for them; where a chat template is
-rendered we find them ourselves, after hiding those that the messages contain (`Tokenizer.chat`).
+Control tokens never come out of a user's text. The libraries are told not to look for them; where a chat
+template is rendered we find them ourselves, after hiding those that the messages contain (`Tokenizer.chat`).
 """
 from __future__ import annotations
 
@@ -30,11 +32,14 @@ from common.errors import InputError
 from common.files import read_json
 
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
-FILES = (*ENCODERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+FILES = (
+    *ENCODERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
+)
 
 
 def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files of one folder to another. False, and nothing copied, if none of them can encode.
+    """Copy the tokenizer files of one folder to another. False, and nothing copied, if none of them can
+    encode.
 
     Raises InputError if they do not load.
     """
@@ -50,8 +55,9 @@ def copy_files(source: Path, target: Path) -> bool:
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    `vocab_size` counts the ids that stand for something (a model's embedding may have more rows); `bos_id` is None if
-    there is no such token; `adds_bos` says whether plain text starts with it; `has_template` whether `chat` works.
+    `vocab_size` counts the ids that stand for something (a model's embedding may have more rows); `bos_id` is
+    None if there is no such token; `adds_bos` says whether plain text starts with it; `has_template` whether
+    `chat` works.
     """
 
     def __init__(self, backend: _Json | _SentencePiece, config: dict, template: str | None):
@@ -63,8 +69,9 @@ class Tokenizer:
         add_bos = config.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and (backend.adds_bos if add_bos is None else bool(add_bos))
 
-        # What to cut out of a text before the backend sees it. All added tokens stand in the first pattern, because the
-        # leftmost and longest match wins whatever its kind; those the backend finds by itself are then left to it.
+        # What to cut out of a text before the backend sees it. All added tokens stand in the first pattern,
+        # because the leftmost and longest match wins whatever its kind; those the backend finds by itself are
+        # then left to it.
         by_hand = {a.content: i for i, a in backend.added.items() if i in backend.unseen}
         self._special = _pattern(backend.added.values()), self.control | by_hand
         self._plain = _pattern(a for a in backend.added.values() if a.content in by_hand), by_hand
@@ -86,7 +93,8 @@ class Tokenizer:
             raise InputError(f"{folder}: the tokenizer's files are damaged ({_line(e)})") from None
 
     def encode(self, text: str, bos: bool = True, special: bool = False) -> list[int]:
-        """Token ids of a text, with BOS in front if `bos`, the model wants one and the text does not start with it.
+        """Token ids of a text, with BOS in front if `bos`, the model wants one and the text does not start
+        with it.
 
         Control tokens spelled out in the text are plain text, unless `special` (a rendered chat template).
         """
@@ -121,16 +129,18 @@ class Tokenizer:
     def chat(self, messages: list[dict], **variables) -> list[int]:
         """Token ids of a conversation ({"role", "content"} dicts) up to where the assistant begins to speak.
 
-        BOS is there if the template writes it. `variables` are handed to the template, such as `enable_thinking`, or
-        `add_generation_prompt=False` for a conversation that ends with what the assistant said.
-        What the messages contain never becomes a control token. Raises InputError if there is no template or
-        the template refuses the messages.
+        BOS is there if the template writes it. `variables` are handed to the template, such as
+        `enable_thinking`, or `add_generation_prompt=False` for a conversation that ends with what the
+        assistant said. What the messages contain never becomes a control token. Raises InputError if there is
+        no template or the template refuses the messages.
         """
-        # Where a message holds a control token, or ends in what could be the beginning of one, the character it starts
-        # with is replaced by a private one for as long as the template and the search for control tokens run. Templates
-        # trim, split and test what they are given; a single character survives that, and comes back in its place.
+        # Where a message holds a control token, or ends in what could be the beginning of one, the character
+        # it starts with is replaced by a private one for as long as the template and the search for control
+        # tokens run. Templates trim, split and test what they are given; a single character survives that,
+        # and comes back in its place.
         used = set(json.dumps(messages, ensure_ascii=False, default=str)) | set(self.template or "")
-        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)  # from the private planes down
+        # From the private planes down.
+        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
         masks = {first: next(free) for first in sorted({token[0] for token in self.control})}
         anywhere = re.compile("(?=" + "|".join(map(re.escape, self.control)) + ").", re.DOTALL)
         reach = max(map(len, self.control), default=0)
@@ -155,11 +165,13 @@ class Tokenizer:
 
     def _split(self, text: str, special: bool) -> list[str | int]:
         """Cut a text at the tokens we match ourselves: str for the text between them, int for their ids."""
-        text = text.encode("utf-8", "replace").decode()  # lone surrogates, from a terminal or from JSON, have no bytes
+        # Lone surrogates, from a terminal or from JSON, have no bytes.
+        text = text.encode("utf-8", "replace").decode()
         pattern, ids = self._special if special else self._plain
         parts, start = [], 0
         for m in pattern.finditer(text):
-            token = ids.get(m[0], ids.get(m[0].strip()))  # the pattern may have taken in spaces (lstrip, rstrip)
+            # The pattern may have taken in spaces (lstrip, rstrip).
+            token = ids.get(m[0], ids.get(m[0].strip()))
             if token is not None:
                 parts += [text[start : m.start()], token]
                 start = m.end()
@@ -177,15 +189,19 @@ class Tokenizer:
     def _render(self, messages: list[dict], variables: dict) -> str:
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
-        context = {"tools": None, "documents": None, "add_generation_prompt": True, **self.names, **variables}  # None: is tested for
+        # None: is tested for.
+        context = {"tools": None, "documents": None, "add_generation_prompt": True, **self.names, **variables}
         try:
             return self._compiled.render(messages=messages, **context)
-        except Exception as e:  # a template is a program of the checkpoint's author: anything can be raised in it
+        # A template is a program of the checkpoint's author: anything can be raised in it.
+        except Exception as e:
             raise InputError(f"chat template: {_line(e)}") from None
 
 
 class TextStream:
-    """Ids in, text out, as early as it is certain. All pushes and the flush together equal `Tokenizer.decode`."""
+    """Ids in, text out, as early as it is certain. All pushes and the flush together equal
+    `Tokenizer.decode`.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._piece = tokenizer.piece
@@ -207,8 +223,9 @@ class TextStream:
 class _Json:
     """A tokenizer.json, run by the `tokenizers` library.
 
-    The library is told to take control tokens for plain text, once and for all. Those we mean are handed to it as
-    stand-ins that no text contains, so that all it does around an added token stays as it is in the original.
+    The library is told to take control tokens for plain text, once and for all. Those we mean are handed to
+    it as stand-ins that no text contains, so that all it does around an added token stays as it is in the
+    original.
     """
 
     def __init__(self, path: Path, config: dict):
@@ -242,7 +259,9 @@ class _Json:
         known = self._byte_level or steps.keys() <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
         if not known or steps.get("Replace", {}).get("pattern", {"String": "▁"}) != {"String": "▁"}:
             raise InputError(f"{path}: decoder {'+'.join(steps)} is neither byte-level nor sentencepiece's")
-        self.strips_space = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+        self.strips_space = "Strip" in steps or steps.get("Metaspace", {}).get(
+            "prepend_scheme", "never"
+        ) != "never"
 
     def id_of(self, token: str) -> int | None:
         return self.model.token_to_id(token)
@@ -259,13 +278,16 @@ class _Json:
 
 
 class _SentencePiece:
-    """A sentencepiece tokenizer.model. The library never makes a control piece out of text, nor finds one in it."""
+    """A sentencepiece tokenizer.model. The library never makes a control piece out of text, nor finds one in
+    it.
+    """
 
     unseen: frozenset[int]  # tokens added beside the model, which the library does not know
 
     def __init__(self, path: Path, config: dict):
         try:
-            from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2  # only these folders need it
+            # Only these folders need it.
+            from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
             proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
             self.model = SentencePieceProcessor(model_proto=proto.SerializeToString())
@@ -289,7 +311,8 @@ class _SentencePiece:
         self.bos_id = self.model.bos_id() if self.model.bos_id() >= 0 else None
         self.adds_bos = self.bos_id is not None
         ends = {"bos_token": self.model.bos_id(), "eos_token": self.model.eos_id()}
-        self.names = {name: self.model.id_to_piece(i) for name, i in ends.items() if i >= 0}  # where the config names none
+        # Where the config names none.
+        self.names = {name: self.model.id_to_piece(i) for name, i in ends.items() if i >= 0}
 
     def id_of(self, token: str) -> int | None:
         added = {a.content: i for i, a in self.added.items()}
@@ -308,7 +331,8 @@ class _SentencePiece:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks the assistant's words for training in some templates; here it is transparent."""
+    """`{% generation %}` marks the assistant's words for training in some templates; here it is transparent.
+    """
 
     tags = {"generation"}
 
@@ -318,9 +342,13 @@ class _Generation(Extension):
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level BPE: visible Latin-1 stands for itself, the other bytes for U+0100 and up."""
+    """Character -> byte of byte-level BPE: visible Latin-1 stands for itself, the other bytes for U+0100 and
+    up.
+    """
     visible = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b]
-    return {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(sorted({*range(256)} - {*visible}))}
+    return {chr(b): b for b in visible} | {
+        chr(256 + n): b for n, b in enumerate(sorted({*range(256)} - {*visible}))
+    }
 
 
 BYTES = byte_alphabet()

@@ -11,13 +11,16 @@ from training.trainer import SHORT
 
 
 def write_card(
-    folder: Path, *, launch: str, head: Head, kind: str, target: dict, data: dict, covered: float, command: list[str], plan: dict,
+    folder: Path, *, launch: str, head: Head, kind: str, target: dict, data: dict, covered: float,
+    command: list[str], plan: dict,
     steps: int, log: list[dict], seconds: float | None,
 ) -> None:
     """Write FOLDER/README.md. data: `training.corpus.describe`; log: the entries of the run."""
     title, method, speculate = {
-        "eagle3": ("EAGLE-3 head", "training-time test", "eagle3"), "eagle": ("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2"),
-        "medusa": ("Medusa heads", "distillation", "medusa"), "hydra": ("Hydra heads", "distillation", "hydra"),
+        "eagle3": ("EAGLE-3 head", "training-time test", "eagle3"),
+        "eagle": ("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2"),
+        "medusa": ("Medusa heads", "distillation", "medusa"),
+        "hydra": ("Hydra heads", "distillation", "hydra"),
     }[kind]
     own = sum(t.numel() for t in head.own_state().values() if t.is_floating_point()) / 1e6
     what = "embedding and lm_head are the target's"
@@ -25,16 +28,25 @@ def write_card(
         what = f"draft vocabulary {head.args.draft_vocab_size:,} of {head.args.vocab_size:,} ids, {covered:.2%} of the answer tokens"
     done = [f"{method}, {steps} draft step{'s' * (steps > 1)}"]
     short = plan["short_epochs"] * (steps > SHORT)
-    done += [f"{plan['epochs']} epoch{'s' * (plan['epochs'] > 1)}" + (f", of which the first {short} unroll fewer steps" if short else "")]
-    done += [f"{max(e['step'] for e in log) if log else 0:,} optimizer steps of at most {plan['batch_tokens']:,} tokens"]
-    done += [f"AdamW {plan['lr']:g}, {plan['schedule']}" + (f", average {plan['ema']:g}" if plan["ema"] else "")]
+    done += [
+        f"{plan['epochs']} epoch{'s' * (plan['epochs'] > 1)}" + (
+            f", of which the first {short} unroll fewer steps" if short else ""
+        )
+    ]
+    done += [
+        f"{max(e['step'] for e in log) if log else 0:,} optimizer steps of at most {plan['batch_tokens']:,} tokens"
+    ]
+    done += [
+        f"AdamW {plan['lr']:g}, {plan['schedule']}" + (f", average {plan['ema']:g}" if plan["ema"] else "")
+    ]
     if seconds:  # else the run was interrupted
         done += [f"{seconds / 60:.0f} minutes"]
     lines = [
         f"# {title} for {target['name']}", "",
         f"{own:.1f} million weights of its own in bfloat16; {what}.", "",
         "## Text", "", *(f"    {line}" for line in report(data).splitlines()), "",
-        "## Training", "", "; ".join(done) + ".", "", "```", f"{launch} train.py {shlex.join(command)}", "```", "",
+        "## Training", "", "; ".join(done) + ".", "", "```", f"{launch} train.py {shlex.join(command)}",
+        "```", "",
         *_held_out([e for e in log if "held_out" in e]),
         "## Use", "", "```",
         "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET",
@@ -55,6 +67,13 @@ def _held_out(entries: list[dict]) -> list[str]:
     rows = []
     for e in entries:
         tree_tau = [f"{e['tau']:.2f}" if "tau" in e else ""] * decoded
-        rows.append([str(e["epoch"]), *(f"{a:.3f}" for a in e["held_out"]), f"{chain_tau(e['held_out']):.2f}", *tree_tau])
+        rows.append(
+            [
+                str(e["epoch"]), *(f"{a:.3f}" for a in e["held_out"]), f"{chain_tau(e['held_out']):.2f}",
+                *tree_tau
+            ]
+        )
     table = ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
-    return ["## Held-out text", "", said, "", *table, "", "![loss, accuracy and τ over the run](curves.png)", ""]
+    return [
+        "## Held-out text", "", said, "", *table, "", "![loss, accuracy and τ over the run](curves.png)", ""
+    ]

@@ -1,8 +1,9 @@
 """The training text: conversations as token ids, with the parts marked that the assistant said.
 
-A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}: ids[begin:end] is what
-the target said, and the only part a head learns to draft; `chat` tells the conversation's first prompt, `target` the model
-that speaks. A head never drafts an answer's first token, so an answer counts from three tokens on.
+A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}:
+ids[begin:end] is what the target said, and the only part a head learns to draft; `chat` tells the
+conversation's first prompt, `target` the model that speaks. A head never drafts an answer's first token, so
+an answer counts from three tokens on.
 """
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ COVERAGE = (2048, 4096, 8192, 16384, 32768)  # draft vocabularies that the repor
 
 
 def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) -> tuple[dict | None, dict]:
-    """Add the answer ids[begin:end] to the row (None: there is none yet) of a conversation whose text so far is `ids`.
+    """Add the answer ids[begin:end] to the row (None: there is none yet) of a conversation whose text so far
+    is `ids`.
 
-    Returns (finished row or None, the row at hand): a template may rewrite what was said before (some drop the thoughts of
-    earlier answers); then the row up to here is finished and a new one begins with this answer alone.
+    Returns (finished row or None, the row at hand): a template may rewrite what was said before (some drop
+    the thoughts of earlier answers); then the row up to here is finished and a new one begins with this
+    answer alone.
     """
     if row and common_prefix(row["ids"], ids) >= row["answers"][-1][1]:
         return None, {**row, "ids": ids[:end], "answers": [*row["answers"], [begin, end]]}
@@ -38,8 +41,8 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
 def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
     """The rows of a conversation somebody else wrote: each answer up to and including its stop id.
 
-    Raises InputError if the template refuses it, or moves things so that an answer cannot be told from what came
-    before it (some write the system message into the last user turn).
+    Raises InputError if the template refuses it, or moves things so that an answer cannot be told from what
+    came before it (some write the system message into the last user turn).
     """
     stop_ids, row = set(stop_ids), None
     for i, message in enumerate(messages):
@@ -50,7 +53,9 @@ def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterab
         asked = [m["content"].strip() for m in messages[:i] if m["role"] != "assistant"]
         said = tokenizer.decode(whole[:begin])
         if any(text not in said for text in asked):
-            raise InputError("the chat template changes what came before an answer, so that the answer cannot be told from it")
+            raise InputError(
+                "the chat template changes what came before an answer, so that the answer cannot be told from it"
+            )
         end = next((j + 1 for j in range(begin, len(whole)) if whole[j] in stop_ids), len(whole))
         finished, row = extend(row, whole, begin, end, "conversations")
         if finished:
@@ -66,20 +71,25 @@ def usable(row: dict, max_len: int) -> dict | None:
     if not answers:
         return None
     chat = row.get("chat") or digest(row["ids"][: row["answers"][0][0]])
-    return {**row, "ids": row["ids"][: answers[-1][1]], "answers": answers, "source": row.get("source", "shards"), "chat": chat}
+    return {
+        **row, "ids": row["ids"][: answers[-1][1]], "answers": answers, "source": row.get("source", "shards"),
+        "chat": chat
+    }
 
 
 def shards_in(folder: Path) -> list[Path]:
     """The shards of a folder, by name. Raises InputError if there are none."""
     found = sorted(folder.glob("*.jsonl"))
     if not found:
-        raise InputError(f"--shards {folder}: holds no shards (*.jsonl); it is the data folder of another run's --work")
+        raise InputError(
+            f"--shards {folder}: holds no shards (*.jsonl); it is the data folder of another run's --work"
+        )
     return found
 
 
 def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -> tuple[list[dict], int, int]:
-    """(all usable rows of these shards, in order, without exact repeats; how many prompts were left out when they were written; how
-    many rows are longer than `max_len` and are cut).
+    """(all usable rows of these shards, in order, without exact repeats; how many prompts were left out when
+    they were written; how many rows are longer than `max_len` and are cut).
 
     Raises InputError on a line that is no row, or one of another target than `target`.
     """
@@ -96,7 +106,9 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
                     left_out += row["left_out"]
                     continue
                 ids, edges = row["ids"], [edge for begin, end in row["answers"] for edge in (begin, end)]
-                whole = all(0 <= i < vocab_size for i in ids) and [*edges, len(ids)] == sorted([0, *edges, len(ids)])[1:]
+                whole = all(
+                    0 <= i < vocab_size for i in ids
+                ) and [*edges, len(ids)] == sorted([0, *edges, len(ids)])[1:]
                 other = row.get("target", target) != target
             except (ValueError, KeyError, TypeError):
                 whole = other = False
@@ -105,7 +117,9 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
                     f"{path}: line {number} is no row of this target's token ids and answers; --shards takes the data folder of a run"
                 ) from None
             if other:
-                raise InputError(f"{path}: line {number} was written by another target, or by this one in another --dtype")
+                raise InputError(
+                    f"{path}: line {number} was written by another target, or by this one in another --dtype"
+                )
             cut += len(ids) > max_len
             row = usable(row, max_len)
             if row and tuple(row["ids"]) not in seen:
@@ -142,7 +156,8 @@ def counts_of(rows: list[dict]) -> Counter:
 def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> tuple[Tensor, float]:
     """The `size` most frequent answer tokens, ascending, and the share of answer tokens they cover."""
     ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:size]
-    if len(ranked) < size:  # little text: fill with the lowest unused ids, which are the tokenizer's commonest merges
+    # Little text: fill with the lowest unused ids, which are the tokenizer's commonest merges.
+    if len(ranked) < size:
         seen = set(ranked)
         ranked += [t for t in range(vocab_size) if t not in seen][: size - len(ranked)]
     covered = sum(counts[t] for t in ranked) / max(1, counts.total())
@@ -150,7 +165,8 @@ def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> tuple[Tenso
 
 
 def describe(rows: list[dict], vocab_size: int) -> dict:
-    """Figures of the training text: rows, tokens, answers, lengths, and what draft vocabularies would cover."""
+    """Figures of the training text: rows, tokens, answers, lengths, and what draft vocabularies would cover.
+    """
     lengths, counts = [len(r["ids"]) for r in rows], counts_of(rows)
     histogram, low = {}, 0
     for high in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 1 << 30):
@@ -159,10 +175,14 @@ def describe(rows: list[dict], vocab_size: int) -> dict:
             histogram[f"{low + 1}-{high}" if high < 1 << 30 else f"over {low}"] = number
         low = high
     return {
-        "rows": len(rows), "by_source": dict(Counter(r["source"] for r in rows)), "answers": sum(len(r["answers"]) for r in rows),
-        "several_answers": sum(len(r["answers"]) > 1 for r in rows), "tokens": sum(lengths), "answer_tokens": counts.total(),
+        "rows": len(rows), "by_source": dict(Counter(r["source"] for r in rows)),
+        "answers": sum(len(r["answers"]) for r in rows),
+        "several_answers": sum(len(r["answers"]) > 1 for r in rows), "tokens": sum(lengths),
+        "answer_tokens": counts.total(),
         "longest": max(lengths), "lengths": histogram, "distinct_answer_tokens": len(counts),
-        "coverage": {size: draft_vocabulary(counts, size, vocab_size)[1] for size in COVERAGE if size < vocab_size},
+        "coverage": {
+            size: draft_vocabulary(counts, size, vocab_size)[1] for size in COVERAGE if size < vocab_size
+        },
     }
 
 

@@ -1,8 +1,9 @@
-"""What the target says about every row of the training text: computed when wanted, and kept in memory or on disk.
+"""What the target says about every row of the training text: computed when wanted, and kept in memory or on
+disk.
 
-On disk (--cache-features) it is computed once, before training, and serves later runs on any part of the same text: a
-store is named after the target and the layers it is read at, a row after its tokens. Every process of every run writes a file
-of its own; all read all files.
+On disk (--cache-features) it is computed once, before training, and serves later runs on any part of the same
+text: a store is named after the target and the layers it is read at, a row after its tokens. Every process of
+every run writes a file of its own; all read all files.
 """
 from __future__ import annotations
 
@@ -25,25 +26,30 @@ from model import Transformer
 from training.batches import batches
 from training.processes import Processes
 
-Said = tuple[Tensor, Tensor, Tensor]  # of one row: features [n, F], normed state [n, H], choice [n]; on the CPU
+# Of one row: features [n, F], normed state [n, H], choice [n]; on the CPU.
+Said = tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the target says about tokens [B, T]: features [B, T, F], the normed last state [B, T, H], its choice [B, T].
+def read_target(
+    target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the target says about tokens [B, T]: features [B, T, F], the normed last state [B, T, H], its
+    choice [B, T].
 
     Rows are real up to where the tokens are; behind it nothing means anything.
     """
     x, features = target.causal(tokens, aux_layers)
-    greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])  # a few sequences at a time: V is large
+    # A few sequences at a time: V is large.
+    greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])
     return x[..., :0] if features is None else features, target.norm(x), greedy
 
 
 class Features:
     """`read(rows)` gives what the target says about rows, from memory where it has been computed before.
 
-    What is not kept is computed row by row, so that it does not depend on which rows were read together when: a resumed run
-    sees the same features. room: bytes of memory to keep them in.
+    What is not kept is computed row by row, so that it does not depend on which rows were read together when:
+    a resumed run sees the same features. room: bytes of memory to keep them in.
     """
 
     def __init__(self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0):
@@ -61,7 +67,9 @@ class Features:
                 said = tuple(x[0] for x in self.compute([key]))
                 self.keep(key, said)
             known.append(tuple(x.to(self.device, non_blocking=True) for x in said))
-        features, state, greedy = (torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) for parts in zip(*known))
+        features, state, greedy = (
+            torch.nn.utils.rnn.pad_sequence(parts, batch_first=True) for parts in zip(*known)
+        )
         return features, state, greedy.long()
 
     def compute(self, keys: list[tuple[int, ...]]) -> Said:
@@ -99,9 +107,12 @@ class StoredFeatures(Features):
         if place is None:
             return None
         data, start, n = place
-        raw = torch.from_numpy(data[start : start + n * self.token_bytes].copy())  # a copy: torch wants to own what it may write
+        # A copy: torch wants to own what it may write.
+        raw = torch.from_numpy(data[start : start + n * self.token_bytes].copy())
         ends = np.cumsum([n * w * self.dtype.itemsize for w in (self.width, self.hidden)])
-        features, state = raw[: ends[0]].view(self.dtype).view(n, self.width), raw[ends[0] : ends[1]].view(self.dtype).view(n, self.hidden)
+        features, state = raw[: ends[0]].view(self.dtype).view(n, self.width), raw[
+            ends[0] : ends[1]
+        ].view(self.dtype).view(n, self.hidden)
         return features, state, raw[ends[1] :].view(torch.int32).long()
 
     def _place(self, key: tuple[int, ...]) -> tuple[np.memmap, int, int] | None:
@@ -112,7 +123,9 @@ class StoredFeatures(Features):
         """Nothing: `fill` has kept all it was asked for."""
 
     def fill(self, rows: list[dict], budget: int) -> None:
-        """Compute what is missing, each process its share. Raises InputError, with the numbers, if it does not fit."""
+        """Compute what is missing, each process its share. Raises InputError, with the numbers, if it does
+        not fit.
+        """
         self._open()
         missing = [row for row in rows if self._place(tuple(row["ids"])) is None]
         need = sum(len(row["ids"]) for row in missing) * self.token_bytes
@@ -122,7 +135,9 @@ class StoredFeatures(Features):
             line = f"features of {len(missing):,} rows need {need / 1e9:.2f} GB in {self.folder}; {free / 1e9:.1f} GB are free"
             print(line, file=sys.stderr, flush=True)
         if missing and need > free - 2**28:
-            raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free")
+            raise InputError(
+                f"--cache-features needs {need / 1e9:.2f} GB in {self.folder}, {free / 1e9:.2f} GB are free"
+            )
         self.processes.wait()  # all have looked before any writes
         if missing:
             self.folder.mkdir(parents=True, exist_ok=True)

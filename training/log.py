@@ -12,7 +12,9 @@ from common.plots import picture
 
 
 def chain_tau(accuracy: list[float]) -> float:
-    """Tokens per step of a greedy chain whose draft step i is right with probability accuracy[i]: 1 + the sum of products."""
+    """Tokens per step of a greedy chain whose draft step i is right with probability accuracy[i]: 1 + the sum
+    of products.
+    """
     tau, survive = 1.0, 1.0
     for a in accuracy:
         survive *= a
@@ -21,8 +23,9 @@ def chain_tau(accuracy: list[float]) -> float:
 
 
 class Record:
-    """The log of one run, WORK/log.jsonl, in step with its state: entries behind `step` are of a run that was killed later
-    than it was saved, and are dropped."""
+    """The log of one run, WORK/log.jsonl, in step with its state: entries behind `step` are of a run that was
+    killed later than it was saved, and are dropped.
+    """
 
     def __init__(self, folder: Path, step: int, total: int, quiet: bool = False):
         self.path, self.quiet = folder / "log.jsonl", quiet
@@ -32,13 +35,18 @@ class Record:
         self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - lives as long as the run
         shown = "{desc} |{bar:12}| {n}/{total} [{elapsed}<{remaining}]"
         every = 0.5 if sys.stderr.isatty() else 15  # seconds
-        self.bar = tqdm(total=total, initial=step, desc="training", bar_format=shown, mininterval=every, maxinterval=every, disable=quiet)
+        self.bar = tqdm(
+            total=total, initial=step, desc="training", bar_format=shown, mininterval=every,
+            maxinterval=every, disable=quiet
+        )
 
     def step(self, entry: dict, speed: float, log: bool) -> None:
         """One optimizer step: `entry` has step, loss, accuracy and lr; speed in tokens per second."""
         hits = " ".join(f"{a:.2f}" for a in entry["accuracy"])
         tau = chain_tau(entry["accuracy"])
-        self.bar.set_description_str(f"loss {entry['loss']:.3f} right {hits} chain tau {tau:.2f} {speed:.0f} tok/s", False)
+        self.bar.set_description_str(
+            f"loss {entry['loss']:.3f} right {hits} chain tau {tau:.2f} {speed:.0f} tok/s", False
+        )
         self.bar.update(1)
         if log:
             self._write(entry)
@@ -48,7 +56,9 @@ class Record:
         hits = " ".join(f"{a:.3f}" for a in entry["held_out"])
         tau = f" tau {entry['tau']:.3f}" if "tau" in entry else ""
         if not self.quiet:
-            tqdm.write(f"epoch {entry['epoch']} held-out right {hits} chain tau {chain_tau(entry['held_out']):.2f}{tau}", file=sys.stderr)
+            tqdm.write(
+                f"epoch {entry['epoch']} held-out right {hits} chain tau {chain_tau(entry['held_out']):.2f}{tau}", file=sys.stderr
+            )
         self._write(entry)
 
     def _write(self, entry: dict) -> None:
@@ -90,16 +100,30 @@ def draw(entries: list[dict], path: Path) -> None:
         for i in range(most):
             color = colormaps["viridis"](i / max(1, most - 1) * 0.9)
             has = [e for e in steps if len(e["accuracy"]) > i]
-            middle.plot([e["step"] for e in has], smooth([e["accuracy"][i] for e in has]), color=color, linewidth=0.8, alpha=0.6)
+            middle.plot(
+                [e["step"] for e in has], smooth([e["accuracy"][i] for e in has]), color=color, linewidth=0.8,
+                alpha=0.6
+            )
             has = [e for e in held if len(e["held_out"]) > i]
-            middle.plot([e["step"] for e in has], [e["held_out"][i] for e in has], color=color, label=f"step {i + 1}", **dots)
-        middle.set(title="first choice right (line: training, dots: held out)", xlabel="optimizer step", ylim=(0, 1))
+            middle.plot(
+                [e["step"] for e in has], [e["held_out"][i] for e in has], color=color, label=f"step {i + 1}",
+                **dots
+            )
+        middle.set(
+            title="first choice right (line: training, dots: held out)", xlabel="optimizer step", ylim=(0, 1)
+        )
         if held:
             middle.legend(ncols=2, fontsize=7, loc="lower right")
-            right.plot([e["step"] for e in held], [chain_tau(e["held_out"]) for e in held], label="chain, from held-out accuracy", **dots)
+            right.plot(
+                [e["step"] for e in held], [chain_tau(e["held_out"]) for e in held],
+                label="chain, from held-out accuracy", **dots
+            )
         taus = [e for e in held if "tau" in e]
         if taus:
-            right.plot([e["step"] for e in taus], [e["tau"] for e in taus], label="tree, decoded held-out prompts", **dots)
+            right.plot(
+                [e["step"] for e in taus], [e["tau"] for e in taus], label="tree, decoded held-out prompts",
+                **dots
+            )
         right.set(title="acceptance length τ", xlabel="optimizer step")
         if held:
             right.legend(loc="lower right")

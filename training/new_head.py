@@ -27,7 +27,9 @@ class Shape:
 
 
 def head_args(a: ModelArgs, kind: str, draft_ids: int, shape: Shape) -> HeadArgs:
-    """What an EAGLE head of this kind for a target of arguments `a` is built from. Raises ValueError on a shape that cannot be."""
+    """What an EAGLE head of this kind for a target of arguments `a` is built from. Raises ValueError on a
+    shape that cannot be.
+    """
     hidden = shape.hidden_size or a.hidden_size
     if hidden != a.hidden_size and kind == "eagle":
         raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
@@ -35,12 +37,16 @@ def head_args(a: ModelArgs, kind: str, draft_ids: int, shape: Shape) -> HeadArgs
     aux_layers: tuple[int, ...] = (a.num_layers,)
     if kind == "eagle3":
         if a.num_layers < 4:
-            raise ValueError(f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers: use --kind eagle")
+            raise ValueError(
+                f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers: use --kind eagle"
+            )
         low, middle, high = eagle3_aux_layers(a.num_layers)
         aux_layers = low, max(middle, 3), max(high, 4)  # of shallow targets the next ones that differ
     args = HeadArgs(
-        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, heads, shape.num_kv_heads or min(a.num_kv_heads, heads),
-        shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
+        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, heads,
+        shape.num_kv_heads or min(a.num_kv_heads, heads),
+        shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None,
+        max_seq_len=a.max_seq_len,
         draft_vocab_size=draft_ids, target_hidden_size=a.hidden_size, own_embedding=hidden != a.hidden_size,
         own_lm_head=kind == "eagle3", aux_layers=aux_layers,
     )
@@ -51,11 +57,11 @@ def head_args(a: ModelArgs, kind: str, draft_ids: int, shape: Shape) -> HeadArgs
 def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
     """A head of this kind in float32: random but for what the target can lend.
 
-    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one makes an
-    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several points of
-    held-out accuracy after the same short run. A head narrower or wider than the target gets an embedding of its own, the
-    target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc` passes the feature on.
-    Raises ValueError on a shape that cannot be.
+    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one
+    makes an untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth
+    several points of held-out accuracy after the same short run. A head narrower or wider than the target
+    gets an embedding of its own, the target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc`
+    passes the feature on. Raises ValueError on a shape that cannot be.
     """
     args = head_args(target.args, kind, len(draft_ids), shape)
     hidden, own = args.hidden_size, args.own_embedding
@@ -63,7 +69,9 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
     head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(args)
     for name, p in head.named_parameters():
         if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.02 if not name.endswith(("wo.weight", "w_down.weight")) else 0.02 / math.sqrt(2))
+            torch.nn.init.normal_(
+                p, std=0.02 if not name.endswith(("wo.weight", "w_down.weight")) else 0.02 / math.sqrt(2)
+            )
     with torch.no_grad():
         if kind == "eagle3":
             _lend(head, target, draft_ids.cpu(), own)
@@ -76,16 +84,21 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
     return head
 
 
-def new_multi_token_heads(target: Transformer, kind: str, draft_ids: Tensor, guesses: int, blocks: int, prefix: bool, seed: int) -> Head:
-    """Medusa or Hydra heads in float32, with one lm_head for all, which starts as the target's rows; blocks pass their state on.
+def new_multi_token_heads(
+    target: Transformer, kind: str, draft_ids: Tensor, guesses: int, blocks: int, prefix: bool, seed: int
+) -> Head:
+    """Medusa or Hydra heads in float32, with one lm_head for all, which starts as the target's rows; blocks
+    pass their state on.
 
     Hydra's layer (`prefix`) has the target's shape. Raises ValueError on a shape that cannot be.
     """
     a = target.args
     args = MultiTokenArgs(
-        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim, norm_eps=a.norm_eps,
+        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim,
+        norm_eps=a.norm_eps,
         rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len, draft_vocab_size=len(draft_ids),
-        target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks, prefix=prefix,
+        target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks,
+        prefix=prefix,
     )
     args.check()
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """What a head is trained to do: the losses of EAGLE-3, of Medusa and Hydra, and of EAGLE-1.
 
-All are means over the predictions of a whole optimizer step, computed as weighted sums over its parts: the gradient is the
-same however a step is split into smaller batches or over processes.
+All are means over the predictions of a whole optimizer step, computed as weighted sums over its parts: the
+gradient is the same however a step is split into smaller batches or over processes.
 """
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 
 
 
 class Drafted:
-    """Attention of chains drafted behind the positions `at` [B, R] of a text [B, T]: a chain's step-i query sees the text up to
-    its position, as the head read it at step 0, then its own keys of steps 1..i. No tree and no second sequence is laid out.
+    """Attention of chains drafted behind the positions `at` [B, R] of a text [B, T]: a chain's step-i query
+    sees the text up to its position, as the head read it at step 0, then its own keys of steps 1..i. No tree
+    and no second sequence is laid out.
     """
 
     def __init__(self, layer: Block, args: HeadArgs, inv_freq: Tensor, inputs: Tensor, at: Tensor):
@@ -36,12 +37,16 @@ class Drafted:
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         q, k, v = self._heads(inputs, positions[None])
         self.query = pick(q, at)  # of step 0 [B, R, nh, hd]
-        self.k, self.v = k.permute(0, 2, 3, 1)[:, :, None], v.transpose(1, 2)[:, :, None]  # [B, nkv, 1, hd, T], [.., T, hd]
-        self.hidden = torch.where(positions <= at[..., None], 0.0, float("-inf"))[:, None, None]  # [B, 1, 1, R, T]
+        # [B, nkv, 1, hd, T], [.., T, hd].
+        self.k, self.v = k.permute(0, 2, 3, 1)[:, :, None], v.transpose(1, 2)[:, :, None]
+        # [B, 1, 1, R, T].
+        self.hidden = torch.where(positions <= at[..., None], 0.0, float("-inf"))[:, None, None]
         self.own: list[tuple[Tensor, Tensor]] = []
 
     def _heads(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
-        return self.layer.split(self.layer.heads(self.layer.wqkv(inputs), *rope_table(self.args, self.inv_freq, positions)))
+        return self.layer.split(
+            self.layer.heads(self.layer.wqkv(inputs), *rope_table(self.args, self.inv_freq, positions))
+        )
 
     def step(self, inputs: Tensor, number: int) -> Tensor:
         """Inputs [B, R, ...] of step `number` >= 1 -> attention output [B, R, nh*hd]."""
@@ -63,12 +68,14 @@ class Drafted:
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of an lm_head's logits with a teacher's distribution, weighted and summed, a block of rows at a time.
+    """Cross-entropy of an lm_head's logits with a teacher's distribution, weighted and summed, a block of
+    rows at a time.
 
-    Logits are as large as the vocabulary and would be written and read a dozen times; here a block of them stays in the
-    cache until its loss, its choices and its gradients are done. The gradients are computed with the loss, so `weight` [M]
-    must be what the loss of each row counts in the end. x [M, H] with head [V, H]; row i is taught by the logits
-    teacher[places[i]], of teacher [N, V]. Returns (weighted sum [], choices [M] without gradient).
+    Logits are as large as the vocabulary and would be written and read a dozen times; here a block of them
+    stays in the cache until its loss, its choices and its gradients are done. The gradients are computed with
+    the loss, so `weight` [M] must be what the loss of each row counts in the end. x [M, H] with head [V, H];
+    row i is taught by the logits teacher[places[i]], of teacher [N, V]. Returns (weighted sum [], choices [M]
+    without gradient).
     """
 
     @staticmethod
@@ -110,7 +117,9 @@ def unrolled(head: Eagle3Head, batch: Batch, features: Tensor, steps: int) -> Te
     drafts = []
     for step in range(steps):
         if step:
-            inputs, residual = layer.inputs(head.embed(tokens.gather(1, (at + 1 + step).clamp(max=T - 1))), feature)
+            inputs, residual = layer.inputs(
+                head.embed(tokens.gather(1, (at + 1 + step).clamp(max=T - 1))), feature
+            )
             attended = drafted.step(inputs, step)
         feature = layer.finish(residual, attended)
         drafts.append(feature)
@@ -118,7 +127,9 @@ def unrolled(head: Eagle3Head, batch: Batch, features: Tensor, steps: int) -> Te
 
 
 def regressed(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
-    """EAGLE-1's guess at the target's next feature: features [B, T, H] after the final norm -> guesses [M, H]."""
+    """EAGLE-1's guess at the target's next feature: features [B, T, H] after the final norm -> guesses [M,
+    H].
+    """
     layer, at = head.layer, batch.at
     x = head.fc(torch.cat((head.embed(batch.tokens.roll(-1, 1)), feature), dim=-1))
     drafted = Drafted(layer, head.args, head.inv_freq, x, at)
@@ -126,7 +137,8 @@ def regressed(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
 
 
 def guessed(head: MedusaHeads | HydraHeads, batch: Batch, state: Tensor, steps: int) -> Tensor:
-    """All guesses of Medusa or Hydra heads at once: normed states [B, T, H] -> what the lm_head reads [M, H]."""
+    """All guesses of Medusa or Hydra heads at once: normed states [B, T, H] -> what the lm_head reads [M, H].
+    """
     at, tokens = batch.at, batch.tokens
     if isinstance(head, MedusaHeads):
         outputs = head.outputs(pick(state, at))[:steps]
@@ -137,7 +149,8 @@ def guessed(head: MedusaHeads | HydraHeads, batch: Batch, state: Tensor, steps: 
             p = head.prefix_norm(layer.finish(pick(state, at), drafted.attend(drafted.query)))
         else:
             p = pick(state, at)
-        ahead = [tokens.gather(1, (at + 1 + i).clamp(max=tokens.shape[1] - 1)) for i in range(steps)]  # root, drafted, ...
+        # Root, drafted, ...
+        ahead = [tokens.gather(1, (at + 1 + i).clamp(max=tokens.shape[1] - 1)) for i in range(steps)]
         outputs = [head.output(p, torch.stack(ahead[: i + 1], -1)) for i in range(steps)]
     return torch.cat([x.flatten(0, 1) for x in outputs])[batch.index]
 
@@ -153,7 +166,9 @@ class Objective:
     def __init__(self, target: Transformer, head: Head, steps: int):
         self.target, self.head, self.steps = target, head, steps
         self.device, self.dtype = target.embed.weight.device, target.embed.weight.dtype
-        self.in_draft = torch.zeros(head.args.vocab_size, dtype=torch.bool).index_fill_(0, head.draft_ids.cpu(), True)
+        self.in_draft = torch.zeros(
+            head.args.vocab_size, dtype=torch.bool
+        ).index_fill_(0, head.draft_ids.cpu(), True)
         self.aux_layers = head.args.aux_layers  # which states of the target the loss reads
         self.scale = torch.ones((), device=self.device)
 
@@ -163,26 +178,34 @@ class Objective:
 
     def autocast(self):
         """bfloat16 products where the target is in bfloat16; the head's weights are float32."""
-        return torch.autocast(self.device.type, torch.bfloat16) if self.dtype == torch.bfloat16 else nullcontext()
+        return torch.autocast(
+            self.device.type, torch.bfloat16
+        ) if self.dtype == torch.bfloat16 else nullcontext()
 
     def weights(self, batch: Batch, scored: list[int]) -> Tensor:
-        """What the loss of each prediction of a batch counts [M], where `scored` are all those of the optimizer step."""
+        """What the loss of each prediction of a batch counts [M], where `scored` are all those of the
+        optimizer step.
+        """
         share = torch.tensor([self.decay**i / max(1, n) for i, n in enumerate(scored)], device=self.device)
         return share[batch.step]
 
     def following(self, batch: Batch, said: Tensor) -> Tensor:
-        """What the target says [B, T, ...] one token behind each position [B*R, ...]; a prediction's is at `batch.shifted`."""
+        """What the target says [B, T, ...] one token behind each position [B*R, ...]; a prediction's is at
+        `batch.shifted`.
+        """
         return pick(said, (batch.at + 1).clamp(max=batch.tokens.shape[1] - 1)).flatten(0, 1)
 
     def hits(self, batch: Batch, choices: Tensor, greedy: Tensor) -> Tensor:
         """How many choices [M] (target ids) are the target's own, greedy [B, T], by step [steps]."""
         return batch.by_step((choices == self.following(batch, greedy)[batch.shifted]).float())
 
-    def loss(self, batch: Batch, said: tuple[Tensor, Tensor, Tensor], scored: list[int], seeds: list[int]) -> tuple[Tensor, Tensor]:
+    def loss(
+        self, batch: Batch, said: tuple[Tensor, Tensor, Tensor], scored: list[int], seeds: list[int]
+    ) -> tuple[Tensor, Tensor]:
         """(loss [], right first choices [steps]) of a batch, of which `said` is what `read_target` says.
 
-        `scored`: predictions of each step in the whole optimizer step, of which this may be a part; `seeds` are for the noise
-        on each of its rows. A target's choice outside the draft vocabulary is a miss.
+        `scored`: predictions of each step in the whole optimizer step, of which this may be a part; `seeds`
+        are for the noise on each of its rows. A target's choice outside the draft vocabulary is a miss.
         """
         raise NotImplementedError
 
@@ -193,7 +216,10 @@ class Objective:
     def settings(self) -> dict:
         """What changes the loss, for telling runs apart."""
         ids = self.head.draft_ids.cpu().numpy().tobytes()
-        return {"kind": type(self.head).__name__, "steps": self.steps, "draft_ids": hashlib.sha256(ids).hexdigest()}
+        return {
+            "kind": type(self.head).__name__, "steps": self.steps,
+            "draft_ids": hashlib.sha256(ids).hexdigest()
+        }
 
     def trained(self) -> Head:
         """The head as it reads raw features, in float32."""
@@ -206,7 +232,9 @@ class Distilled(Objective):
     decay = DECAY
 
     def __init__(self, target: Transformer, head: Head, steps: int, outputs: Callable, compiled: bool):
-        """outputs(head, batch, what it reads, steps): what the lm_head reads at every scored prediction [M, H]."""
+        """outputs(head, batch, what it reads, steps): what the lm_head reads at every scored prediction [M,
+        H].
+        """
         super().__init__(target, head, steps)
         self.lm_rows = target.lm_rows[head.draft_ids]
         self.run = compile_graph(outputs, dynamic=True) if compiled else outputs
@@ -220,7 +248,9 @@ class Distilled(Objective):
         with self.autocast():
             x = self.run(self.head, batch, self.reads(said), len(batch.scored))
         teacher = F.linear(self.following(batch, state), self.lm_rows)
-        loss, choices = SoftCrossEntropy.apply(x, self.head.lm_head.weight, teacher, batch.shifted, self.weights(batch, scored))
+        loss, choices = SoftCrossEntropy.apply(
+            x, self.head.lm_head.weight, teacher, batch.shifted, self.weights(batch, scored)
+        )
         return loss, self.hits(batch, self.head.draft_ids[choices], greedy)
 
 
@@ -236,9 +266,9 @@ class Eagle3Objective(Distilled):
     def learn_scale(self, features, state, real) -> None:
         """Root mean square of every feature [F].
 
-        A target's residual stream has channels tens of times larger than the rest. Adam moves all weights at one pace, so `fc`
-        learns badly from raw features; it is trained on features divided by this, and `trained` folds the division into its
-        weights. The first token, an attention sink, is left out.
+        A target's residual stream has channels tens of times larger than the rest. Adam moves all weights at
+        one pace, so `fc` learns badly from raw features; it is trained on features divided by this, and
+        `trained` folds the division into its weights. The first token, an attention sink, is left out.
         """
         real = real.clone()
         real[:, 0] = False
@@ -265,8 +295,10 @@ class MultiTokenObjective(Distilled):
 
 
 class Eagle1Objective(Objective):
-    """EAGLE-1/2: regression of the target's next feature. `noise` is the half-width of the uniform noise on what the head reads,
-    in units of the features' root mean square (the paper: 0.1, of features of about that size)."""
+    """EAGLE-1/2: regression of the target's next feature. `noise` is the half-width of the uniform noise on
+    what the head reads, in units of the features' root mean square (the paper: 0.1, of features of about that
+    size).
+    """
 
     def __init__(self, target: Transformer, head: Eagle1Head, compiled: bool, noise: float):
         super().__init__(target, head, 1)
@@ -274,20 +306,26 @@ class Eagle1Objective(Objective):
         self.run = compile_graph(regressed, dynamic=True) if compiled else regressed
 
     def loss(self, batch, said, scored, seeds):
-        """Smooth-L1 to the target's next feature and TOKEN_LOSS times the cross-entropy with its next-token distribution, through
-        its own lm_head (section 4.2)."""
+        """Smooth-L1 to the target's next feature and TOKEN_LOSS times the cross-entropy with its next-token
+        distribution, through its own lm_head (section 4.2).
+        """
         _, state, greedy = said
         noise = torch.zeros_like(state)
         if torch.is_grad_enabled():  # none in validation
-            for i, seed in enumerate(seeds):  # by row, so that it does not depend on how rows are put together
+            # By row, so that it does not depend on how rows are put together.
+            for i, seed in enumerate(seeds):
                 generator = torch.Generator().manual_seed(seed)
                 n = len(batch.rows[i]["ids"])
-                noise[i, :n] = (torch.rand(n, state.shape[-1], generator=generator) * 2 - 1) * self.noise * self.scale.cpu()
+                noise[i, :n] = (
+                    torch.rand(n, state.shape[-1], generator=generator) * 2 - 1
+                ) * self.noise * self.scale.cpu()
         with self.autocast():
             guess = self.run(self.head, batch, state + noise)
         wanted, weight, rows = self.following(batch, state), self.weights(batch, scored), self.head.lm_head.weight
         regression = F.smooth_l1_loss(guess.float(), wanted[batch.shifted].float(), reduction="none").mean(-1)
-        token_loss, choices = SoftCrossEntropy.apply(guess, rows, F.linear(wanted, rows), batch.shifted, weight)
+        token_loss, choices = SoftCrossEntropy.apply(
+            guess, rows, F.linear(wanted, rows), batch.shifted, weight
+        )
         return (regression * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, choices, greedy)
 
     def settings(self):

@@ -23,9 +23,13 @@ class Processes:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
         if not all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-            raise InputError("WORLD_SIZE is set but not what belongs to it: start several processes with torchrun, or unset it")
+            raise InputError(
+                "WORLD_SIZE is set but not what belongs to it: start several processes with torchrun, or unset it"
+            )
         # Waiting for a process that decodes its share of the text may take long.
-        dist.init_process_group("nccl" if torch.device(device).type == "cuda" else "gloo", timeout=timedelta(days=2))
+        dist.init_process_group(
+            "nccl" if torch.device(device).type == "cuda" else "gloo", timeout=timedelta(days=2)
+        )
         return cls(dist.get_rank(), dist.get_world_size())
 
     @property

@@ -11,7 +11,8 @@
    epoch the real decoder drafts for held-out prompts.
 3. --out is a Hugging Face folder with a model card that convert_checkpoint.py, SGLang and vLLM read.
 
-Every part goes on where it stopped, also after a kill. The same run on one process or many has the same gradients.
+Every part goes on where it stopped, also after a kill. The same run on one process or many has the same
+gradients.
 """
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ from training.validate import Validator, decoding_copy
 
 
 def check_out(out: Path, kind: str, work: Path) -> None:
-    """Raise InputError unless `out` is free, holds what a cut off export left, or a head of this kind that was trained in `work`."""
+    """Raise InputError unless `out` is free, holds what a cut off export left, or a head of this kind that
+    was trained in `work`.
+    """
     if not out.is_dir() or all(path.name in PARTS for path in out.iterdir()):
         return
     try:
@@ -51,15 +54,21 @@ def check_out(out: Path, kind: str, work: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, IndexError):
         found = None
     if found not in ARCHITECTURES[kind]:
-        raise InputError(f"--out {out}: holds something else than a trained head of this kind; choose another folder")
+        raise InputError(
+            f"--out {out}: holds something else than a trained head of this kind; choose another folder"
+        )
     if not (work / "state.pt").exists():
-        raise InputError(f"--out {out}: holds a head that was not trained in --work {work}; choose another folder or delete it")
+        raise InputError(
+            f"--out {out}: holds a head that was not trained in --work {work}; choose another folder or delete it"
+        )
 
 
 def read_openings(path: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty. Raises InputError if there are none."""
     try:
-        lines = tuple(line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if line.strip())
+        lines = tuple(
+            line.strip() for line in Path(path).read_text(encoding="utf-8-sig").splitlines() if line.strip()
+        )
     except (OSError, UnicodeDecodeError) as e:
         raise InputError(f"--openings {path}: cannot be read ({e})") from None
     if not lines:
@@ -68,7 +77,9 @@ def read_openings(path: str) -> tuple[str, ...]:
 
 
 def collect(o, target: Transformer, name: str, config: dict, processes: Processes) -> list[dict]:
-    """The text: what is missing is written by `target`, whose identity is `name`, then all shards are read back."""
+    """The text: what is missing is written by `target`, whose identity is `name`, then all shards are read
+    back.
+    """
     # Everything a user gave is read before anything is decoded: a mistake shows at once.
     shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
     tell = note if processes.first else None
@@ -88,14 +99,22 @@ def collect(o, target: Transformer, name: str, config: dict, processes: Processe
     if prompts or conversations or o.synthesize:
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
-            raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template, this folder lacks them")
+            raise InputError(
+                f"{o.checkpoint}: chats need a tokenizer and a chat template, this folder lacks them"
+            )
         batch = o.decode_batch if prompts or o.synthesize else 1
         try:
-            decoder = Decoder(target, batch=batch, max_seq_len=min(room, longest), stop_ids=config["stop_ids"], compile=o.compile, say=tell)
+            decoder = Decoder(
+                target, batch=batch, max_seq_len=min(room, longest), stop_ids=config["stop_ids"],
+                compile=o.compile, say=tell
+            )
         except ValueError as e:
-            raise InputError(f"--decode-batch {batch} answers of up to {min(room, longest)} tokens: {e}") from None
+            raise InputError(
+                f"--decode-batch {batch} answers of up to {min(room, longest)} tokens: {e}"
+            ) from None
         collector = Collector(
-            decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
+            decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed,
+            max_new_tokens=o.max_new_tokens,
             temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes,
         )
         collector.from_prompts(prompts)
@@ -129,7 +148,9 @@ def objective_for(o, target: Transformer, draft_ids: torch.Tensor):
     try:
         if o.kind in ("medusa", "hydra"):
             prefix = o.kind == "hydra" and o.prefix is not False
-            guesser = new_multi_token_heads(target, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed)
+            guesser = new_multi_token_heads(
+                target, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed
+            )
             return MultiTokenObjective(target, guesser, o.compile_loss)
         head = new_head(target, o.kind, draft_ids, shape_of(o), o.seed)
     except ValueError as e:
@@ -143,10 +164,13 @@ def run(o, processes: Processes, command: list[str]) -> None:
     """Collect, train, export. Raises InputError and OSError on bad input."""
     target, config = load_model(o.checkpoint, o.device, Runtime(dtype=o.dtype).torch_dtype)
     if "quantization" in config:
-        raise InputError(f"{o.checkpoint}: a head is trained on the whole weights; name the checkpoint before quantisation")
+        raise InputError(
+            f"{o.checkpoint}: a head is trained on the whole weights; name the checkpoint before quantisation"
+        )
     if o.kind in ("eagle", "eagle3"):
         try:
-            head_args(target.args, o.kind, target.args.vocab_size, shape_of(o))  # before anything slow is done
+            # Before anything slow is done.
+            head_args(target.args, o.kind, target.args.vocab_size, shape_of(o))
         except ValueError as e:
             raise InputError(str(e)) from None
     work, out = Path(o.work), Path(o.out)
@@ -154,32 +178,43 @@ def run(o, processes: Processes, command: list[str]) -> None:
     decoding = decoding_copy(target, note) if o.compile else target
     held_out, rows = corpus.hold_out(collect(o, decoding, identity(target), config, processes))
     if not rows:
-        raise InputError("fewer than two different prompts with usable answers: one is held out, none is left to train on")
+        raise InputError(
+            "fewer than two different prompts with usable answers: one is held out, none is left to train on"
+        )
     data = corpus.describe(rows, target.args.vocab_size)
     draft_ids, covered = torch.arange(target.args.vocab_size), 1.0
     if o.kind != "eagle":
         size = min(o.draft_vocab, target.args.vocab_size)
         draft_ids, covered = corpus.draft_vocabulary(corpus.counts_of(rows), size, target.args.vocab_size)
     if processes.first:
-        note(corpus.report(data) + f"\n{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover {covered:.2%}")
+        note(
+            corpus.report(data) + f"\n{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover {covered:.2%}"
+        )
         (work / "data.json").write_text(json.dumps(data, indent=1) + "\n")
     if o.collect_only:
         return
 
     objective = objective_for(o, target, draft_ids)
     if o.cache_features is not None:
-        features = StoredFeatures(target, objective.aux_layers, Path(o.cache_features or work / "features"), processes)
+        features = StoredFeatures(
+            target, objective.aux_layers, Path(o.cache_features or work / "features"), processes
+        )
         features.fill(rows + held_out, max(8192, o.batch_tokens))
     else:
         features = Features(target, objective.aux_layers, o.feature_memory * 2**30)
-    chats = [list(ids) for ids in dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)][: o.validate_prompts]
+    chats = [
+        list(ids) for ids in dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)
+    ][: o.validate_prompts]
     chats = [ids for ids in chats if len(ids) + o.validate_tokens <= target.args.max_seq_len]
     if o.validate_prompts and not chats and processes.first:
         note(f"no held-out prompt leaves room for --validate-tokens {o.validate_tokens}: tau is not measured")
-    validator = Validator(decoding, chats, config["stop_ids"], o.tree, o.validate_tokens, decoding is not target) if chats else None
+    validator = Validator(
+        decoding, chats, config["stop_ids"], o.tree, o.validate_tokens, decoding is not target
+    ) if chats else None
     plan = Plan(**{name: getattr(o, name) for name in Plan.__dataclass_fields__})
     trainer = Trainer(
-        objective, features, rows, held_out, plan, work, processes=processes, micro_tokens=o.micro_tokens, validator=validator,
+        objective, features, rows, held_out, plan, work, processes=processes, micro_tokens=o.micro_tokens,
+        validator=validator,
         log_every=o.log_every, save_seconds=o.save_seconds,
     )
     if trainer.resume() and processes.first:
@@ -190,9 +225,13 @@ def run(o, processes: Processes, command: list[str]) -> None:
         return
     head = trainer.trained()
     if not all(bool(p.isfinite().all()) for p in head.parameters()):
-        raise InputError(f"the last update left weights that are not finite: use a smaller --lr or --clip, not with --work {work}")
+        raise InputError(
+            f"the last update left weights that are not finite: use a smaller --lr or --clip, not with --work {work}"
+        )
     if (last := next((e["held_out"] for e in reversed(log) if "held_out" in e), None)) and last[0] < 0.01:
-        note(f"warning: the head guesses {last[0]:.1%} of the target's choices in held-out text: it has learnt nothing; try a smaller --lr")
+        note(
+            f"warning: the head guesses {last[0]:.1%} of the target's choices in held-out text: it has learnt nothing; try a smaller --lr"
+        )
     export(head, out, "sglang" if o.layout == "both" else o.layout, config)
     other = out / "speculators"
     if o.layout == "both":
@@ -201,7 +240,8 @@ def run(o, processes: Processes, command: list[str]) -> None:
         shutil.rmtree(other)  # of the head that was here before
     launch = f"torchrun --nproc-per-node {processes.count}" if processes.count > 1 else "python"
     write_card(
-        out, launch=launch, head=head, kind=o.kind, target=config, data=data, covered=covered, command=command, plan=vars(plan),
+        out, launch=launch, head=head, kind=o.kind, target=config, data=data, covered=covered,
+        command=command, plan=vars(plan),
         steps=objective.steps, log=log, seconds=time.time() - began if whole else None,
     )
     if (work / "curves.png").exists():
@@ -211,4 +251,6 @@ def run(o, processes: Processes, command: list[str]) -> None:
             if (out / name).exists():
                 shutil.copyfile(out / name, other / name)
     force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""
-    print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out} --target {o.checkpoint}{force}")
+    print(
+        f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out} --target {o.checkpoint}{force}"
+    )

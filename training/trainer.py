@@ -23,7 +23,9 @@ from training.objective import Objective
 from training.processes import Processes
 from training.validate import Validator
 
-SHORT = 3  # unrolled steps of the short epochs: what later steps need is mostly learnt in the first ones, at a quarter of the time
+# Unrolled steps of the short epochs: what later steps need is mostly learnt in the first ones, at a quarter
+# of the time.
+SHORT = 3
 
 
 @dataclass(frozen=True)
@@ -47,17 +49,22 @@ class Plan:
         if step < warm:
             return self.lr * (step + 1) / warm
         done = (step - warm) / max(1, total - warm)
-        left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[self.schedule]
+        left = {
+            "cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0
+        }[self.schedule]
         return self.lr * (0.1 + 0.9 * left)
 
 
 class Trainer:
-    """Trains `objective.head` on rows. `micro_tokens`: most padded tokens computed at once; it and the number of processes
-    change neither batches nor gradients, which are sums over all of an optimizer step."""
+    """Trains `objective.head` on rows. `micro_tokens`: most padded tokens computed at once; it and the number
+    of processes change neither batches nor gradients, which are sums over all of an optimizer step.
+    """
 
     def __init__(
-        self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan, work: Path, *,
-        processes: Processes | None = None, micro_tokens: int | None = None, validator: Validator | None = None,
+        self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
+        work: Path, *,
+        processes: Processes | None = None, micro_tokens: int | None = None,
+        validator: Validator | None = None,
         log_every: int = 10, save_seconds: float = 300,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
@@ -80,17 +87,23 @@ class Trainer:
             sample = sorted(rows, key=lambda row: hashlib.sha256(str(row["ids"]).encode()).hexdigest())[:16]
             features, state, _ = self.features.read(sample)
             lengths = torch.tensor([len(row["ids"]) for row in sample], device=objective.device)
-            objective.learn_scale(features, state, torch.arange(state.shape[1], device=objective.device) < lengths[:, None])
+            objective.learn_scale(
+                features, state, torch.arange(state.shape[1], device=objective.device) < lengths[:, None]
+            )
 
     # -- one optimizer step ------------------------------------------------------------------------------------------
 
     def micro_batches(self, places: list[int]) -> list[list[int]]:
         """This process's share of a batch, cut to `micro_tokens`."""
         mine = [p for i, p in enumerate(places) if self.processes.mine(i)]
-        return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)] if mine else []
+        return [
+            [mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)
+        ] if mine else []
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
-        """Set the gradients of one batch (rows at `places`), summed over the processes -> (loss, accuracy of each step)."""
+        """Set the gradients of one batch (rows at `places`), summed over the processes -> (loss, accuracy of
+        each step).
+        """
         objective = self.objective
         whole = objective.batch([self.rows[p] for p in places], steps)
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
@@ -117,14 +130,17 @@ class Trainer:
             group["lr"] = self.plan.rate(self.step, self.total)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))  # short at first, or the start would never be forgotten
+        # Short at first, or the start would never be forgotten.
+        keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
         for name, mean in self.average.items():
             mean.lerp_(self.parameters[name].detach(), 1 - keep)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> list[dict]:
-        """Train to the end of the plan -> the log. Raises InputError if the loss is not finite; the last state stays."""
+        """Train to the end of the plan -> the log. Raises InputError if the loss is not finite; the last
+        state stays.
+        """
         record = Record(self.work, self.step, self.total) if self.processes.first else None
         try:
             if self.epoch and not self.in_epoch:  # killed between an epoch's end and its validation
@@ -143,7 +159,9 @@ class Trainer:
         began, tokens, saved = time.time(), 0, time.time()
         while self.epoch < len(self.batches):
             plan = self.batches[self.epoch]
-            steps = min(SHORT, self.objective.steps) if self.epoch < self.plan.short_epochs else self.objective.steps
+            steps = min(
+                SHORT, self.objective.steps
+            ) if self.epoch < self.plan.short_epochs else self.objective.steps
             while self.in_epoch < len(plan):
                 places = plan[self.in_epoch]
                 loss, accuracy = self.gradients(places, steps)
@@ -157,8 +175,14 @@ class Trainer:
                 tokens += sum(len(self.rows[p]["ids"]) for p in places)
                 if record:
                     rate = self.optimizer.param_groups[0]["lr"]
-                    entry = {"step": self.step, "loss": loss, "accuracy": [round(a, 4) for a in accuracy], "norm": norm, "lr": rate}
-                    record.step(entry, tokens / (time.time() - began), self.step % self.log_every == 0 or self.step == self.total)
+                    entry = {
+                        "step": self.step, "loss": loss, "accuracy": [round(a, 4) for a in accuracy],
+                        "norm": norm, "lr": rate
+                    }
+                    record.step(
+                        entry, tokens / (time.time() - began),
+                        self.step % self.log_every == 0 or self.step == self.total
+                    )
                 if time.time() - saved > self.save_seconds and self.in_epoch < len(plan):
                     self.save()
                     saved = time.time()
@@ -168,8 +192,9 @@ class Trainer:
             self._validate(record)
 
     def _stop(self, loss: float, norm: float, places: list[int]) -> None:
-        """Save the weights from before this batch if they are finite, and raise InputError: what is not finite, where, in which
-        rows."""
+        """Save the weights from before this batch if they are finite, and raise InputError: what is not
+        finite, where, in which rows.
+        """
         if all(bool(p.isfinite().all()) for p in self.parameters.values()):
             self.save()
         state = self.work / "state.pt"
@@ -177,7 +202,10 @@ class Trainer:
         raise InputError(
             f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch {self.epoch + 1}, batch {self.in_epoch},"
             f" rows whose answers begin with the ids {starts})."
-            + (f" The last good state is in {state}, but going on from there leads here again." if state.exists() else "")
+            + (
+                f" The last good state is in {state}, but going on from there leads here again."
+                if state.exists() else ""
+            )
             + " Train with a smaller --lr or --clip in another --work, or leave these rows out"
         )
 
@@ -191,7 +219,9 @@ class Trainer:
                 for places in batches(self.held_out, self.micro_tokens):
                     rows = [self.held_out[p] for p in places]
                     batch = self.objective.batch(rows, self.objective.steps)
-                    right = self.objective.loss(batch, self.features.read(rows), batch.scored, [0] * len(rows))[1]
+                    right = self.objective.loss(
+                        batch, self.features.read(rows), batch.scored, [0] * len(rows)
+                    )[1]
                     hits, valid = hits + right.cpu(), valid + torch.tensor(batch.valid)
             entry = {"step": self.step, "epoch": self.epoch, "held_out": (hits / valid.clamp(min=1)).tolist()}
             if self.validator and (tau := self.validator.tau(head)):
@@ -226,7 +256,8 @@ class Trainer:
         data = json.dumps([row["ids"] for row in self.held_out + self.rows]).encode()
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
         return {
-            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes), "data": hashlib.sha256(data).hexdigest(),
+            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
+            "data": hashlib.sha256(data).hexdigest(),
             "target": identity(self.objective.target),
         }
 
@@ -236,7 +267,8 @@ class Trainer:
             return
         state = {
             "head": {name: p.detach() for name, p in self.parameters.items()}, "average": self.average,
-            "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale, "at": (self.step, self.epoch, self.in_epoch),
+            "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
+            "at": (self.step, self.epoch, self.in_epoch),
             "options": self.fingerprint(),
         }
         path = self.work / "state.pt"
@@ -244,10 +276,14 @@ class Trainer:
             with atomic_path(path) as part:
                 torch.save(state, part)
         except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError where the disk is full
-            raise InputError(f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?") from None
+            raise InputError(
+                f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?"
+            ) from None
 
     def resume(self) -> bool:
-        """Go on from WORK/state.pt if it is there. Raises InputError if it was made with other settings or data."""
+        """Go on from WORK/state.pt if it is there. Raises InputError if it was made with other settings or
+        data.
+        """
         path = self.work / "state.pt"
         if not path.exists():
             return False
@@ -260,7 +296,9 @@ class Trainer:
         differs = sorted(name for name in mine.keys() | options.keys() if mine.get(name) != options.get(name))
         if differs:
             what = ", ".join(differs)
-            raise InputError(f"{path} was made with other settings or data ({what}); use another --work folder or delete it")
+            raise InputError(
+                f"{path} was made with other settings or data ({what}); use another --work folder or delete it"
+            )
         for into, from_ in ((self.parameters, state["head"]), (self.average, state["average"])):
             for name, p in into.items():
                 p.data.copy_(from_[name])

@@ -1,4 +1,5 @@
-"""The acceptance length of a head in training: the real decoder drafts and verifies held-out prompts with it."""
+"""The acceptance length of a head in training: the real decoder drafts and verifies held-out prompts with it.
+"""
 from __future__ import annotations
 
 import copy
@@ -21,8 +22,9 @@ from tree import TreeShape, likely_tree
 
 
 def decoding_copy(target: Transformer, say) -> Transformer:
-    """The same target made for decoding: on a CPU a second copy on our kernels, more than twice as fast. Training needs the
-    weights as they are. Elsewhere it is the target itself."""
+    """The same target made for decoding: on a CPU a second copy on our kernels, more than twice as fast.
+    Training needs the weights as they are. Elsewhere it is the target itself.
+    """
     if target.embed.weight.device.type != "cpu":
         return target
     load_kernels(say)
@@ -43,10 +45,12 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
 
 @torch.no_grad()
 def acceptance(
-    target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape, tokens: int
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape,
+    tokens: int
 ) -> float | None:
-    """Mean tokens emitted per step, greedily, over prompts (lists of ids), the prompt's own pass left out; None if every answer
-    ended with its first token."""
+    """Mean tokens emitted per step, greedily, over prompts (lists of ids), the prompt's own pass left out;
+    None if every answer ended with its first token.
+    """
     drafter = drafter_of(head, shape)
     batch, longest = min(16, len(prompts)), max(map(len, prompts)) + tokens
     decoder = Decoder(target, drafter, batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=False)
@@ -55,9 +59,14 @@ def acceptance(
 
 
 class Validator:
-    """Decodes prompts (lists of ids) greedily with the head of the day. `packed`: `target` is packed, heads are to be too."""
+    """Decodes prompts (lists of ids) greedily with the head of the day. `packed`: `target` is packed, heads
+    are to be too.
+    """
 
-    def __init__(self, target: Transformer, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape, tokens: int, packed: bool):
+    def __init__(
+        self, target: Transformer, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape,
+        tokens: int, packed: bool
+    ):
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
         self.shape, self.tokens, self.packed = shape, tokens, packed
         self.tree_name = f"{shape.nodes},{shape.depth},{shape.width}"

@@ -1,4 +1,6 @@
-"""Conversion: every source form gives the same tensors, heads fit their target, bad input leaves a line, no trace."""
+"""Conversion: every source form gives the same tensors, heads fit their target, bad input leaves a line, no
+trace.
+"""
 import errno
 import hashlib
 import itertools
@@ -45,7 +47,9 @@ def fused(state: dict, config=CONFIG) -> dict[str, torch.Tensor]:
         out[o + "mlp_norm.weight"] = state[p + "post_attention_layernorm.weight"]
         out[o + "wqkv.weight"] = torch.cat([state[p + f"self_attn.{x}_proj.weight"] for x in "qkv"])
         out[o + "wo.weight"] = state[p + "self_attn.o_proj.weight"]
-        out[o + "mlp.w_gate_up.weight"] = torch.cat([state[p + f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
+        out[o + "mlp.w_gate_up.weight"] = torch.cat(
+            [state[p + f"mlp.{x}_proj.weight"] for x in ("gate", "up")]
+        )
         out[o + "mlp.w_down.weight"] = state[p + "mlp.down_proj.weight"]
     return out
 
@@ -74,7 +78,8 @@ def target(tmp_path) -> Path:
 def test_folders(tmp_path, form, tied):
     config = {**CONFIG, "tie_word_embeddings": tied}
     state = target_state(config)
-    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # old files carry it, nobody needs it
+    # Old files carry it, nobody needs it.
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     out = convert(write_source(tmp_path / "in", state, config, form), tmp_path / "out", quiet=True)
     assert_same(load_file(out / "model.safetensors"), fused(state))
     model, written = load_model(out)
@@ -87,7 +92,9 @@ def test_bin_from_before_zip(tmp_path):
     source = write_source(tmp_path / "in", {})
     (source / "model.safetensors").unlink()
     torch.save(target_state(), source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-    assert_same(load_file(convert(source, tmp_path / "out", quiet=True) / "model.safetensors"), fused(target_state()))
+    assert_same(
+        load_file(convert(source, tmp_path / "out", quiet=True) / "model.safetensors"), fused(target_state())
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -100,7 +107,8 @@ def test_gguf_f32(tmp_path, tied):
 
 
 def test_gguf_quantised(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_source, "BLOCK_BYTES", 16 * 4 * 32)  # one head per block, so that tensors come in several
+    # One head per block, so that tensors come in several.
+    monkeypatch.setattr(gguf_source, "BLOCK_BYTES", 16 * 4 * 32)
     out = convert(write_gguf(tmp_path / "m.gguf", target_state(), kind="Q8_0"), tmp_path / "out", quiet=True)
     found, exact = load_file(out / "model.safetensors"), fused(target_state())
     assert found.keys() == exact.keys()
@@ -140,7 +148,8 @@ def test_dtype_comes_from_the_tensors(tmp_path, dtype, expected):
 
 def test_stop_ids_are_all_of_them(tmp_path):
     source = write_source(tmp_path / "in", target_state())
-    (source / "generation_config.json").write_text('{"eos_token_id": [7, 200]}')  # wins over the config; 200 >= vocab
+    # Wins over the config; 200 >= vocab.
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 200]}')
     (source / "tokenizer_config.json").write_text(json.dumps({
         "eos_token": {"content": "<|end|>"}, "added_tokens_decoder": {
             "8": {"content": "<|end|>", "special": True}, "9": {"content": "<|user|>", "special": True}}}))
@@ -148,7 +157,9 @@ def test_stop_ids_are_all_of_them(tmp_path):
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     (source / "tokenizer.json").write_text(json.dumps({
         "version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []},
-        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}, "added_tokens": [
+        "decoder": {
+            "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False
+        }, "added_tokens": [
             {"id": 10, "content": "<|eot_id|>", "special": True, **flags},
             {"id": 11, "content": "<|im_end|>", "special": False, **flags}]}))
     assert read_config(convert(source, tmp_path / "out", quiet=True))["stop_ids"] == [7, 8, 10]
@@ -198,7 +209,9 @@ def test_logits_equal_transformers(tmp_path, case):
         file = tmp_path / "in" / "config.json"
         data = json.loads(file.read_text())
         data.pop("rope_parameters")
-        file.write_text(json.dumps({**data, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 1.0}}))
+        file.write_text(
+            json.dumps({**data, "rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 1.0}})
+        )
     model, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
     tokens = torch.randint(0, 96, (2, 60))
     with torch.no_grad():
@@ -216,12 +229,17 @@ def test_head(tmp_path, target, prefix):
     out = convert(write_source(tmp_path / "head", state, HEAD_CONFIG, "bin"), target=target, quiet=True)
     assert out == target / "eagle3"
     found, p = load_file(out / "model.safetensors"), prefix
-    assert torch.equal(found["draft_ids"], state["t2d"].nonzero()[:, 0]) and found["draft_ids"].dtype == torch.int64
+    assert torch.equal(
+        found["draft_ids"], state["t2d"].nonzero()[:, 0]
+    ) and found["draft_ids"].dtype == torch.int64
     assert torch.equal(found["layer.embed_norm.weight"], state[p + "input_layernorm.weight"])
     assert torch.equal(found["layer.feature_norm.weight"], state[p + "hidden_norm.weight"])
-    assert torch.equal(found["layer.wqkv.weight"], torch.cat([state[p + f"self_attn.{x}_proj.weight"] for x in "qkv"]))
+    assert torch.equal(
+        found["layer.wqkv.weight"], torch.cat([state[p + f"self_attn.{x}_proj.weight"] for x in "qkv"])
+    )
     written = read_config(out, "eagle3")
-    # Its RoPE and head size are its own: 10000 where absent, not the target's 5000; 12 by its tensors, not 32 / 4.
+    # Its RoPE and head size are its own: 10000 where absent, not the target's 5000; 12 by its tensors, not 32
+    # / 4.
     assert written["rope_base"] == 10000.0 and written["head_dim"] == 12 and written["aux_layers"] == [2, 4, 5]
     head = load_head(out, load_model(target)[0])
     assert isinstance(head, Eagle3Head) and head.embed.weight.shape == (96, 32)
@@ -239,7 +257,9 @@ def test_head_keeps_only_an_embedding_of_its_own(tmp_path, target, own):
     state["embed_tokens.weight"] = target_state()["model.embed_tokens.weight"].clone()
     state["embed_tokens.weight"][7, 7] += 1e-3 * own
     out = convert(write_source(tmp_path / "head", state, HEAD_CONFIG), target=target, quiet=True)
-    assert read_config(out)["own_embedding"] == own == ("embed.weight" in load_file(out / "model.safetensors"))
+    assert read_config(out)["own_embedding"] == own == (
+        "embed.weight" in load_file(out / "model.safetensors")
+    )
     model = load_model(target)[0]
     assert (load_head(out, model).embed is model.embed) != own
 
@@ -250,7 +270,9 @@ def test_head_keeps_only_an_embedding_of_its_own(tmp_path, target, own):
 def test_aux_layers(tmp_path, target, given, option, expected):
     config = {**HEAD_CONFIG, "eagle_config": {"eagle_aux_hidden_state_layer_ids": given}}
     source = write_source(tmp_path / "head", head_state(), config)
-    assert read_config(convert(source, target=target, answers=Answers(option), quiet=True))["aux_layers"] == expected
+    assert read_config(
+        convert(source, target=target, answers=Answers(option), quiet=True)
+    )["aux_layers"] == expected
 
 
 def test_aux_layers_option_and_question(tmp_path, target, capsys):
@@ -309,7 +331,9 @@ def test_a_failed_replacement_leaves_the_old(tmp_path, target, capsys, monkeypat
         really(a, b)
 
     monkeypatch.setattr(os, "replace", replace)
-    code, err = run(capsys, "--checkpoint", tmp_path / "target-source", "--out", target, "--force", "--dtype", "bf16")
+    code, err = run(
+        capsys, "--checkpoint", tmp_path / "target-source", "--out", target, "--force", "--dtype", "bf16"
+    )
     assert code == 1 and len(err) == 1 and "broken disk" in err[0]
     assert (target / "model.safetensors").read_bytes() == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "target-source"]
@@ -405,12 +429,18 @@ BAD_TARGETS = {
     "GGUF of another architecture": (gguf_file(arch="mamba"), "unknown architecture gguf:mamba"),
     "GGUF with experts": (gguf_file(extra=lambda w: w.add_expert_count(4)), "experts"),
     "GGUF with yarn": (gguf_file(extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)), "yarn"),
-    "GGUF with a bias": (gguf_file(extra=lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))),
+    "GGUF with a bias": (gguf_file(
+        extra=lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))
+    ),
                          "unexpected tensor blk.0.attn_q.bias"),
-    "shard missing": (overwritten("model-part1.safetensors", None, "safetensors-sharded"), "model-part1.safetensors"),
+    "shard missing": (
+        overwritten("model-part1.safetensors", None, "safetensors-sharded"), "model-part1.safetensors"
+    ),
     "shard lacks a tensor": (index_promises_too_much, "model.ghost.weight"),
     "missing tensor": (edit(drop=[K0]), f"{K0} [32, 32] is missing"),
-    "unexpected tensor": (edit(add={"model.extra.weight": torch.zeros(3)}), "unexpected tensor model.extra.weight"),
+    "unexpected tensor": (
+        edit(add={"model.extra.weight": torch.zeros(3)}), "unexpected tensor model.extra.weight"
+    ),
     "wrong shape": (edit(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
     "only the fused width is right": (
         edit(add={K0: torch.zeros(31, 32), K0.replace("k_", "v_"): torch.zeros(33, 32)}), K0),
@@ -429,7 +459,9 @@ BAD_TARGETS = {
     "no length at all": (edit(max_position_embeddings=0), "max_position_embeddings"),
     "architectures that are none": (edit(architectures=[["x"]]), "architectures"),
     "nested too deeply": (overwritten("config.json", b"[" * 100_000), "config.json"),
-    "tokens without ids": (overwritten("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}'), "added_tokens_decoder"),
+    "tokens without ids": (
+        overwritten("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}'), "added_tokens_decoder"
+    ),
     "numbers for names": (pickled({1: torch.zeros(2)}), "state dict"),
     "sparse tensors": (pickled({K0: torch.zeros(2, 2).to_sparse()}), "state dict"),
     "a scalar for a matrix": (edit(add={K0: torch.tensor(1.0)}), f"{K0} has shape []"),
@@ -472,22 +504,30 @@ BAD_HEADS = {
     "aux layers beyond the target": (
         head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}), "reads layer 9"),
     "two aux layers": (head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4]}), "fc.weight"),
-    "aux layers in disorder": (head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}), "ascending"),
+    "aux layers in disorder": (
+        head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 5, 4]}), "ascending"
+    ),
     "no d2t": (head_maker(drop=["d2t", "t2d"]), "d2t"),
     "d2t too far": (head_maker({"d2t": lambda t: t + 90}, drop=["t2d"]), "d2t"),
     "d2t doubles an id": (head_maker({"d2t": lambda t: -torch.arange(24)}, drop=["t2d"]), "d2t"),
     "t2d says otherwise": (head_maker({"t2d": lambda t: ~t}), "t2d"),
     "d2t too short": (head_maker({"d2t": lambda t: t[:-1]}), "d2t"),
     "missing tensor": (head_maker(drop=["midlayer.hidden_norm.weight"]), "midlayer.hidden_norm.weight"),
-    "a bias": (head_maker({"midlayer.mlp.gate_proj.bias": lambda _: torch.zeros(64)}), "midlayer.mlp.gate_proj.bias"),
-    "second layer": (head_maker({"layers.1.self_attn.q_proj.weight": lambda _: torch.zeros(32, 32)}), "layers.1"),
+    "a bias": (
+        head_maker({"midlayer.mlp.gate_proj.bias": lambda _: torch.zeros(64)}), "midlayer.mlp.gate_proj.bias"
+    ),
+    "second layer": (
+        head_maker({"layers.1.self_attn.q_proj.weight": lambda _: torch.zeros(32, 32)}), "layers.1"
+    ),
     "fc_norm": (head_maker(eagle_config={"fc_norm": True}), "fc_norm"),
     "speculators": (head_maker(speculators_model_type="eagle3"), "speculators"),
     "EAGLE-1": (eagle1, "EAGLE-1"),
     "draft_vocab_size as text": (head_maker(draft_vocab_size="24"), "draft_vocab_size"),
     "eagle_config as text": (head_maker(eagle_config="x"), "eagle_config"),
     "a scalar lm_head": (head_maker({"lm_head.weight": lambda _: torch.tensor(1.0)}), "lm_head.weight"),
-    "a scalar q_proj": (head_maker({"midlayer.self_attn.q_proj.weight": lambda _: torch.tensor(1.0)}), "q_proj"),
+    "a scalar q_proj": (
+        head_maker({"midlayer.self_attn.q_proj.weight": lambda _: torch.tensor(1.0)}), "q_proj"
+    ),
 }
 
 
@@ -502,7 +542,9 @@ def test_bad_head(tmp_path, target, capsys, case):
 
 def test_head_needs_a_converted_target(tmp_path, target, capsys):
     head = write_source(tmp_path / "head", head_state(), HEAD_CONFIG)
-    for extra, expected in (((), "--target DIR"), (("--target", tmp_path / "target-source"), "not converted yet"),
+    for extra, expected in (((), "--target DIR"), (
+        ("--target", tmp_path / "target-source"), "not converted yet"
+    ),
                             (("--target", tmp_path / "nowhere"), "not a folder")):
         code, err = run(capsys, "--checkpoint", head, *extra)
         assert code == 1 and len(err) == 1 and expected in err[0], err
@@ -518,12 +560,15 @@ def test_unsafe_pickle_is_not_executed(tmp_path, capsys):
     savers = {
         "zip": lambda o, f: torch.save(o, f),
         "protocol 2": lambda o, f: f.write_bytes(pickle.dumps(o, protocol=2)),
-        "protocol 4": lambda o, f: f.write_bytes(pickle.dumps(o, protocol=4)),  # torch gives up before it sees what is asked for
+        # Torch gives up before it sees what is asked for.
+        "protocol 4": lambda o, f: f.write_bytes(pickle.dumps(o, protocol=4)),
     }
     for kind, save in savers.items():
         save({"model.norm.weight": Evil()}, source / "pytorch_model.bin")
         code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out")
-        assert code == 1 and len(err) == 1 and "unsafe pickle" in err[0] and ("system" in err[0] or kind == "protocol 4"), err
+        assert code == 1 and len(err) == 1 and "unsafe pickle" in err[0] and (
+            "system" in err[0] or kind == "protocol 4"
+        ), err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
     Evil().__reduce__()[0](Evil().__reduce__()[1][0])  # the payload does work where it is executed
     assert (tmp_path / "executed").exists()
@@ -540,7 +585,8 @@ def test_no_space_known_before(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("trouble, expected, status", [
     (OSError(errno.ENOSPC, "No space left on device"), "no space", 1),
-    (OSError(errno.EACCES, "Permission denied"), "Permission denied", 1), (KeyboardInterrupt(), "interrupted", 130)])
+    (OSError(errno.EACCES, "Permission denied"), "Permission denied", 1),
+    (KeyboardInterrupt(), "interrupted", 130)])
 def test_trouble_while_writing(tmp_path, capsys, monkeypatch, trouble, expected, status):
     source = write_source(tmp_path / "in", target_state())
     seen = []
@@ -563,7 +609,9 @@ def test_fp16_overflow(tmp_path, capsys):
     state["model.layers.3.mlp.up_proj.weight"][0, 0] = 1e5
     source = write_source(tmp_path / "in", state)
     code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out", "--dtype", "fp16")
-    assert code == 1 and len(err) == 1 and "layers.3.mlp.w_gate_up" in err[0] and not (tmp_path / "out").exists()
+    assert code == 1 and len(err) == 1 and "layers.3.mlp.w_gate_up" in err[0] and not (
+        tmp_path / "out"
+    ).exists()
 
 
 # The hub, without one
@@ -619,7 +667,9 @@ def test_hub_trouble(tmp_path, capsys, monkeypatch, kind, expected):
     (tmp_path / "repo").mkdir()
     Hub(tmp_path / "repo", monkeypatch, error)
     code, err = run(capsys, "--checkpoint", "org/some-model", "--out", tmp_path / "out")
-    assert code == 1 and len(err) == 1 and err[0].startswith("error: org/some-model") and expected in err[0], err
+    assert code == 1 and len(err) == 1 and err[0].startswith(
+        "error: org/some-model"
+    ) and expected in err[0], err
     assert sorted(p.name for p in tmp_path.iterdir()) == ["repo"]
 
 
@@ -682,7 +732,9 @@ def test_demo_refuses_another_file(tmp_path, capsys, monkeypatch):
     for file, expected in (("x.gguf", "SHA-256"), ("y.gguf", "cannot be read")):
         assert demo.main(["fetch", "--gguf", str(tmp_path / file)]) == 1
         err = capsys.readouterr().err.splitlines()
-        assert len(err) == 1 and err[0].startswith("error: ") and expected in err[0] and not (tmp_path / "out").exists()
+        assert len(err) == 1 and err[0].startswith("error: ") and expected in err[0] and not (
+            tmp_path / "out"
+        ).exists()
 
 
 def test_demo_fetch_is_idempotent(tmp_path, capsys, monkeypatch):

@@ -1,7 +1,8 @@
-"""Every family of targets and every layout of heads: tiny random ones in their published layout, converted, compared.
+"""Every family of targets and every layout of heads: tiny random ones in their published layout, converted,
+compared.
 
-Targets against transformers (logits to 1e-4 relative, 64 greedy tokens, plain and speculative), heads against a plain
-reading of their papers below, which works on the tensors as published.
+Targets against transformers (logits to 1e-4 relative, 64 greedy tokens, plain and speculative), heads against
+a plain reading of their papers below, which works on the tensors as published.
 """
 import json
 from pathlib import Path
@@ -56,7 +57,9 @@ def test_target(tmp_path, name):
     decoders = {"plain": Decoder(target, **options)}
     for kind in ("eagle", "eagle3"):
         state, config = make_head(kind)
-        head = load_head(convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True), target, kind)
+        head = load_head(
+            convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True), target, kind
+        )
         decoders[kind] = Decoder(target, Eagle(head, TreeShape(12, 2, 4)), **options)
         if kind == "eagle":
             decoders["static tree"] = Decoder(target, StaticEagle(head, EAGLE1_TREE), **options)
@@ -67,7 +70,8 @@ def test_target(tmp_path, name):
 # -- heads -----------------------------------------------------------------------------------------------------------
 
 BASE = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": H, "intermediate_size": 64, "num_hidden_layers": 1,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": H, "intermediate_size": 64,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 512,
 }
 
@@ -85,7 +89,8 @@ def make_head(kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, fi
             p + "self_attn.k_proj.weight": (kv * hd, wide if k == 0 else hidden),
             p + "self_attn.v_proj.weight": (kv * hd, wide if k == 0 else hidden),
             p + "self_attn.o_proj.weight": (hidden, 4 * hd), p + "post_attention_layernorm.weight": (hidden,),
-            p + "mlp.gate_proj.weight": (64, hidden), p + "mlp.up_proj.weight": (64, hidden), p + "mlp.down_proj.weight": (hidden, 64),
+            p + "mlp.gate_proj.weight": (64, hidden), p + "mlp.up_proj.weight": (64, hidden),
+            p + "mlp.down_proj.weight": (hidden, 64),
         }
         if qkv_bias:
             shapes |= {f"{p}self_attn.{x}_proj.bias": (n * hd,) for x, n in (("q", 4), ("k", kv), ("v", kv))}
@@ -101,10 +106,15 @@ def make_head(kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, fi
         shapes["fc.bias"] = (hidden,)
     if embedding:
         shapes["embed_tokens.weight"] = (V, hidden)
-    state = {n: (1 if n.endswith("norm.weight") else 0) + 0.2 * torch.randn(s, generator=g) for n, s in shapes.items()}
+    state = {
+        n: (1 if n.endswith("norm.weight") else 0) + 0.2 * torch.randn(s, generator=g) for n,
+        s in shapes.items()
+    }
     if kind == "eagle3" and draft != V:
         ids = torch.randperm(V, generator=g)[:draft].sort().values
-        state["d2t"], state["t2d"] = ids - torch.arange(draft), torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+        state["d2t"], state["t2d"] = ids - torch.arange(draft), torch.zeros(
+            V, dtype=torch.bool
+        ).index_fill(0, ids, True)
     given = {**BASE, "hidden_size": hidden, "num_key_value_heads": kv, "num_hidden_layers": layers, **config}
     if kind == "eagle3":
         given.setdefault("draft_vocab_size", draft)
@@ -125,7 +135,10 @@ def rms(x, weight):
 def attention_and_mlp(get, residual, a, hd, kv, theta=1e4):
     """One layer as the papers write it, on published tensors: `get(name)`; a is the normed input, causal."""
     T = a.shape[0]
-    q, k, v = (F.linear(a, get(f"self_attn.{x}_proj.weight"), get(f"self_attn.{x}_proj.bias")).view(T, -1, hd) for x in "qkv")
+    q, k, v = (
+        F.linear(a, get(f"self_attn.{x}_proj.weight"), get(f"self_attn.{x}_proj.bias")).view(T, -1, hd)
+        for x in "qkv"
+    )
     if get("self_attn.q_norm.weight") is not None:
         q, k = rms(q, get("self_attn.q_norm.weight")), rms(k, get("self_attn.k_norm.weight"))
     angle = torch.arange(T)[:, None] * theta ** (-torch.arange(0, hd, 2) / hd)
@@ -143,7 +156,9 @@ def attention_and_mlp(get, residual, a, hd, kv, theta=1e4):
         out[:, h] = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1) @ v[:, g]
     x = residual + out.flatten(1) @ get("self_attn.o_proj.weight").T
     m = rms(x, get("post_attention_layernorm.weight"))
-    return x + (F.silu(m @ get("mlp.gate_proj.weight").T) * (m @ get("mlp.up_proj.weight").T)) @ get("mlp.down_proj.weight").T
+    return x + (
+        F.silu(m @ get("mlp.gate_proj.weight").T) * (m @ get("mlp.up_proj.weight").T)
+    ) @ get("mlp.down_proj.weight").T
 
 
 def papers_eagle1(state, embed, lm_head, tokens, feature, hd, kv):
@@ -153,7 +168,9 @@ def papers_eagle1(state, embed, lm_head, tokens, feature, hd, kv):
     return x, x @ lm_head.T
 
 
-def papers_eagle3(state, embed, lm_head, tokens, feature, hd, kv, first, layers=1, before=False, normed=False):
+def papers_eagle3(
+    state, embed, lm_head, tokens, feature, hd, kv, first, layers=1, before=False, normed=False
+):
     """(fed back, logits): arXiv 2503.01840 and its variants; `feature` is already through fc."""
     u = rms(feature, state[first + "hidden_norm.weight"])
     a = torch.cat((rms(embed[tokens], state[first + "input_layernorm.weight"]), u), -1)
@@ -204,12 +221,19 @@ def test_eagle1_head(tmp_path, base, name):
     options, which = EAGLE1_HEADS[name]
     folder, target = base[which]
     state, config = make_head("eagle", **options)
-    head = load_head(convert(write_head(tmp_path / "h", state, config), tmp_path / "out", folder, quiet=True), target, "eagle")
+    head = load_head(
+        convert(write_head(tmp_path / "h", state, config), tmp_path / "out", folder, quiet=True), target,
+        "eagle"
+    )
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
     embed = state.get("embed_tokens.weight", target.embed.weight)
     lm_head = (target.lm_head or target.embed).weight
-    assert close(ours(head, tokens, features), papers_eagle1(state, embed, lm_head, tokens, features, 12, options.get("kv", 2)))
-    assert close([head.fuse(features)], [rms(features, target.norm.weight)])  # its features are normed target states
+    assert close(
+        ours(head, tokens, features),
+        papers_eagle1(state, embed, lm_head, tokens, features, 12, options.get("kv", 2))
+    )
+    # Its features are normed target states.
+    assert close([head.fuse(features)], [rms(features, target.norm.weight)])
     assert head.args.aux_layers == (LAYERS,)
 
 
@@ -220,7 +244,10 @@ def test_eagle1_in_vllms_copies(tmp_path, base):
     plain = convert(write_head(tmp_path / "a", state, config), tmp_path / "plain", folder, quiet=True)
     copied = {f"model.{n}": t for n, t in state.items()} | {
         "model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.lm_head.weight}
-    copy = convert(write_head(tmp_path / "b", copied, {"model_type": "eagle", "model": config}), tmp_path / "copy", folder, quiet=True)
+    copy = convert(
+        write_head(tmp_path / "b", copied, {"model_type": "eagle", "model": config}), tmp_path / "copy",
+        folder, quiet=True
+    )
     a, b = load_file(plain / "model.safetensors"), load_file(copy / "model.safetensors")
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
@@ -229,20 +256,36 @@ SPECULATORS = {"speculators_model_type": "eagle3", "norm_before_residual": False
 EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
     "SafeAILab": ({}, {}, {}),
     "SafeAILab, the whole vocabulary": ({"draft": V}, {}, {}),
-    "SpecForge, own head size and KV heads": ({"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, {}, {}),
+    "SpecForge, own head size and KV heads": (
+        {"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, {}, {}
+    ),
     "a head_dim that the config gets wrong": ({"hd": 8, "head_dim": 12}, {}, {}),
     "fc bias": ({"bias": True}, {}, {}),
     "own embedding": ({"embedding": True}, {}, {}),
     "another width": ({"hidden": 32, "embedding": True, "target_hidden_size": H}, {}, {}),
-    "five features": ({"aux": 5, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}}, {}, {}),
-    "fc_norm (speculators)": ({**SPECULATORS, "first": "layers.0.", "fc_norm": True}, "fc_norm.{}.weight", {}),
-    "aux_norm (SGLang)": ({"first": "layers.0."}, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), {}),
-    "norm_before_fc": ({**SPECULATORS, "first": "layers.0.", "norm_before_fc": True}, ("input_norm.weight",), {}),
-    "norm_before_residual": ({**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, {}, {"before": True}),
+    "five features": (
+        {"aux": 5, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}}, {}, {}
+    ),
+    "fc_norm (speculators)": (
+        {**SPECULATORS, "first": "layers.0.", "fc_norm": True}, "fc_norm.{}.weight", {}
+    ),
+    "aux_norm (SGLang)": (
+        {"first": "layers.0."}, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), {}
+    ),
+    "norm_before_fc": (
+        {**SPECULATORS, "first": "layers.0.", "norm_before_fc": True}, ("input_norm.weight",), {}
+    ),
+    "norm_before_residual": (
+        {**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, {}, {"before": True}
+    ),
     "norm_output": ({**SPECULATORS, "first": "layers.0.", "norm_output": True}, {}, {"normed": True}),
     "three layers": ({**SPECULATORS, "first": "layers.0.", "layers": 3}, {}, {"layers": 3}),
-    "two layers with qk_norm (Qwen3)": ({**SPECULATORS, "first": "layers.0.", "layers": 2, "qk_norm": True}, {}, {"layers": 2}),
-    "two layers (SGLang)": ({"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}),
+    "two layers with qk_norm (Qwen3)": (
+        {**SPECULATORS, "first": "layers.0.", "layers": 2, "qk_norm": True}, {}, {"layers": 2}
+    ),
+    "two layers (SGLang)": (
+        {"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}
+    ),
 }
 
 
@@ -255,10 +298,14 @@ def test_eagle3_head(tmp_path, base, name):
     for n in names:
         width = 3 * H if n.startswith("input_norm") else H
         state[n] = 1 + 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(len(n)))
-    if "speculators_model_type" in config:  # the layer's shape is nested, outside only what is speculators' own
+    # The layer's shape is nested, outside only what is speculators' own.
+    if "speculators_model_type" in config:
         shape = {k: config.pop(k) for k in list(config) if k in BASE and k != "architectures"}
         config["transformer_layer_config"] = shape
-    head = load_head(convert(write_head(tmp_path / "h", state, config), tmp_path / "out", folder, quiet=True), target, "eagle3")
+    head = load_head(
+        convert(write_head(tmp_path / "h", state, config), tmp_path / "out", folder, quiet=True), target,
+        "eagle3"
+    )
     hidden, aux = options.get("hidden", H), options.get("aux", 3)
     tokens, features = torch.randint(0, V, (20,)), torch.randn(20, aux * H)
     normed = features
@@ -270,14 +317,18 @@ def test_eagle3_head(tmp_path, base, name):
     assert close([head.fuse(features)], [fused])
     embed = state.get("embed_tokens.weight", target.embed.weight)
     feature = torch.randn(20, hidden)
-    want = papers_eagle3(state, embed, state["lm_head.weight"], tokens, feature, options.get("hd", 12), options.get("kv", 2),
+    want = papers_eagle3(state, embed, state[
+        "lm_head.weight"
+    ], tokens, feature, options.get("hd", 12), options.get("kv", 2),
                          options.get("first", "midlayer."), **flags)
     assert close(ours(head, tokens, feature), want)
     ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
     assert torch.equal(head.draft_ids, ids)
     prompt = [3, 1, 4]
     plain = Decoder(target, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
-    fast = Decoder(target, Eagle(head, TreeShape(12, 2, 4)), compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0]
+    fast = Decoder(
+        target, Eagle(head, TreeShape(12, 2, 4)), compile=False, max_seq_len=100
+    ).generate([prompt], Sampling(40))[0]
     assert fast.ids == plain
 
 
@@ -286,12 +337,18 @@ def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
     state, config = make_head("eagle3", draft=V)
     own = state.pop("lm_head.weight")
     none = {**config, "draft_vocab_size": None}
-    head = load_head(convert(write_head(tmp_path / "a", state, none), tmp_path / "x", folder, quiet=True), target)
+    head = load_head(
+        convert(write_head(tmp_path / "a", state, none), tmp_path / "x", folder, quiet=True), target
+    )
     assert head.lm_head is target.lm_head
     state["embed_tokens.weight"] = own
     tied = {**config, "tie_word_embeddings": True}
-    head = load_head(convert(write_head(tmp_path / "b", state, tied), tmp_path / "y", folder, quiet=True), target)
-    assert torch.equal(head.lm_head.weight, own) and head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
+    head = load_head(
+        convert(write_head(tmp_path / "b", state, tied), tmp_path / "y", folder, quiet=True), target
+    )
+    assert torch.equal(
+        head.lm_head.weight, own
+    ) and head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
 
 
 def test_a_narrow_head_cannot_borrow_a_wide_lm_head(tmp_path, base):
@@ -306,41 +363,60 @@ def test_the_mask_alone_tells_the_draft_ids(tmp_path, base):
     state, config = make_head("eagle3")
     ids = torch.arange(state["d2t"].numel()) + state.pop("d2t")
     state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
-    folder = convert(write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True)
+    folder = convert(
+        write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True
+    )
     assert torch.equal(load_file(folder / "model.safetensors")["draft_ids"], ids)
 
 
 def test_biases_are_found_in_the_file_whatever_the_config_says(tmp_path, base):
     state, config = make_head("eagle3", qkv_bias=True, attention_bias=True)
-    folder = convert(write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True)
+    folder = convert(
+        write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True
+    )
     assert read_config(folder)["qkv_bias"]
 
 
 def test_an_id_that_only_an_input_can_have(tmp_path, base):
     ids = [0, 3, LAYERS]
     state, config = make_head("eagle3", eagle_config={AUX: ids})
-    folder = convert(write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True)
+    folder = convert(
+        write_head(tmp_path / "h", state, config), tmp_path / "o", base["Llama-3"][0], quiet=True
+    )
     assert read_config(folder)["aux_layers"] == ids
 
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)
     "norm_before_residual": (
-        {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"], ("norm_before_residual", True)),
+        {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"],
+        ("norm_before_residual", True)),
     "norm_before_residual, no": (
-        {"speculators_model_type": "eagle3"}, "--norm-before-residual", ["--no-norm-before-residual"], ("norm_before_residual", False)),
-    "norm_output": ({"norm_output": True}, "--recycle raw", ["--recycle", "normed"], ("recycle_normed", True)),
-    "norm_output, raw": ({"norm_output": True}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)),
+        {"speculators_model_type": "eagle3"}, "--norm-before-residual", ["--no-norm-before-residual"],
+        ("norm_before_residual", False)),
+    "norm_output": (
+        {"norm_output": True}, "--recycle raw", ["--recycle", "normed"], ("recycle_normed", True)
+    ),
+    "norm_output, raw": (
+        {"norm_output": True}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)
+    ),
     "aux layers": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}}, "4,5,6 if outputs",
+        ["--aux-layers", "3,4,5"],
         ("aux_layers", [3, 4, 5])),
     "aux layers, twice": (
-        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "--aux-layers 2,3,5 or --aux-layers 2,4,5", ["--aux-layers", "2,4,5"],
+        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "--aux-layers 2,3,5 or --aux-layers 2,4,5",
+        ["--aux-layers", "2,4,5"],
         ("aux_layers", [2, 4, 5])),
-    "as many states as fc is wide": ({"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])),
-    "norm_output, false": ({"norm_output": False}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)),
+    "as many states as fc is wide": (
+        {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])
+    ),
+    "norm_output, false": (
+        {"norm_output": False}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)
+    ),
     "a speculator by its name": (
-        {"architectures": ["Eagle3Speculator"]}, "--norm-before-residual", ["--norm-before-residual"], ("norm_before_residual", True)),
+        {"architectures": ["Eagle3Speculator"]}, "--norm-before-residual", ["--norm-before-residual"],
+        ("norm_before_residual", True)),
 }
 
 
@@ -357,13 +433,18 @@ def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
 
 
 REFUSED = {
-    "an input norm in layer 0": (("eagle",), {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "no such norm"),
+    "an input norm in layer 0": (
+        ("eagle",), {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "no such norm"
+    ),
     "a head of two layers": (("eagle",), {}, {"num_hidden_layers": 2}, "2 layers"),
     "another kind of speculator": (("eagle3",), {}, {"speculators_model_type": "peagle"}, "peagle"),
     "two kinds of norm before fc": (
-        ("eagle3",), {"fc_norm.0.weight": torch.ones(H), "input_norm.weight": torch.ones(3 * H)}, {}, "only one"),
+        ("eagle3",), {"fc_norm.0.weight": torch.ones(H), "input_norm.weight": torch.ones(3 * H)}, {},
+        "only one"),
     "a missing fc_norm": (("eagle3",), {"fc_norm.0.weight": torch.ones(H)}, {}, "fc_norm.1.weight"),
-    "a left-over tensor": (("eagle3",), {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"),
+    "a left-over tensor": (
+        ("eagle3",), {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"
+    ),
 }
 
 
@@ -379,9 +460,15 @@ def test_refused_heads(tmp_path, base, name):
 LENGTHS = {  # config keys -> the longest context
     "as it says": ({}, 512),
     "Vicuna-16k": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
-    "Qwen2.5's recipe": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048),
-    "yarn, stretched already": ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512),
-    "yarn, the original outside": ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128}, 512),
+    "Qwen2.5's recipe": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}}, 2048
+    ),
+    "yarn, stretched already": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}, 512
+    ),
+    "yarn, the original outside": (
+        {"rope_scaling": {"type": "yarn", "factor": 4.0}, "original_max_position_embeddings": 128}, 512
+    ),
     "llama3": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                                  "original_max_position_embeddings": 64}}, 512),
 }
@@ -420,10 +507,13 @@ def test_windows_are_off_unless_a_family_has_them(tmp_path):
 
 REFUSED_TARGETS = {
     "dynamic RoPE": (
-        "Llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "keys already in the cache"),
+        "Llama-3", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "keys already in the cache"),
     "a sliding window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
     "Mistral's window": ("Mistral", {"sliding_window": 64}, "sliding_window 64"),
-    "layers with a window": ("Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    "layers with a window": (
+        "Qwen2", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"
+    ),
     "layers without experts": ("Qwen3-MoE", {"mlp_only_layers": [0]}, "mlp_only_layers"),
     "every other layer without experts": ("Qwen3-MoE", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     "no number of experts": ("Qwen3-MoE", {"num_experts": 0}, "number of experts"),
@@ -442,7 +532,8 @@ def test_refused_targets(tmp_path, name):
 
 
 def test_experts_of_few_rows_and_of_many(tmp_path):
-    """The two ways of computing a mixture agree: rows alone (weights gathered) and together (every expert)."""
+    """The two ways of computing a mixture agree: rows alone (weights gathered) and together (every expert).
+    """
     make_target(tmp_path / "in", "Qwen3-MoE")
     target, _ = load_model(convert(tmp_path / "in", tmp_path / "out", quiet=True))
     experts, x = target.layers[3].mlp, torch.randn(1, 30, H)
@@ -487,7 +578,8 @@ def write_gguf(file: Path, theirs, arch: str, extra=lambda w: None) -> Path:
     if not c.tie_word_embeddings:
         put("output.weight", state["lm_head.weight"])
     names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output",
-             "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
+             "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+             "mlp.gate_proj": "ffn_gate",
              "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp"}
     for i in range(c.num_hidden_layers):
         p = f"model.layers.{i}."
@@ -523,7 +615,9 @@ def test_gguf_yarn_and_window(tmp_path):
         w.add_rope_scaling_factor(YARN["factor"])
         w.add_rope_scaling_orig_ctx_len(YARN["original_max_position_embeddings"])
 
-    target, _ = load_model(convert(write_gguf(tmp_path / "m.gguf", theirs, "qwen3", yarn), tmp_path / "out", quiet=True))
+    target, _ = load_model(
+        convert(write_gguf(tmp_path / "m.gguf", theirs, "qwen3", yarn), tmp_path / "out", quiet=True)
+    )
     tokens = torch.randint(0, V, (1, 200), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want, got = theirs(tokens).logits, target.logits(target.causal(tokens)[0])
@@ -535,7 +629,9 @@ def test_gguf_yarn_and_window(tmp_path):
 
 @pytest.mark.parametrize(
     "name,arch",
-    [("Llama-3", "llama"), ("Qwen2", "qwen2"), ("Qwen2.5 tied", "qwen2"), ("Qwen3", "qwen3"), ("Mixtral", "llama"),
+    [("Llama-3", "llama"), ("Qwen2", "qwen2"), (
+        "Qwen2.5 tied", "qwen2"
+    ), ("Qwen3", "qwen3"), ("Mixtral", "llama"),
      ("Qwen3-MoE", "qwen3moe")],
 )
 def test_gguf_gives_the_same_tensors(tmp_path, name, arch):
@@ -556,7 +652,10 @@ VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and polite"
     " answers to the user's questions."
 )
-TALK = [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"}, {"role": "user", "content": "q2"}]
+TALK = [
+    {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"},
+    {"role": "user", "content": "q2"}
+]
 
 
 def with_sentencepiece(folder: Path) -> Path:
@@ -566,7 +665,8 @@ def with_sentencepiece(folder: Path) -> Path:
     text = folder.parent / "text.txt"
     text.write_text("\n".join(f"some words to learn {i} {VICUNA}" for i in range(200)))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=110, byte_fallback=False, hard_vocab_limit=False,
+        input=str(text), model_prefix=str(folder / "tokenizer"), vocab_size=110, byte_fallback=False,
+        hard_vocab_limit=False,
         minloglevel=2, model_type="bpe", character_coverage=1.0)
     return folder
 
@@ -592,7 +692,9 @@ def test_the_default_system_prompt_of_llama2(tmp_path):
     from tokens.templates import LLAMA2_SYSTEM
     from tokens.tokenizer import Tokenizer
 
-    ours = Tokenizer.load(convert(with_sentencepiece(tmp_path / "llama-2-13b-chat"), tmp_path / "out", quiet=True))
+    ours = Tokenizer.load(
+        convert(with_sentencepiece(tmp_path / "llama-2-13b-chat"), tmp_path / "out", quiet=True)
+    )
     assert ours._render(TALK[:1], {}) == f"<s>[INST] <<SYS>>\n{LLAMA2_SYSTEM}\n<</SYS>>\n\nq1 [/INST]"
     assert "while being safe.  Your" in LLAMA2_SYSTEM and "don't share false information." in LLAMA2_SYSTEM
 
@@ -603,7 +705,9 @@ def test_templates_by_flag(tmp_path, capsys):
     source = with_sentencepiece(tmp_path / "mystery")
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
     command = ["--checkpoint", str(source), "--out"]
-    for flags, has in (([], False), (["--template", "vicuna"], True), (["--template", str(tmp_path / "mine.jinja")], True)):
+    for flags, has in (
+        ([], False), (["--template", "vicuna"], True), (["--template", str(tmp_path / "mine.jinja")], True)
+    ):
         assert main([*command, str(tmp_path / f"o{len(flags)}{flags[-1:] == ['vicuna']}"), *flags]) == 0
         assert Tokenizer.load(tmp_path / f"o{len(flags)}{flags[-1:] == ['vicuna']}").has_template is has
     assert main([*command, str(tmp_path / "bad"), "--template", "nonsense"]) == 1

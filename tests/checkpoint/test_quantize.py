@@ -65,7 +65,9 @@ def test_int4_beats_reaching_the_extreme(group):
 def test_fp8_rounds_weights_and_activations():
     """Three bits of mantissa: each value within a sixteenth; the product is that of what was rounded."""
     g = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(40, 64, generator=g), torch.randn(3, 5, 64, generator=g) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    weight, x = torch.randn(40, 64, generator=g), torch.randn(
+        3, 5, 64, generator=g
+    ) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     layer = QuantizedLinear.of(weight, "fp8", bias=torch.randn(40, generator=g))
     assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight.float().abs().max() == FP8_MOST
     large = weight.abs() > weight.abs().amax(1, keepdim=True) / 100
@@ -78,15 +80,21 @@ def test_fp8_rounds_weights_and_activations():
 
 
 def test_w8a8_rounds_activations_by_64():
-    """Each value to the nearest step of its group's largest / 127, whatever the other groups hold; the last group may be short."""
-    x = torch.randn(3, 5, 100, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    """Each value to the nearest step of its group's largest / 127, whatever the other groups hold; the last
+    group may be short.
+    """
+    x = torch.randn(
+        3, 5, 100, generator=torch.Generator().manual_seed(0)
+    ) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     x[0, 0, 70], x[0, 1, :64], x[1, 2, 3] = 1e4, 0, float("nan")
     found = rounded(x)
     assert found[1, 2, :64].isnan().all() and found[1, 2, 64:].isfinite().all()
     for part in (slice(0, 64), slice(64, 100)):
         step = x[..., part].abs().amax(-1, keepdim=True) / 127
         off = (found[..., part] - x[..., part]).abs()
-        assert (off <= step * 0.5001).logical_or(step.isnan()).all() and (off[0, 2:] > step[0, 2:] * 0.4).any()
+        assert (off <= step * 0.5001).logical_or(step.isnan()).all() and (
+            off[0, 2:] > step[0, 2:] * 0.4
+        ).any()
     layer = QuantizedLinear.of(torch.randn(40, 100), "w8a8")
     assert torch.equal(layer(x[:1]), F.linear(found[:1], layer.whole(torch.float32)))
 
@@ -98,13 +106,19 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     code, said = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
     assert code == 0 and f"{out}: " in said.out and f"{out / 'eagle3'}: " in said.out and "wqkv" in said.out
     before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
-    assert torch.equal(after["embed.weight"], before["embed.weight"]) and torch.equal(after["norm.weight"], before["norm.weight"])
+    assert torch.equal(
+        after["embed.weight"], before["embed.weight"]
+    ) and torch.equal(after["norm.weight"], before["norm.weight"])
     whole, _ = load_model(golden)
     model, config = load_model(out)
     assert config["quantization"]["mode"] == mode and (out / "tokenizer.json").is_file()
     layer = model.layers[2].wqkv
-    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
-    error = (layer.whole(torch.float32) - before["layers.2.wqkv.weight"]).norm() / before["layers.2.wqkv.weight"].norm()
+    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (
+        torch.int8, torch.uint8, torch.float8_e4m3fn
+    )
+    error = (
+        layer.whole(torch.float32) - before["layers.2.wqkv.weight"]
+    ).norm() / before["layers.2.wqkv.weight"].norm()
     assert 0 < error < most
     tokens = torch.tensor([PROMPT])
     a, b = (m.logits(m.causal(tokens)[0]) for m in (whole, model))
@@ -118,7 +132,9 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype, temperature):
     out = tmp_path / "q"
-    assert quantize.main(["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]) == 0
+    assert quantize.main(
+        ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
+    ) == 0
     from kernels.cpu import load_kernels
     from kernels.packed import pack
 
@@ -131,8 +147,11 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
             pack(target, head)
         sampling = Sampling(80, temperature, seed=3)
         plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
-        fast = Decoder(target, Eagle(head, TreeShape(12, 3, 4)), compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
-        exact = dtype == "fp32" and mode != "w8a8"  # which rounds activations: a last bit may become a whole step
+        fast = Decoder(
+            target, Eagle(head, TreeShape(12, 3, 4)), compile=False, max_seq_len=150
+        ).generate([PROMPT], sampling)[0].ids
+        # Which rounds activations: a last bit may become a whole step.
+        exact = dtype == "fp32" and mode != "w8a8"
         if on_kernels or exact:
             assert fast == plain
         if exact:
@@ -142,7 +161,9 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
 
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "fp8"))
 def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
-    """Stacks of experts are quantised, their router is not; few rows read the chosen experts, many read all: the same text."""
+    """Stacks of experts are quantised, their router is not; few rows read the chosen experts, many read all:
+    the same text.
+    """
     from helpers import families
 
     monkeypatch.setitem(families.SIZES, "hidden_size", 64)  # which groups of 32 divide
@@ -153,7 +174,9 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     assert code == 0 and "w_gate_up" in said.out
     exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
     experts, before = model.layers[1].mlp, exact.layers[1].mlp
-    assert isinstance(experts.w_down, QuantizedStack) and torch.equal(experts.router.weight, before.router.weight)
+    assert isinstance(experts.w_down, QuantizedStack) and torch.equal(
+        experts.router.weight, before.router.weight
+    )
     error = (experts.matrices("w_down", None, torch.float32) - before.w_down).norm() / before.w_down.norm()
     assert 0 < error < {"int8": 0.01, "w8a8": 0.01, "int4": 0.15, "fp8": 0.05}[mode]
     x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
@@ -211,8 +234,13 @@ WRONG = {
     "no folder": (lambda d: shutil.rmtree(d), "not a folder"),
     "not ours": (lambda d: (d / "config.json").write_text("{}"), "not converted yet"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "no such file"),
-    "cut short": (lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]), "damaged"),
-    "quantised already": (lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"),
+    "cut short": (
+        lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]),
+        "damaged"
+    ),
+    "quantised already": (
+        lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"
+    ),
     "another shape": (lambda d: edit(d, intermediate_size=1000), "has shape"),
 }
 
@@ -236,7 +264,9 @@ def test_nothing_is_lost(golden, tmp_path, capsys):
     """Not the source by its own output, not a whole folder by a damaged head."""
     shutil.copytree(golden, tmp_path / "in")
     code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "in", "--force")
-    assert code == 1 and "is the checkpoint itself" in said.err and (tmp_path / "in" / "model.safetensors").is_file()
+    assert code == 1 and "is the checkpoint itself" in said.err and (
+        tmp_path / "in" / "model.safetensors"
+    ).is_file()
     weights = tmp_path / "in" / "eagle3" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
     code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
@@ -260,9 +290,14 @@ def test_scales_of_another_type_are_refused(golden, tmp_path):
     """Kernels read them as what they ought to be."""
     for mode, wrong in (("int8", torch.bfloat16), ("int4", torch.float32)):
         out = tmp_path / mode
-        assert quantize.main(["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]) == 0
+        assert quantize.main(
+            ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
+        ) == 0
         state = load_file(out / "model.safetensors")
-        save_file({k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}, out / "model.safetensors")
+        save_file(
+            {k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()},
+            out / "model.safetensors"
+        )
         with pytest.raises(InputError, match=r"scale is torch\..*quantise again"):
             load_model(out)
 

@@ -1,4 +1,6 @@
-"""The command line and the Python API, on the golden target with a byte tokenizer (run in this process, not compiled)."""
+"""The command line and the Python API, on the golden target with a byte tokenizer (run in this process, not
+compiled).
+"""
 import json
 import os
 import shutil
@@ -30,10 +32,14 @@ def rows(out: str) -> list[dict]:
 
 def test_json_has_the_promised_keys(golden, capsys):
     code, out, _ = cli(
-        capsys, "--checkpoint", golden, "--speculate", "eagle3", "--prompt", "Hello", "--max-new-tokens", 40, "--json", "--compare", *SMALL
+        capsys, "--checkpoint", golden, "--speculate", "eagle3", "--prompt", "Hello", "--max-new-tokens", 40,
+        "--json", "--compare", *SMALL
     )
     (row,) = rows(out)
-    keys = {"prompt", "text", "output_ids", "tokens", "seconds", "prefill_seconds", "tokens_per_second", "tau", "accept_lengths", "seed"}
+    keys = {
+        "prompt", "text", "output_ids", "tokens", "seconds", "prefill_seconds", "tokens_per_second", "tau",
+        "accept_lengths", "seed"
+    }
     assert code == 0 and keys <= row.keys() and keys <= row["plain"].keys()
     assert row["prompt"] == "Hello" and row["tokens"] == len(row["output_ids"]) == 40
     assert row["equal"] is True and row["plain"]["output_ids"] == row["output_ids"] and row["plain"]["text"] == row["text"]
@@ -44,11 +50,16 @@ def test_json_has_the_promised_keys(golden, capsys):
 
 
 def test_text_goes_to_stdout_and_figures_to_stderr(golden, capsys):
-    args = ("--checkpoint", golden, "--speculate", "eagle3", "--prompt", "Hello", "--max-new-tokens", 30, *SMALL)
+    args = (
+        "--checkpoint", golden, "--speculate", "eagle3", "--prompt", "Hello", "--max-new-tokens", 30, *SMALL
+    )
     code, out, err = cli(capsys, *args, "--compare")
     _, as_json, _ = cli(capsys, *args, "--json")
     assert code == 0 and out == rows(as_json)[0]["text"] + "\n"
-    for words in ("tau ", "tok/s", "prefill", "GB/s of weights", "peak memory", "1 tokens", "speedup", "texts equal: yes"):
+    for words in (
+        "tau ", "tok/s", "prefill", "GB/s of weights", "peak memory", "1 tokens", "speedup",
+        "texts equal: yes"
+    ):
         assert words in err
 
 
@@ -63,26 +74,39 @@ def test_prompts_of_every_kind_in_one_batch(golden, capsys, tmp_path):
     found = rows(out)
     assert code == 0 and [r["prompt"] for r in found] == ["plain", [72, 105], "two\nlines", "first", "second"]
     for row in found:  # each alone gives the same text
-        prompt = ("--prompt-ids", "72,105") if isinstance(row["prompt"], list) else ("--prompt", row["prompt"])
+        prompt = ("--prompt-ids", "72,105") if isinstance(row["prompt"], list) else (
+            "--prompt", row["prompt"]
+        )
         assert rows(cli(capsys, *common, *prompt)[1])[0]["output_ids"] == row["output_ids"]
 
 
 @pytest.mark.parametrize("flags", [
     ["--speculate", "eagle"], ["--speculate", "eagle2", *SMALL], ["--speculate", "eagle3", "--tree", "paper"],
-    ["--speculate", "eagle3", "--tree", "12,2,4"], ["--speculate", "eagle3", "--tree", "FILE"], ["--speculate", "eagle", "--tree", "FILE"],
+    ["--speculate", "eagle3", "--tree", "12,2,4"], ["--speculate", "eagle3", "--tree", "FILE"],
+    ["--speculate", "eagle", "--tree", "FILE"],
 ], ids=" ".join)
 def test_every_method_and_tree_gives_the_plain_text(golden, capsys, tmp_path, flags):
     (tmp_path / "paths.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")
     flags = [str(tmp_path / "paths.json") if f == "FILE" else f for f in flags]
-    (row,) = rows(cli(capsys, "--checkpoint", golden, "--prompt", "Hello", "--max-new-tokens", 40, "--json", "--compare", *flags)[1])
+    (row,) = rows(
+        cli(
+            capsys, "--checkpoint", golden, "--prompt", "Hello", "--max-new-tokens", 40, "--json",
+            "--compare", *flags
+        )[1]
+    )
     assert row["equal"] is True and row["tau"] > 1.2
 
 
 def test_auto_tree_is_measured_once(golden, capsys, tmp_path):
     shutil.copytree(golden, tmp_path / "t")
-    common = ("--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello", "--max-new-tokens", 20)
+    common = (
+        "--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello",
+        "--max-new-tokens", 20
+    )
     code, out, err = cli(capsys, *common)
-    assert code == 0 and "choosing a tree" in err and "60/7/10" in err and (tmp_path / "t" / "eagle3" / "tree.json").is_file()
+    assert code == 0 and "choosing a tree" in err and "60/7/10" in err and (
+        tmp_path / "t" / "eagle3" / "tree.json"
+    ).is_file()
     code, again, err = cli(capsys, *common)
     assert code == 0 and again == out and "chosen before" in err
 
@@ -100,10 +124,14 @@ def test_raw_system_and_template_reach_the_model(golden, capsys):
     assert model.encode("hi", system="be") == list(b"s:be\nu:hi\na:")
     assert model.encode("hi", raw=True) == list(b"hi")
     outputs = [
-        rows(cli(capsys, "--checkpoint", golden, "--prompt", "hi", "--json", "--max-new-tokens", 8, *flags)[1])[0]["output_ids"]
+        rows(
+            cli(capsys, "--checkpoint", golden, "--prompt", "hi", "--json", "--max-new-tokens", 8, *flags)[1]
+        )[0]["output_ids"]
         for flags in ([], ["--raw"], ["--system", "be"])
     ]
-    want = [model.generate(list(ids), max_new_tokens=8).ids for ids in (b"u:hi\na:", b"hi", b"s:be\nu:hi\na:")]
+    want = [
+        model.generate(list(ids), max_new_tokens=8).ids for ids in (b"u:hi\na:", b"hi", b"s:be\nu:hi\na:")
+    ]
     assert outputs == want
 
 
@@ -120,7 +148,8 @@ def test_trace_has_the_golden_keys_and_trees(golden, capsys, tmp_path):
     prompt = ",".join(map(str, reference["prompt"].flatten().tolist()))
     file = tmp_path / "trace.safetensors"
     code, out, _ = cli(
-        capsys, "--checkpoint", golden, "--speculate", "eagle3", "--prompt-ids", prompt, "--max-new-tokens", 60, "--trace", file, *SMALL
+        capsys, "--checkpoint", golden, "--speculate", "eagle3", "--prompt-ids", prompt, "--max-new-tokens",
+        60, "--trace", file, *SMALL
     )
     trace = load_file(file)
     assert code == 0 and out
@@ -139,10 +168,16 @@ def test_trace_has_the_golden_keys_and_trees(golden, capsys, tmp_path):
 def test_interactive_keeps_the_conversation(golden, capsys, monkeypatch):
     lines = iter(["one", "two", "/reset", "one", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
-    code, out, _ = cli(capsys, "--checkpoint", golden, "--speculate", "eagle3", "--interactive", "--max-new-tokens", 15, *SMALL)
+    code, out, _ = cli(
+        capsys, "--checkpoint", golden, "--speculate", "eagle3", "--interactive", "--max-new-tokens", 15,
+        *SMALL
+    )
     model = load(golden, compile=False)
     first = model.generate("one", max_new_tokens=15).text
-    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": first}, {"role": "user", "content": "two"}]
+    talk = [
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": first},
+        {"role": "user", "content": "two"}
+    ]
     second = model.generate(talk, max_new_tokens=15).text
     assert code == 0 and out == f"{first}\n{second}\n{first}\n"
 
@@ -179,7 +214,9 @@ def test_ctrl_c_keeps_what_there_is(golden, capsys, monkeypatch, tmp_path):
     assert code == 130 and out.count("--- ") == 2 and len(out) > 40
     code, out, _ = cli(capsys, *common, "--prompt", "Hello", "--json")
     (row,) = rows(out)
-    assert code == 130 and row["finish"] == "interrupted" and 4 <= row["tokens"] < 100 and len(row["accept_lengths"]) == 3
+    assert code == 130 and row["finish"] == "interrupted" and 4 <= row["tokens"] < 100 and len(
+        row["accept_lengths"]
+    ) == 3
     code, _, _ = cli(capsys, *common, "--prompt", "Hello", "--trace", tmp_path / "t")
     assert code == 130 and {k[:3] for k in load_file(tmp_path / "t") if "." in k} == {"000", "001", "002"}
 
@@ -248,7 +285,9 @@ def test_drafted_text_is_coloured(golden):
 def test_a_checkpoint_without_tokenizer_runs_on_ids(golden, capsys, tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(golden / name, tmp_path / name)
-    code, out, _ = cli(capsys, "--checkpoint", tmp_path, "--prompt-ids", "1,2,3", "--json", "--max-new-tokens", 5)
+    code, out, _ = cli(
+        capsys, "--checkpoint", tmp_path, "--prompt-ids", "1,2,3", "--json", "--max-new-tokens", 5
+    )
     assert code == 0 and len(rows(out)[0]["output_ids"]) == 5
     ids = ",".join(map(str, rows(out)[0]["output_ids"]))
     common = ("--checkpoint", tmp_path, "--prompt-ids", "1,2,3", "--max-new-tokens", 5)
@@ -259,7 +298,9 @@ def test_a_checkpoint_without_tokenizer_runs_on_ids(golden, capsys, tmp_path):
 
 
 def test_a_source_is_converted_on_the_way_once(capsys, tmp_path, monkeypatch):
-    """Into checkpoints/NAME, stdout left alone; a changed source again, another source of that name never taken for it."""
+    """Into checkpoints/NAME, stdout left alone; a changed source again, another source of that name never
+    taken for it.
+    """
     monkeypatch.chdir(tmp_path)
     for place in ("a", "b"):
         shutil.copytree(ROOT / "tests" / "golden" / "target", tmp_path / place / "Model")
@@ -287,15 +328,21 @@ BAD = {
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature"),
     "top-p": (["--prompt", "x", "--top-p", "0"], "top_p"),
     "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
-    "impossible tree": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "60", "--tree-depth", "1"], "tree:"),
-    "tree wider than the head": (["--prompt", "x", "--speculate", "eagle3", "--tree-width", "97"], "width 97"),
+    "impossible tree": (
+        ["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "60", "--tree-depth", "1"], "tree:"
+    ),
+    "tree wider than the head": (
+        ["--prompt", "x", "--speculate", "eagle3", "--tree-width", "97"], "width 97"
+    ),
     "a head for plain decoding": (["--prompt", "x", "--draft", "/tmp"], "--draft"),
     "a system message without template": (["--prompt", "x", "--raw", "--system", "be"], "--system"),
     "top-k": (["--prompt", "x", "--top-k", "99999999999999999999"], "top_k"),
     "threads": (["--prompt", "x", "--threads", "99999999999999"], "--threads"),
     "a device that holds nothing": (["--prompt", "x", "--device", "meta"], "--device meta"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size"),
-    "two trees": (["--prompt", "x", "--speculate", "eagle3", "--tree", "paper", "--tree-nodes", "8"], "--tree-nodes"),
+    "two trees": (
+        ["--prompt", "x", "--speculate", "eagle3", "--tree", "paper", "--tree-nodes", "8"], "--tree-nodes"
+    ),
     "a tree for plain decoding": (["--prompt", "x", "--tree", "paper"], "--speculate"),
     "no tree file": (["--prompt", "x", "--speculate", "eagle", "--tree", "/nowhere.json"], "/nowhere.json"),
     "an orphan path": (["--prompt", "x", "--speculate", "eagle", "--tree", "ORPHAN"], "no parent"),
@@ -310,8 +357,12 @@ BAD = {
     "interactive and raw": (["--raw", "--interactive"], "--raw"),
     "a tree of the root alone": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "1"], "one node"),
     "too many samples": (["--prompt", "x", "--num-samples", "1000000000000"], "--num-samples"),
-    "a batch larger than memory": (["--prompt", "x", "--num-samples", "100000", "--batch-size", "100000"], "GB are free"),
-    "a tree deeper than memory": (["--prompt", "x", "--speculate", "eagle3", "--tree-depth", "1000000000000"], "GB are free"),
+    "a batch larger than memory": (
+        ["--prompt", "x", "--num-samples", "100000", "--batch-size", "100000"], "GB are free"
+    ),
+    "a tree deeper than memory": (
+        ["--prompt", "x", "--speculate", "eagle3", "--tree-depth", "1000000000000"], "GB are free"
+    ),
 }
 
 
@@ -345,7 +396,10 @@ def test_missing_compiler_is_said(monkeypatch):
 
 def test_runs_as_a_program(golden):
     """As a user starts it, with nothing of this process: stdout holds the JSON and nothing else."""
-    command = [sys.executable, "generate.py", "--checkpoint", golden, "--prompt", "Hi", "--json", "--no-compile", "--max-new-tokens", "5"]
+    command = [
+        sys.executable, "generate.py", "--checkpoint", golden, "--prompt", "Hi", "--json", "--no-compile",
+        "--max-new-tokens", "5"
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (row,) = rows(done.stdout)
@@ -354,7 +408,10 @@ def test_runs_as_a_program(golden):
 
 def test_a_reader_that_leaves_early(golden):
     """`| head`: no message, a status that says why."""
-    command = [sys.executable, "generate.py", "--checkpoint", golden, "--prompt", "Hi", "--json", "--no-compile", "--max-new-tokens", "5"]
+    command = [
+        sys.executable, "generate.py", "--checkpoint", golden, "--prompt", "Hi", "--json", "--no-compile",
+        "--max-new-tokens", "5"
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()
     _, err = process.communicate(timeout=300)
@@ -378,7 +435,8 @@ def test_compiled_code_is_kept_beside_the_checkpoint(golden, tmp_path, monkeypat
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / ".compiled")
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())  # as torch itself does, which is no wish of the user's
+    # As torch itself does, which is no wish of the user's.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     keep_compiled(folders[0])
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folders[0] / ".compiled")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")

@@ -48,8 +48,9 @@ def test_text_is_plain_text(models, shape, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_target_itself_is_never_wrong(models, temperature):
-    """Every token it drafts is accepted, also with noise: what it reads and where it stands are what the target reads. This is
-    the whole of the drafter's book-keeping."""
+    """Every token it drafts is accepted, also with noise: what it reads and where it stands are what the
+    target reads. This is the whole of the drafter's book-keeping.
+    """
     target, _ = models
     decoder = Decoder(target, DraftModel(target, CHAIN), max_seq_len=250, chunks=(8,), compile=False)
     for prompt in PROMPTS:
@@ -61,17 +62,26 @@ def test_residual_acceptance_has_the_targets_distribution(models):
     """As coupled drafting has; with a draft model that is wrong often, and one that never is."""
     target, _ = models
     draft = smaller(target)
-    decoder = Decoder(target, DraftModel(draft, TreeShape(3, 1, 1), rule="residual"), batch=256, max_seq_len=64, compile=False)
+    decoder = Decoder(
+        target, DraftModel(draft, TreeShape(3, 1, 1), rule="residual"), batch=256, max_seq_len=64,
+        compile=False
+    )
     check_distribution(target, decoder)
-    check_distribution(target, Decoder(target, DraftModel(draft, CHAIN), batch=256, max_seq_len=64, compile=False))
-    lengths = [n for o in decoder.generate([PROMPTS[0]] * 256, [Sampling(12, 0.8, seed=i) for i in range(256)]) for n in o.accept_lengths]
+    check_distribution(
+        target, Decoder(target, DraftModel(draft, CHAIN), batch=256, max_seq_len=64, compile=False)
+    )
+    lengths = [
+        n for o in decoder.generate([PROMPTS[0]] * 256, [Sampling(12, 0.8, seed=i) for i in range(256)])
+        for n in o.accept_lengths
+    ]
     assert 1.02 < sum(lengths) / len(lengths) < 3
 
 
 def test_every_position_of_a_residual_chain_has_the_targets_distribution():
-    """Two Markov chains over six tokens, one of the target and one that drafts three tokens: at every position, what is emitted after
-    each token is distributed as the target's, also the token after a chain that was accepted whole. 200,000 seeds, chi-square at
-    1e-6 per position."""
+    """Two Markov chains over six tokens, one of the target and one that drafts three tokens: at every
+    position, what is emitted after each token is distributed as the target's, also the token after a chain
+    that was accepted whole. 200,000 seeds, chi-square at 1e-6 per position.
+    """
     g, B, V, D, temperature = torch.Generator().manual_seed(0), 200_000, 6, 3, 0.7
     target, draft = torch.randn(V, V, generator=g), torch.randn(V, V, generator=g)
     p, q = (target / temperature).softmax(-1), (0.5 * draft + target).softmax(-1)
@@ -92,7 +102,9 @@ def test_every_position_of_a_residual_chain_has_the_targets_distribution():
         seen = torch.zeros(V, V).index_put_((before, said), torch.ones(len(said)), accumulate=True)
         expected = p * seen.sum(1, keepdim=True)
         common = expected > 20
-        assert chi_square(seen[common].double(), expected[common].double()) < chi_square_limit(int(common.sum()))
+        assert chi_square(
+            seen[common].double(), expected[common].double()
+        ) < chi_square_limit(int(common.sum()))
         assert here.sum() > 5000
 
 
@@ -103,7 +115,9 @@ def test_residual_acceptance_of_the_target_itself(models):
     lengths = decoder.generate([PROMPTS[0]], Sampling(100, 1.0, seed=3))[0].accept_lengths
     assert sum(n == CHAIN.window for n in lengths[:-1]) >= len(lengths) - 2  # p and q round apart
     greedy = Decoder(target, max_seq_len=250, compile=False).generate([PROMPTS[1]], Sampling(60))[0].ids
-    other = Decoder(target, DraftModel(smaller(target), CHAIN, rule="residual"), max_seq_len=250, compile=False)
+    other = Decoder(
+        target, DraftModel(smaller(target), CHAIN, rule="residual"), max_seq_len=250, compile=False
+    )
     assert other.generate([PROMPTS[1]], Sampling(60))[0].ids == greedy
     with pytest.raises(ValueError, match="needs a chain"):
         DraftModel(target, WIDE, rule="residual")
@@ -111,7 +125,10 @@ def test_residual_acceptance_of_the_target_itself(models):
 
 def test_its_caches_are_counted_once(models):
     target, _ = models
-    one, two = (Decoder(target, drafter, max_seq_len=250, compile=False) for drafter in (None, DraftModel(target, CHAIN)))
+    one, two = (
+        Decoder(target, drafter, max_seq_len=250, compile=False)
+        for drafter in (None, DraftModel(target, CHAIN))
+    )
     assert two.cache_bytes / two.slots == pytest.approx(2 * one.cache_bytes / one.slots, rel=1e-6)
 
 
@@ -128,13 +145,20 @@ def test_a_conversation_goes_on(models):
             pass
         out = run.outputs()[0]
         assert set(out.accept_lengths[:-1]) == {CHAIN.window}
-        assert out.ids == Decoder(target, max_seq_len=300, compile=False).generate([text], Sampling(30))[0].ids
+        assert out.ids == Decoder(
+            target, max_seq_len=300, compile=False
+        ).generate([text], Sampling(30))[0].ids
         text = [*text, *out.ids, 50, 51, 52]
 
 
 def test_the_command_line(golden, capsys):
-    options = ["--checkpoint", str(golden), "--speculate", "draft-model", "--prompt", "abc", "--no-compile", "--max-new-tokens", "20"]
-    assert generate.main([*options, "--draft", str(golden), "--tree", "5,3,1", "--compare", "--json", "--dtype", "fp32"]) == 0
+    options = [
+        "--checkpoint", str(golden), "--speculate", "draft-model", "--prompt", "abc", "--no-compile",
+        "--max-new-tokens", "20"
+    ]
+    assert generate.main(
+        [*options, "--draft", str(golden), "--tree", "5,3,1", "--compare", "--json", "--dtype", "fp32"]
+    ) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["equal"] and found["tau"] > 4
 
@@ -161,7 +185,10 @@ def test_bad_input_is_one_line(golden, tmp_path, capsys):
     config = json.loads((bare / "config.json").read_text())
     (bare / "config.json").write_text(json.dumps(config | {"max_seq_len": 64}))
     assert "--max-seq-len 64 is what both read" in refused("--draft", str(bare))
-    fits = ["--checkpoint", str(golden), "--speculate", "draft-model", "--draft", str(bare), "--prompt", "abc", "--no-compile"]
+    fits = [
+        "--checkpoint", str(golden), "--speculate", "draft-model", "--draft", str(bare), "--prompt", "abc",
+        "--no-compile"
+    ]
     assert generate.main([*fits, "--max-seq-len", "64", "--max-new-tokens", "8"]) == 0
 
     other = tmp_path / "other"

@@ -29,9 +29,14 @@ def build(request):
 
 
 def test_traces_and_labels_of_trees_that_are_no_eagles(golden, tmp_path, capsys):
-    common = ["--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "12", "--prompt", "abcabcabc", "--json"]
+    common = [
+        "--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "12", "--prompt", "abcabcabc",
+        "--json"
+    ]
     for method, options in (("lookup", []), ("lookahead", ["--window", "2", "--level", "3"]), ("none", [])):
-        assert generate.main([*common, "--speculate", method, *options, "--trace", str(tmp_path / method)]) == 0
+        assert generate.main(
+            [*common, "--speculate", method, *options, "--trace", str(tmp_path / method)]
+        ) == 0
         trace = load_file(tmp_path / method)
         assert trace["000.draft_tokens"].shape == trace["000.depth"].shape
         said = json.loads(capsys.readouterr().out)
@@ -46,8 +51,13 @@ def test_traces_and_labels_of_trees_that_are_no_eagles(golden, tmp_path, capsys)
 def test_a_file_and_a_line(golden, tmp_path, monkeypatch, capsys):
     (tmp_path / "again_drafter.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(METHODS, "again", Method("again_drafter", "the last tokens again", {"again-length": (3, "how many")}))
-    common = ["--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "40", "--speculate", "again", "--again-length", "2"]
+    monkeypatch.setitem(
+        METHODS, "again", Method("again_drafter", "the last tokens again", {"again-length": (3, "how many")})
+    )
+    common = [
+        "--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "40", "--speculate", "again",
+        "--again-length", "2"
+    ]
     for temperature in ("0", "1"):
         options = ["--prompt", "abcabc", "--compare", "--json", "--temperature", temperature, "--seed", "3"]
         assert generate.main([*common, *options]) == 0
@@ -57,6 +67,13 @@ def test_a_file_and_a_line(golden, tmp_path, monkeypatch, capsys):
     assert generate.main([*common, "--prompt", "abc", "--draft", str(golden)]) == 1
     assert "--speculate again: has no use for --draft" in capsys.readouterr().err
     out = tmp_path / "out"
-    assert evaluate.main([*common[:-4], "--speculate", "again,lookup", "--again-length", "2", "--out", str(out), "--limit", "1"]) == 0
+    assert evaluate.main(
+        [
+            *common[:-4], "--speculate", "again,lookup", "--again-length", "2", "--out", str(out), "--limit",
+            "1"
+        ]
+    ) == 0
     rows = json.loads((out / "table.json").read_text())
-    assert {row["method"] for row in rows} == {"none", "again", "lookup"} and all(row["errors"] == 0 for row in rows)
+    assert {row["method"] for row in rows} == {"none", "again", "lookup"} and all(
+        row["errors"] == 0 for row in rows
+    )

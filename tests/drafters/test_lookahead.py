@@ -62,7 +62,9 @@ def test_window_and_pool_are_those_of_lists(window, level, guesses):
     assert set(drafter.rows[1].flatten().tolist()) <= {1, 2}
     lists = [Lists(drafter.rows[i].tolist(), window, level, guesses) for i in range(2)]
     for _ in range(60):
-        roots, new = [rng.randrange(4) for _ in range(2)], [[rng.randrange(4) for _ in range(window)] for _ in range(2)]
+        roots, new = [rng.randrange(4) for _ in range(2)], [
+            [rng.randrange(4) for _ in range(window)] for _ in range(2)
+        ]
         for i in range(2):
             lists[i].learn(roots[i], new[i])
         drafter.learn(torch.tensor(roots), torch.tensor(new))
@@ -74,11 +76,15 @@ def test_window_and_pool_are_those_of_lists(window, level, guesses):
     tree = drafter.propose(Root([3, 0]), None, None).tree
     paths = [[tree.tokens[0, 1 + c + guesses * d].item() for d in range(level - 1)] for c in range(guesses)]
     known = [list(gram) for gram in lists[0].pool[3]]
-    assert paths[guesses - len(known) :] == known and paths[: guesses - len(known)] == [[3] * (level - 1)] * (guesses - len(known))
+    assert paths[
+        guesses - len(known) :
+    ] == known and paths[: guesses - len(known)] == [[3] * (level - 1)] * (guesses - len(known))
 
 
 def test_an_extra_row_reads_what_its_column_says(models):
-    """The choice at the window's last row is that of plain decoding on root, row 0 up to the column, and the column below."""
+    """The choice at the window's last row is that of plain decoding on root, row 0 up to the column, and the
+    column below.
+    """
     target, _ = models
     drafter = Lookahead(target.args.vocab_size, 4, 4, 2)
     decoder, heard = Decoder(target, drafter, max_seq_len=200, compile=False), []
@@ -86,7 +92,9 @@ def test_an_extra_row_reads_what_its_column_says(models):
 
     def listen(root, chosen):
         n = int(decoder.state.length[0])
-        heard.append((decoder.state.tokens[0, : n + 1].tolist(), drafter.rows[0].tolist(), chosen[0].tolist()))
+        heard.append(
+            (decoder.state.tokens[0, : n + 1].tolist(), drafter.rows[0].tolist(), chosen[0].tolist())
+        )
         learn(root, chosen)
 
     drafter.learn = listen
@@ -99,11 +107,17 @@ def test_an_extra_row_reads_what_its_column_says(models):
 
 
 def test_the_command_line(golden, capsys):
-    command = ["--checkpoint", str(golden), "--prompt", "abc abc abc", "--no-compile", "--max-new-tokens", "30", "--dtype", "fp32"]
-    assert generate.main([*command, "--speculate", "lookahead", "--window", "3", "--guess-set", "4", "--compare", "--json"]) == 0
+    command = [
+        "--checkpoint", str(golden), "--prompt", "abc abc abc", "--no-compile", "--max-new-tokens", "30",
+        "--dtype", "fp32"
+    ]
+    assert generate.main(
+        [*command, "--speculate", "lookahead", "--window", "3", "--guess-set", "4", "--compare", "--json"]
+    ) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
     for options, message in (
-        (["--speculate", "lookahead", "--level", "2"], "at least 1, 3 and 1"), (["--speculate", "lookup", "--level", "4"], "belongs to"),
+        (["--speculate", "lookahead", "--level", "2"], "at least 1, 3 and 1"),
+        (["--speculate", "lookup", "--level", "4"], "belongs to"),
         (["--speculate", "lookahead", "--tree", "4,1,2"], "no use for --tree"),
     ):
         assert generate.main([*command, *options]) == 1

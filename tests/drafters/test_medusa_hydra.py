@@ -44,7 +44,10 @@ def test_text_is_plain_text(models, kind, temperature):
     target, _ = models
     sampling = [Sampling(60, temperature, seed=s) for s in range(3)]
     plain = Decoder(target, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
-    decoder = Decoder(target, drafter_of(heads_of(target, kind), likely_tree(16, 3)), batch=3, max_seq_len=200, compile=False)
+    decoder = Decoder(
+        target, drafter_of(heads_of(target, kind), likely_tree(16, 3)), batch=3, max_seq_len=200,
+        compile=False
+    )
     assert [o.ids for o in decoder.generate(PROMPTS, sampling)] == [o.ids for o in plain]
 
 
@@ -52,18 +55,25 @@ def sequential_tree(target, head, ids: list[int], tree: PathTree) -> list[int]:
     """The tree's tokens by the papers' formulas, node by node, for a text whose last token is the root."""
     args = head.args
     state = target.norm(target.causal(torch.tensor([ids[:-1]]))[0])  # z of all committed tokens
-    block = lambda b, x: (x if b.skip is None else F.linear(x, b.skip.weight, b.skip.bias)) + F.silu(F.linear(x, b.linear.weight, b.linear.bias))  # noqa: E501, E731
+    block = lambda b, x: (
+        x if b.skip is None else F.linear(x, b.skip.weight, b.skip.bias)
+    ) + F.silu(F.linear(x, b.linear.weight, b.linear.bias))  # noqa: E501, E731
     tokens = {(): ids[-1]}
     if isinstance(head, HydraHeads) and args.prefix:
         layer, rows = head.prefix_layer, []
         T = state.shape[1]
         q, k, v = layer.wqkv(layer.attn_norm(state)).split(
-            (args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim, args.num_kv_heads * args.head_dim), -1
+            (
+                args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim,
+                args.num_kv_heads * args.head_dim
+            ), -1
         )
         split = lambda x: x.view(1, T, -1, args.head_dim).transpose(1, 2)  # noqa: E731
         angle = torch.arange(T)[:, None] * head.inv_freq
         cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((angle.sin(),) * 2, -1)
-        turn = lambda x: x * cos + torch.cat((-x[..., args.head_dim // 2 :], x[..., : args.head_dim // 2]), -1) * sin  # noqa: E731
+        turn = lambda x: x * cos + torch.cat(
+            (-x[..., args.head_dim // 2 :], x[..., : args.head_dim // 2]), -1
+        ) * sin  # noqa: E731
         groups = args.num_heads // args.num_kv_heads
         q, k, v = turn(split(q)), turn(split(k)).repeat_interleave(groups, 1), split(v).repeat_interleave(groups, 1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -88,7 +98,9 @@ def sequential_tree(target, head, ids: list[int], tree: PathTree) -> list[int]:
 def test_trees_are_those_of_the_formulas(models, kind):
     """Step after step, so that what the drafter keeps of earlier steps counts too."""
     target, _ = models
-    head, tree = heads_of(target, kind), PathTree(((0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1)))
+    head, tree = heads_of(target, kind), PathTree(
+        ((0,), (1,), (2,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
+    )
     torch.manual_seed(1)
     for p in head.stacks.parameters():
         p.add_(torch.randn_like(p) * 0.05)
@@ -109,7 +121,8 @@ def same(a, b) -> bool:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_exported_comes_back(golden, models, tmp_path, kind):
     target, _ = models
-    head = heads_of(target, kind).twin(target, torch.bfloat16).twin(target, torch.float32)  # as the file will hold it
+    # As the file will hold it.
+    head = heads_of(target, kind).twin(target, torch.bfloat16).twin(target, torch.float32)
     export(head, tmp_path / "out")
     out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "ours", golden, quiet=True, dtype="fp32")
     back = load_head(out, target, kind.rstrip("+"))
@@ -117,18 +130,24 @@ def test_what_is_exported_comes_back(golden, models, tmp_path, kind):
 
 
 def published_medusa(target, folder, layers: int, lm_heads: bool = True, prefix: str = "") -> dict:
-    """As FasterDecoding publish them: one block under all its names, an lm_head each, a config that miscounts."""
+    """As FasterDecoding publish them: one block under all its names, an lm_head each, a config that
+    miscounts.
+    """
     torch.manual_seed(3)
     H, V, tensors = target.args.hidden_size, target.args.vocab_size, {}
     for k in range(3):
         weight, bias = torch.randn(H, H) * 0.05, torch.randn(H) * 0.05
         for i in range(layers):
-            tensors |= {f"{prefix}{k}.{i}.linear.weight": weight.clone(), f"{prefix}{k}.{i}.linear.bias": bias.clone()}
+            tensors |= {
+                f"{prefix}{k}.{i}.linear.weight": weight.clone(), f"{prefix}{k}.{i}.linear.bias": bias.clone()
+            }
         if lm_heads:
             tensors[f"{prefix}{k}.{layers}.weight"] = torch.randn(V, H) * 0.05
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "x"}))
+    (folder / "config.json").write_text(
+        json.dumps({"medusa_num_heads": 2, "medusa_num_layers": layers, "base_model_name_or_path": "x"})
+    )
     return tensors
 
 
@@ -150,12 +169,16 @@ def test_medusa_as_published(golden, models, tmp_path, layers, lm_heads):
         wanted = F.linear(x, given[f"{k}.{layers}.weight"] if lm_heads else rows)
         assert torch.allclose(logits[:, k], wanted, atol=1e-5)
     prompt = [256, 72, 101]
-    fast = Decoder(target, Medusa(head, likely_tree(12, 3)), max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+    fast = Decoder(
+        target, Medusa(head, likely_tree(12, 3)), max_seq_len=100, compile=False
+    ).generate([prompt], Sampling(20))[0].ids
     assert fast == Decoder(target, max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
 
 
 def published_hydra(target, folder, prefix: bool) -> dict:
-    """As ankner/hydra-vicuna: dropout takes slots, three names for one block, biased lm_heads, tables nobody reads."""
+    """As ankner/hydra-vicuna: dropout takes slots, three names for one block, biased lm_heads, tables nobody
+    reads.
+    """
     torch.manual_seed(4)
     a, tensors = target.args, {}
     H, V, r = a.hidden_size, a.vocab_size, lambda *s: torch.randn(*s) * 0.05
@@ -166,24 +189,33 @@ def published_hydra(target, folder, prefix: bool) -> dict:
         tensors |= {f"{first}res_connection.weight": r(H, (k + 2) * H), f"{first}res_connection.bias": r(H)}
         weight, bias = r(H, H), r(H)
         for slot in slots[1:]:
-            tensors |= {f"hydra_mlp.{k}.{slot}.linear.weight": weight.clone(), f"hydra_mlp.{k}.{slot}.linear.bias": bias.clone()}
+            tensors |= {
+                f"hydra_mlp.{k}.{slot}.linear.weight": weight.clone(),
+                f"hydra_mlp.{k}.{slot}.linear.bias": bias.clone()
+            }
         tensors |= {f"hydra_lm_head.{k}.{lm}weight": r(V, H), f"hydra_lm_head.{k}.{lm}bias": r(V)}
     tensors["input_embed_fn.weight"] = target.embed.weight.clone()
     if prefix:
         layer, kv, inner = "prefix_embeding_layer.layers.0.", a.num_kv_heads * a.head_dim, a.intermediate_size
         for name, shape in {
-            "self_attn.q_proj": (a.num_heads * a.head_dim, H), "self_attn.k_proj": (kv, H), "self_attn.v_proj": (kv, H),
-            "self_attn.o_proj": (H, a.num_heads * a.head_dim), "mlp.gate_proj": (inner, H), "mlp.up_proj": (inner, H),
+            "self_attn.q_proj": (a.num_heads * a.head_dim, H), "self_attn.k_proj": (kv, H),
+            "self_attn.v_proj": (kv, H),
+            "self_attn.o_proj": (H, a.num_heads * a.head_dim), "mlp.gate_proj": (inner, H),
+            "mlp.up_proj": (inner, H),
             "mlp.down_proj": (H, inner),
         }.items():
             tensors[f"{layer}{name}.weight"] = r(*shape)
-        for name in (f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "prefix_embeding_layer.norm"):
+        for name in (
+            f"{layer}input_layernorm", f"{layer}post_attention_layernorm", "prefix_embeding_layer.norm"
+        ):
             tensors[f"{name}.weight"] = 1 + r(H)
         tensors["prefix_embeding_layer.embed_tokens.weight"] = target.embed.weight.clone()
         tensors[f"{layer}self_attn.rotary_emb.inv_freq"] = torch.ones(a.head_dim // 2)
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"hydra_num_heads": 4, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"}))
+    (folder / "config.json").write_text(
+        json.dumps({"hydra_num_heads": 4, "hydra_head_arch": "prefix-mlp" if prefix else "mlp"})
+    )
     return tensors
 
 
@@ -191,7 +223,9 @@ def published_hydra(target, folder, prefix: bool) -> dict:
 def test_hydra_as_published(golden, models, tmp_path, prefix):
     target, _ = models
     given = published_hydra(target, tmp_path / "in", prefix)
-    head = load_head(convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra")
+    head = load_head(
+        convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra"
+    )
     assert head.args.guesses == 2 and head.args.blocks == 4 and head.args.repeated and head.args.lm_head_bias and head.args.prefix == prefix
     p, tokens = torch.randn(1, target.args.hidden_size), torch.tensor([[5, 9]])
     x = torch.cat((p, target.embed.weight[5][None], target.embed.weight[9][None]), -1)
@@ -205,7 +239,9 @@ def test_hydra_as_published(golden, models, tmp_path, prefix):
     wanted = F.linear(x, given[f"hydra_lm_head.1.{lm}weight"], given[f"hydra_lm_head.1.{lm}bias"])
     assert torch.allclose(head.guess_logits(head.output(p, tokens), 1), wanted, atol=1e-5)
     prompt = [256, 72, 101]
-    fast = Decoder(target, Hydra(head, likely_tree(12, 2)), max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+    fast = Decoder(
+        target, Hydra(head, likely_tree(12, 2)), max_seq_len=100, compile=False
+    ).generate([prompt], Sampling(20))[0].ids
     assert fast == Decoder(target, max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
 
 
@@ -218,13 +254,17 @@ def test_a_medusa_2_model_is_a_target_and_heads(golden, models, tmp_path):
     file = next((tmp_path / "model").glob("*.safetensors"))
     save_file(load_file(file) | heads, file)
     ours = convert_checkpoint.convert(tmp_path / "model", tmp_path / "ours", quiet=True)
-    assert read_config(ours)["kind"] == "target" and same(load_model(ours)[0].state_dict(), load_model(golden)[0].state_dict())
+    assert read_config(ours)["kind"] == "target" and same(
+        load_model(ours)[0].state_dict(), load_model(golden)[0].state_dict()
+    )
     convert_checkpoint.convert(tmp_path / "model", target=ours, quiet=True)
     assert load_head(ours / "medusa", target).args.guesses == 3
 
 
 def test_typical_acceptance_is_medusas(models, golden, capsys):
-    """The longest path whose tokens are all likely enough, of equals the likeliest; by a plain program on the target's logits."""
+    """The longest path whose tokens are all likely enough, of equals the likeliest; by a plain program on the
+    target's logits.
+    """
     target, _ = models
     head, tree = heads_of(target, "medusa"), likely_tree(24, 3)
     drafter = Medusa(head, tree)
@@ -243,7 +283,9 @@ def test_typical_acceptance_is_medusas(models, golden, capsys):
                 log_p, passes = 0.0, True
                 for i in range(len(path)):
                     above = [tokens[node[path[:j]]] for j in range(i + 1)]
-                    p = (target.logits(target.causal(torch.tensor([text + above]))[0][:, -1])[0] / 0.7).softmax(-1)
+                    p = (
+                        target.logits(target.causal(torch.tensor([text + above]))[0][:, -1])[0] / 0.7
+                    ).softmax(-1)
                     x = p[tokens[node[path[: i + 1]]]]
                     passes &= bool(x > min(0.09, 0.3 * torch.exp((p * (p + 1e-5).log()).sum())))
                     log_p += float(x.log())
@@ -263,9 +305,14 @@ def test_typical_acceptance_is_medusas(models, golden, capsys):
 
     options = ["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", "--max-new-tokens", "20"]
     lossy = [*options, "--speculate", "lookup", "--accept", "typical"]
-    assert generate.main([*lossy, "--temperature", "1", "--compare"]) == 0 and "LOSSY" in capsys.readouterr().err
+    assert generate.main(
+        [*lossy, "--temperature", "1", "--compare"]
+    ) == 0 and "LOSSY" in capsys.readouterr().err
     assert generate.main([*lossy, "--compare"]) == 0 and "LOSSY" not in capsys.readouterr().err
-    for wrong, message in ((["--accept", "typical"], "drafts nothing"), (["--speculate", "lookup", "--accept", "residual"], "is for")):
+    for wrong, message in (
+        (["--accept", "typical"], "drafts nothing"),
+        (["--speculate", "lookup", "--accept", "residual"], "is for")
+    ):
         assert generate.main([*options, *wrong]) == 1 and message in capsys.readouterr().err
 
 
@@ -291,12 +338,16 @@ def test_bad_input_is_one_line(golden, models, tmp_path, capsys):
     out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
     assert "takes a static tree" in refused("--speculate", "medusa", "--draft", str(out), "--tree", "12,3,4")
     (tmp_path / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
-    assert "4 levels, and heads for 3" in refused("--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json"))
+    assert "4 levels, and heads for 3" in refused(
+        "--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json")
+    )
     assert "holds a medusa checkpoint" in refused("--speculate", "eagle3", "--draft", str(out))
     tensors = load_file(tmp_path / "in" / "model.safetensors")
     del tensors["1.0.linear.bias"]
     save_file(tensors, tmp_path / "in" / "model.safetensors")
-    assert convert_checkpoint.main(["--checkpoint", str(tmp_path / "in"), "--target", str(golden), "--out", str(tmp_path / "no")]) == 1
+    assert convert_checkpoint.main(
+        ["--checkpoint", str(tmp_path / "in"), "--target", str(golden), "--out", str(tmp_path / "no")]
+    ) == 1
     assert "1.0.linear.bias" in capsys.readouterr().err and not (tmp_path / "no").exists()
     config = read_config(out)
     with pytest.raises(Exception, match="at least one of each"):

@@ -1,4 +1,6 @@
-"""REST: the search finds what a plain search finds, the tree holds the most frequent continuations, the text is plain text."""
+"""REST: the search finds what a plain search finds, the tree holds the most frequent continuations, the text
+is plain text.
+"""
 import json
 import random
 from pathlib import Path
@@ -24,8 +26,11 @@ def drafter_of(tokens: list[int], vocab_size: int, **options) -> Rest:
     return Rest(array, torch.from_numpy(divsufsort(array.numpy())), vocab_size, **options)
 
 
-def counted(store: list[int], text: list[int], vocab_size: int, longest: int, shortest: int, depth: int) -> dict[tuple, int]:
-    """By a plain search: how often each beginning of a continuation follows the longest context that occurs."""
+def counted(
+    store: list[int], text: list[int], vocab_size: int, longest: int, shortest: int, depth: int
+) -> dict[tuple, int]:
+    """By a plain search: how often each beginning of a continuation follows the longest context that occurs.
+    """
     for size in range(min(longest, len(text)), shortest - 1, -1):
         places = [i + size for i in range(len(store) - size + 1) if store[i : i + size] == text[-size:]]
         if places:
@@ -39,7 +44,10 @@ def counted(store: list[int], text: list[int], vocab_size: int, longest: int, sh
     return {}
 
 
-@pytest.mark.parametrize("vocab_size, size, nodes", [(3, 300, 20), (2, 900, 64), (40, 2000, 12), (3, 5, 6), (5, 17, 8), (151_936, 400, 12)])
+@pytest.mark.parametrize(
+    "vocab_size, size, nodes",
+    [(3, 300, 20), (2, 900, 64), (40, 2000, 12), (3, 5, 6), (5, 17, 8), (151_936, 400, 12)]
+)
 def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
     rng = random.Random(size)
     store = [rng.choice([*range(vocab_size)] * 5 + [vocab_size]) for _ in range(size)]
@@ -55,18 +63,23 @@ def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
         tree = drafter.propose(state, None, None).tree
         expected = [counted(store, text, vocab_size, 5, 2, 4) for text in texts]
         assert bool(drafter.has_guess(state, None)) == any(
-            e or any(store[i : i + s] == t[-s:] for s in range(2, 6) if s <= len(t) for i in range(size)) for e, t in zip(expected, texts)
+            e or any(store[i : i + s] == t[-s:] for s in range(2, 6) if s <= len(t) for i in range(size))
+            for e, t in zip(expected, texts)
         )
         for b, (counts, text) in enumerate(zip(expected, texts)):
             tokens, parent = tree.tokens[b].tolist(), tree.parent[b].tolist()
-            assert tokens[0] == text[-1] and len(tokens) == nodes and all(p < i for i, p in enumerate(parent) if i)
+            assert tokens[0] == text[-1] and len(tokens) == nodes and all(
+                p < i for i, p in enumerate(parent) if i
+            )
             path = {0: ()}
             for i in range(1, nodes):
                 path[i] = (*path[parent[i]], tokens[i])
             live = [i for i in range(1, nodes) if tree.scores[b, i] > float("-inf")]
             drafted = [path[i] for i in live]
             assert len(set(drafted)) == len(drafted) == min(len(counts), nodes - 1)
-            assert sorted((counts[p] for p in drafted), reverse=True) == sorted(counts.values(), reverse=True)[: nodes - 1]
+            assert sorted(
+                (counts[p] for p in drafted), reverse=True
+            ) == sorted(counts.values(), reverse=True)[: nodes - 1]
             assert tree.depth[b].tolist() == [len(path[i]) for i in range(nodes)]
             total = max(1, sum(n for p, n in counts.items() if len(p) == 1))
             for i in live:
@@ -89,7 +102,8 @@ def test_text_is_plain_text(models, temperature):
     assert [o.ids for o in fast] == [o.ids for o in plain]
     lengths = [n for o in fast for n in o.accept_lengths]
     assert sum(lengths) / len(lengths) > 3
-    other = drafter_of([5, 6, 7, 5, 6, 8], target.args.vocab_size, nodes=24)  # of one that knows nothing, nothing, and no loss
+    # Of one that knows nothing, nothing, and no loss.
+    other = drafter_of([5, 6, 7, 5, 6, 8], target.args.vocab_size, nodes=24)
     slow = Decoder(target, other, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
     assert [o.ids for o in slow] == [o.ids for o in plain]
 
@@ -117,11 +131,18 @@ def test_a_store_from_files_and_the_command_line(golden, tmp_path, capsys):
     said = capsys.readouterr()
     assert "wrote" in said.out and "suffixes" in said.err
     about = json.loads((store / "store.json").read_text())
-    assert about["tokens"] * 4 == (store / "tokens.bin").stat().st_size == (store / "suffixes.bin").stat().st_size
+    assert about["tokens"] * 4 == (store / "tokens.bin").stat().st_size == (
+        store / "suffixes.bin"
+    ).stat().st_size
 
-    command = ["--checkpoint", str(golden), "--prompt", "abc abd abe.", "--raw", "--no-compile", "--max-new-tokens", "30"]
+    command = [
+        "--checkpoint", str(golden), "--prompt", "abc abd abe.", "--raw", "--no-compile", "--max-new-tokens",
+        "30"
+    ]
     command += ["--speculate", "rest", "--dtype", "fp32"]
-    assert generate.main([*command, "--datastore", str(store), "--draft-tokens", "16", "--compare", "--json"]) == 0
+    assert generate.main(
+        [*command, "--datastore", str(store), "--draft-tokens", "16", "--compare", "--json"]
+    ) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
 
     def refused(main, argv, message):
@@ -137,7 +158,10 @@ def test_a_store_from_files_and_the_command_line(golden, tmp_path, capsys):
     refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "empty.txt")], "no text in there")
     refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "none.txt")], "cannot be read")
     (tmp_path / "wrong.jsonl").write_text('{"ids": [99999]}\n')
-    refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "wrong.jsonl")], "outside the vocabulary")
+    refused(
+        rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "wrong.jsonl")],
+        "outside the vocabulary"
+    )
     assert not (tmp_path / "new").exists()
     (store / "store.json").write_text(json.dumps(about | {"vocab_size": 7}))
     refused(generate.main, [*command, "--datastore", str(store)], "vocabulary of 7")
@@ -169,11 +193,15 @@ def test_a_store_never_replaces_what_is_no_store(golden, tmp_path):
 
 def test_a_store_is_mapped_into_memory(golden, tmp_path):
     (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
-    assert rest.main(["build", "--checkpoint", str(golden), "--out", str(tmp_path / "store"), str(tmp_path / "a.txt")]) == 0
+    assert rest.main(
+        ["build", "--checkpoint", str(golden), "--out", str(tmp_path / "store"), str(tmp_path / "a.txt")]
+    ) == 0
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("no /proc here")
-    model = load(golden, "rest", flags={"datastore": str(tmp_path / "store"), "draft-tokens": 8}, compile=False)
+    model = load(
+        golden, "rest", flags={"datastore": str(tmp_path / "store"), "draft-tokens": 8}, compile=False
+    )
     assert model.decoder.drafter.tokens.numel()
     assert all(f"{tmp_path}/store/{name}.bin" in maps.read_text() for name in ("tokens", "suffixes"))
 
@@ -181,9 +209,13 @@ def test_a_store_is_mapped_into_memory(golden, tmp_path):
 def test_what_is_read_of_a_row(golden, tmp_path):
     tokenizer = Tokenizer.load(golden)
     rows = [
-        {"prompt": "ab", "completion": "cd"}, {"prompt": "xx", "messages": [{"role": "user", "content": "ef"}]}, {"text": " \n"},
+        {"prompt": "ab", "completion": "cd"},
+        {"prompt": "xx", "messages": [{"role": "user", "content": "ef"}]}, {"text": " \n"},
     ]
     (tmp_path / "a.JSONL").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbfgh")
-    found = [tokenizer.decode(ids) for name in ("a.JSONL", "b.txt") for ids in rest_store.texts(tmp_path / name, tokenizer)]
+    found = [
+        tokenizer.decode(ids) for name in ("a.JSONL", "b.txt")
+        for ids in rest_store.texts(tmp_path / name, tokenizer)
+    ]
     assert [text.removeprefix("<bos>") for text in found] == ["ab", "cd", "ef", "gh"]

@@ -61,8 +61,12 @@ def check(whole: CompiledFunction, adder: Adder, lengths=(7, 20, 33)) -> None:
     eager.total.copy_(adder.total)
     for n in lengths:
         for twice in (False, True):
-            (found, tripled), (wanted, wanted_tripled) = whole(adder, span(n), twice), add(eager, span(n), twice)
-            assert isinstance(found, Sums) and found.nothing is None and torch.equal(found.total, wanted.total)
+            (found, tripled), (
+                wanted, wanted_tripled
+            ) = whole(adder, span(n), twice), add(eager, span(n), twice)
+            assert isinstance(found, Sums) and found.nothing is None and torch.equal(
+                found.total, wanted.total
+            )
             assert torch.equal(found.shifted, wanted.shifted) and torch.equal(tripled, wanted_tripled)
             assert torch.equal(adder.total, eager.total)
 
@@ -89,8 +93,12 @@ def test_another_process_finds_it(cache):
 
     def said() -> int:
         command = [sys.executable, "-c", script]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/engine:{ROOT}/tests:{ROOT}", "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        environment = {
+            **os.environ, "PYTHONPATH": f"{ROOT}/tests/engine:{ROOT}/tests:{ROOT}", "OMP_NUM_THREADS": "1"
+        }
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert result.returncode == 0, result.stderr
         return int(result.stdout)
 
@@ -104,7 +112,9 @@ def test_another_process_finds_it(cache):
 
 
 def test_a_cache_that_can_only_be_read(cache, monkeypatch):
-    """As beside a checkpoint that is somebody else's: what is in it is found, what is new goes where torch puts it."""
+    """As beside a checkpoint that is somebody else's: what is in it is found, what is new goes where torch
+    puts it.
+    """
     kept = cache / ".compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
     check(CompiledFunction(add, "sum", print, direct=True), Adder())
@@ -141,7 +151,10 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     wider, tied = Adder(), Adder()
     wider.total = torch.zeros(4)
     tied.total = tied.weight
-    others = [where(Adder(3)), where(Adder(dtype=torch.float64)), where(wider), where(tied), where(twice=True), where(function=check)]
+    others = [
+        where(Adder(3)), where(Adder(dtype=torch.float64)), where(wider), where(tied), where(twice=True),
+        where(function=check)
+    ]
     with monkeypatch.context() as m:
         m.setattr(torch, "get_num_threads", lambda: 77)
         others.append(where())
@@ -190,8 +203,10 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     def decode(shape, said: list[str]):
         static = PathTree(((0,), (1,), (0, 0)))
         made = {
-            "plain": None, "eagle": Eagle(head, shape), "static": StaticEagle(head, static), "draft-model": DraftModel(target, shape),
-            "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2), "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
+            "plain": None, "eagle": Eagle(head, shape), "static": StaticEagle(head, static),
+            "draft-model": DraftModel(target, shape),
+            "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2),
+            "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
         }[drafter]
         decoder, trees = Decoder(target, made, max_seq_len=100, say=said.append), []
         with decoder.observe(lambda tree, path: trees.append((*tree, path))):

@@ -1,4 +1,6 @@
-"""What only a GPU can show: equal text through captured graphs, one launch and no synchronisation a step, no growing memory."""
+"""What only a GPU can show: equal text through captured graphs, one launch and no synchronisation a step, no
+growing memory.
+"""
 import pytest
 import torch
 
@@ -19,12 +21,16 @@ def decoders(golden, request):
     target, _ = load_model(golden, "cuda", request.param)
     head = load_head(golden / "eagle3", target, "eagle3")
     options = {"batch": 3, "max_seq_len": 700}
-    return Decoder(target, **options), Decoder(target, Eagle(head, TreeShape(24, 4, 5)), **options), request.param
+    return Decoder(target, **options), Decoder(
+        target, Eagle(head, TreeShape(24, 4, 5)), **options
+    ), request.param
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_captured_text_is_plain_text(decoders, temperature):
-    """In float32 token for token; in bfloat16 rounding may decide near ties otherwise, so the first tokens only."""
+    """In float32 token for token; in bfloat16 rounding may decide near ties otherwise, so the first tokens
+    only.
+    """
     plain, fast, dtype = decoders
     sampling = [Sampling(300, temperature, seed=i) for i in range(3)]
     a, b = ([o.ids for o in d.generate(PROMPTS, sampling)] for d in (plain, fast))
@@ -40,8 +46,13 @@ def test_captured_is_eager(decoders, golden):
     _, fast, dtype = decoders
     if dtype != torch.float32:
         pytest.skip("float32 only")
-    eager = Decoder(fast.target, fast.drafter.__class__(fast.drafter.head, fast.drafter.shape), batch=3, max_seq_len=700, compile=False)
-    assert [o.ids for o in eager.generate(PROMPTS, Sampling(100))] == [o.ids for o in fast.generate(PROMPTS, Sampling(100))]
+    eager = Decoder(
+        fast.target, fast.drafter.__class__(fast.drafter.head, fast.drafter.shape), batch=3, max_seq_len=700,
+        compile=False
+    )
+    assert [
+        o.ids for o in eager.generate(PROMPTS, Sampling(100))
+    ] == [o.ids for o in fast.generate(PROMPTS, Sampling(100))]
 
 
 def test_a_step_is_one_launch_and_no_synchronisation(decoders):
@@ -55,7 +66,8 @@ def test_a_step_is_one_launch_and_no_synchronisation(decoders):
     fast._run_step(0)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        torch.cuda.set_sync_debug_mode("error")  # raises where anything waits; the profiler itself waits at its end
+        # Raises where anything waits; the profiler itself waits at its end.
+        torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(4):
                 fast._run_step(0)

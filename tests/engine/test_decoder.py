@@ -1,4 +1,6 @@
-"""The step on the golden models, in float32: the reference's trees, plain text = speculative text, exact ends."""
+"""The step on the golden models, in float32: the reference's trees, plain text = speculative text, exact
+ends.
+"""
 
 import pytest
 from helpers import GOLDEN
@@ -48,7 +50,9 @@ def test_same_seed_same_text(models, shape, settings):
     assert [o.ids for o in outputs] == want
     if settings.get("temperature"):
         assert ids(speculative(models, shape, coupled=False, batch=16), texts, sampling) == want
-        assert len({tuple(x) for x in ids(plain(models, batch=16), texts[:1] * 16, sampling)}) == 16, "seeds must matter"
+        assert len(
+            {tuple(x) for x in ids(plain(models, batch=16), texts[:1] * 16, sampling)}
+        ) == 16, "seeds must matter"
 
 
 def test_coupling_helps(models):
@@ -56,7 +60,10 @@ def test_coupling_helps(models):
     texts, sampling = prompts(64, seed=3), [Sampling(40, temperature=1.0, seed=s) for s in range(64)]
 
     def tau(coupled):
-        lengths = [n for o in speculative(models, SHAPES[1], coupled, batch=64).generate(texts, sampling) for n in o.accept_lengths]
+        lengths = [
+            n for o in speculative(models, SHAPES[1], coupled, batch=64).generate(texts, sampling)
+            for n in o.accept_lengths
+        ]
         return sum(lengths) / len(lengths)
 
     assert tau(True) > 1.1 * tau(False)
@@ -77,11 +84,15 @@ def test_ragged_batch_equals_each_alone(models):
 
 
 def test_32_ragged_prompts_of_every_length(models):
-    """One batch of 32, from 1 to 200 tokens, ending at different times: each text is the text alone, decoded plainly."""
+    """One batch of 32, from 1 to 200 tokens, ending at different times: each text is the text alone, decoded
+    plainly.
+    """
     texts = [prompts(1, seed=50 + i, shortest=1 + 6 * i, longest=1 + 6 * i)[0] for i in range(32)]
     sampling = [Sampling(3 + i) for i in range(32)]
     one = plain(models)
-    assert ids(speculative(models, SHAPES[1], batch=32), texts, sampling) == [ids(one, [t], [s])[0] for t, s in zip(texts, sampling)]
+    assert ids(
+        speculative(models, SHAPES[1], batch=32), texts, sampling
+    ) == [ids(one, [t], [s])[0] for t, s in zip(texts, sampling)]
 
 
 def test_reading_late_changes_nothing(models):
@@ -122,7 +133,8 @@ def test_ends_are_exact(models, shape):
 
 
 def test_finished_sequences_stand_still(models):
-    """One sequence stops at once, another goes on for long: the first one's state must not change any more."""
+    """One sequence stops at once, another goes on for long: the first one's state must not change any more.
+    """
     decoder = speculative(models, SHAPES[1], batch=2)
     texts = prompts(2, seed=8)
     run = Run(decoder, texts, [Sampling(2), Sampling(80)])
@@ -138,7 +150,8 @@ def test_finished_sequences_stand_still(models):
 def test_prompts_that_cannot_be_decoded_are_refused(models):
     decoder = speculative(models, SHAPES[0], max_seq_len=32, batch=2)
     for bad, words in (
-        ([[]], "empty"), ([[1] * 32], "32 tokens.*cache holds 32"), ([[1], [320]], "prompt 2 holds token id 320"), ([[-1]], "-1"),
+        ([[]], "empty"), ([[1] * 32], "32 tokens.*cache holds 32"),
+        ([[1], [320]], "prompt 2 holds token id 320"), ([[-1]], "-1"),
         ([[1]] * 3, "3 prompts"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -184,7 +197,9 @@ def test_compiled_step_draws_the_golden_trees(compiled):
 
 
 def test_compiled_equals_eager_and_is_never_compiled_again(models, compiled):
-    """20 prompts of different lengths over several live spans: same text as eager plain decoding, no recompilation."""
+    """20 prompts of different lengths over several live spans: same text as eager plain decoding, no
+    recompilation.
+    """
     from torch._dynamo.utils import counters
 
     eager = plain(models)

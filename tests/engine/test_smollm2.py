@@ -1,5 +1,6 @@
-"""The real demo model against transformers, and lossless with its real head. Skipped until `python demo.py fetch` (or
-`make demo`) has put it into checkpoints/; CI does that first."""
+"""The real demo model against transformers, and lossless with its real head. Skipped until `python demo.py
+fetch` (or `make demo`) has put it into checkpoints/; CI does that first.
+"""
 import json
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from training.new_head import new_multi_token_heads
 from tree import TreeShape, likely_tree
 
 FOLDER = ROOT / "checkpoints" / "smollm2-135m"
-pytestmark = pytest.mark.skipif(not (FOLDER / "config.json").is_file(), reason="run `python demo.py fetch` first")
+pytestmark = pytest.mark.skipif(
+    not (FOLDER / "config.json").is_file(), reason="run `python demo.py fetch` first"
+)
 
 
 def test_logits_agree_with_transformers_on_512_tokens():
@@ -51,7 +54,9 @@ def test_eagle3_text_is_plain_text(temperature):
     plain = load(FOLDER, dtype="fp32", compile=False)
     fast = load(FOLDER, "eagle3", tree=TreeShape(16, 3, 4), dtype="fp32", compile=False)
     taus = []
-    for seed, prompt in enumerate(("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")):
+    for seed, prompt in enumerate(
+        ("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")
+    ):
         settings = {"max_new_tokens": 40, "temperature": temperature, "seed": seed}
         a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
         assert a.ids == b.ids
@@ -64,7 +69,8 @@ def drafters(target) -> dict:
     ids = torch.arange(4096)
     tree = likely_tree(12, 3)
     found = {
-        "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3), "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
+        "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3),
+        "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
         "medusa": Medusa(new_multi_token_heads(target, "medusa", ids, 3, 1, False, 0), tree),
         "hydra": Hydra(new_multi_token_heads(target, "hydra", ids, 3, 1, True, 0), tree),
     }
@@ -72,14 +78,20 @@ def drafters(target) -> dict:
         from pydivsufsort import divsufsort
     except ImportError:
         return found
-    store = torch.tensor(load(FOLDER, compile=False).tokenizer.encode(Path(__file__).read_text()), dtype=torch.int32)
-    return found | {"rest": Rest(store, torch.from_numpy(divsufsort(store.numpy())), target.args.vocab_size, nodes=12)}
+    store = torch.tensor(
+        load(FOLDER, compile=False).tokenizer.encode(Path(__file__).read_text()), dtype=torch.int32
+    )
+    return found | {
+        "rest": Rest(store, torch.from_numpy(divsufsort(store.numpy())), target.args.vocab_size, nodes=12)
+    }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_drafters_text_is_plain_text(temperature):
     target, _ = load_model(FOLDER, dtype=torch.float32)
-    prompt = load(FOLDER, compile=False).encode("def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n")
+    prompt = load(FOLDER, compile=False).encode(
+        "def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n"
+    )
     sampling = Sampling(32, temperature, seed=5)
     plain = Decoder(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
     for name, drafter in drafters(target).items():

@@ -1,4 +1,6 @@
-"""evaluate.py: the figures it prints, what it calls an error, that it goes on, and that others can read what it writes."""
+"""evaluate.py: the figures it prints, what it calls an error, that it goes on, and that others can read what
+it writes.
+"""
 import dataclasses
 import json
 import shutil
@@ -26,16 +28,23 @@ def answer(question, method, turns, temperature=0.0, name="set") -> Answer:
 
 def test_the_table_is_the_arithmetic_of_the_answers():
     answers = [
-        answer(1, "none", [turn(range(11), [1] * 10, 2.0)]), answer(2, "none", [turn(range(21), [1] * 20, 2.0)]),
-        answer(1, "eagle3", [turn(range(11), [5, 5], 1.0)]), answer(2, "eagle3", [turn(range(21), [2] * 10, 0.5)]),
-        answer(1, "none", [turn(range(5), [1] * 4, 1.0)], name="other"), answer(1, "eagle3", [turn(range(5), [4], 0.5)], name="other"),
+        answer(1, "none", [turn(range(11), [1] * 10, 2.0)]),
+        answer(2, "none", [turn(range(21), [1] * 20, 2.0)]),
+        answer(1, "eagle3", [turn(range(11), [5, 5], 1.0)]),
+        answer(2, "eagle3", [turn(range(21), [2] * 10, 0.5)]),
+        answer(1, "none", [turn(range(5), [1] * 4, 1.0)], name="other"),
+        answer(1, "eagle3", [turn(range(5), [4], 0.5)], name="other"),
         answer(9, "eagle3", [turn(range(5), [4], 0.5)]),  # whose plain answer is not there yet
     ]
     rows = {(r["method"], r["set"]): r for r in summarise(answers, ["set", "other"], ["none", "eagle3"], [])}
     mine = rows["eagle3", "set"]
     assert mine["questions"] == mine["equal"] == 2 and mine["tau"] == pytest.approx(30 / 12)
-    assert mine["speedup"] == pytest.approx((2 + 4) / 2) and mine["speedup_total"] == pytest.approx((30 / 1.5) / (30 / 4))
-    assert rows["eagle3", "mean"]["tau"] == pytest.approx((2.5 + 4) / 2) and rows["none", "set"]["speedup"] == 1
+    assert mine["speedup"] == pytest.approx((2 + 4) / 2) and mine["speedup_total"] == pytest.approx(
+        (30 / 1.5) / (30 / 4)
+    )
+    assert rows[
+        "eagle3", "mean"
+    ]["tau"] == pytest.approx((2.5 + 4) / 2) and rows["none", "set"]["speedup"] == 1
     assert mine["seconds"] == 1.5 and mine["prefill_seconds"] == 1.0
     text = markdown([*rows.values()], ["set", "other"])
     assert "| eagle3 | 3.00× | 2.50 | 2.00× | 4.00 |" in text and "3/3 | 0 | 0 |" in text
@@ -57,11 +66,15 @@ def test_ties_and_errors(golden, temperature):
 
     target, _ = load_model(golden)
     prompt = list(b"u:question 3\na:")
-    ids = Decoder(target, compile=False, max_seq_len=64).generate([prompt], Sampling(6, temperature, seed=4))[0].ids
+    ids = Decoder(target, compile=False, max_seq_len=64).generate(
+        [prompt], Sampling(6, temperature, seed=4)
+    )[0].ids
     plain = dataclasses.replace(answer(1, "none", [turn(ids, prompt=prompt)], temperature), seed=4)
 
     def judged(judge: Judge, other_ids: list[int]):
-        return judge.difference(plain, dataclasses.replace(plain, method="eagle3", turns=[turn(other_ids, prompt=prompt)]))
+        return judge.difference(
+            plain, dataclasses.replace(plain, method="eagle3", turns=[turn(other_ids, prompt=prompt)])
+        )
 
     judge = Judge(str(golden), torch.bfloat16, "cpu")
     assert judged(judge, ids) is None
@@ -78,13 +91,18 @@ def test_ties_and_errors(golden, temperature):
 
 def test_our_questions_are_whole():
     sets = read_sets(None, None)
-    assert set(sets) == {"writing", "code", "math", "summary", "translation", "qa"} and all(len(q) == 8 for q in sets.values())
+    assert set(sets) == {
+        "writing", "code", "math", "summary", "translation", "qa"
+    } and all(len(q) == 8 for q in sets.values())
     ids = [q["question_id"] for questions in sets.values() for q in questions]
     assert len(set(ids)) == 48 and any(len(q["turns"]) > 1 for questions in sets.values() for q in questions)
     order = list(rounds({k: v[:3] for k, v in sets.items()}, [0.0, 1.0], ["none", "a", "b"]))
     assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
-    for cell in {(name, temperature) for name, _, temperature, _ in order}:  # in each cell of the table every method begins once
-        assert sorted(methods[0] for name, _, temperature, methods in order if (name, temperature) == cell) == ["a", "b", "none"]
+    # In each cell of the table every method begins once.
+    for cell in {(name, temperature) for name, _, temperature, _ in order}:
+        assert sorted(
+            methods[0] for name, _, temperature, methods in order if (name, temperature) == cell
+        ) == ["a", "b", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +111,17 @@ def run(golden, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     questions = folder / "questions"
     questions.mkdir()
-    (questions / "one.jsonl").write_text('{"question_id": 81, "category": "c", "turns": ["what is 3?", "and 4?"]}\n{"turns": ["say 5"]}\n')
+    (questions / "one.jsonl").write_text(
+        '{"question_id": 81, "category": "c", "turns": ["what is 3?", "and 4?"]}\n{"turns": ["say 5"]}\n'
+    )
     (questions / "two.jsonl").write_text('{"question_id": "x", "turns": ["count to 7"]}\n')
 
     def go(*extra: str, out="out") -> int:
         return evaluate.main([
-            "--checkpoint", str(golden), "--out", str(folder / out), "--questions", str(questions), "--no-compile", "--threads", "1",
-            "--max-new-tokens", "24", "--temperature", "0,1", "--speculate", "eagle3,eagle2", "--dtype", "fp32", *extra,
+            "--checkpoint", str(golden), "--out", str(folder / out), "--questions", str(questions),
+            "--no-compile", "--threads", "1",
+            "--max-new-tokens", "24", "--temperature", "0,1", "--speculate", "eagle3,eagle2", "--dtype",
+            "fp32", *extra,
         ])
 
     assert go("--show-tree", "--observe", "2") == 0
@@ -117,7 +139,9 @@ def test_a_run_is_lossless_and_complete(run):
     assert json.loads((folder / "out" / "differences.json").read_text()) == []
     for name in ("sets", "lengths", "acceptance", "calibration", "tree"):
         assert (folder / "out" / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
-    assert "Temperature 1" in (folder / "out" / "table.md").read_text() and (folder / "out" / "table.csv").stat().st_size > 200
+    assert "Temperature 1" in (folder / "out" / "table.md").read_text() and (
+        folder / "out" / "table.csv"
+    ).stat().st_size > 200
 
 
 def test_its_answers_are_fastchats(run):
@@ -133,12 +157,19 @@ def test_its_answers_are_fastchats(run):
         choice = data["choices"][0]
         speeds.append(sum(choice["new_tokens"]) / sum(choice["wall_time"]))
         lengths += choice["accept_lengths"]
-        assert len(choice["turns"]) == len(choice["new_tokens"]) == len(choice["wall_time"]) == len(choice["idxs"])
+        assert len(choice["turns"]) == len(
+            choice["new_tokens"]
+        ) == len(choice["wall_time"]) == len(choice["idxs"])
         assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"])
-        assert all(n - 1 == sum(part) for n, part in [(choice["new_tokens"][0], choice["accept_lengths"][: choice["idxs"][0]])])
+        assert all(
+            n - 1 == sum(part) for n,
+            part in [(choice["new_tokens"][0], choice["accept_lengths"][: choice["idxs"][0]])]
+        )
     assert len(speeds) == 2 and min(speeds) > 0 and sum(lengths) / len(lengths) >= 1
     first = json.loads((folder / "out" / "answers" / "one" / "none-t0.jsonl").read_text().splitlines()[0])
-    assert first["question_id"] == 81 and len(first["choices"][0]["turns"]) == 2 and first["model_id"] == "none-t0"
+    assert first["question_id"] == 81 and len(
+        first["choices"][0]["turns"]
+    ) == 2 and first["model_id"] == "none-t0"
 
 
 def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
@@ -160,7 +191,10 @@ def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
     assert go("--observe", "0", out="stopped") == 0
     lines = (folder / "stopped" / "answers.jsonl").read_text().splitlines()
     assert lines[:3] == kept and len(lines) == 3 * 3 * 2
-    whole = {Answer.read(x).key: [t.ids for t in Answer.read(x).turns] for x in (folder / "out" / "answers.jsonl").read_text().splitlines()}
+    whole = {
+        Answer.read(x).key: [t.ids for t in Answer.read(x).turns]
+        for x in (folder / "out" / "answers.jsonl").read_text().splitlines()
+    }
     assert whole == {Answer.read(x).key: [t.ids for t in Answer.read(x).turns] for x in lines}
     assert go("--max-new-tokens", "9", out="stopped") == 1
     assert "other options (max_new_tokens)" in capsys.readouterr().err
@@ -184,7 +218,9 @@ def test_a_text_that_differs_fails_the_run(run, capsys):
 def test_bad_input_is_one_line(golden, tmp_path, capsys):
     def refused(words: str, **changes) -> None:
         given = {"checkpoint": golden, "out": tmp_path / "out", "limit": 1, **changes}
-        assert evaluate.main(["--no-compile", *(str(x) for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v))]) == 1
+        assert evaluate.main(
+            ["--no-compile", *(str(x) for k, v in given.items() for x in (f"--{k.replace('_', '-')}", v))]
+        ) == 1
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and words in lines[0], lines
 
@@ -221,7 +257,10 @@ def test_what_is_compared_is_answered_in_one_round(run, capsys):
     """Another method, another question under the same id: everything about that question is asked again."""
     folder, go = run
     shutil.copytree(folder / "out", folder / "more")
-    times = {Answer.read(x).key: Answer.read(x).seconds for x in (folder / "more" / "answers.jsonl").read_text().splitlines()}
+    times = {
+        Answer.read(x).key: Answer.read(x).seconds
+        for x in (folder / "more" / "answers.jsonl").read_text().splitlines()
+    }
     assert go("--observe", "0", "--speculate", "eagle3,eagle2,eagle", out="more") == 0
     lines = [Answer.read(x) for x in (folder / "more" / "answers.jsonl").read_text().splitlines()]
     assert len(lines) == 4 * 3 * 2 and all(times.get(a.key) != a.seconds for a in lines)
@@ -233,12 +272,16 @@ def test_what_is_compared_is_answered_in_one_round(run, capsys):
     finally:
         file.write_text(kept)
     again = {a.key: a for a in map(Answer.read, (folder / "more" / "answers.jsonl").read_text().splitlines())}
-    changed = {key[0] for key, a in again.items() if a.seconds not in [b.seconds for b in lines if b.key == key]}
+    changed = {
+        key[0] for key, a in again.items() if a.seconds not in [b.seconds for b in lines if b.key == key]
+    }
     assert changed == {"two"}
 
 
 def test_no_stale_answer_is_reported(run, monkeypatch, capsys):
-    """Stopped after the questions or the template have changed, the table holds only answers to what is asked now."""
+    """Stopped after the questions or the template have changed, the table holds only answers to what is asked
+    now.
+    """
     folder, go = run
     shutil.copytree(folder / "out", folder / "stale")
     file = folder / "questions" / "one.jsonl"
@@ -257,13 +300,20 @@ def test_no_stale_answer_is_reported(run, monkeypatch, capsys):
         file.write_text(kept)
     assert "1 questions have no answer" in capsys.readouterr().out
     rows = json.loads((folder / "stale" / "table.json").read_text())
-    assert {r["questions"] for r in rows if r["set"] == "one"} == {1} and {r["questions"] for r in rows if r["set"] == "two"} == {1}
+    assert {
+        r["questions"] for r in rows if r["set"] == "one"
+    } == {1} and {r["questions"] for r in rows if r["set"] == "two"} == {1}
 
 
 def test_a_question_that_does_not_fit_is_left_out(golden, tmp_path, capsys):
     (tmp_path / "q.jsonl").write_text(json.dumps({"turns": ["x" * 300]}) + '\n{"turns": ["short"]}\n')
-    argv = ["--checkpoint", str(golden), "--out", str(tmp_path / "o"), "--questions", str(tmp_path / "q.jsonl"), "--no-compile"]
-    assert evaluate.main([*argv, "--max-seq-len", "100", "--max-new-tokens", "9", "--observe", "0", "--threads", "1"]) == 0
+    argv = [
+        "--checkpoint", str(golden), "--out", str(tmp_path / "o"), "--questions", str(tmp_path / "q.jsonl"),
+        "--no-compile"
+    ]
+    assert evaluate.main(
+        [*argv, "--max-seq-len", "100", "--max-new-tokens", "9", "--observe", "0", "--threads", "1"]
+    ) == 0
     assert "question 0: turn 1 does not fit in 100 tokens; the question is left out" in capsys.readouterr().err
     rows = json.loads((tmp_path / "o" / "table.json").read_text())
     assert all(row["questions"] == 1 for row in rows)
@@ -273,7 +323,9 @@ def test_a_question_that_does_not_fit_is_left_out(golden, tmp_path, capsys):
 
 
 def test_data_laid_out_in_folders(tmp_path):
-    """SET/question.jsonl, as EAGLE and Spec-Bench have it; a file of that name alone is named by its folder too."""
+    """SET/question.jsonl, as EAGLE and Spec-Bench have it; a file of that name alone is named by its folder
+    too.
+    """
     for name in ("gsm8k", "qa"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "question.jsonl").write_text('{"turns": ["what is 3?"]}\n')
@@ -287,7 +339,9 @@ def test_data_laid_out_in_folders(tmp_path):
 def test_one_target_for_all_methods_and_one_report_for_what_is_asked(run, capsys):
     folder, go = run
     o = evaluate.parser().parse_args(["--checkpoint", str(folder.parent / "x"), "--out", "x"])
-    o.checkpoint, o.dtype, o.compile = next(iter(json.loads((folder / "out" / "options.json").read_text()).items()))[1], "fp32", False
+    o.checkpoint, o.dtype, o.compile = next(
+        iter(json.loads((folder / "out" / "options.json").read_text()).items())
+    )[1], "fp32", False
     models = evaluate.load_methods(o, ["eagle3", "eagle", "lookup"])
     assert len({id(m.decoder.target) for m in models.values()}) == 1 and len(models) == 4
     assert go("--limit", "1", "--observe", "0") == 0  # of what the folder holds, only what is asked now
@@ -301,7 +355,10 @@ def test_one_target_for_all_methods_and_one_report_for_what_is_asked(run, capsys
 
 def test_other_rules_are_named_and_not_judged(run, golden, tmp_path, capsys):
     folder, go = run
-    draft = ["--speculate", "eagle3,draft-model", "--draft", f"draft-model={golden}", "--tree", "draft-model=5,3,1", "--observe", "0"]
+    draft = [
+        "--speculate", "eagle3,draft-model", "--draft", f"draft-model={golden}", "--tree",
+        "draft-model=5,3,1", "--observe", "0"
+    ]
     assert go(*draft, "--accept", "draft-model=residual", "--accept", "eagle3=typical", out="rules") == 0
     text = (folder / "rules" / "table.md").read_text()
     greedy, warm = text.split("Temperature 1")
@@ -309,6 +366,9 @@ def test_other_rules_are_named_and_not_judged(run, golden, tmp_path, capsys):
     assert "LOSSY" in warm and "other draws" in warm
     rows = json.loads((folder / "rules" / "table.json").read_text())
     assert {r["equal"] for r in rows if r["temperature"] and "+" in r["method"]} == {None}
-    wrongs = {"--accept eagle3=never": "choose from", "--accept typical": "of which method", "--tree lookup=4,1,2": "none of"}
+    wrongs = {
+        "--accept eagle3=never": "choose from", "--accept typical": "of which method",
+        "--tree lookup=4,1,2": "none of"
+    }
     for wrong, message in wrongs.items():
         assert go(*draft, *wrong.split(), out="no") == 1 and message in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""Decoders over the tiny models, prompts for them, the reference's traces, and the text's exact distribution."""
+"""Decoders over the tiny models, prompts for them, the reference's traces, and the text's exact distribution.
+"""
 from pathlib import Path
 
 import torch
@@ -14,7 +15,10 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 
-def load(checkpoint, method="none", *, compile=True, kernels=True, device=None, dtype=None, batch=1, max_seq_len=None, say=None, **drafting):
+def load(
+    checkpoint, method="none", *, compile=True, kernels=True, device=None, dtype=None, batch=1,
+    max_seq_len=None, say=None, **drafting
+):
     """A `TextDecoder` in one call."""
     target = load_target(checkpoint, Runtime(device, dtype, compile, kernels), say)
     return target.decoder(Drafting(method, **drafting), batch=batch, max_seq_len=max_seq_len)
@@ -78,16 +82,24 @@ def shape_of(path: Path) -> TreeShape:
     return TreeShape(int(meta["total_token"]), int(meta["depth"]), int(meta["top_k"]))
 
 
-def check_distribution(target, decoder: Decoder, batches: int = 16, tokens: int = 2, temperature: float = 0.8) -> None:
-    """Each of the first tokens after 256 seeds a batch, given those before it, against the target's exact probabilities: one
-    chi-square per position over all beginnings that are common enough, each at 1e-6."""
+def check_distribution(
+    target, decoder: Decoder, batches: int = 16, tokens: int = 2, temperature: float = 0.8
+) -> None:
+    """Each of the first tokens after 256 seeds a batch, given those before it, against the target's exact
+    probabilities: one chi-square per position over all beginnings that are common enough, each at 1e-6.
+    """
     prompt, B = prompts(1, seed=5, shortest=20)[0], 256
     rows = []
     for i in range(batches):
-        rows += ids(decoder, [prompt] * B, [Sampling(tokens + 1, temperature=temperature, seed=i * B + j) for j in range(B)])
+        rows += ids(
+            decoder, [prompt] * B,
+            [Sampling(tokens + 1, temperature=temperature, seed=i * B + j) for j in range(B)]
+        )
     rows = torch.tensor(rows)
     for position in range(tokens):
-        begun, inverse = rows[:, :position].unique(dim=0, return_inverse=True) if position else (rows[:1, :0], torch.zeros(len(rows)))
+        begun, inverse = rows[:, :position].unique(dim=0, return_inverse=True) if position else (
+            rows[:1, :0], torch.zeros(len(rows))
+        )
         freedom, statistic = 0, 0.0
         for i, beginning in enumerate(begun):
             n = int((inverse == i).sum())

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 96,
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "eos_token_id": [3, 5],
+    "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
+    "eos_token_id": [3, 5],
     "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False, "torch_dtype": "float16",
 }
 
@@ -48,11 +49,13 @@ def head_state(hd=8, vocab=96, draft=24, hidden=32, prefix="midlayer.") -> dict[
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (4 * hd, 2 * hidden), "self_attn.k_proj.weight": (2 * hd, 2 * hidden),
         "self_attn.v_proj.weight": (2 * hd, 2 * hidden), "self_attn.o_proj.weight": (hidden, 4 * hd),
-        "mlp.gate_proj.weight": (64, hidden), "mlp.up_proj.weight": (64, hidden), "mlp.down_proj.weight": (hidden, 64),
+        "mlp.gate_proj.weight": (64, hidden), "mlp.up_proj.weight": (64, hidden),
+        "mlp.down_proj.weight": (hidden, 64),
     }
     outside = ("fc.", "norm.", "lm_head.")
     state = {
-        (n if n.startswith(outside) else prefix + n): torch.randn(s, generator=g) * 0.2 for n, s in shapes.items()
+        (n if n.startswith(outside) else prefix + n): torch.randn(s, generator=g) * 0.2 for n,
+        s in shapes.items()
     }
     if draft != vocab:
         ids = torch.randperm(vocab, generator=g)[:draft].sort().values
@@ -62,7 +65,9 @@ def head_state(hd=8, vocab=96, draft=24, hidden=32, prefix="midlayer.") -> dict[
 
 
 def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", shard=lambda i: i % 2) -> Path:
-    """A Hugging Face folder; `form` is safetensors or bin, or either with `-sharded`: tensor i goes to shard(i)."""
+    """A Hugging Face folder; `form` is safetensors or bin, or either with `-sharded`: tensor i goes to
+    shard(i).
+    """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     kind, _, sharded = form.partition("-")
@@ -79,7 +84,8 @@ def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", s
 
 
 GGUF_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers.": "blk.",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.layers.": "blk.",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -87,7 +93,9 @@ GGUF_NAMES = {
 }
 
 
-def write_gguf(file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama") -> Path:
+def write_gguf(
+    file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama"
+) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     w = gguf.GGUFWriter(file, arch)
     w.add_block_count(config["num_hidden_layers"])
@@ -110,7 +118,9 @@ def write_gguf(file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda 
             name = name.replace(theirs, ours)
         data = tensor.float()
         if re.search(r"attn_[qk]\.", name):  # llama.cpp's order: halves become neighbouring pairs
-            data = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2).reshape(data.shape)
+            data = data.view(
+                -1, 2, config["head_dim"] // 2, data.shape[-1]
+            ).transpose(1, 2).reshape(data.shape)
         data = data.contiguous().numpy()
         if data.ndim == 1 or kind == "F32":
             w.add_tensor(name, data)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """Ids 0..255 are bytes, 256 <bos>, 257 <eos>, with a chat template: what the golden target was made for."""
+    """Ids 0..255 are bytes, 256 <bos>, 257 <eos>, with a chat template: what the golden target was made for.
+    """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     from tokens.tokenizer import byte_alphabet

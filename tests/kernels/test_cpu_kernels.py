@@ -1,4 +1,6 @@
-"""The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its company."""
+"""The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its
+company.
+"""
 import platform
 import subprocess
 import sys
@@ -21,7 +23,8 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 DTYPES = (torch.float32, torch.bfloat16)
-ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}  # of one product, relative to the largest: rounding of the output
+# Of one product, relative to the largest: rounding of the output.
+ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +54,9 @@ def test_linear(dtype, columns, rows):
     exact = cpu.linear(x, packed, columns, mode=cpu.FLOAT32)
     assert exact.dtype == torch.float32
     close(exact, expected, torch.float32)
-    assert torch.equal(cpu.linear(x.transpose(0, 1), packed, columns), cpu.linear(x, packed, columns).transpose(0, 1))
+    assert torch.equal(
+        cpu.linear(x.transpose(0, 1), packed, columns), cpu.linear(x, packed, columns).transpose(0, 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +76,9 @@ def test_gated(dtype, inner):
 @pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
 @pytest.mark.parametrize("gated", (False, True))
 def test_quantised(dtype, mode, inputs, group, rows, gated):
-    """Exactly the product of what x is rounded to (w8a8) with the weight that the quantised one stands for, and row-invariant."""
+    """Exactly the product of what x is rounded to (w8a8) with the weight that the quantised one stands for,
+    and row-invariant.
+    """
     draw = draws(rows)
     layer = QuantizedLinear.of(draw(90, inputs), mode, group)
     x, onto = draw(rows, inputs, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
@@ -112,7 +119,8 @@ def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", (
-    (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
+    (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True),
+    (3, 5, 8, 1, 128, 33, True),
     (1, 3, 5, 5, 96, 8, False), (2, 6, 4, 2, 16, 40, True), (1, 4, 2, 1, 80, 20, False),
     (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False),
 ))
@@ -137,7 +145,9 @@ def test_attend(dtype, shape):
     torch.set_num_threads(2)
     found = cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
     torch.set_num_threads(1)
-    assert torch.equal(found, cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights))
+    assert torch.equal(
+        found, cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
+    )
     expected = attention(block.double(), qkv.double(), theirs, shared)
     assert torch.equal(ours.v.double(), theirs.v)
     close(ours.k, theirs.k, dtype)
@@ -167,7 +177,9 @@ def test_a_row_never_depends_on_its_company(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_never_depends_on_where_the_slots_lie(dtype):
-    """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by side."""
+    """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by
+    side.
+    """
     args, qkv, k, v, _, _, _ = attend_case(dtype, 1, 4, 6, 2, 64, 90, False)
     cos, sin = draws(1)(1, 4, 32).cos(), draws(2)(1, 4, 32).sin()
     results = []
@@ -187,12 +199,19 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype):
 def tiny(dtype, seed=0, head_dim=32, **options):
     """A random target and EAGLE-3 head."""
     torch.manual_seed(seed)
-    size = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim}
+    size = {
+        "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": head_dim
+    }
     target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
-    head = Eagle3Head(HeadArgs(num_layers=1, draft_vocab_size=96, target_hidden_size=64, aux_layers=(2, 3, 4), **size))
+    head = Eagle3Head(
+        HeadArgs(num_layers=1, draft_vocab_size=96, target_hidden_size=64, aux_layers=(2, 3, 4), **size)
+    )
     head.draft_ids.copy_(torch.randperm(160)[:96].sort().values)
     for p in [*target.parameters(), *head.parameters()]:
-        p.data = (torch.randn(p.shape) * 0.25).to(dtype) if p.dim() > 1 else torch.rand(p.shape).to(dtype) + 0.5
+        p.data = (
+            torch.randn(p.shape) * 0.25
+        ).to(dtype) if p.dim() > 1 else torch.rand(p.shape).to(dtype) + 0.5
     target.requires_grad_(False), head.requires_grad_(False)
     head.use_target(target)
     return target.eval(), head.eval()
@@ -205,7 +224,9 @@ def test_a_packed_model_is_the_model(options):
     shape = TreeShape(12, 3, 4)
 
     def decode():
-        return Decoder(target, Eagle(head, shape), compile=False, max_seq_len=200).generate([prompt], Sampling(80))[0]
+        return Decoder(
+            target, Eagle(head, shape), compile=False, max_seq_len=200
+        ).generate([prompt], Sampling(80))[0]
 
     tokens = torch.randint(0, 160, (2, 30))
     before, logits = decode(), target.logits(target.causal(tokens)[0])
@@ -222,14 +243,18 @@ def test_a_packed_model_is_the_model(options):
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("head_dim", (32, 6, 100))
 def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, head_dim):
-    """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the texts part."""
+    """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
+    texts part.
+    """
     target, head = tiny(dtype, head_dim=head_dim)
     assert pack(target, head)
     prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
     sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
     plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
     for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
-        fast = Decoder(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300).generate(prompts, sampling)
+        fast = Decoder(
+            target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300
+        ).generate(prompts, sampling)
         assert [o.ids for o in fast] == [o.ids for o in plain]
 
 
@@ -237,18 +262,22 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     target, head = tiny(torch.float16)
     assert not pack(target, head)
     assert not any(isinstance(m, PackedLinear) for m in target.modules())
-    odd = Transformer(ModelArgs(20, 12, 9, 1, 2, 1, 6)).to(torch.bfloat16).requires_grad_(False)  # 9 values in a row: no pairs
+    # 9 values in a row: no pairs.
+    odd = Transformer(ModelArgs(20, 12, 9, 1, 2, 1, 6)).to(torch.bfloat16).requires_grad_(False)
     assert not pack(odd)
     assert isinstance(odd.layers[0].mlp, MLP) and isinstance(odd.layers[0].wo, PackedLinear)
     assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
 def test_a_compiled_step_on_the_kernels(golden):
-    """Compiled, as users run it: in float32 the reference path's text, in bfloat16 the compiled plain text."""
+    """Compiled, as users run it: in float32 the reference path's text, in bfloat16 the compiled plain text.
+    """
     prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
     target, _ = load_model(golden)
     head = load_head(golden / "eagle3", target, "eagle3")
-    expected = Decoder(target, Eagle(head, shape), compile=False, max_seq_len=120).generate([prompt], Sampling(60))[0]
+    expected = Decoder(
+        target, Eagle(head, shape), compile=False, max_seq_len=120
+    ).generate([prompt], Sampling(60))[0]
     pack(target, head)
     found = Decoder(target, Eagle(head, shape), max_seq_len=120).generate([prompt], Sampling(60))[0]
     assert found.ids == expected.ids and found.accept_lengths == expected.accept_lengths

@@ -1,4 +1,6 @@
-"""The Triton kernels, in Triton's interpreter where there is no GPU: exactly the product with the weight they stand for."""
+"""The Triton kernels, in Triton's interpreter where there is no GPU: exactly the product with the weight they
+stand for.
+"""
 import importlib.util
 import os
 import subprocess
@@ -43,7 +45,9 @@ assert worst > 0
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_in_the_interpreter():
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -52,8 +56,12 @@ def test_a_cpu_is_not_taken():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)))
-@pytest.mark.parametrize("mode, group", (("int8", 0), ("w8a8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 0)))
+@pytest.mark.parametrize(
+    "dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3))
+)
+@pytest.mark.parametrize(
+    "mode, group", (("int8", 0), ("w8a8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 0))
+)
 @pytest.mark.parametrize("rows", (1, 7, 60, 300))
 def test_on_the_gpu(dtype, limit, mode, group, rows):
     """All rows, also those too many for the kernel; compiled and not."""

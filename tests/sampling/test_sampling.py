@@ -1,7 +1,8 @@
-"""The noise and the sampler, by statistics with fixed seeds: what fails here fails always, and nothing fails by chance.
+"""The noise and the sampler, by statistics with fixed seeds: what fails here fails always, and nothing fails
+by chance.
 
-Thresholds are quantiles of the chi-square distribution at 1e-6: a correct generator with another seed would pass all of
-them with probability above 0.9999.
+Thresholds are quantiles of the chi-square distribution at 1e-6: a correct generator with another seed would
+pass all of them with probability above 0.9999.
 """
 import math
 
@@ -44,9 +45,13 @@ def test_neighbours_are_independent(bits):
 
 
 def test_every_input_bit_moves_half_the_output():
-    at = lambda key, position: random_bits(torch.tensor([key]), torch.tensor([[position]]), 4096)[0, 0]  # noqa: E731
+    at = lambda key, position: random_bits(
+        torch.tensor([key]), torch.tensor([[position]]), 4096
+    )[0, 0]  # noqa: E731
     base = at([3, 5], 1000)
-    for other in (at([2, 5], 1000), at([3, 4], 1000), at([3, 5 ^ 2**31], 1000), at([3, 5], 1001), at([3, 5], 1000 ^ 512)):
+    for other in (
+        at([2, 5], 1000), at([3, 4], 1000), at([3, 5 ^ 2**31], 1000), at([3, 5], 1001), at([3, 5], 1000 ^ 512)
+    ):
         flips = torch.stack([((base ^ other) >> i & 1).double().mean() for i in range(32)])
         assert (flips - 0.5).abs().max() < 5 * 0.5 / math.sqrt(4096)
 
@@ -118,7 +123,9 @@ def test_restrict_leaves_greedy_alone():
     assert torch.equal(got[0], logits[0]) and (got[1] > -math.inf).sum() == 1
 
 
-@pytest.mark.parametrize("temperature,top_k,top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.5, 6, 1.0), (1.0, 0, 0.8), (0.9, 8, 0.7)])
+@pytest.mark.parametrize(
+    "temperature,top_k,top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.5, 6, 1.0), (1.0, 0, 0.8), (0.9, 8, 0.7)]
+)
 def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     """60,000 seeds at one position against exact probabilities."""
     torch.manual_seed(1)
@@ -139,7 +146,10 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     assert chi_square(counts, B * p) < chi_square_limit(len(p) - 1)
 
 
-BAD = [{"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1}, {"max_new_tokens": 0}]
+BAD = [
+    {"temperature": -1}, {"temperature": math.nan}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -1},
+    {"max_new_tokens": 0}
+]
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)

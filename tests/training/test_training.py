@@ -1,4 +1,6 @@
-"""The parts of training on the golden target: losses, rows, collected text, features, gradients over processes."""
+"""The parts of training on the golden target: losses, rows, collected text, features, gradients over
+processes.
+"""
 import dataclasses
 import json
 from pathlib import Path
@@ -35,14 +37,19 @@ PROMPT = list(b"u:question 3\na:")
 
 def random_rows(*spans: list[tuple[int, list[list[int]]]]) -> list[dict]:
     g = torch.Generator().manual_seed(1)
-    return [{"ids": torch.randint(0, 256, (n,), generator=g).tolist(), "answers": a, "source": "test"} for n, a in spans]
+    return [
+        {"ids": torch.randint(0, 256, (n,), generator=g).tolist(), "answers": a, "source": "test"} for n,
+        a in spans
+    ]
 
 
 ROWS = random_rows((14, [[5, 14]]), (9, [[2, 9]]), (11, [[8, 11]]), (24, [[4, 10], [15, 24]]))
 
 
 def chain_steps(head, features, row: dict, steps: int):
-    """The head run as the decoder does, with caches: yields (draft step, position j, output [H]) for every scored chain."""
+    """The head run as the decoder does, with caches: yields (draft step, position j, output [H]) for every
+    scored chain.
+    """
     ids = row["ids"]
     for begin, end in row["answers"]:
         for j in range(begin - 1, end - 2):
@@ -55,7 +62,10 @@ def chain_steps(head, features, row: dict, steps: int):
                     break
                 if step:
                     at = torch.tensor([[j + step]])
-                    h = head(torch.tensor([[ids[j + 1 + step]]]), h, at, at, torch.arange(64) <= at[..., None], caches)
+                    h = head(
+                        torch.tensor([[ids[j + 1 + step]]]), h, at, at, torch.arange(64) <= at[..., None],
+                        caches
+                    )
                 yield step, j, h[0, 0]
 
 
@@ -68,7 +78,9 @@ def test_unrolled_losses_are_the_drafters_chains(models):
     said = Features(target, aim.aux_layers).read(ROWS)
     loss, hits = aim.loss(batch, said, batch.scored, [0] * len(ROWS))
     in_draft = set(head.draft_ids.tolist())
-    want, right, valid, scored = [torch.zeros(()) for _ in range(steps)], [0] * steps, [0] * steps, [0] * steps
+    want, right, valid, scored = [
+        torch.zeros(()) for _ in range(steps)
+    ], [0] * steps, [0] * steps, [0] * steps
     for features, state, greedy, row in zip(*said, ROWS):
         teacher = F.linear(state, target.lm_head.weight[head.draft_ids]).softmax(-1)
         for step, j, h in chain_steps(head, features, row, steps):
@@ -78,9 +90,12 @@ def test_unrolled_losses_are_the_drafters_chains(models):
                 scored[step] += 1
                 right[step] += int(head.draft_ids[logits.argmax()] == greedy[j + 1 + step])
                 want[step] = want[step] - (teacher[j + 1 + step] * logits.log_softmax(-1)).sum()
-    torch.testing.assert_close(loss, sum(DECAY**i * w / n for i, (w, n) in enumerate(zip(want, scored))), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        loss, sum(DECAY**i * w / n for i, (w, n) in enumerate(zip(want, scored))), rtol=1e-5, atol=1e-5
+    )
     assert hits.tolist() == right and batch.valid == valid and batch.scored == scored
-    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] < valid[0]  # both answers of the last row, nothing between them
+    # Both answers of the last row, nothing between them.
+    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] < valid[0]
 
 
 @torch.no_grad()
@@ -91,18 +106,25 @@ def test_regression_losses_are_the_heads_outputs(models1):
     said = _, state, greedy = Features(target, aim.aux_layers).read(ROWS)
     given, hits = aim.loss(batch, said, batch.scored, [0] * len(ROWS))  # without gradients there is no noise
     loss, right = torch.zeros(()), 0
-    raw = target.causal(torch.nn.utils.rnn.pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True), head.args.aux_layers)[1]
+    raw = target.causal(
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True),
+        head.args.aux_layers
+    )[1]
     for i, row in enumerate(ROWS):
         for _, j, h in chain_steps(head, raw[i], row, 1):
             wanted, logits = state[i, j + 1], head.logits(h)
-            loss = loss + F.smooth_l1_loss(h, wanted) - TOKEN_LOSS * (head.logits(wanted).softmax(-1) * logits.log_softmax(-1)).sum()
+            loss = loss + F.smooth_l1_loss(h, wanted) - TOKEN_LOSS * (
+                head.logits(wanted).softmax(-1) * logits.log_softmax(-1)
+            ).sum()
             right += int(logits.argmax() == greedy[i, j + 1])
     torch.testing.assert_close(given, loss / batch.scored[0], rtol=1e-5, atol=1e-5)
     assert hits.tolist() == [right]
 
 
 def test_noise_belongs_to_the_row(models1):
-    """EAGLE-1 reads noisy features in training: the same for a row in any batch, other for another seed, of the stated size."""
+    """EAGLE-1 reads noisy features in training: the same for a row in any batch, other for another seed, of
+    the stated size.
+    """
     target, head = models1
     aim = Eagle1Objective(target, head, False, 0.1)
     said = Features(target, ()).read(ROWS)
@@ -124,7 +146,9 @@ def test_noise_belongs_to_the_row(models1):
     whole, alone = seen
     assert torch.equal(whole[1, :9], alone[0]) and not torch.equal(whole[0, :9], whole[1, :9])
     most = 0.1 * float(aim.scale)
-    assert float(whole.abs().max()) <= most and float(whole[3].abs().mean()) == pytest.approx(most / 2, rel=0.1)
+    assert float(whole.abs().max()) <= most and float(
+        whole[3].abs().mean()
+    ) == pytest.approx(most / 2, rel=0.1)
     with torch.no_grad():
         ask(ROWS, said, [3, 4, 5, 6])
     assert not seen[-1].any()
@@ -137,7 +161,9 @@ def test_a_compiled_loss_is_the_loss(models):
     aims = [Eagle3Objective(target, head, 3, compiled) for compiled in (False, True)]
     for rows in (ROWS, ROWS[1:], ROWS[2:]):
         said = Features(target, aims[0].aux_layers).read(rows)
-        (plain, _), (fast, _) = (aim.loss(aim.batch(rows, 3), said, [9, 9, 9], [0] * len(rows)) for aim in aims)
+        (plain, _), (fast, _) = (
+            aim.loss(aim.batch(rows, 3), said, [9, 9, 9], [0] * len(rows)) for aim in aims
+        )
         torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-5)
 
 
@@ -149,7 +175,9 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     said = Features(target, aim.aux_layers).read(ROWS)
     aim.learn_scale(*said[:2], torch.ones(said[0].shape[:2], dtype=torch.bool))
     scaled = (said[0] / aim.scale)[:, 1:]
-    torch.testing.assert_close(scaled.pow(2).mean((0, 1)).sqrt(), torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        scaled.pow(2).mean((0, 1)).sqrt(), torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0
+    )
     raw = Eagle3Objective(target, aim.trained(), 2, False)
     with torch.no_grad():
         a, b = (x.loss(x.batch(ROWS, 2), said, [9, 9], [0] * 4)[0] for x in (aim, raw))
@@ -185,7 +213,8 @@ def test_the_average_is_what_is_used(models, tmp_path):
     t.update()
     name = "layer.wo.weight"
     now, mean = t.parameters[name].detach().clone(), t.average[name]
-    torch.testing.assert_close(mean, first[name] * 0.1 + now * 0.9)  # at first the average is short: (1 + 0) / (10 + 0)
+    # At first the average is short: (1 + 0) / (10 + 0).
+    torch.testing.assert_close(mean, first[name] * 0.1 + now * 0.9)
     assert torch.equal(t.trained().state_dict()[name], mean) and torch.equal(t.parameters[name], now)
 
 
@@ -201,15 +230,22 @@ def test_rates_of_the_schedules():
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_new_heads_start_from_the_target(models, kind):
     target, _ = models
-    head = new_head(target, kind, torch.arange(0, 128, 2) if kind == "eagle3" else torch.arange(target.args.vocab_size), Shape(), 0)
+    head = new_head(
+        target, kind, torch.arange(0, 128, 2) if kind == "eagle3" else torch.arange(target.args.vocab_size),
+        Shape(), 0
+    )
     names = {name for name, p in head.named_parameters() if p.requires_grad}
-    assert not any(name.startswith("embed") for name in names) and ("lm_head.weight" in names) == (kind == "eagle3")
+    assert not any(
+        name.startswith("embed") for name in names
+    ) and ("lm_head.weight" in names) == (kind == "eagle3")
     if kind == "eagle3":
         assert torch.equal(head.lm_head.weight, target.lm_head.weight[0:128:2])
 
 
 def test_heads_of_other_shapes(models, golden, tmp_path):
-    """Narrower and wider than the target: embedding and lm_head of its own, spanned by the target's; written and read back."""
+    """Narrower and wider than the target: embedding and lm_head of its own, spanned by the target's; written
+    and read back.
+    """
     target, _ = models
     hidden = target.args.hidden_size
     with pytest.raises(ValueError, match="EAGLE-1"):
@@ -224,8 +260,12 @@ def test_heads_of_other_shapes(models, golden, tmp_path):
             export(head, out, layout)
             again = load_head(convert(out, out / "back", target=golden, quiet=True), target)
             assert again.args == head.args
-            fast = Decoder(target, Eagle(again, TreeShape(8, 2, 4)), compile=False, max_seq_len=128).generate([PROMPT], Sampling(30))
-            assert fast[0].ids == Decoder(target, compile=False, max_seq_len=128).generate([PROMPT], Sampling(30))[0].ids
+            fast = Decoder(
+                target, Eagle(again, TreeShape(8, 2, 4)), compile=False, max_seq_len=128
+            ).generate([PROMPT], Sampling(30))
+            assert fast[0].ids == Decoder(
+                target, compile=False, max_seq_len=128
+            ).generate([PROMPT], Sampling(30))[0].ids
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
@@ -243,10 +283,14 @@ def test_prompt_files_of_every_kind(tmp_path):
     file.write_text('[{"prompt": "a"},\n {"prompt": "b"}]')
     assert read_prompts(file) == ["a", "b"]
     for bad, words in (
-        ("{}\n", "line 1"), ('{"turns": ["a"]}\n{"turns": [3]}\n', "line 2"), ("x\n", "line 1"), ("", "no prompts"), ("[1]", "entry 1"),
-        ('[{"prompt": "a"}', "JSON array"), ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
-        ('{"text": "just a text"}', "line 1"), ('{"messages": [{"role": ["user"], "content": "x"}]}', "unknown role"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "no prompts"), ('{"prompt": ' + "9" * 5000 + "}", "line 1"),
+        ("{}\n", "line 1"), ('{"turns": ["a"]}\n{"turns": [3]}\n', "line 2"), ("x\n", "line 1"),
+        ("", "no prompts"), ("[1]", "entry 1"),
+        ('[{"prompt": "a"}', "JSON array"),
+        ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
+        ('{"text": "just a text"}', "line 1"),
+        ('{"messages": [{"role": ["user"], "content": "x"}]}', "unknown role"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "no prompts"),
+        ('{"prompt": ' + "9" * 5000 + "}", "line 1"),
         ('{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}', "no prompts"),
     ):
         file.write_text(bad)
@@ -257,7 +301,13 @@ def test_prompt_files_of_every_kind(tmp_path):
 def test_conversation_files(tmp_path):
     file = tmp_path / "c.json"
     share = [
-        {"id": "1", "conversations": [{"from": "gpt", "value": "cut"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
+        {
+            "id": "1",
+            "conversations": [
+                {"from": "gpt", "value": "cut"}, {"from": "human", "value": "q"},
+                {"from": "gpt", "value": "r"}
+            ]
+        },
         {"id": "2", "conversations": [{"from": "human", "value": "unanswered"}]},
         {"id": "3", "conversations": [
             {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "r"},
@@ -268,7 +318,10 @@ def test_conversation_files(tmp_path):
     found = read_conversations(file)
     assert [[m["role"] for m in c] for c in found] == [["user", "assistant"], ["system", "user", "assistant"]]
     unanswered = json.dumps(share[1])
-    for bad, words in (('{"prompt": "a"}', "no conversation"), (unanswered, "no conversation with an"), ("", "no conversation with")):
+    for bad, words in (
+        ('{"prompt": "a"}', "no conversation"), (unanswered, "no conversation with an"),
+        ("", "no conversation with")
+    ):
         file.write_text(bad)
         with pytest.raises(InputError, match=words):
             read_conversations(file)
@@ -294,8 +347,12 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden):
     said = (("user", "hi"), ("assistant", "hm/hello"), ("user", "so"), ("assistant", "eh/bye"))
     messages = [{"role": role, "content": content} for role, content in said]
     first, second = corpus.of_conversation(tokenizer, messages, [ord("\n")])
-    assert [bytes(r["ids"]) for r in (first, second)] == [b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"]
-    assert [bytes(r["ids"][b:e]) for r in (first, second) for b, e in r["answers"]] == [b"hm/hello\n", b"eh/bye\n"]
+    assert [bytes(r["ids"]) for r in (first, second)] == [
+        b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"
+    ]
+    assert [
+        bytes(r["ids"][b:e]) for r in (first, second) for b, e in r["answers"]
+    ] == [b"hm/hello\n", b"eh/bye\n"]
     assert first["chat"] == second["chat"]  # one conversation: held out or trained on together
 
 
@@ -307,7 +364,9 @@ def test_a_template_that_moves_the_system_message_is_refused(golden):
         "{% if m.role == 'user' %}[INST] {{ s + ' ' if loop.last and s else '' }}{{ m.content }}[/INST]{% else %}"
         " {{ m.content }}</s>{% endif %}{% endfor %}"
     )
-    messages = [{"role": "system", "content": "Be brief."}, *users("What?"), {"role": "assistant", "content": "That."}]
+    messages = [
+        {"role": "system", "content": "Be brief."}, *users("What?"), {"role": "assistant", "content": "That."}
+    ]
     with pytest.raises(InputError, match="cannot be told"):
         list(corpus.of_conversation(tokenizer, messages, []))
     (row,) = corpus.of_conversation(tokenizer, messages[1:], [])
@@ -334,7 +393,10 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path):
 
     Says.state.stop_ids = torch.tensor([257])
     turns = []
-    given = {"target": "t", "seed": 0, "max_new_tokens": 9, "temperature": 0, "max_prompt_tokens": 10**6, "quiet": True}
+    given = {
+        "target": "t", "seed": 0, "max_new_tokens": 9, "temperature": 0, "max_prompt_tokens": 10**6,
+        "quiet": True
+    }
     c = Collector(Says(), tokenizer, tmp_path, **given)
     original = c._converse
 
@@ -349,7 +411,8 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path):
 
 def test_rows_are_cut_to_what_is_usable():
     row = {"ids": list(range(20)), "answers": [[2, 4], [6, 12], [15, 20]], "source": ""}
-    assert corpus.usable(row, 100)["chat"] == corpus.digest(list(range(2)))  # of an old shard; else what was written with it
+    # Of an old shard; else what was written with it.
+    assert corpus.usable(row, 100)["chat"] == corpus.digest(list(range(2)))
     assert corpus.usable({**row, "chat": "first"}, 100)["chat"] == "first"
     assert corpus.usable(row, 100)["answers"] == [[6, 12], [15, 20]]
     cut = corpus.usable(row, 17)
@@ -358,7 +421,10 @@ def test_rows_are_cut_to_what_is_usable():
 
 
 def test_no_prompt_is_both_held_out_and_trained_on():
-    rows = [{"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x", "chat": corpus.digest([i // 3, 0])} for i in range(300)]
+    rows = [
+        {"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x", "chat": corpus.digest([i // 3, 0])}
+        for i in range(300)
+    ]
     held, rest = corpus.hold_out(rows)
     assert len(held) == 15 and len(held) + len(rest) == 300  # a twentieth of 100 prompts, three rows each
     assert not {r["ids"][0] for r in held} & {r["ids"][0] for r in rest}
@@ -369,7 +435,9 @@ def test_the_report_counts(golden):
     rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
     rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
     d = corpus.describe(rows, 4097)
-    assert (d["rows"], d["tokens"], d["answer_tokens"], d["answers"], d["several_answers"], d["longest"]) == (2, 113, 11, 3, 1, 100)
+    assert (
+        d["rows"], d["tokens"], d["answer_tokens"], d["answers"], d["several_answers"], d["longest"]
+    ) == (2, 113, 11, 3, 1, 100)
     assert d["lengths"] == {"1-64": 1, "65-128": 1} and d["by_source"] == {"prompts": 1, "x": 1}
     ids, covered = corpus.draft_vocabulary(corpus.counts_of(rows), 2, 4097)
     assert ids.tolist() == [2, 7] and covered == pytest.approx(10 / 11) and list(d["coverage"]) == [2048, 4096]
@@ -380,12 +448,18 @@ def test_the_report_counts(golden):
 def collector(golden, folder, **changes) -> Collector:
     target, config = load_model(golden)
     decoder = Decoder(target, batch=4, max_seq_len=200, compile=False, stop_ids=[ord("\n")])
-    given = {"target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100, "quiet": True}
+    given = {
+        "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
+        "quiet": True
+    }
     return Collector(decoder, Tokenizer.load(golden), folder, **given | changes)
 
 
 def read_rows(c: Collector) -> list[dict]:
-    return [row for path in c.shards for row in map(json.loads, path.read_text().splitlines()) if "left_out" not in row]
+    return [
+        row for path in c.shards for row in map(json.loads, path.read_text().splitlines())
+        if "left_out" not in row
+    ]
 
 
 def users(*turns: str) -> list[dict]:
@@ -397,7 +471,9 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     told = [{"role": "system", "content": "s"}, *users("q")]
     c.from_prompts([users("one", "two", "three"), users("four"), users("x" * 95, "dropped"), told])
     rows = read_rows(c)
-    assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3] and {r["target"] for r in rows} == {"golden"}
+    assert sorted(
+        len(r["answers"]) for r in rows
+    ) == [1, 1, 1, 3] and {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
     usable, left_out, _ = corpus.load_shards(c.shards, 200, 320, "golden")
     assert left_out == 1 and len(usable) <= 4
@@ -408,7 +484,10 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     plain = Decoder(target, compile=False, max_seq_len=200, stop_ids=[ord("\n")])
     for begin, end in row["answers"]:  # each answer is what the target says to all that came before
         assert plain.generate([row["ids"][:begin]], Sampling(12))[0].ids == row["ids"][begin:end]
-    assert [bytes(row["ids"][b - len(f"u:{t}\na:") : b]) for t, (b, _) in zip(("one", "two", "three"), row["answers"])] == [
+    assert [
+        bytes(row["ids"][b - len(f"u:{t}\na:") : b]) for t,
+        (b, _) in zip(("one", "two", "three"), row["answers"])
+    ] == [
         b"u:one\na:", b"u:two\na:", b"u:three\na:"
     ]
 
@@ -439,7 +518,9 @@ def test_shards_resume_and_are_shared_between_processes(golden, tmp_path):
     part.shards[1].unlink()
     again = collector(golden, tmp_path / "shared")
     again.from_prompts(prompts)
-    assert read_rows(again) == read_rows(alone) and [p.stat().st_mtime_ns == before[p] for p in again.shards] == [True, False, True]
+    assert read_rows(again) == read_rows(alone) and [
+        p.stat().st_mtime_ns == before[p] for p in again.shards
+    ] == [True, False, True]
 
 
 # -- features --------------------------------------------------------------------------------------------------------
@@ -501,9 +582,13 @@ def test_validation_is_the_real_decoder(models):
     target, head = models
     prompts = [PROMPT, list(b"u:what is 4?\na:"), list(b"u:abc\na:")]
     shape = TreeShape(16, 3, 4)
-    outputs = Decoder(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=200).generate(prompts, Sampling(40))
+    outputs = Decoder(
+        target, Eagle(head, shape), batch=3, compile=False, max_seq_len=200
+    ).generate(prompts, Sampling(40))
     lengths = [n for o in outputs for n in o.accept_lengths]
-    assert Validator(target, prompts, [], shape, 40, False).tau(head) == pytest.approx(sum(lengths) / len(lengths))
+    assert Validator(
+        target, prompts, [], shape, 40, False
+    ).tau(head) == pytest.approx(sum(lengths) / len(lengths))
     assert sum(lengths) / len(lengths) > 1.05
 
 
