@@ -76,8 +76,8 @@ class CompiledFunction:
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         if self.direct:
-            make = lambda: SavedGraph.make(self.function, args, places[0], compile_graph)  # noqa: E731
-            self.variants[key], result = retry_broken_library(make)
+            graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
+            self.variants[key], result = graph, graph(args)
         else:
             self.variants[key], result = None, retry_broken_library(lambda: self.compiled(*args))
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
@@ -85,8 +85,7 @@ class CompiledFunction:
 
 
 def retry_broken_library(compile: Callable):
-    """Call `compile`. A library that a killed compiler or copy left half written is deleted and made again.
-    """
+    """Call `compile`. A library that a killed compiler left half written is deleted and made again."""
     while True:
         try:
             return compile()

@@ -1,13 +1,15 @@
-"""Compiled graphs saved to disk, and called without torch.compile.
+"""Compiled graphs saved to disk, for the next process that runs the same function on the same kinds of arguments.
 
-torch's own `aot_compile` needs the guards of every module to be serialised and checks them at each call; here
-the caller promises that modules and buffers stay what they are (docs/how-it-works.md has the comparison).
+torch's `aot_compile` makes and loads them. Its guards do not: some of them cannot be saved, and none looks at our
+source files. So the graphs carry no guards. `saved_places` puts all that tracing depends on into a graph's name, and
+the file begins with the digests of the sources that the graph was traced from.
 """
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import pickle
 import sys
@@ -17,164 +19,86 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 from torch import Tensor
-from torch._guards import TracingContext
 
 from common.files import atomic_path
-from kernels.cpu import processor
+from kernels import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
-# Cache folders that are read and not written: of checkpoints that cannot be written.
-READ_ONLY: list[Path] = []
+READ_ONLY: list[Path] = []  # cache folders that are read and not written: of checkpoints that cannot be written
 
 
 class SavedGraph:
-    """A compiled graph: which tensors of the arguments it takes, and what of its outputs the function
-    returned.
+    """A compiled graph that is called without torch.compile. The caller promises that the arguments fit."""
 
-    inputs: for each input a path into the arguments and, where the input is the size of a tensor, the
-    dimension, else None. result: the function's, with the number of a graph's output in the place of each
-    tensor; see `_numbered`.
-    """
-
-    def __init__(self, graph: Callable, inputs: list[tuple[tuple[int, str], int | None]], result):
-        self.graph, self.inputs, self.result = graph, inputs, result
-        self.values: list | None = None  # of the inputs, known from the first call on
-        # The inputs that may be another tensor at the next call.
-        self.varying: list[tuple[int, int, int | None]] = []
+    def __init__(self, compiled):
+        self.call = compiled.fn  # not `compiled` itself, which would check the guards
 
     def __call__(self, args: tuple):
-        if self.values is None:
-            tensors = _tensors(args)
-            self.values = [tensors[path] if size is None else None for path, size in self.inputs]
-            self.varying = [(i, path[0], size) for i, (path, size) in enumerate(self.inputs) if not path[1]]
-        values = self.values.copy()
-        for i, arg, size in self.varying:
-            values[i] = args[arg] if size is None else args[arg].shape[size]
-        return _filled(self.result, self.graph(*values))
+        return self.call(*args)
 
     @classmethod
-    def make(
-        cls, function: Callable, args: tuple, path: Path, compile_graph: Callable
-    ) -> tuple[SavedGraph, object]:
-        """Trace, compile and call `function` with these arguments, and save the graph at `path`.
+    def make(cls, function: Callable, args: tuple, path: Path) -> SavedGraph:
+        """Compile `function` for these arguments and save the graph at `path`.
 
-        Returns the graph and what the function returned.
+        Where that cannot be written, the next process compiles again.
         """
-        seen: dict = {}
-
-        def backend(graph, examples):
-            holes = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
-            seen["graph"], seen["holes"], seen["examples"] = torch._inductor.standalone_compile(
-                graph, holes, dynamic_shapes="from_tracing_context"  # there may be no output to tell
-            ), holes, examples
-            seen["sources"] = _sources(args)
-
-            def run(*inputs):
-                seen["outputs"] = seen["graph"](*inputs)
-                return seen["outputs"]
-
-            return run
-
-        result = compile_graph(function, backend=backend)(*args)
-        paths: dict[int, tuple[int, str]] = {}
-        for where, tensor in _tensors(args).items():
-            paths.setdefault(id(tensor), where)
-        pairs, inputs = list(zip(seen["holes"], seen["examples"])), []
-        for hole, example in pairs:
-            if isinstance(hole, Tensor):
-                inputs.append((paths[id(example)], None))
-            else:  # a number: the size of some tensor
-                inputs.append(next(
-                    (paths[id(tensor)], i) for shape, tensor in pairs if isinstance(shape, Tensor)
-                    for i, size in enumerate(shape.shape)
-                    if isinstance(size, torch.SymInt) and size.node.expr == hole.node.expr
-                ))
-        graph = cls(
-            seen["graph"], inputs, _numbered(result, {id(t): i for i, t in enumerate(seen["outputs"])})
-        )
-        graph.save(path, {str(file.relative_to(ROOT)): _digest(file) for file in seen["sources"]})
-        return graph, result
-
-    def save(self, path: Path, sources: dict[str, str]) -> None:
-        """Write the graph beside `path`, then PATH.pickle, which names it and the sources it was traced from.
-
-        Where that cannot be, the next process compiles again.
-        """
-        name = f"{path.name}-{hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:8]}.graph"
-        with contextlib.suppress(OSError, RuntimeError):  # the second: torch cannot serialise it
+        # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
+        settings = torch._dynamo.config.patch(dont_skip_tracing=True, enable_aot_compile=True)
+        no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
+        with settings:
+            compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
+        header = json.dumps({os.path.relpath(file, ROOT): _digest(file) for file in _sources(compiled, args)})
+        with contextlib.suppress(OSError, RuntimeError, AttributeError, pickle.PicklingError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.graph.save(path=str(path.with_name(name)))
-            with atomic_path(f"{path}.pickle") as part:
-                part.write_bytes(pickle.dumps((sources, name, self.inputs, self.result)))
-            for old in path.parent.glob(f"{path.name}-*.graph"):
-                if old.name != name:  # of sources that have changed
-                    old.unlink()
+            with atomic_path(path) as part:
+                compiled.save_compiled_function(str(part))
+                part.write_bytes(header.encode() + b"\n" + part.read_bytes())
+        return cls(compiled)
 
     @classmethod
     def find(cls, path: Path) -> SavedGraph | None:
-        """What `save` wrote for this path, or None if there is nothing, or nothing that can be used any more.
-        """
+        """The graph that `make` saved, or None if there is none, or none that can be used any more."""
         try:
-            sources, name, *rest = pickle.loads(Path(f"{path}.pickle").read_bytes())
-            if any(_digest(ROOT / file) != digest for file, digest in sources.items()):
-                return None
-            return cls(torch._inductor.CompiledArtifact.load(path=str(path.with_name(name))), *rest)
+            with open(path, "rb") as file:
+                sources = json.loads(file.readline())
+                if any(_digest(ROOT / name) != digest for name, digest in sources.items()):
+                    return None
+                return cls(torch.compiler.load_compiled_function(file))
         except FileNotFoundError:
             return None
         except Exception:  # damaged in whatever way: it is a cache, and made again
             return None
 
 
-def _sources(args: tuple) -> list[Path]:
-    """Our source files that the graph at hand was traced from: of the code that was run, of the arguments'
-    classes.
-    """
-    files = {code.co_filename for code in TracingContext.get_traced_code() or ()}
-    modules = {
-        type(module).__module__ for arg in args if isinstance(arg, nn.Module) for module in arg.modules()
-    }
-    files |= {getattr(sys.modules[name], "__file__", None) or "" for name in modules}
-    paths = {Path(file).resolve() for file in files if file}
-    return sorted(
-        path for path in paths if path.is_relative_to(ROOT) and ".venv" not in path.parts and path.is_file()
-    )
+def _sources(compiled, args: tuple) -> list[Path]:
+    """Our files that a graph depends on: those of the code that was traced, of the classes of the arguments' modules
+    (their attributes are read), and of the kernels (the graph calls their operators)."""
+    modules = {source.module for source in compiled.source_info().inlined_sources}
+    for arg in args:
+        if isinstance(arg, nn.Module):
+            modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
+    files = {Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))}
+    ours = [file for file in files if file.is_relative_to(ROOT) and not file.is_relative_to(sys.prefix)]
+    return sorted([*ours, *cpu.sources()])
 
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _numbered(value, numbers: dict[int, int]):
-    """A tensor's number; None as it is; a tuple, named or not, as its class and its parts."""
-    if isinstance(value, tuple):
-        return type(value), [_numbered(part, numbers) for part in value]
-    return None if value is None else numbers[id(value)]
-
-
-def _filled(plan, outputs: list[Tensor]):
-    """The inverse of `_numbered`."""
-    if isinstance(plan, tuple):
-        kind, parts = plan
-        parts = [_filled(part, outputs) for part in parts]
-        return kind(parts) if kind is tuple else kind(*parts)
-    return None if plan is None else outputs[plan]
-
-
 def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
-    """Where a graph of `function`, compiled for these arguments, may be saved: the first place is the one to
-    write to.
+    """Where a graph of `function` for these arguments may be saved. The first place is the one to write to.
 
-    The name holds everything that the graph depends on beside our sources, whose digests `SavedGraph.find`
-    compares.
+    The name stands for all that the graph depends on except our sources, whose digests are in the file.
     """
     # Imported here: it takes seconds, which those who compile nothing save.
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = torch._inductor.config.get_hash().hex()
-    machine = torch.__version__, processor(), os.environ.get("CXX"), torch.get_num_threads()
+    machine = torch.__version__, cpu.processor(), os.environ.get("CXX"), torch.get_num_threads()
     made_by = function.__qualname__, machine, settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
-    return tuple(folder / "graphs" / name for folder in (Path(cache_dir()), *READ_ONLY))
+    return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
 
 
 def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
@@ -187,36 +111,29 @@ def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
         if isinstance(arg, Tensor):
             tensors[i, ""] = arg
         elif isinstance(arg, nn.Module):
-            for name, tensor in (
-                *arg.named_parameters(remove_duplicate=False), *arg.named_buffers(remove_duplicate=False)
-            ):
-                tensors[i, name] = tensor
+            for named in (arg.named_parameters, arg.named_buffers):
+                tensors |= {(i, name): tensor for name, tensor in named(remove_duplicate=False)}
     return tensors
 
 
 def _described(args: tuple) -> Iterator[tuple]:
-    """Everything of the arguments that tracing may look at: classes, settings, shapes, which tensors are one.
-    """
+    """All that tracing may look at: classes and settings of modules, shapes, which tensors are the same."""
     ordinary = set(vars(nn.Module()))
     for arg in args:
         if isinstance(arg, nn.Module):
             for name, module in arg.named_modules(remove_duplicate=False):
-                yield name, type(module).__qualname__, [
-                    (k, _stable(v)) for k, v in sorted(vars(module).items()) if k not in ordinary
-                ]
+                settings = [(k, _stable(v)) for k, v in sorted(vars(module).items()) if k not in ordinary]
+                yield name, type(module).__qualname__, settings
         else:
             yield variant_of(arg)
     first: dict[int, tuple] = {}
     for path, tensor in _tensors(args).items():
-        yield path, first.setdefault(
-            id(tensor), path
-        ), variant_of(tensor), tensor.device.type, path[1] and tensor.stride()
+        same_as, strides = first.setdefault(id(tensor), path), path[1] and tensor.stride()
+        yield path, same_as, variant_of(tensor), tensor.device.type, strides
 
 
 def variant_of(arg) -> object:
-    """What tells one compiled version from another: a tensor's dtype and shape (None: dynamic), a constant
-    itself.
-    """
+    """What tells compiled versions apart: a tensor's dtype and shape (None: dynamic), or a constant itself."""
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())

@@ -64,8 +64,8 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
             f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels"
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    sources = [(path.name, path.read_bytes()) for path in sorted(SOURCE.iterdir()) if path.is_file()]
-    key = (sources, torch.__version__, version, " ".join(FLAGS), processor())
+    texts = [(path.name, path.read_bytes()) for path in sources()]
+    key = (texts, torch.__version__, version, " ".join(FLAGS), processor())
     name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _folder()
     if (folder / name).is_file():
@@ -112,6 +112,11 @@ def _folder() -> Path:
     if folder.stat().st_uid != os.getuid():  # someone else's code is not to be loaded
         raise InputError(f"{folder}: belongs to another user; remove it, or pass --no-kernels")
     return folder
+
+
+def sources() -> list[Path]:
+    """The files that the library is compiled from."""
+    return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))
 
 
 def processor() -> str:
