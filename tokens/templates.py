@@ -1,8 +1,8 @@
-"""Chat templates of models whose files carry none, and the choice of one when a target is converted.
+"""Chat templates for models whose files carry none, and the choice of one when a target is converted.
 
-The strings are those of FastChat's conversation templates `vicuna_v1.1` and `llama-2`, which the papers'
-evaluations use (their Llama-2 script appends one more space after `[/INST]`; we do not, no training text has
-it).
+The templates are in `chat_templates/`. They render the strings of FastChat's conversation templates
+(`vicuna_v1.1` and `llama-2`, https://github.com/lm-sys/FastChat), which the papers' evaluations use. Their
+script for Llama 2 adds a space after `[/INST]`. Ours does not, because no training text has it.
 """
 from __future__ import annotations
 
@@ -11,45 +11,14 @@ from pathlib import Path
 
 from common.errors import InputError
 
-VICUNA_SYSTEM = (
-    "A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions."
-)
-LLAMA2_SYSTEM = (
-    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being safe.  "
-    "Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal content. "
-    "Please ensure that your responses are socially unbiased and positive in nature.\n\n"
-    "If a question does not make any sense, or is not factually coherent, explain why instead of answering something not correct. "
-    "If you don't know the answer to a question, please don't share false information."
-)
-
-
-def _split_system(default: str) -> str:
-    """Jinja: `system` and `turns`, taken off the messages."""
-    quoted = default.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
-    return (
-        "{%- if messages and messages[0].role == 'system' -%}{%- set system = messages[0].content -%}{%- set turns = messages[1:] -%}"
-        f"{{%- else -%}}{{%- set system = '{quoted}' -%}}{{%- set turns = messages -%}}{{%- endif -%}}"
-    )
-
-
-TEMPLATES = {
-    "vicuna": _split_system(VICUNA_SYSTEM)
-    + "{{- bos_token + system -}}{%- for m in turns -%}"
-    "{%- if m.role == 'user' -%}{{- ('' if not loop.first else ' ' if system else '') + 'USER: ' + m.content + ' ASSISTANT:' -}}"
-    "{%- else -%}{{- ' ' + m.content + eos_token -}}{%- endif -%}{%- endfor -%}",
-    "llama2": _split_system(LLAMA2_SYSTEM)
-    + "{%- for m in turns -%}{%- if m.role == 'user' -%}"
-    "{{- bos_token + '[INST] ' + ('<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' if loop.first and system else '') -}}"
-    "{{- m.content + ' [/INST]' -}}"
-    "{%- else -%}{{- ' ' + m.content + ' ' + eos_token -}}{%- endif -%}{%- endfor -%}",
-}
-# Names under which the models are published.
-NAMED = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
+FOLDER = Path(__file__).parent / "chat_templates"
+TEMPLATES = {name: (FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
+# Pattern of the name under which a model is published: its template.
+PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
 
 
 def find_template(choice: str, *names: str) -> str | None:
-    """The template to add to a checkpoint that has none.
+    """The template to add to a checkpoint that has none; None to add none.
 
     choice: "auto" goes by the names (of the source, of its config), "none" adds none, else one of `TEMPLATES`
     or a file. Raises InputError if it is none of these.
@@ -57,12 +26,10 @@ def find_template(choice: str, *names: str) -> str | None:
     if choice == "none":
         return None
     if choice == "auto":
-        return next(
-            (
-                TEMPLATES[t] for pattern,
-                t in NAMED.items() for n in names if re.search(pattern, n, re.IGNORECASE)
-            ), None
-        )
+        for pattern, template in PUBLISHED_NAMES.items():
+            if any(re.search(pattern, name, re.IGNORECASE) for name in names):
+                return TEMPLATES[template]
+        return None
     if choice in TEMPLATES:
         return TEMPLATES[choice]
     try:

@@ -652,6 +652,13 @@ VICUNA = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, and polite"
     " answers to the user's questions."
 )
+LLAMA2 = (
+    "You are a helpful, respectful and honest assistant. Always answer as helpfully as possible, while being"
+    " safe.  Your answers should not include any harmful, unethical, racist, sexist, toxic, dangerous, or illegal"
+    " content. Please ensure that your responses are socially unbiased and positive in nature.\n\n"
+    "If a question does not make any sense, or is not factually coherent, explain why instead of answering"
+    " something not correct. If you don't know the answer to a question, please don't share false information."
+)
 TALK = [
     {"role": "user", "content": "q1"}, {"role": "assistant", "content": "a1"},
     {"role": "user", "content": "q2"}
@@ -684,19 +691,17 @@ def test_built_in_templates(tmp_path, source, chat, want):
     from tokens.tokenizer import Tokenizer
 
     ours = Tokenizer.load(convert(with_sentencepiece(tmp_path / source), tmp_path / "out", quiet=True))
-    assert ours._render(chat, {}) == want
+    assert ours.render(chat) == want
     assert ours.chat(chat)[0] == ours.bos_id and ours.chat(chat).count(ours.bos_id) == want.count("<s>")
 
 
 def test_the_default_system_prompt_of_llama2(tmp_path):
-    from tokens.templates import LLAMA2_SYSTEM
     from tokens.tokenizer import Tokenizer
 
     ours = Tokenizer.load(
         convert(with_sentencepiece(tmp_path / "llama-2-13b-chat"), tmp_path / "out", quiet=True)
     )
-    assert ours._render(TALK[:1], {}) == f"<s>[INST] <<SYS>>\n{LLAMA2_SYSTEM}\n<</SYS>>\n\nq1 [/INST]"
-    assert "while being safe.  Your" in LLAMA2_SYSTEM and "don't share false information." in LLAMA2_SYSTEM
+    assert ours.render(TALK[:1]) == f"<s>[INST] <<SYS>>\n{LLAMA2}\n<</SYS>>\n\nq1 [/INST]"
 
 
 def test_templates_by_flag(tmp_path, capsys):

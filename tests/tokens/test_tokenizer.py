@@ -15,9 +15,10 @@ import tokenizers
 from helpers import ROOT
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from common.errors import InputError  # noqa: E402
-from tokens.gguf_tokenizer import PRE, from_gguf  # noqa: E402
-from tokens.tokenizer import Tokenizer, byte_alphabet, copy_files  # noqa: E402
+from common.errors import InputError
+from tokens.backends import byte_alphabet
+from tokens.gguf_tokenizer import PRE, from_gguf
+from tokens.tokenizer import Tokenizer, copy_files
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind; it's asleep. 1234567 + 89 = 1234656\n",

@@ -1,0 +1,113 @@
+"""Chat templates: reading one, rendering it, and hiding the control tokens that a user typed."""
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from common.cli import one_line
+from common.errors import InputError
+from common.files import read_json
+
+
+def read_template(folder: Path, config: dict) -> str | None:
+    """The chat template of a checkpoint's folder and its tokenizer_config.json, None if it has none.
+
+    Raises ValueError, KeyError, TypeError, OSError or InputError if it is damaged.
+    """
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (folder / "chat_template.json").is_file():
+        config = read_json(folder / "chat_template.json")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default", next(iter(by_name.values()), None))
+    if not isinstance(template, (str, type(None))):
+        raise ValueError("chat_template is no text")
+    return template
+
+
+def render_template(template: str, messages: list[dict], variables: dict) -> str:
+    """The text of a conversation. Raises InputError if the template is damaged or refuses the messages."""
+    # Templates test for tools and documents, so they must be there.
+    context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
+    try:
+        return _compile(template).render(messages=messages, **context)
+    except Exception as e:  # a template is a program of the checkpoint's author: it can raise anything
+        raise InputError(f"chat template: {one_line(e)}") from None
+
+
+class ControlTokenMask:
+    """Hides control tokens in messages from the search for the control tokens of the template.
+
+    Where a message holds a control token, or ends in what could be the beginning of one, the character that
+    the token starts with is replaced by a private one while the template is rendered and control tokens are
+    searched for. Templates trim, split and test the messages. A single character survives that, and `restore`
+    puts the original in its place.
+    """
+
+    def __init__(self, control: Collection[str], messages: list[dict], template: str | None):
+        used = set(json.dumps(messages, ensure_ascii=False, default=str)) | set(template or "")
+        # From the last private character of Unicode down.
+        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
+        self._control = tuple(control)
+        self._masks = {first: next(free) for first in sorted({token[0] for token in control})}
+        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ").", re.DOTALL)
+        self._longest = max(map(len, control), default=0)
+
+    def hide(self, value):
+        """`value` (a text, or lists and dictionaries of texts) with its control tokens masked."""
+        if isinstance(value, dict):
+            return {key: self.hide(v) for key, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.hide(v) for v in value]
+        if not isinstance(value, str) or not self._control:
+            return value
+        # One character takes the place of one: positions stay.
+        masked = list(self._starts.sub(lambda m: self._masks[m[0]], value))
+        end = len(value.rstrip())
+        for i in range(max(0, end - self._longest), end):
+            if any(token.startswith(value[i:end]) for token in self._control):
+                masked[i] = self._masks[value[i]]
+        return "".join(masked)
+
+    def restore(self, text: str) -> str:
+        """A rendered text as it is without masks."""
+        return text.translate({ord(mask): first for first, mask in self._masks.items()})
+
+
+class _Generation(Extension):
+    """`{% generation %}`: some templates mark the assistant's words with it, for training. No effect here."""
+
+    tags = {"generation"}
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _tojson  # jinja's own escapes <, > and & for HTML
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
+
+
+def _tojson(x, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str):
+    raise jinja2.TemplateError(message)
