@@ -1,0 +1,142 @@
+"""Draw the charts of README.md and docs/benchmarks.md, and write the numbers beside them.
+
+    python benchmarks/charts.py
+
+Nothing is measured: the figures come from peers.json, evaluate.json, nine_drafters.json and step.json in
+benchmarks/results, and everything that is written goes there too.
+"""
+from __future__ import annotations
+
+import csv
+import json
+import sys
+
+from bench import RESULTS  # first: it makes the modules below importable
+
+from common.plots import picture
+
+MACHINE = "2 threads of a virtual AMD EPYC (AVX512-BF16, VNNI)"  # the result files name the processor only
+DARK, LIGHT, GREY = "#2a6fbb", "#9cc3e6", "#b8b8b8"
+SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum", "mean")
+# Spec-Bench's leaderboard for Vicuna-7B, greedy, on one RTX 3090: speedup, acceptance length.
+PUBLISHED = {
+    "lookup": (1.55, 1.74), "hydra": (1.80, 3.26), "medusa": (1.44, 2.32), "rest": (1.32, 1.63),
+    "lookahead": (1.08, 1.65), "eagle": (2.16, 3.57), "eagle2": (2.25, 4.36), "draft-model": (1.83, 2.29),
+}
+NAMES = {
+    "eagle3": "EAGLE-3", "eagle2": "EAGLE-2", "eagle": "EAGLE-1", "hydra": "Hydra++", "medusa": "Medusa",
+    "lookup": "prompt lookup", "rest": "REST", "lookahead": "Lookahead", "draft-model": "draft model (SpS)",
+}
+PRECISIONS = {"none": "bf16", "int8": "int8", "w8a8": "w8a8"}
+
+
+def read(name: str) -> dict:
+    """A result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def write_csv(name: str, head: list[str], rows: list[list]) -> None:
+    """benchmarks/results/NAME.csv; numbers with three digits after the point."""
+    with open(RESULTS / f"{name}.csv", "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows([f"{x:.3f}" if isinstance(x, float) else x for x in row] for row in rows)
+
+
+def overview() -> None:
+    """Tokens per second of this project, llama.cpp and transformers on the same weights."""
+    def label(name: str) -> str:
+        program, _, rest = name.partition(" ")
+        if program != "ours":
+            return name.replace("Q8_0", "Q8_0 (8 bits)")
+        method, _, precision = rest.partition(" ")
+        return f"this project {precision or 'bf16'}, {method}"
+
+    ranked = sorted(read("peers")["summary"].items(), key=lambda item: item[1]["rate"])
+    colours = [DARK if "EAGLE" in name else LIGHT if name.startswith("ours") else GREY for name, _ in ranked]
+    with picture(RESULTS / "overview.png", 8, 3.6) as figure:
+        axes = figure.add_subplot()
+        bars = axes.barh([label(name) for name, _ in ranked], [r["rate"] for _, r in ranked], color=colours)
+        axes.bar_label(bars, fmt="%.0f", padding=3)
+        axes.set(
+            xlabel=f"tokens per second, one text at a time; {MACHINE}", xlim=(0, 295),
+            title="SmolLM2-135M-Instruct, the same weights, 12 questions of MT-bench, greedy",
+        )
+
+
+def sets() -> None:
+    """EAGLE-3 on the papers' six sets: the numbers only, `evaluate.py` has drawn them."""
+    write_csv("evaluate", ["temperature", "set", "questions", "speedup", "tau", "texts equal", "errors"], [
+        [row[key] for key in ("temperature", "set", "questions", "speedup", "tau", "equal", "errors")]
+        for row in read("evaluate")["rows"] if row["method"] == "eagle3"
+    ])
+
+
+def drafters() -> None:
+    """Nine drafters and plain decoding on the papers' six sets, and what Spec-Bench published."""
+    cells = {(row["method"], row["set"]): row for row in read("nine_drafters")["rows"]}
+    ranked = sorted({method for method, _ in cells}, key=lambda m: -cells[m, "mean"]["speedup"])
+    head = ["method", *(f"{name} {what}" for name in SETS for what in ("speedup", "tau")), "texts equal"]
+    write_csv("nine_drafters", [*head, "Spec-Bench speedup", "Spec-Bench tau"], [[
+        method, *(cells[method, name][what] for name in SETS for what in ("speedup", "tau")),
+        cells[method, "mean"]["equal"], *PUBLISHED.get(method, ("", "")),
+    ] for method in ranked])
+    ranked.remove("none")
+    with picture(RESULTS / "nine_drafters.png", 11, 4.6) as figure:
+        speed, tau, published = figure.subplots(1, 3, sharey=True, width_ratios=(7, 7, 5))
+        for axes, what, title in (
+            (speed, "speedup", "speedup over plain decoding"), (tau, "tau", "acceptance length τ")
+        ):
+            values = [[cells[method, name][what] for name in SETS] for method in ranked]
+            highest = max(map(max, values))
+            axes.imshow(values, cmap="RdBu", vmin=2 - highest, vmax=highest, aspect="auto")  # white is 1
+            for y, row in enumerate(values):
+                for x, value in enumerate(row):
+                    colour = "white" if abs(value - 1) > 0.6 * (highest - 1) else "black"
+                    axes.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour)
+            axes.set_xticks(range(len(SETS)), SETS, rotation=30)
+            axes.set_title(title)
+            axes.tick_params(length=0)
+            axes.spines[:].set_visible(False)
+        speed.set_yticks(range(len(ranked)), [NAMES[method] for method in ranked])
+        for shift, colour, label, known in (
+            (-0.19, DARK, "here, mean", {m: cells[m, "mean"]["speedup"] for m in ranked}),
+            (0.19, GREY, "Spec-Bench", {m: PUBLISHED[m][0] for m in ranked if m in PUBLISHED}),
+        ):
+            places = [ranked.index(m) + shift for m in known]
+            bars = published.barh(places, known.values(), 0.38, color=colour, label=label)
+            published.bar_label(bars, fmt="%.2f", padding=2)
+        published.tick_params(axis="y", length=0)
+        published.set(xlim=(0, 2.9), title="speedup here and published")
+        published.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
+        figure.suptitle(f"SmolLM2-135M-Instruct, greedy, {MACHINE}; Spec-Bench: Vicuna-7B, one RTX 3090")
+
+
+def steps() -> None:
+    """What a step costs, by rows, context and precision."""
+    rows = read("step")["rows"]
+    write_csv("step", ["precision", "context", "rows", "milliseconds", "times plain", "share of bandwidth"], [
+        [PRECISIONS[r["mode"]], r["context"], r["rows"], r["step"], r["x plain"], r["roof"]] for r in rows
+    ])
+    contexts = sorted({r["context"] for r in rows})
+    with picture(RESULTS / "step.png", 10, 3.2) as figure:
+        for axes, context in zip(figure.subplots(1, len(contexts)), contexts):
+            for mode, label in PRECISIONS.items():
+                own = [r for r in rows if (r["mode"], r["context"]) == (mode, context)]
+                axes.plot([r["rows"] for r in own], [r["step"] for r in own], "o-", markersize=3, label=label)
+            axes.set(xlabel="rows of a step", ylim=(0, None), title=f"context {context:,}")
+            axes.set_xticks((1, 8, 16, 30, 60))
+        figure.axes[0].set_ylabel("milliseconds")
+        figure.axes[0].legend()
+        figure.suptitle(f"A step of SmolLM2-135M-Instruct (1 row: plain decoding), {MACHINE}")
+
+
+def main() -> int:
+    """Draw all. Returns the exit status."""
+    for draw in (overview, sets, drafters, steps):
+        draw()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
