@@ -1,5 +1,7 @@
-# make demo   set everything up and watch SmolLM2-135M write with EAGLE-3, next to plain decoding
-# make test   set everything up and run the tests;   make lint   the same for the linter
+# make demo        set everything up and watch SmolLM2-135M write with EAGLE-3, next to plain decoding
+# make test        set everything up and run all tests, on two cores
+# make test-fast   only the quick ones: nothing slow, nothing compiled, no network
+# make lint        set everything up and run the linter
 # Needs Python >= 3.10 with venv, make and a C++ compiler. Nothing is installed outside .venv.
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,7 +9,7 @@ PROMPT ?= Explain in a few sentences why the sky is blue.
 ARGS ?=
 RUN = $(VENV)/bin/python
 
-.PHONY: demo fetch test lint clean
+.PHONY: demo fetch test test-fast lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -20,7 +22,10 @@ fetch: $(VENV)/ready
 	$(RUN) -m demo.fetch
 
 test: $(VENV)/ready-dev
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest -n 2 tests
+
+test-fast: $(VENV)/ready-dev
+	$(RUN) -m pytest -n 2 -m "not slow and not compile and not network" tests
 
 lint: $(VENV)/ready-dev
 	$(RUN) -m ruff check .

@@ -1,6 +1,4 @@
-"""Shared fixtures: the golden target and head, converted once per test session, and a byte tokenizer for
-them.
-"""
+"""Shared fixtures: the golden target and its heads, converted once per worker, with a byte tokenizer."""
 import sys
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
+pytest_plugins = ["helpers.skips"]
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 

@@ -1,0 +1,156 @@
+"""Imports go one way: a room knows only the rooms below it, no file imports itself by a detour, and tests do
+not import tests.
+
+Every import counts, those inside functions too.
+"""
+import ast
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+# From the ground up. Rooms of one floor do not know each other.
+FLOORS = (
+    ("common",),
+    ("model", "tree"),
+    ("sampling",),
+    ("networks",),
+    ("kernels",),
+    ("tokens",),
+    ("checkpoint",),
+    ("drafters",),
+    ("engine",),
+    ("console", "training", "evaluation"),
+    ("generate", "convert_checkpoint", "quantize", "train", "evaluate"),
+    ("demo", "benchmarks"),
+    ("tests/helpers",),
+    ("tests",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Where an import is looked up: the root, and the folders that are put on the path for scripts and tests.
+FOLDERS = ("", "tests/", "benchmarks/")
+
+
+def room_of(file: str) -> str:
+    """The room that a file stands in: its folder, or its own name if it lies in the root."""
+    if file.startswith("tests/helpers/"):
+        return "tests/helpers"
+    return file.split("/")[0].removesuffix(".py")
+
+
+def named(tree: ast.Module, folder: str) -> list[tuple[str, ...]]:
+    """The modules that a file of `folder` may mean by its imports: for each name the candidates, best first.
+    """
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [(alias.name,) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = folder.split("/")
+            above = parts[: len(parts) + 1 - node.level] if node.level else []
+            module = ".".join([*above, node.module] if node.module else above)
+            names += [(f"{module}.{alias.name}", module) for alias in node.names]
+    return names
+
+
+def imports_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The first-party files that each file imports. sources: the text of every first-party file, by path."""
+
+    def file_of(module: str) -> str | None:
+        for folder in FOLDERS:
+            path = folder + module.replace(".", "/")
+            for file in (f"{path}.py", f"{path}/__init__.py"):
+                if file in sources:
+                    return file
+        return None
+
+    imports = {}
+    for file, text in sources.items():
+        modules = named(ast.parse(text), file.rpartition("/")[0])
+        imports[file] = {next(filter(None, map(file_of, candidates)), None) for candidates in modules}
+        imports[file] -= {None, file}
+    return imports
+
+
+def circle(imports: dict[str, set[str]]) -> list[str] | None:
+    """The files of one circle of imports, from the first by name back to it; None if there is no circle."""
+    done: set[str] = set()
+
+    def search(path: list[str]) -> list[str] | None:
+        for file in sorted(imports[path[-1]]):
+            if file in path:
+                files = path[path.index(file) :]
+                first = files.index(min(files))
+                return [*files[first:], *files[: first + 1]]
+            if file not in done and (result := search([*path, file])):
+                return result
+        done.add(path[-1])
+        return None
+
+    return next(filter(None, (search([file]) for file in sorted(imports) if file not in done)), None)
+
+
+def faults(imports: dict[str, set[str]]) -> list[str]:
+    """What is wrong with what each file imports, a line each."""
+    lines = [f"{file} stands in no known room" for file in imports if room_of(file) not in FLOOR]
+    for file, others in sorted(imports.items()):
+        for other in sorted(others):
+            here, there = room_of(file), room_of(other)
+            if here == there == "tests":
+                lines.append(f"{file} -> {other}: a test imports a test: share by tests/helpers")
+            elif here != there and FLOOR.get(there, -1) >= FLOOR.get(here, len(FLOORS)):
+                lines.append(f"{file} -> {other}: {there} is not below {here}")
+    if path := circle(imports):
+        lines.append(f"{' -> '.join(path)}: a circle")
+    return lines
+
+
+def first_party() -> list[Path]:
+    """All Python files of the repository, relative to its root, those not committed yet too."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        return [Path(line) for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+    patterns = ("*.py", *(f"{room}/**/*.py" for room in FLOOR))  # an archive, no checkout
+    return [path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)]
+
+
+def test_imports_go_one_way():
+    imports = imports_of({str(file): (ROOT / file).read_text() for file in first_party()})
+    assert len(imports) > 100 and sum(map(len, imports.values())) > 300
+    assert not faults(imports)
+
+
+# A made-up tree without a fault. Each test adds or replaces a file.
+SOUND = {
+    "model.py": "import torch", "tree.py": "import torch", "sampling/noise.py": "",
+    "sampling/rules.py": "from sampling.noise import seed_of", "drafters/__init__.py": "",
+    "engine/api.py": "from drafters import METHODS", "generate.py": "def f():\n    from engine import api",
+    "benchmarks/bench.py": "import sampling.rules", "tests/helpers/states.py": "import engine.api",
+    "tests/test_tree.py": "import tree\nfrom helpers.states import state_of",
+}
+CIRCLE = "sampling/noise.py -> sampling/rules.py -> sampling/noise.py: a circle"
+
+
+@pytest.mark.parametrize("file, text, fault", [
+    ("tree.py", "from sampling import noise", "tree.py -> sampling/noise.py: sampling is not below tree"),
+    ("tree.py", "def f():\n    import model", "tree.py -> model.py: model is not below tree"),
+    ("model.py", "import drafters", "model.py -> drafters/__init__.py: drafters is not below model"),
+    ("model.py", "if 1:\n    import bench", "model.py -> benchmarks/bench.py: benchmarks is not below model"),
+    ("engine/api.py", "import generate", "engine/api.py -> generate.py: generate is not below engine"),
+    ("tree.py", "from helpers.states import state_of",
+     "tree.py -> tests/helpers/states.py: tests/helpers is not below tree"),
+    ("sampling/noise.py", "from sampling.rules import RULES", CIRCLE),
+    ("sampling/noise.py", "from . import rules", CIRCLE),
+    ("sampling/noise.py", "from .rules import RULES", CIRCLE),
+    ("tests/a/test_b.py", "from test_tree import draw",
+     "tests/a/test_b.py -> tests/test_tree.py: a test imports a test: share by tests/helpers"),
+    ("tests/helpers/states.py", "import test_tree",
+     "tests/helpers/states.py -> tests/test_tree.py: tests is not below tests/helpers"),
+    ("setup.py", "", "setup.py stands in no known room"),
+    ("attic/old.py", "import tree", "attic/old.py stands in no known room"),
+])
+def test_a_fault_is_found(file, text, fault):
+    assert not faults(imports_of(SOUND))
+    assert fault in faults(imports_of(SOUND | {file: text}))
