@@ -1,1 +1,1 @@
-"""Everything behind evaluate.py: the questions, the runs, losslessness, the tables, the pictures."""
+"""What evaluate.py is made of: question sets, answers, losslessness, tables, pictures."""

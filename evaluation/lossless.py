@@ -1,9 +1,9 @@
-"""Whether speculative text is plain text, and where it is not, whether rounding could have decided.
+"""Whether speculative text is plain text, and if not, whether rounding explains it.
 
-In float32, and on our CPU kernels in any dtype, the texts must be equal. Elsewhere 16-bit passes over one row
-and over many round differently, so two nearly equal logits may change places: the first difference of a text
-is scored again in float32, and counts as a tie if the two tokens are closer than `bound`; where texts must be
-equal, none does. What follows a difference is another text, and not compared.
+In float32, and on our CPU kernels in any dtype, texts must be equal. Elsewhere a 16-bit pass over one row and
+one over many rows round differently, so two nearly equal logits may change places. The first difference of a
+text is therefore scored again in float32. It counts as a tie if the logits of the two tokens are closer than
+`bound`. The text after a difference is another text and is not compared.
 """
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ import torch
 
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
-from evaluation.runs import Answer
+from evaluation.answers import Answer
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
 from tokens.ids import common_prefix
 
-# Of the largest logit: how far rounding may move one. Twice the unit of the dtype; differences seen are a
-# tenth of it.
+# How far rounding may move a logit, as a share of the largest one: twice the unit of the dtype. The
+# differences that occur are a tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-# Where activations are rounded on top, what 16 bits moved a little may round to the next of fewer values.
+# These modes round activations too: a small difference may move one to the next of few values.
 ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5}
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the plain one: turn, token, the two ids, and in float32 how far the plain one is
-    ahead.
-    """
+    """Where an answer leaves the plain one."""
 
     set: str
     question: int | str
     method: str
     temperature: float
     turn: int
-    token: int
-    plain: int
+    token: int  # index in the turn's answer
+    plain: int  # the token id of each; -1 after the last one
     other: int
-    gap: float
-    bound: float
+    gap: float  # how far the plain token's logit is ahead in float32
+    bound: float  # the largest gap that rounding explains
 
     @property
     def tie(self) -> bool:
@@ -49,7 +47,7 @@ class Difference:
 
 
 def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
-    """(turn, token) where two answers part, None if they do not."""
+    """(turn, token) of the first difference between two answers, None if they are equal."""
     for turn, (a, b) in enumerate(zip(plain.turns, other.turns)):
         same = common_prefix(a.ids, b.ids)
         if same < max(len(a.ids), len(b.ids)):
@@ -58,39 +56,45 @@ def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
 
 
 class Judge:
-    """Scores differences; the target in float32 is loaded when the first one is met."""
+    """Scores differences. The target in float32 is loaded when the first one is met."""
 
     def __init__(self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False):
-        """exact: on kernels whose rows do not depend on each other, where no difference is a tie."""
+        """dtype, device: those the answers were computed in.
+
+        exact: the rows of a pass do not depend on each other (on our kernels), so no difference is a tie.
+        """
         self.checkpoint, self.device = checkpoint, device
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
         self.share = 0.0 if exact else ROUNDED_TIE.get(mode, TIE[dtype])
-        self.target: Transformer | None = None
+        self._target: Transformer | None = None
 
     @torch.no_grad()
     def difference(self, plain: Answer, other: Answer) -> Difference | None:
         """The first difference of an answer to the plain one of the same question, temperature and seed."""
-        where = first_difference(plain, other)
-        if where is None:
+        place = first_difference(plain, other)
+        if place is None:
             return None
-        turn, token = where
+        turn, token = place
         a, b = plain.turns[turn], other.turns[turn]
         ids = [t.ids[token] if token < len(t.ids) else -1 for t in (a, b)]
-        given = plain.set, plain.question, other.method, plain.temperature, turn, token, *ids
-        if -1 in ids:  # one ends where the other goes on: nothing that rounding does
-            return Difference(*given, float("inf"), 0.0)
-        if self.target is None:
-            try:
-                self.target, _ = load_model(self.checkpoint, self.device, torch.float32)
-            except RuntimeError:  # no room beside the target itself
-                self.device = "cpu"
-                self.target, _ = load_model(self.checkpoint, self.device, torch.float32)
-        prefix = torch.tensor([a.prompt + a.ids[:token]], device=self.device)
-        logits = self.target.logits(self.target.causal(prefix)[0][:, -1])[0]
+        where = plain.set, plain.question, other.method, plain.temperature, turn, token, *ids
+        if -1 in ids:  # one text ends and the other goes on: no rounding does that
+            return Difference(*where, gap=float("inf"), bound=0.0)
+        logits = self._logits(a.prompt + a.ids[:token])
         bound = self.share * float(logits.abs().max())
         if plain.temperature:
-            position = torch.tensor([[prefix.shape[1]]], device=self.device)
-            logits = logits + plain.temperature * gumbel(
-                seed_keys([plain.seed], self.device), position, len(logits)
-            )[0, 0]
-        return Difference(*given, float(logits[ids[0]] - logits[ids[1]]), bound)
+            key = seed_keys([plain.seed], self.device)
+            position = torch.tensor([[len(a.prompt) + token]], device=self.device)
+            logits = logits + plain.temperature * gumbel(key, position, len(logits))[0, 0]
+        return Difference(*where, gap=float(logits[ids[0]] - logits[ids[1]]), bound=bound)
+
+    def _logits(self, prefix: list[int]) -> torch.Tensor:
+        """The float32 logits [V] after these tokens."""
+        if self._target is None:
+            try:
+                self._target, _ = load_model(self.checkpoint, self.device, torch.float32)
+            except RuntimeError:  # no memory left beside the target that answered
+                self.device = "cpu"
+                self._target, _ = load_model(self.checkpoint, self.device, torch.float32)
+        ids = torch.tensor([prefix], device=self.device)
+        return self._target.logits(self._target.causal(ids)[0][:, -1])[0]

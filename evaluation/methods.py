@@ -1,75 +1,91 @@
-"""What is compared: plain decoding and the methods asked for, sharing one target."""
+"""The methods under comparison: plain decoding and those of --speculate, all on one target."""
 from __future__ import annotations
 
-import sys
+import hashlib
+from dataclasses import dataclass
 
-from tqdm import tqdm
-
+from checkpoint.loading import identity
 from common.errors import InputError
-from drafters import read_flags
 from drafters.tree_spec import read_tree
-from engine.api import Drafting, TextDecoder, load_target
-from engine.runtime import Runtime
+from engine.api import Drafting, Target, TextDecoder
 from evaluation.table import PLAIN, label
-from sampling.options import Sampling
 from sampling.rules import RULES
 
 
-def say(line: str) -> None:
-    """Print a line to stderr, above the live line. Everything but the table and the tree goes there."""
-    tqdm.write(line, file=sys.stderr)
+def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
+    """Read the values of a flag, METHOD=VALUE each, by method.
 
-
-def temperatures_of(text: str) -> list[float]:
-    """Temperatures of the command line. Raises InputError."""
-    try:
-        found = [float(part) for part in text.split(",")]
-        for value in found:
-            Sampling(temperature=value)
-    except ValueError as e:
-        raise InputError(f"--temperature {text}: {e}") from None
-    return list(dict.fromkeys(value + 0.0 for value in found))  # -0 is 0
-
-
-def by_method(option: str, values: list[str], methods: list[str]) -> dict[str, str]:
-    """What "METHOD=VALUE", or a value alone where one method drafts, says of each method. Raises InputError.
+    The method may be left out if only one method drafts. Raises InputError on a method that is none of these,
+    or named twice.
     """
     drafting = [name for name in methods if name != PLAIN]
-    found = {}
+    settings = {}
     for value in values:
-        name, separator, rest = value.partition("=")
+        name, separator, setting = value.partition("=")
         if not separator:
             if len(drafting) != 1:
-                raise InputError(f"{option} {value}: of which method? write {option} METHOD={value}")
-            name, rest = drafting[0], value
-        if name not in drafting or name in found:
-            raise InputError(
-                f"{option} {value}: {name} is " + (
-                    "named twice" if name in found else f"none of {', '.join(drafting)}"
-                )
-            )
-        found[name] = rest
-    return found
+                raise InputError(f"{flag} {value}: of which method? write {flag} METHOD={value}")
+            name, setting = drafting[0], value
+        if name in settings:
+            raise InputError(f"{flag} {value}: {name} is named twice")
+        if name not in drafting:
+            raise InputError(f"{flag} {value}: {name} is none of {', '.join(drafting)}")
+        settings[name] = setting
+    return settings
 
 
-def load_methods(o, methods: list[str]) -> dict[str, TextDecoder]:
-    """Plain decoding and every method, sharing one target. Raises InputError if one of them cannot be."""
-    drafts, trees, rules = (
-        by_method(f"--{name}", getattr(o, name), methods) for name in ("draft", "tree", "accept")
+def read_draftings(
+    methods: list[str], drafts: list[str], trees: list[str], rules: list[str], flags: dict[str, dict]
+) -> dict[str, Drafting]:
+    """How each method drafts, by its label, plain decoding first.
+
+    drafts, trees, rules: the values of --draft, --tree and --accept, see `by_method`. flags: of each method
+    its own, see `drafters.read_flags`. Raises InputError, and ValueError on an impossible tree.
+    """
+    draft_of, tree_of, rule_of = (
+        by_method(flag, values, methods)
+        for flag, values in (("--draft", drafts), ("--tree", trees), ("--accept", rules))
     )
-    flags = read_flags(o, methods)
-    for name, rule in rules.items():
+    draftings = {PLAIN: Drafting()}
+    for name in methods:
+        rule = rule_of.get(name, "equal")
         if rule not in RULES:
             raise InputError(f"--accept {name}={rule}: choose from {', '.join(RULES)}")
-    target = load_target(o.checkpoint, Runtime(o.device, o.dtype, o.compile, o.kernels), say)
+        if name != PLAIN:
+            draftings[label(name, rule)] = Drafting(
+                name, draft_of.get(name), read_tree(tree_of.get(name)), rule, flags=flags[name]
+            )
+    return draftings
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A decoder under comparison."""
+
+    model: TextDecoder
+    identity: str  # of target, template, stop ids, drafter, tree and flags: what its answers depend on
+
+
+def load_contenders(
+    target: Target, draftings: dict[str, Drafting], max_seq_len: int | None
+) -> dict[str, Contender]:
+    """A decoder for each way of drafting, by its label, all on one target.
+
+    Raises InputError if the target cannot hold a conversation, or if one of the drafters cannot be made.
+    """
     if target.tokenizer is None or not target.tokenizer.has_template:
         raise InputError(
-            f"{o.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
+            f"{target.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
         )
-    models = {PLAIN: target.decoder(max_seq_len=o.max_seq_len)}
-    for name in methods:
-        if name != PLAIN:
-            rule = rules.get(name, "equal")
-            drafting = Drafting(name, drafts.get(name), read_tree(trees.get(name)), rule, flags=flags[name])
-            models[label(name, rule)] = target.decoder(drafting, max_seq_len=o.max_seq_len)
-    return models
+    models = {name: target.decoder(d, max_seq_len=max_seq_len) for name, d in draftings.items()}
+    stop_ids = models[PLAIN].decoder.state.stop_ids.tolist()
+    format_hash = hashlib.sha256(f"{target.tokenizer.template} {stop_ids}".encode()).hexdigest()[:16]
+    target_identity = identity(target.model)
+    contenders = {}
+    for name, model in models.items():
+        drafter, flags = model.decoder.drafter, draftings[name].flags
+        drafter_identity = identity(drafter) + drafter.made_of
+        contenders[name] = Contender(
+            model, f"{target_identity} {format_hash} {drafter_identity} {drafter.shape} {flags}"
+        )
+    return contenders

@@ -1,4 +1,4 @@
-"""The table of the papers: per set and temperature, speedup over plain decoding and acceptance length."""
+"""The papers' table: speedup over plain decoding and acceptance length, per question set and temperature."""
 from __future__ import annotations
 
 import csv
@@ -6,134 +6,135 @@ import io
 import statistics
 from collections.abc import Iterable
 
+from evaluation.answers import Answer
 from evaluation.lossless import Difference
-from evaluation.runs import Answer
 from sampling.rules import LOSSY
 
 PLAIN = "none"
 
 
 def label(method: str, rule: str) -> str:
-    """What a method is called that accepts by this rule (see `accepting`): a lossy one says so wherever it is
-    named.
-    """
+    """The name of a method that accepts by this rule of `sampling.rules`; a lossy one is marked."""
     return method if rule == "equal" else f"{method}+{rule}" + ("-lossy" if rule in LOSSY else "")
 
 
-def method_of(name: str) -> str:
-    """The method that `label` has given this name."""
-    return name.partition("+")[0]
-
-
 def bound_to_be_plain(method: str, temperature: float) -> bool:
-    """Whether the texts of a method so called must be those of plain decoding."""
+    """Whether the texts of a method with this label must be those of plain decoding."""
     return "+" not in method or temperature == 0
 
 
 def summarise(
     answers: Iterable[Answer], sets: list[str], methods: list[str], differences: list[Difference]
 ) -> list[dict]:
-    """A row per temperature, method and set, and a row `mean` over the sets that are there, each counting as
-    much as the others.
+    """The rows of the table, one per temperature, method and set.
+
+    After the sets of a method stands a row of the set `mean`: the mean over them, each counting as much as
+    the others.
 
     `speedup`: median over the questions of (tokens per second / those of plain decoding), both after the
-    first token, so without the prompt's pass; `speedup_total`: of whole sets; `tau`: tokens per step of a
-    whole set, without each answer's first token; all three None where no answer has a second token.
-    `seconds`, `prefill_seconds`: of whole sets. `equal` of `questions` texts are those of plain decoding;
-    `ties` and `errors`: what the others are; all three None where the texts need not be.
+    first token, so without the prompt's pass. `speedup_total`: of the complete set. `tau`: tokens per step of
+    the complete set, without each answer's first token. All three are None if no answer has a second token.
+    `seconds`, `prefill_seconds`: of the complete set. `equal`: how many of the `questions` have the text of
+    plain decoding; `ties` and `errors`: what the others are. All three are None if texts need not be equal.
     """
-    found = {a.key: a for a in answers}
+    by_key = {a.key: a for a in answers}
     rows = []
-    for temperature in sorted({a.temperature for a in found.values()}):
+    for temperature in sorted({a.temperature for a in by_key.values()}):
         for method in methods:
-            mine = []
+            set_rows = []
             for name in sets:
                 pairs = [
-                    (a, found.get((name, a.question, PLAIN, temperature)))
-                    for a in found.values() if (a.set, a.method, a.temperature) == (name, method, temperature)
+                    (a, by_key.get((name, a.question, PLAIN, temperature))) for a in by_key.values()
+                    if (a.set, a.method, a.temperature) == (name, method, temperature)
                 ]
                 pairs = [(a, plain) for a, plain in pairs if plain is not None]
                 if pairs:
-                    mine.append(
-                        {
-                            "temperature": temperature, "method": method, "set": name,
-                            **_row(pairs, differences)
-                        }
-                    )
-            if mine:
-                rows += mine
-                rows.append({"temperature": temperature, "method": method, "set": "mean", **_mean(mine)})
+                    row = {"temperature": temperature, "method": method, "set": name}
+                    set_rows.append(row | _summary(pairs, differences))
+            if set_rows:
+                mean = {"temperature": temperature, "method": method, "set": "mean", **_mean(set_rows)}
+                rows += [*set_rows, mean]
     return rows
 
 
-def _row(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> dict:
+def _summary(pairs: list[tuple[Answer, Answer]], differences: list[Difference]) -> dict:
+    """The figures of one set. pairs: the answers of one method, each with the plain one."""
     timed = [(a, p) for a, p in pairs if a.tokens and a.seconds > 0 and p.tokens and p.seconds > 0]
+    rate = speedup = speedup_total = None
+    if timed:
+        rate = sum(a.tokens for a, _ in timed) / sum(a.seconds for a, _ in timed)
+        speedup = statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed)
+        speedup_total = rate / (sum(p.tokens for _, p in timed) / sum(p.seconds for _, p in timed))
     lengths = [n for a, _ in pairs for n in a.lengths]
-    tokens, seconds = (sum(getattr(a, what) for a, _ in timed) for what in ("tokens", "seconds"))
-    plain_rate = sum(p.tokens for _, p in timed) / sum(p.seconds for _, p in timed) if timed else None
-    own = {a.key for a, _ in pairs}
-    mine = [d for d in differences if (d.set, d.question, d.method, d.temperature) in own]
+    equal = ties = errors = None
+    if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature):
+        keys = {a.key for a, _ in pairs}
+        ties_among = [d.tie for d in differences if (d.set, d.question, d.method, d.temperature) in keys]
+        equal, ties, errors = len(pairs) - len(ties_among), sum(ties_among), ties_among.count(False)
     return {
-        "questions": len(pairs), "tokens_per_second": tokens / seconds if timed else None,
-        "speedup": statistics.median((a.tokens / a.seconds) / (p.tokens / p.seconds) for a, p in timed)
-        if timed else None,
-        "speedup_total": tokens / seconds / plain_rate if timed else None,
-        "tau": sum(lengths) / len(lengths) if lengths else None,
+        "questions": len(pairs), "tokens_per_second": rate, "speedup": speedup,
+        "speedup_total": speedup_total, "tau": sum(lengths) / len(lengths) if lengths else None,
         "seconds": sum(a.seconds for a, _ in pairs),
         "prefill_seconds": sum(t.prefill_seconds for a, _ in pairs for t in a.turns),
-        **(
-            {
-                "equal": len(pairs) - len(mine), "ties": sum(d.tie for d in mine),
-                "errors": sum(not d.tie for d in mine)
-            }
-            if bound_to_be_plain(pairs[0][0].method, pairs[0][0].temperature)
-            else {"equal": None, "ties": None, "errors": None}
-        ),
+        "equal": equal, "ties": ties, "errors": errors,
     }
 
 
 def _mean(rows: list[dict]) -> dict:
-    means = {}
+    """Means of speeds and tau over the sets, sums of everything that is counted."""
+    mean = {}
     for name in ("tokens_per_second", "speedup", "speedup_total", "tau"):
         known = [row[name] for row in rows if row[name] is not None]
-        means[name] = statistics.fmean(known) if known else None
-    counted = ("questions", "equal", "ties", "errors", "seconds", "prefill_seconds")
-    return means | {
-        name: None if rows[0][name] is None else sum(row[name] for row in rows) for name in counted
-    }
+        mean[name] = statistics.fmean(known) if known else None
+    for name in ("questions", "equal", "ties", "errors", "seconds", "prefill_seconds"):
+        mean[name] = None if rows[0][name] is None else sum(row[name] for row in rows)
+    return mean
 
 
-def _cell(value: float | None, what: str) -> str:
-    return "–" if value is None else f"{value:.2f}" + "×" * (what == "speedup")
+def by_temperature(
+    rows: list[dict], sets: list[str]
+) -> list[tuple[float, list[str], dict[str, dict[str, dict]]]]:
+    """(temperature, the sets it has rows of, its rows by method and set) for every temperature."""
+    tables = []
+    for temperature in sorted({row["temperature"] for row in rows}):
+        methods: dict[str, dict[str, dict]] = {}
+        for row in rows:
+            if row["temperature"] == temperature:
+                methods.setdefault(row["method"], {})[row["set"]] = row
+        present = {name for by_set in methods.values() for name in by_set}
+        tables.append((temperature, [name for name in (*sets, "mean") if name in present], methods))
+    return tables
 
 
 def markdown(rows: list[dict], sets: list[str]) -> str:
     """One table per temperature: a line per method, speedup and tau for every set and their mean."""
     lines = []
-    for temperature in sorted({row["temperature"] for row in rows}):
-        mine = [row for row in rows if row["temperature"] == temperature]
-        shown = [name for name in [*sets, "mean"] if any(row["set"] == name for row in mine)]
-        lines += [
-            f"Temperature {temperature:g}: speedup over plain decoding (median over the questions, prompts apart), τ", ""
-        ]
-        lines += [
-            "| method | " + " | ".join(f"{name} | τ" for name in shown) + " | texts equal | ties | errors |"
-        ]
-        lines += ["|---" * (2 * len(shown) + 4) + "|"]
-        for method in dict.fromkeys(row["method"] for row in mine):
-            by_set = {row["set"]: row for row in mine if row["method"] == method}
-            cells = [
-                " | ".join(_cell(by_set.get(n, {}).get(what), what) for what in ("speedup", "tau"))
-                for n in shown
-            ]
+    for temperature, shown_sets, methods in by_temperature(rows, sets):
+        title = "speedup over plain decoding (median over the questions, prompts apart), τ"
+        heads = ["method", *(f"{name} | τ" for name in shown_sets), "texts equal", "ties", "errors"]
+        lines += [f"Temperature {temperature:g}: {title}", "", _line(heads)]
+        lines.append("|---" * (2 * len(shown_sets) + 4) + "|")
+        for method, by_set in methods.items():
+            cells = ["plain" if method == PLAIN else method]
+            for name in shown_sets:
+                row = by_set.get(name, {})
+                cells += [_number(row.get("speedup"), "×"), _number(row.get("tau"))]
             total = by_set["mean"]
             if total["equal"] is None:
                 cells += ["LOSSY" if method.endswith("-lossy") else "other draws", "", ""]
             else:
                 cells += [f"{total['equal']}/{total['questions']}", str(total["ties"]), str(total["errors"])]
-            lines.append("| " + " | ".join(["plain" if method == PLAIN else method, *cells]) + " |")
+            lines.append(_line(cells))
         lines.append("")
     return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "–" if value is None else f"{value:.2f}{unit}"
 
 
 def as_csv(rows: list[dict]) -> str:

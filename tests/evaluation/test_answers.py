@@ -1,0 +1,43 @@
+"""The folder that keeps answers: what it refuses, and what it forgets."""
+import json
+
+import pytest
+
+from common.errors import InputError
+from evaluation.answers import Answer, Book, Turn, digest
+
+
+def answer(question: dict, method: str) -> Answer:
+    turns = [Turn([1], [2, 3], "text", "length", 0.1, 0.2, [1])]
+    return Answer("set", question["question_id"], "", method, 0.0, 0, digest(question, method), turns)
+
+
+def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
+    one, two = ({"question_id": i, "turns": [f"what is {i}?"]} for i in (1, 2))
+    book = Book(tmp_path, {"seed": 0})
+    for question in (one, two):
+        for method in ("none", "eagle3"):
+            book.add(answer(question, method))
+    with open(tmp_path / "answers.jsonl", "a") as file:
+        file.write('{"set": "set", "quest')  # cut off when a run was killed
+    again = Book(tmp_path, {"seed": 0})
+    assert again.answers == book.answers and again.has("set", one, "eagle3", 0.0, "eagle3")
+    assert not again.has("set", one, "eagle3", 0.0, "another head")
+    assert not again.has("set", {**one, "turns": ["another question"]}, "eagle3", 0.0, "eagle3")
+    again.forget("set", one, 0.0)
+    assert {a.question for a in again.answers.values()} == {2}
+    assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("file, content, message", [
+    ("options.json", b"{", "options.json: damaged; delete it"),
+    ("options.json", b"[1]", "options.json: damaged; delete it"),
+    ("options.json", b'{"seed": 1, "limit": 2}', "other options (limit, seed)"),
+    ("answers.jsonl", b"\xff\xfe\n", "answers.jsonl: damaged"),
+])
+def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):
+    (tmp_path / "options.json").write_text(json.dumps({"seed": 0}))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        Book(tmp_path, {"seed": 0})
+    assert message in str(error.value) and "choose another --out" in str(error.value)

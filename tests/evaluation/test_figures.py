@@ -1,0 +1,85 @@
+"""The figures of the table are the arithmetic of the answers, and differences are judged rightly."""
+import dataclasses
+
+import pytest
+import torch
+
+from checkpoint.loading import load_model
+from engine.decoder import Decoder
+from evaluation.answers import Answer, Turn
+from evaluation.lossless import TIE, Judge, first_difference
+from evaluation.table import as_csv, markdown, summarise
+from sampling.options import Sampling
+
+
+def turn(ids, lengths=(), seconds=1.0, prompt=(1, 2)) -> Turn:
+    return Turn(list(prompt), list(ids), "text", "length", 0.5, seconds, list(lengths))
+
+
+def answer(question, method, turns, temperature=0.0, name="set") -> Answer:
+    return Answer(name, question, "", method, temperature, 0, "", turns)
+
+
+def test_the_table_is_the_arithmetic_of_the_answers():
+    answers = [
+        answer(1, "none", [turn(range(11), [1] * 10, 2.0)]),
+        answer(2, "none", [turn(range(21), [1] * 20, 2.0)]),
+        answer(1, "eagle3", [turn(range(11), [5, 5], 1.0)]),
+        answer(2, "eagle3", [turn(range(21), [2] * 10, 0.5)]),
+        answer(1, "none", [turn(range(5), [1] * 4, 1.0)], name="other"),
+        answer(1, "eagle3", [turn(range(5), [4], 0.5)], name="other"),
+        answer(9, "eagle3", [turn(range(5), [4], 0.5)]),  # the plain answer is missing
+    ]
+    rows = {(r["method"], r["set"]): r for r in summarise(answers, ["set", "other"], ["none", "eagle3"], [])}
+    row = rows["eagle3", "set"]
+    assert row["questions"] == row["equal"] == 2 and row["tau"] == pytest.approx(30 / 12)
+    assert row["speedup"] == pytest.approx((2 + 4) / 2)
+    assert row["speedup_total"] == pytest.approx((30 / 1.5) / (30 / 4))
+    assert rows["eagle3", "mean"]["tau"] == pytest.approx((2.5 + 4) / 2)
+    assert rows["none", "set"]["speedup"] == 1
+    assert row["seconds"] == 1.5 and row["prefill_seconds"] == 1.0
+    text = markdown([*rows.values()], ["set", "other"])
+    assert "| eagle3 | 3.00× | 2.50 | 2.00× | 4.00 |" in text and "3/3 | 0 | 0 |" in text
+    assert as_csv([*rows.values()]).splitlines()[0].startswith("temperature,method,set,questions")
+
+
+def test_an_answer_of_one_token_has_no_speed():
+    answers = [answer(1, method, [turn([5])]) for method in ("none", "eagle3")]
+    rows = summarise(answers, ["set"], ["none", "eagle3"], [])
+    for name in ("speedup", "speedup_total", "tokens_per_second", "tau"):
+        assert all(row[name] is None for row in rows)
+    assert "| eagle3 | – | – | – | – | 1/1 | 0 | 0 |" in markdown(rows, ["set"])
+
+
+def test_where_answers_part():
+    plain = answer(1, "none", [turn([1, 2, 3]), turn([4, 5])])
+    assert first_difference(plain, answer(1, "x", [turn([1, 2, 3]), turn([4, 5])])) is None
+    assert first_difference(plain, answer(1, "x", [turn([1, 9, 3]), turn([7])])) == (0, 1)
+    assert first_difference(plain, answer(1, "x", [turn([1, 2, 3]), turn([4])])) == (1, 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_ties_and_errors(golden, temperature):
+    """A token within rounding of the best is a tie, any other an error, an early end always an error."""
+    target, _ = load_model(golden)
+    prompt = list(b"u:question 3\na:")
+    decoder = Decoder(target, compile=False, max_seq_len=64)
+    ids = decoder.generate([prompt], Sampling(6, temperature, seed=4))[0].ids
+    plain = dataclasses.replace(answer(1, "none", [turn(ids, prompt=prompt)], temperature), seed=4)
+
+    def judged(judge: Judge, other_ids: list[int]):
+        other = dataclasses.replace(plain, method="eagle3", turns=[turn(other_ids, prompt=prompt)])
+        return judge.difference(plain, other)
+
+    judge = Judge(str(golden), torch.bfloat16, "cpu")
+    assert judged(judge, ids) is None
+    differences = [judged(judge, [*ids[:3], token, *ids[4:]]) for token in range(256) if token != ids[3]]
+    assert len(differences) > 200
+    assert all((d.turn, d.token, d.plain) == (0, 3, ids[3]) for d in differences)
+    assert all(d.gap > 0 for d in differences)  # the plain token is the best in float32
+    assert any(not d.tie for d in differences) and all(d.tie == (d.gap <= d.bound) for d in differences)
+    judge.share = 100.0
+    assert judged(judge, [*ids[:3], ids[3] + 1, *ids[4:]]).tie
+    exact = Judge(str(golden), torch.bfloat16, "cpu", exact=True)
+    assert not judged(exact, [*ids[:3], ids[3] + 1, *ids[4:]]).tie  # on our kernels nothing is excused
+    assert not judged(judge, ids[:3]).tie and set(TIE) == {torch.bfloat16, torch.float16, torch.float32}
