@@ -1,10 +1,11 @@
 """The tree against slow, obvious Python: growing, pruning, masks, acceptance."""
 import random
+import re
 
 import pytest
 import torch
 
-from tree import Growth, Tree, TreeShape, accept, chain, link, visible_slots
+from tree import Growth, PathTree, Tree, TreeShape, accept, chain, chains, likely_tree, link, visible_slots
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -138,7 +139,37 @@ def test_chain_is_plain_decoding():
     assert path.tolist() == [[0], [0]] and count.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("bad", [(0, 1, 1), (8, -1, 2), (8, 2, 0), (60, 1, 2), (-3, 2, 2)])
-def test_impossible_shapes_are_refused(bad):
-    with pytest.raises(ValueError, match="tree:"):
-        TreeShape(*bad)
+@pytest.mark.parametrize("numbers, words", [
+    ((0, 1, 1), "must be positive"), ((8, -1, 2), "must be positive"), ((8, 2, 0), "must be positive"),
+    ((-3, 2, 2), "must be positive"), ((60, 1, 2), "only draft 6 + the root"),
+    ((1, 2, 0), "drafts nothing"), ((1, 0, 3), "drafts nothing"),
+])
+def test_impossible_shapes_are_refused(numbers, words):
+    with pytest.raises(ValueError, match=f"tree: .*{re.escape(words)}"):
+        TreeShape(*numbers)
+
+
+def test_shapes_that_cannot_be_read():
+    assert TreeShape.parse("8,2,3") == TreeShape(8, 2, 3)
+    for text, words in (("8,2", "'8,2' is not nodes"), ("1,2,3,4", "is not nodes"), ("8,x,2", "'x'")):
+        with pytest.raises(ValueError, match=words):
+            TreeShape.parse(text)
+
+
+@pytest.mark.parametrize("paths, words", [
+    ((), "no paths"), (((),), "no list of ranks"), (((0,), (-1,)), "no list of ranks"),
+    (((True,),), "no list of ranks"), ((("a",),), "no list of ranks"), (((0,), (1, 0)), "has no parent"),
+    (((0,), (0,)), "given twice"),
+], ids=str)
+def test_impossible_paths_are_refused(paths, words):
+    with pytest.raises(ValueError, match=f"tree: .*{words}"):
+        PathTree(paths)
+
+
+def test_trees_of_nothing_are_refused():
+    for lengths in ((), (3, 0)):
+        with pytest.raises(ValueError, match="each needs at least one"):
+            chains(lengths)
+    for nodes, levels in ((1, 4), (8, 0)):
+        with pytest.raises(ValueError, match=f"{nodes} nodes on {levels} levels draft nothing"):
+            likely_tree(nodes, levels)

@@ -4,7 +4,8 @@ import threading
 
 import pytest
 
-from common.files import atomic_path
+from common.errors import InputError
+from common.files import atomic_path, read_json
 
 
 def test_whole_or_not_at_all(tmp_path):
@@ -46,3 +47,16 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     with atomic_path(os.devnull) as part:
         part.write_text("nothing")
     assert not os.path.isfile(os.devnull)
+
+
+@pytest.mark.parametrize("content, words", [
+    (None, "no such file"), (b"{", "cannot be read as JSON"), (b"\xff\xfe", "cannot be read as JSON"),
+    (b"[" * 200_000, "cannot be read as JSON"), (b"[1]", "expected a JSON object, found list"),
+    (b"null", "expected a JSON object, found NoneType"),
+], ids=["missing", "broken", "not UTF-8", "too deep", "a list", "null"])
+def test_json_that_cannot_be_read(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / "it.json").write_bytes(content)
+    with pytest.raises(InputError, match=words) as error:
+        read_json(tmp_path / "it.json")
+    assert str(error.value).startswith(str(tmp_path / "it.json"))

@@ -42,8 +42,8 @@ def test_json_has_the_promised_keys(golden, capsys):
     }
     assert code == 0 and keys <= row.keys() and keys <= row["plain"].keys()
     assert row["prompt"] == "Hello" and row["tokens"] == len(row["output_ids"]) == 40
-    assert row["equal"] is True and row["plain"]["output_ids"] == row["output_ids"] and row["plain"]["text"] == row["text"]
-    assert row["plain"]["tau"] == 1 and row["tau"] > 1.5
+    assert row["equal"] is True and row["plain"]["tau"] == 1 and row["tau"] > 1.5
+    assert all(row["plain"][key] == row[key] for key in ("output_ids", "text"))
     assert sum(row["accept_lengths"]) == 39 and row["tau"] == pytest.approx(39 / len(row["accept_lengths"]))
     assert row["tokens_per_second"] == pytest.approx(39 / row["seconds"])
     assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["plain"]["tokens_per_second"])
@@ -266,7 +266,8 @@ def test_warm_up_reaches_the_step_whatever_ends_a_text(golden):
     steps = []
     with decoder.observe(lambda tree, path: steps.append(tree)):
         decoder.warm_up()
-    assert steps and decoder.state.stop_ids.tolist() == [first] and decoder.generate([[0]])[0].finish == "stop"
+    assert steps and decoder.state.stop_ids.tolist() == [first]
+    assert decoder.generate([[0]])[0].finish == "stop"
 
 
 def test_drafted_text_is_coloured(golden):

@@ -20,7 +20,8 @@ from kernels.quantized import QuantizedLinear
 
 draw = torch.Generator().manual_seed(0)
 worst = 0.0
-for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):  # the interpreter has no bfloat16 products
+# The interpreter has no bfloat16 products.
+for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
     for M, N, K in ((1, 100, 192), (5, 64, 128), (60, 70, 256), (16, 33, 64)):
         for mode, group in (("int8", 0), ("int4", 32), ("int4", 64)):
             for bias in (None, torch.randn(N, generator=draw).to(dtype)):
@@ -28,7 +29,8 @@ for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):  # the inter
                 x, out = torch.randn(M, K, generator=draw).to(dtype), torch.empty(M, N, dtype=dtype)
                 given = {"HAS_BIAS": bias is not None, "EXACT": dtype == torch.float32, "COLUMNS": 32}
                 given["ROWS"] = max(16, gpu.triton.next_power_of_2(M))
-                arguments = (x, layer.weight.data, layer.scale.data, layer.scale.data if bias is None else bias, out, M, N, K)
+                onto = layer.scale.data if bias is None else bias
+                arguments = (x, layer.weight.data, layer.scale.data, onto, out, M, N, K)
                 grid = (gpu.triton.cdiv(N, 32),)
                 if group:
                     gpu.int4_kernel[grid](*arguments, GROUP=group, **given)

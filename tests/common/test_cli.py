@@ -1,0 +1,94 @@
+"""How a command ends, and how its options are checked."""
+import argparse
+import os
+import sys
+
+import pytest
+
+from common.cli import Options, check_writable, count, dtype, one_line, positive, run_command
+from common.dtypes import short_dtype
+from common.errors import InputError
+
+
+def raising(error: BaseException):
+    def action():
+        raise error
+
+    return action
+
+
+@pytest.mark.parametrize("action, status, lines", [
+    (lambda: None, 0, []), (lambda: 3, 3, []),
+    (raising(InputError("no\n such  file")), 1, ["error: no such file"]),
+    (raising(OSError("disk full")), 1, ["error: disk full"]), (raising(OSError()), 1, ["error: OSError"]),
+    (raising(KeyboardInterrupt()), 130, ["stopped"]),
+], ids=str)
+def test_the_status_says_how_a_command_ended(action, status, lines):
+    messages: list[str] = []
+    assert run_command(action, OSError, say=messages.append, interrupted="stopped") == status
+    assert messages == lines
+
+
+def test_what_is_not_expected_is_a_traceback():
+    with pytest.raises(ValueError):
+        run_command(raising(ValueError("a fault of ours")), OSError)
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        messages: list[str] = []
+        assert run_command(raising(BrokenPipeError()), say=messages.append) == 141 and not messages
+        assert os.readlink(f"/proc/self/fd/{file.fileno()}") == os.devnull
+
+
+def test_rules_are_checked_in_their_order():
+    p = Options("")
+    p.add_argument("--low", type=int)
+    p.add_argument("--high", type=int, default=9)
+    p.refuse(lambda o: o.high < (o.low or 0), lambda o: f"{o.low} is above {o.high}")
+    p.within("--low", 1, float("inf"))
+    p.within("--high", 0, 1000)
+    assert p.read([]).low is None and p.read(["--low", "1", "--high", "1000"]).high == 1000
+    for argv, words in (
+        (["--low", "10"], "10 is above 9"), (["--low", "0"], "--low 0: must be at least 1"),
+        (["--high", "1001"], "--high 1001: must be 0 to 1,000"),
+        (["--high=-1", "--low=-2"], "--low -2: must be"),
+    ):
+        with pytest.raises(InputError) as error:
+            p.read(argv)
+        assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("kind, value, number", [
+    (positive, "1", 1), (positive, "9223372036854775807", 2**63 - 1), (count, "0", 0), (count, "7", 7),
+    (positive, "0", None), (positive, "-1", None), (positive, "1.5", None), (positive, "", None),
+    (positive, "9223372036854775808", None), (count, "-1", None), (count, "x", None), (dtype, "int8", None),
+])
+def test_types_of_options(kind, value, number):
+    if number is not None:
+        assert kind(value) == number
+        return
+    with pytest.raises(argparse.ArgumentTypeError, match="unknown" if kind is dtype else "whole number"):
+        kind(value)
+
+
+def test_dtypes_have_two_names():
+    names = ("bf16", "bfloat16", "float16", "fp32")
+    assert [short_dtype(name) for name in names] == ["bf16", "bf16", "fp16", "fp32"]
+    with pytest.raises(InputError, match="'half': unknown; choose from bf16"):
+        short_dtype("half")
+
+
+def test_where_nothing_can_be_written(tmp_path, monkeypatch):
+    check_writable("--trace", str(tmp_path / "new"))
+    for file in (tmp_path, tmp_path / "nowhere" / "file"):
+        with pytest.raises(InputError, match=r"--trace .*: not a file that can be written"):
+            check_writable("--trace", str(file))
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(InputError, match="not a file that can be written"):
+        check_writable("--trace", str(tmp_path / "new"))
+
+
+def test_an_error_is_one_line():
+    assert one_line(ValueError(" two\nlines ")) == "two lines" and one_line(ValueError()) == "ValueError"

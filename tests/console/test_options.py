@@ -1,0 +1,89 @@
+"""The rules of generate.py's options, one by one, without loading anything."""
+import argparse
+
+import pytest
+
+import generate
+from common.errors import InputError
+
+PROMPT = ("--prompt", "x")
+EAGLE3 = (*PROMPT, "--speculate", "eagle3")
+TALK = "--interactive reads its prompts from you"
+TREE = "leave out --tree-nodes, --tree-depth and --tree-width"
+
+REFUSED = (
+    ((), "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive"),
+    (("--interactive", *PROMPT), TALK),
+    (("--interactive", "--prompt-ids", "1,2"), TALK),
+    (("--interactive", "--prompt-file", "file"), TALK),
+    (("--interactive", "--json"), TALK),
+    (("--interactive", "--compare"), TALK),
+    (("--interactive", "--trace", "file"), TALK),
+    (("--interactive", "--num-samples", "2"), TALK),
+    (("--interactive", "--raw"), TALK),
+    ((*PROMPT, "--batch-size", "0"), "--batch-size 0: must be at least 1"),
+    ((*PROMPT, "--batch-size", "-3"), "--batch-size -3: must be at least 1"),
+    ((*PROMPT, "--num-samples", "0"), "--num-samples 0: must be 1 to 100,000"),
+    ((*PROMPT, "--num-samples", "100001"), "--num-samples 100001: must be 1 to 100,000"),
+    ((*PROMPT, "--threads", "0"), "--threads 0: must be 1 to 1,024"),
+    ((*PROMPT, "--threads", "1025"), "--threads 1025: must be 1 to 1,024"),
+    ((*PROMPT, "--draft", "folder"), "--draft folder: plain decoding uses no head"),
+    ((*PROMPT, "--tree", "paper"), "--tree paper: plain decoding drafts no tree"),
+    ((*EAGLE3, "--tree", "paper", "--tree-nodes", "8"), f"--tree paper: {TREE}"),
+    ((*EAGLE3, "--tree", "8,2,3", "--tree-depth", "0"), f"--tree 8,2,3: {TREE}"),
+    ((*EAGLE3, "--tree", "auto", "--tree-width", "0"), f"--tree auto: {TREE}"),
+)
+ALLOWED = (
+    PROMPT, EAGLE3, ("--interactive",), ("--prompt-ids", "1"), ("--prompt-file", "x"),
+    (*PROMPT, "--batch-size", "1", "--num-samples", "100000", "--threads", "1024"),
+    (*EAGLE3, "--draft", "folder", "--tree", "auto"), (*EAGLE3, "--tree-nodes", "8", "--tree-width", "3"),
+    ("--interactive", "--system", "be brief", "--speculate", "eagle3"),
+)
+
+
+def read(*options: str) -> argparse.Namespace:
+    return generate.parser().read(["--checkpoint", "folder", *options])
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+def test_a_rule_that_is_broken(options, words):
+    with pytest.raises(InputError) as error:
+        read(*options)
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("options", ALLOWED, ids=" ".join)
+def test_what_no_rule_forbids(options):
+    read(*options)
+
+
+def test_a_closed_input_is_no_conversation(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    with pytest.raises(InputError, match="standard input, which is closed"):
+        read("--interactive")
+
+
+def test_every_rule_is_among_them(monkeypatch):
+    """Each rule of the parser is the first one that some of these options break."""
+    monkeypatch.setattr("sys.stdin", None)
+    parser = generate.parser()
+    command_lines = [options for options, _ in REFUSED] + [("--interactive",)]
+    parsed = [parser.parse_args(["--checkpoint", "folder", *options]) for options in command_lines]
+    broken = {next(i for i, (test, _) in enumerate(parser._rules) if test(o)) for o in parsed}
+    assert broken == set(range(len(parser._rules)))
+
+
+@pytest.mark.parametrize("options, words", [
+    ((*PROMPT, "--dtype", "int3"), "int3"), ((*PROMPT, "--speculate", "magic"), "magic"),
+    ((*PROMPT, "--accept", "all"), "all"), ((*PROMPT, "--top-k", "many"), "many"),
+    (("--no-such",), "--no-such"),
+], ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+def test_what_cannot_be_parsed_is_a_usage_error(capsys, options, words):
+    with pytest.raises(SystemExit) as stop:
+        read(*options)
+    assert stop.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_dtype_has_two_names():
+    for name, short in (("bf16", "bf16"), ("bfloat16", "bf16"), ("float32", "fp32")):
+        assert read(*PROMPT, "--dtype", name).dtype == short

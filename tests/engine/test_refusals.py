@@ -1,0 +1,113 @@
+"""Where and how a target cannot run, and what it cannot decode, is refused before anything is compiled."""
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from common.errors import InputError
+from drafters.tree_spec import default_tree
+from engine.api import Drafting, Target, TextDecoder, encode, load_target
+from engine.decoder import Decoder
+from engine.runtime import Runtime, check_compiler, check_device
+from sampling.options import Sampling
+from tokens.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def target(golden) -> Target:
+    return load_target(golden, Runtime(device="cpu", compile=False))
+
+
+@pytest.fixture
+def silent(golden, target) -> Target:
+    """The target without its tokenizer."""
+    return Target(golden, target.runtime, target.model, target.config, None, target.say)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "abacus", "cpu:x"])
+def test_devices_that_hold_nothing(device):
+    with pytest.raises(InputError, match=f"--device {device}: ") as error:
+        check_device(device)
+    assert "\n" not in str(error.value)
+    with pytest.raises(InputError, match=f"--device {device}: "):
+        Runtime(device).prepare(Path("unread"))
+
+
+def test_a_dtype_without_a_name():
+    with pytest.raises(InputError, match="dtype 'int4': unknown"):
+        _ = Runtime(dtype="int4").torch_dtype
+
+
+def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
+    with pytest.raises(InputError, match=r"Python.h is missing.*--no-compile"):
+        check_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler.*--no-compile"):
+        check_compiler()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with pytest.raises(InputError, match=r"no C\+\+ compiler"):
+        load_target(golden, Runtime(device="cpu"))
+
+
+@pytest.mark.parametrize("length", [-1, 0, 1, 1025])
+def test_contexts_that_cannot_be(target, length):
+    with pytest.raises(InputError, match=f"--max-seq-len {length}: must be 2 to 1024, the model's maximum"):
+        target.decoder(max_seq_len=length)
+
+
+def test_methods_that_do_not_exist(target):
+    with pytest.raises(InputError, match="--speculate magic: unknown; choose from none, eagle"):
+        target.decoder(Drafting("magic"))
+
+
+def test_a_tree_cannot_be_measured_without_prompts(silent):
+    with pytest.raises(InputError, match="--tree auto: choosing a tree needs a tokenizer, or prompts as ids"):
+        silent.decoder(Drafting("eagle3", tree="auto"))
+
+
+def test_prompts_that_have_no_ids(golden, silent):
+    model = silent.decoder()
+    assert isinstance(model, TextDecoder) and model.encode([1, 2]) == [1, 2] and model.encode([]) == []
+    for prompt in ("text", [{"role": "user", "content": "text"}]):
+        with pytest.raises(InputError, match=r"no tokenizer: give token ids \(--prompt-ids\)"):
+            model.encode(prompt)
+    tokenizer = Tokenizer.load(golden)
+    with pytest.raises(InputError, match=r"--system\) needs the chat template"):
+        encode(tokenizer, "text", raw=True, system="be brief")
+    without = SimpleNamespace(has_template=False)
+    with pytest.raises(InputError, match=r"--system\) needs the chat template"):
+        encode(without, "text", system="be brief")
+
+
+def test_caches_that_do_not_fit(target, monkeypatch):
+    monkeypatch.setattr("engine.decoder.free_memory", lambda device: 3_000_000)
+    with pytest.raises(ValueError, match=r"the caches of 9 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
+        target.decoder(batch=9)
+    monkeypatch.setattr("engine.decoder.free_memory", lambda device: None)  # not known: not refused
+    target.decoder(batch=9)
+
+
+def test_batches_that_do_not_fit(target):
+    decoder = Decoder(target.model, batch=2, max_seq_len=32, compile=False)
+    for prompts, sampling, words in (
+        ([], [], "0 prompts and 0 samplings for a batch of 2"),
+        ([[1]] * 3, Sampling(4), "3 prompts and 3 samplings for a batch of 2"),
+        ([[1], [2]], [Sampling(4)], "2 prompts and 1 samplings"),
+        ([[]], Sampling(4), "the prompt is empty"), ([[1], []], Sampling(4), "prompt 2 is empty"),
+        ([[1] * 32], Sampling(4), "32 tokens and needs room for one more, the cache holds 32"),
+        ([[320]], Sampling(4), r"token id 320, the vocabulary is 0\.\.319"),
+        ([[-1]], Sampling(4), "token id -1"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            decoder.start(prompts, sampling)
+    decoder.start([[1]], Sampling(4))
+    steps = decoder.steps()
+    next(steps)
+    decoder.start([[2]], Sampling(4))
+    with pytest.raises(RuntimeError, match="has started another text"):
+        list(steps)
+
+
+def test_a_cpu_has_a_small_tree():
+    assert default_tree("cuda:1") == "paper" and default_tree("cpu").nodes > default_tree("cpu", True).nodes
