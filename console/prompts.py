@@ -1,14 +1,18 @@
-"""The prompts of a command line."""
+"""The prompts that a command line names."""
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from common.errors import InputError
 from tokens.dataset import read_prompts
 
 
-def gather_prompts(o) -> list[str | list[int]]:
-    """All prompts that the options name, as text or token ids. Raises InputError on an unreadable one."""
+def gather_prompts(o: argparse.Namespace) -> list[str | list[int]]:
+    """All prompts of --prompt, --prompt-ids and --prompt-file, in this order, as text or token ids.
+
+    Raises InputError on one that cannot be read.
+    """
     prompts: list[str | list[int]] = list(o.prompt)
     for ids in o.prompt_ids:
         try:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from checkpoint.folder import read_config
 from common.cli import run_command
 from common.errors import InputError
-from tokens.dataset import read_rows, spoken
+from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 
 
@@ -29,8 +29,9 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 
 
 def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The token ids of every text of a file: JSON lines (conversations, prompts, "text", or "ids" as they
-    are), else one text.
+    """The token ids of every text of a file.
+
+    The file holds JSON lines (conversations, prompts, "text", or "ids" as they are) or one text.
     """
     if path.suffix.lower() not in (".jsonl", ".json"):
         try:
@@ -46,12 +47,13 @@ def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
                 raise InputError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
             yield row["ids"]
         else:
-            yield from (tokenizer.encode(text) for text in spoken(where, row) if text.strip())
+            yield from (tokenizer.encode(text) for text in row_texts(where, row) if text.strip())
 
 
 def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) -> dict:
-    """Write a store of these files -> what store.json says. Raises InputError, and leaves what was there, if
-    it cannot.
+    """Write a store of these files. Returns what store.json says.
+
+    Raises InputError, and leaves what was there, if it cannot.
     """
     try:
         from pydivsufsort import divsufsort

