@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT
 
 PAGES = [
-    path.relative_to(ROOT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "heads/*.md")
+    path.relative_to(ROOT) for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "heads/**/*.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 
