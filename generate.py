@@ -1,6 +1,6 @@
 """Generate text from a converted checkpoint, plainly or with speculative decoding.
 
-    python generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "Why is the sky blue?"
+    python generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "Why is it blue?"
 """
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ def load(o, prompts: list):
 
 
 def run(o) -> int:
-    """Do what the options say. Returns the exit status; raises InputError, ValueError, OSError on bad input.
+    """Do what the options say. Returns the exit status.
+
+    Raises InputError, ValueError and OSError on bad input.
     """
     from console.prompts import gather_prompts
 

@@ -1,5 +1,4 @@
-"""The targets: LLaMA, Qwen, Mistral and Mixtral, with the parts that draft heads are made of too. Definitions
-only.
+"""The targets: LLaMA, Qwen, Mistral and Mixtral. Definitions only.
 
 Shapes use one alphabet throughout the project:
 B sequences, T rows of one pass, H hidden size, F feature width, V vocabulary, Vd draft vocabulary,
@@ -44,8 +43,7 @@ class ModelArgs:
 
     @classmethod
     def from_config(cls, config: dict):
-        """Take the fields of this class out of a parsed `config.json`; keys that are not fields belong to
-        others.
+        """Take the fields of this class out of a parsed `config.json`. Other keys belong to others.
 
         Raises ValueError naming the first missing or inconsistent field.
         """
@@ -150,8 +148,8 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
         raise ValueError(f"config: rope_scaling of type {kind} lacks {e}") from None
     if kind == "dynamic":
         raise ValueError(
-            "config: rope_scaling type 'dynamic' is not supported: its frequencies change as the text grows, so that keys"
-            " already in the cache would be wrong; use linear or yarn scaling"
+            "config: rope_scaling type 'dynamic' is not supported: its frequencies change as the text grows,"
+            " so that keys already in the cache would be wrong; use linear or yarn scaling"
         )
     raise ValueError(
         f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, yarn)"
@@ -159,8 +157,9 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
 
 
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` [B, T] -> two of [B, T, hd/2], float32. Made once per pass, used by every
-    layer.
+    """The cosines and sines of `positions` [B, T]: two of [B, T, hd/2], float32.
+
+    They are computed once per pass and used by every layer.
     """
     angles = positions[..., None].float() * inv_freq
     return angles.cos() * args.rope_factor, angles.sin() * args.rope_factor
@@ -192,8 +191,7 @@ def cache_bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> 
 
 
 class KVCache(nn.Module):
-    """Keys and values of one layer: two buffers [B, S, nkv, hd] that are allocated once and keep their
-    address.
+    """Keys and values of one layer: two buffers [B, S, nkv, hd] that keep their address.
 
     Slots before heads, so that the live prefix and the rows of one token are both contiguous.
     """
@@ -214,8 +212,9 @@ class KVCache(nn.Module):
 
 
 def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
-    """Copy the entries at slots `source` [B, W] of every cache to slots `target` [B, W]; all are read before
-    any is written.
+    """Copy the entries at slots `source` [B, W] of every cache to slots `target` [B, W].
+
+    All entries are read before any is written.
     """
     rows = torch.arange(source.shape[0], device=source.device)[:, None]
     for cache in caches:
@@ -225,8 +224,9 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
 
 
 class Pass:
-    """What every layer of one forward pass shares: RoPE, cache slots [B, T], which slots each row sees [B, T,
-    n].
+    """What all layers of one forward pass share.
+
+    That is RoPE, the cache slots [B, T] to write, and which slots each row sees [B, T, n].
     """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor):
@@ -279,8 +279,9 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of E experts of which every row uses its own A (Mixtral, Qwen3-MoE): one batched product,
-    static shapes.
+    """A mixture of E experts, of which every row uses its own A (Mixtral, Qwen3-MoE).
+
+    The experts are one batched product of static shapes.
     """
 
     def __init__(self, args: ModelArgs):
@@ -343,8 +344,9 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One decoder layer. A layer of the target norms what it reads; the first layer of a head has its own
-    way.
+    """One decoder layer.
+
+    A layer of the target norms what it reads (`TargetBlock`); the first layer of a head does not.
     """
 
     def __init__(self, args: ModelArgs, input_size: int | None = None):
@@ -463,8 +465,9 @@ class Transformer(nn.Module):
         return self.run_layers(self, self.embed(tokens), caches, shared, aux_layers)
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """`forward` over whole sequences [B, T] from position 0, without a cache: for training and for
-        scoring.
+        """`forward` over complete sequences [B, T] from position 0, without a cache.
+
+        For training and for scoring.
         """
         T, groups = tokens.shape[1], self.args.num_heads // self.args.num_kv_heads
         cos, sin = rope_table(self.args, self.inv_freq, torch.arange(T, device=tokens.device)[None])

@@ -1,5 +1,4 @@
-"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked. No model in
-here.
+"""The draft tree: fixed-size tensors, grown level by level, pruned to T nodes, verified, walked.
 
 Node 0 is the root: the last token the target chose, whose keys/values are not in the cache yet. The other T-1
 nodes are drafted. Everything is batched over B sequences, every shape depends on `TreeShape` alone, nothing
@@ -38,17 +37,18 @@ class TreeShape:
             return
         if self.nodes < 2 or self.depth < 0 or self.width < 1:
             raise ValueError(
-                f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive (depth may be 0)"
+                f"tree: nodes {self.nodes}, depth {self.depth}, width {self.width} must be positive"
+                " (depth may be 0)"
             )
         if self.nodes - 1 > self.candidates:
             raise ValueError(
-                f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft {self.candidates} + the root"
+                f"tree: {self.nodes} nodes, but depth {self.depth} and width {self.width} only draft"
+                f" {self.candidates} + the root"
             )
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """"nodes,depth,width" as it is typed. Raises ValueError on anything else, and on an impossible tree.
-        """
+        """Read "nodes,depth,width" as it is typed. Raises ValueError on anything else."""
         numbers = text.split(",")
         if len(numbers) != 3:
             raise ValueError(f"tree: {text!r} is not nodes,depth,width")
@@ -75,8 +75,9 @@ PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 @dataclass(frozen=True)
 class AnyTree:
-    """Size of a tree that is found whole rather than grown: `nodes` T (root included), at most `levels` below
-    the root.
+    """Size of a tree that is found as a tree rather than grown.
+
+    It has `nodes` T, root included, on at most `levels` levels below the root.
     """
 
     nodes: int
@@ -95,8 +96,9 @@ class AnyTree:
 
 
 class Level(NamedTuple):
-    """How one level of a `PathTree` is drafted. Rows are the nodes of the level above that are expanded, in
-    order.
+    """How one level of a `PathTree` is drafted.
+
+    Its rows are the nodes of the level above that are expanded, in order.
     """
 
     nodes: list[int]  # each drafted node's place in its rows' ranked children: row * width + rank
@@ -107,9 +109,9 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True)
 class PathTree:
-    """A static tree: `paths` of ranks below the root, (0, 2) being the third child of the first child
-    (EAGLE-1, Medusa).
+    """A static tree of EAGLE-1 or Medusa.
 
+    `paths` are ranks below the root: (0, 2) is the third child of the first child.
     Nodes are in the order of depth, then of ranks, the root first. Raises ValueError on a path without its
     parent, a repeated path or one that is no list of ranks.
     """
@@ -197,11 +199,11 @@ def chains(lengths: tuple[int, ...]) -> PathTree:
 
 
 def likely_tree(nodes: int, levels: int) -> PathTree:
-    """A static tree of so many nodes, root included: those most often accepted if ranks are as good as they
-    commonly are.
+    """A static tree of so many nodes, root included: those that are accepted most often.
 
-    The best child is right six times in ten at the first level and a tenth less often a level further down; the n-th best
-    0.25/n as often as the best. Raises ValueError if there is nothing to draft.
+    Assumed: the best child is right six times in ten at the first level and a tenth less often a level
+    further down; the n-th best is right 0.25/n as often as the best. Raises ValueError if there is nothing to
+    draft.
     """
     if nodes < 2 or levels < 1:
         raise ValueError(f"tree: {nodes} nodes on {levels} levels draft nothing")
@@ -232,9 +234,7 @@ EAGLE1_TREE = PathTree((
 
 
 class Tree(NamedTuple):
-    """A batch of pruned trees. Nodes are in ascending candidate order: the root first, parents before
-    children.
-    """
+    """A batch of pruned trees, in ascending order of candidates: the root first, parents before children."""
 
     tokens: Tensor  # [B, T] target token ids
     parent: Tensor  # [B, T] index of each node's parent; the root's is 0, itself
@@ -251,8 +251,9 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 
 
 def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Parents [B, T] -> (depth [B, T], ancestors [B, T, T] bool) for trees of at most `levels` levels below
-    the root.
+    """The depth [B, T] and ancestors [B, T, T] bool of nodes with these parents [B, T].
+
+    levels: the trees have at most so many levels below the root.
     """
     nodes = torch.arange(parent.shape[1], device=parent.device)
     step = nodes.expand_as(parent)
@@ -271,8 +272,7 @@ def chain(tokens: Tensor) -> Tree:
 
 
 class Growth:
-    """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): a beam of k nodes, each proposing k
-    children.
+    """The growing tree of EAGLE-2 (arXiv 2406.16858, section 4.1): k nodes, each with k children.
 
     Candidates are kept in flat order: the k children of the root, then k*k per level, beam row by beam row.
     `beam_*` describe the k nodes to expand next: token, cumulative log-probability, and which drafted rows
@@ -280,9 +280,7 @@ class Growth:
     """
 
     def __init__(self, shape: TreeShape, scores: Tensor, tokens: Tensor):
-        """Start from the k best children of the root: log-probabilities and token ids, both [B, k], best
-        first.
-        """
+        """Start from the k best children of the root: log-probabilities and ids [B, k], best first."""
         self.shape = shape
         B, k = tokens.shape
         flat = torch.arange(k, device=tokens.device).expand(B, k)
@@ -343,9 +341,9 @@ def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
 
 
 def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The deepest path on which the target agrees: (path [B, W] node indices, root first, then zeros; count
-    [B] >= 1).
+    """The deepest path on which the target agrees.
 
+    Returns path [B, W], node indices, root first, then zeros; and count [B] >= 1.
     chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token
     drawn at its parent and its parent is accepted. Where siblings carry distinct tokens the accepted nodes
     form one path; of equal paths side by side, as drafters that repeat themselves have them, the one to the
@@ -357,8 +355,9 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
 
 def deepest(tree: Tree, agrees: Tensor, window: int, likely: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`accept` where `agrees` [B, T] says which nodes go on from their parents. Of several paths as deep the
-    one to the most `likely` [B, T] node is taken, else to the first.
+    """`accept` where `agrees` [B, T] says which nodes continue their parents.
+
+    Of several paths of the same depth the one to the most `likely` [B, T] node is taken, else to the first.
     """
     nodes = torch.arange(tree.tokens.shape[1], device=agrees.device)
     accepted = ~(tree.ancestors & ~(agrees | (nodes == 0))[:, None]).any(-1)

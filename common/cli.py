@@ -1,5 +1,4 @@
-"""What all commands share: how options are declared and checked, how notes and errors are printed, how a
-command ends.
+"""What all commands share: options and their rules, notes, errors, exit statuses.
 
 A rule stands beside the flag that it is about: `Options.refuse` takes a test and the words of the error.
 """

@@ -30,8 +30,9 @@ def as_text(result: Result, job: Job) -> str:
 
 
 def show(pieces: Iterable[Piece], job: Job, label: bool) -> None:
-    """Print the text of a job as its pieces come. label: there are several texts, which would mix; print each
-    when all are done.
+    """Print the text of a job as its pieces come.
+
+    label: there are several texts, which would mix; print each when all are done.
     """
     if label:
         try:

@@ -11,8 +11,9 @@ from tokens.ids import common_prefix
 
 
 def as_json(result: Result, rule: str = "equal", plain: Result | None = None) -> dict:
-    """The object that `--json` prints. rule: by which drafts were accepted. plain: the same prompt decoded
-    plainly.
+    """The object that `--json` prints.
+
+    rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with.
     """
     row = {
         "prompt": result.prompt if result.prompt is not None else result.prompt_ids,
@@ -46,14 +47,14 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
     seconds, prefill = results[0].seconds, results[0].prefill_seconds
     lengths = [n for r in results for n in r.accept_lengths]
     lines = [
-        f"{tokens} tokens, {sum(len(r.prompt_ids) for r in results)} of prompt; prefill {prefill * 1e3:.0f} ms,"
-        f" then {max(tokens - len(results), 0) / seconds if seconds else 0:.1f} tok/s ({seconds:.2f} s)"
+        f"{tokens} tokens, {sum(len(r.prompt_ids) for r in results)} of prompt;"
+        f" prefill {prefill * 1e3:.0f} ms,"
+        f" then {max(tokens - len(results), 0) / seconds if seconds else 0:.1f} tok/s ({seconds:.2f} s);"
+        f" {', '.join(sorted({r.finish for r in results}))}"
     ]
-    lines[0] += f"; {', '.join(sorted({r.finish for r in results}))}"
     if decoder.drafter.rule in LOSSY and bool((decoder.state.temperature > 0).any()):
-        lines.append(
-            f"{decoder.drafter.rule} acceptance: LOSSY, this text is not distributed as the target's"
-        )
+        rule = decoder.drafter.rule
+        lines.append(f"{rule} acceptance: LOSSY, this text is not distributed as the target's")
     memory = f"peak memory {peak_memory(decoder.device) / 1e9:.2f} GB"
     if not lengths:
         lines.append(f"no step was needed; {memory}")
@@ -61,8 +62,8 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
         steps = max(len(r.accept_lengths) for r in results)
         rate = bytes_per_step(decoder.target, decoder.drafter) * steps / seconds / 1e9 if seconds else 0.0
         lines.append(
-            f"{steps} steps, tau {sum(lengths) / len(lengths):.2f} tokens per step; {rate:.1f} GB/s of weights read;"
-            f" {memory}"
+            f"{steps} steps, tau {sum(lengths) / len(lengths):.2f} tokens per step;"
+            f" {rate:.1f} GB/s of weights read; {memory}"
         )
         if decoder.drafter.shape.nodes > 1:
             counts = Counter(lengths)
@@ -73,9 +74,7 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
 
 
 def comparison(results: list[Result], plain: list[Result], rule: str) -> str:
-    """One line: plain decoding's speed, the speedup over it, whether the texts are equal, or why they need
-    not be.
-    """
+    """One line: plain decoding's speed, the speedup over it, and whether the texts are equal."""
     equal = sum(a.ids == b.ids for a, b in zip(results, plain))
     fast, slow = (sum(len(r.ids) - 1 for r in rs) / max(rs[0].seconds, 1e-9) for rs in (results, plain))
     ratio = speedup(results[0], plain[0]) if len(results) == 1 else fast / max(slow, 1e-9)
@@ -92,7 +91,7 @@ def first_difference(results: list[Result], plain: list[Result]) -> str:
     """Where the first unequal pair of results parts, and what it means."""
     i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(results, plain)) if a.ids != b.ids)
     return (
-        f"prompt {i + 1} parts at token {common_prefix(*ids) + 1}: where our kernels do not compute (a GPU, fp16, fp8,"
-        " experts, --no-kernels, --no-compile) a pass over many rows rounds differently from a pass over one, so near"
-        " ties may fall either way; --dtype fp32 helps"
+        f"prompt {i + 1} parts at token {common_prefix(*ids) + 1}: where our kernels do not compute (a GPU,"
+        " fp16, fp8, experts, --no-kernels, --no-compile) a pass over many rows rounds differently from a"
+        " pass over one, so near ties may fall either way; --dtype fp32 helps"
     )

@@ -1,5 +1,4 @@
-"""Ways to propose a tree. All have the face that `drafters.base` describes; the step never knows which one
-runs.
+"""Ways to propose a tree. All have the face in `drafters.base`; the step never knows which one runs.
 
 A drafter is a file with `build(request) -> Drafter` and a line in METHODS. This file imports no torch, so
 that --help is instant.
@@ -15,8 +14,9 @@ from common.errors import InputError
 
 @dataclass(frozen=True)
 class Method:
-    """What `--speculate` names: the module that builds it, what it is, and flags of its own (name: default,
-    help).
+    """What a name of `--speculate` stands for.
+
+    module: builds the drafter. what: says what it is. flags: of its own, name: (default, help).
     """
 
     module: str
@@ -31,10 +31,8 @@ METHODS: dict[str, Method | None] = {
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once"),
     "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
-    "draft-model": Method(
-        "drafters.draft_model", "a smaller model of the same vocabulary, named by --draft (SpS)"
-    ),
-    "lookahead": Method("drafters.lookahead", "n-grams the target guesses ahead, in the same pass (lookahead decoding)", {
+    "draft-model": Method("drafters.draft_model", "a smaller model of the same vocabulary, in --draft (SpS)"),
+    "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", {
         "window": (7, "columns guessed side by side"),
         "level": (5, "tokens of an n-gram"),
         "guess-set": (7, "n-grams tried at a time"),
@@ -55,8 +53,9 @@ def known(name: str) -> str:
 
 
 def build_drafter(request):
-    """The drafter of a `drafters.request.Request`, or None for plain decoding. Raises InputError if it cannot
-    be.
+    """The drafter of a `drafters.request.Request`, or None for plain decoding.
+
+    Raises InputError if it cannot be.
     """
     method = METHODS[known(request.method)]
     if method is None:
@@ -67,7 +66,10 @@ def build_drafter(request):
         raise InputError(
             "--accept residual: is for --speculate draft-model, which can draw its proposals at random"
         )
-    drafter = importlib.import_module(method.module).build(request)
+    try:
+        drafter = importlib.import_module(method.module).build(request)
+    except ValueError as e:  # sizes that cannot be
+        raise InputError(str(e)) from None
     drafter.rule = request.rule
     return drafter
 
@@ -89,8 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:
-    """Per method its flags with their values. Raises InputError on a flag of a method that is not among them.
-    """
+    """The flags of each method with their values. Raises InputError on a flag of another method."""
     flags = {name: default_flags(name) for name in methods}
     for name in METHODS:
         for flag in default_flags(name):

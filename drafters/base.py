@@ -9,13 +9,13 @@ import torch.nn as nn
 from torch import Tensor
 
 from model import ModelArgs
-from tree import PathTree, Tree, TreeShape, chain
+from tree import Level, PathTree, Tree, TreeShape, chain
 
 
 class ExtraRows(NamedTuple):
-    """Rows that a drafter adds to the verify pass for its own ends. They are never accepted, and gone after
-    the step.
+    """Rows that a drafter adds to the verify pass for its own ends.
 
+    They are never accepted, and gone after the step.
     learn: called in the step with the target's likeliest tokens [B, heard] at the last `heard` of these rows.
     """
 
@@ -36,15 +36,18 @@ class Proposal(NamedTuple):
     extra: ExtraRows | None = None
 
 
+def constants(module: nn.Module, **values) -> None:
+    """Register lists or tensors as buffers of a module: they move to a device with it, and are not saved."""
+    for name, value in values.items():
+        module.register_buffer(name, torch.as_tensor(value), persistent=False)
+
+
 class StaticTree(nn.Module):
     """A tree whose form is known beforehand, kept on the device: only its tokens change."""
 
     def __init__(self, shape: PathTree):
         super().__init__()
-        for name, values in (
-            ("parent", shape.parent), ("depth", shape.depths), ("ancestors", shape.ancestors)
-        ):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
+        constants(self, parent=shape.parent, depth=shape.depths, ancestors=shape.ancestors)
 
     def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
         """The tree with these tokens [B, T], root first.
@@ -60,13 +63,11 @@ class StaticTree(nn.Module):
 class StaticLevel(nn.Module):
     """A level of a static tree (see `tree.Level`), its indices kept on the device."""
 
-    def __init__(self, level):
+    def __init__(self, level: Level):
         super().__init__()
-        for name in ("nodes", "rows", "came_from"):
-            self.register_buffer(
-                name, torch.tensor(getattr(level, name), dtype=torch.int64), persistent=False
-            )
-        self.register_buffer("sees", torch.tensor(level.sees, dtype=torch.bool), persistent=False)
+        constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
+        for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
+            constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
 
 
 class Drafter(nn.Module):
@@ -109,8 +110,10 @@ class Drafter(nn.Module):
         """A new text is started for each of these prompts: forget the last ones. Not part of the step."""
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
-        """Whether there is anything to propose [] bool. Where asking is cheap (on a CPU) the decoder asks a
-        drafter that `may_pass`, and decodes plainly if there is not.
+        """Whether there is anything to propose [] bool.
+
+        If asking is cheap (on a CPU) the decoder asks a drafter that `may_pass`, and decodes plainly if there
+        is not.
         """
         raise NotImplementedError
 
@@ -122,9 +125,9 @@ class Drafter(nn.Module):
         """
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        """Draft a tree below the root. `state` is an `engine.state.State`, `slots` [n] the live cache slots
-        0..n-1.
+        """Draft a tree below the root.
 
+        state: an `engine.state.State`. slots [n]: the live cache slots 0..n-1.
         noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when
         greedy.
         """

@@ -1,6 +1,6 @@
-"""Drafting with a smaller model of the same vocabulary (SpS: Leviathan et al. arXiv 2211.17192, Chen et al.
-2302.01318).
+"""Drafting with a smaller model of the same vocabulary (SpS).
 
+Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318.
 Its most likely continuations make the tree, the dynamic one of EAGLE-2 or, of width 1, a chain. With coupled
 drafting it draws with the target's own noise, so that both draw the same token wherever their distributions
 allow.
@@ -25,20 +25,23 @@ from tree import PathTree, TreeShape, pick
 
 
 class DraftModel(NetworkDrafter):
-    """A target of its own, `model`, that has read the text and the root. Arguments and errors are those of
-    `NetworkDrafter`.
+    """A second target, `model`, that has read the text and the root.
+
+    Arguments and errors are those of `NetworkDrafter`.
     """
 
     ahead = 1
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True, rule: str = "equal"):
-        """rule "residual": proposals are drawn at random, as the papers have it; the tree must be a chain
-        (else ValueError).
+        """rule "residual": proposals are drawn at random, as in the papers.
+
+        The tree must then be a chain, else ValueError is raised.
         """
         super().__init__(shape, model.args.vocab_size, coupled)
         if rule == "residual" and (shape.width != 1 or shape.nodes != shape.depth + 2):
             raise ValueError(
-                f"accepting by residuals needs a chain, such as --tree 6,4,1, not {shape.nodes},{shape.depth},{shape.width}"
+                "accepting by residuals needs a chain, such as --tree 6,4,1,"
+                f" not {shape.nodes},{shape.depth},{shape.width}"
             )
         self.model, self.rule = model, rule
         self.cached = (model.args,)
@@ -68,8 +71,7 @@ class DraftModel(NetworkDrafter):
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """W rows that end with the root, of which the last n_new are real: committed by the last step, and
-        never read as such.
+        """Read W rows that end with the root. The last n_new of them are new: the last step committed them.
         """
         start = state.length - state.n_new + 1
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
@@ -89,8 +91,9 @@ class DraftModel(NetworkDrafter):
 
 
 def build(request: Request) -> DraftModel:
-    """The converted model that --draft names. Raises InputError if it is missing or speaks another
-    vocabulary.
+    """The converted model that --draft names.
+
+    Raises InputError if it is missing or speaks another vocabulary, ValueError if the tree does not fit.
     """
     if request.draft is None:
         raise InputError(
@@ -105,7 +108,7 @@ def build(request: Request) -> DraftModel:
         )
     if own["max_seq_len"] < request.max_seq_len:
         raise InputError(
-            f"{request.draft}: reads {own['max_seq_len']} tokens, and there is room for {request.max_seq_len};"
+            f"{request.draft}: reads {own['max_seq_len']} tokens, there is room for {request.max_seq_len};"
             f" --max-seq-len {own['max_seq_len']} is what both read"
         )
     if request.tokenizer:
@@ -119,10 +122,6 @@ def build(request: Request) -> DraftModel:
     weight = request.target.embed.weight
     model, _ = load_model(request.draft, weight.device, weight.dtype)
     request.prepare(model)
-    try:
-        chain = TreeShape(6, 4, 1) if request.rule == "residual" else None
-        return DraftModel(
-            model, eagle_tree(request.tree or chain or request.default_tree), request.coupled, request.rule
-        )
-    except ValueError as e:
-        raise InputError(str(e)) from None
+    chain = TreeShape(6, 4, 1) if request.rule == "residual" else None
+    tree = eagle_tree(request.tree or chain or request.default_tree)
+    return DraftModel(model, tree, request.coupled, request.rule)

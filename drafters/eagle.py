@@ -104,16 +104,16 @@ class StaticEagle(Eagle):
 
 
 def build(request: Request) -> Eagle:
-    """The drafter with the head in CHECKPOINT/eagle3, CHECKPOINT/eagle (EAGLE-1 and 2), or where --draft
-    says.
+    """The drafter with the head in CHECKPOINT/eagle3, CHECKPOINT/eagle (EAGLE-1, EAGLE-2), or --draft.
 
-    Raises InputError if there is no head, it does not fit, or the tree does not.
+    Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
     """
     kind = "eagle3" if request.method == "eagle3" else "eagle"
     folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
         raise InputError(
-            f"{folder}: no draft head there; convert one into it, name it with --draft, or use --speculate none"
+            f"{folder}: no draft head there; convert one into it, name it with --draft,"
+            " or use --speculate none"
         )
     head = load_head(folder, request.target, kind)
     request.prepare(head)
@@ -124,7 +124,4 @@ def build(request: Request) -> Eagle:
     else:
         tree = eagle_tree(request.default_tree if request.tree is None else request.tree)
     drafter = StaticEagle if isinstance(tree, PathTree) else Eagle
-    try:
-        return drafter(head, tree, request.coupled)
-    except ValueError as e:
-        raise InputError(str(e)) from None
+    return drafter(head, tree, request.coupled)

@@ -1,6 +1,6 @@
-"""Drafting with Hydra heads (Ankner et al., arXiv 2402.05109): a static tree whose nodes are guessed from
-those above.
+"""Drafting with Hydra heads (Ankner et al., arXiv 2402.05109).
 
+The tree is static. Each node is guessed from those above it.
 The published code fills short paths up with their last token, and greedily chooses a path before it cuts that
 off, so that one may win by its filling. Here a path is as long as it is.
 """
@@ -19,8 +19,7 @@ from tree import PathTree, pick
 
 
 class Hydra(MultiTokenDrafter):
-    """Level after level, each guess reading the tokens above it; Hydra++'s layer reads all committed tokens.
-    """
+    """Level after level, each guess reads the tokens above it. Hydra++'s layer reads all committed tokens."""
 
     def __init__(self, head: HydraHeads, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)

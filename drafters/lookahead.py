@@ -1,5 +1,4 @@
-"""Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future, in the pass that
-verifies.
+"""Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future while it verifies.
 
 A window of columns stands behind the root, row below row: row r holds guesses made r steps ago of what comes
 after the row above. Each step the target reads the window along with the tree and says what follows its
@@ -16,8 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.errors import InputError
-from drafters.base import Drafter, ExtraRows, Proposal, StaticTree
+from drafters.base import Drafter, ExtraRows, Proposal, StaticTree, constants
 from drafters.request import Request
 from tree import chains
 
@@ -26,51 +24,42 @@ MOST_ROWS = 1024  # of a pass, beyond which nobody gains
 
 
 class Lookahead(Drafter):
-    """window: columns W. level: tokens N of an n-gram. guesses: n-grams G kept by first token, the latest
-    ones.
+    """Proposes the n-grams that the target guessed before.
 
+    window: columns W. level: tokens N of an n-gram. guesses: G, how many n-grams are kept by first token, the
+    latest.
     The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
     """
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
+        sizes = f"lookahead: window {window}, level {level}, guess set {guesses}"
         if window < 1 or level < 3 or guesses < 1:
-            raise ValueError(
-                f"lookahead: window {window}, level {level}, guess set {guesses}: at least 1, 3 and 1"
-            )
-        if (level - 1) * (window + guesses) > MOST_ROWS:
-            rows = (level - 1) * (window + guesses)
-            raise ValueError(
-                f"lookahead: window {window}, level {level}, guess set {guesses}: {rows} rows a pass, at most {MOST_ROWS}"
-            )
+            raise ValueError(f"{sizes}: at least 1, 3 and 1")
+        if (rows := (level - 1) * (window + guesses)) > MOST_ROWS:
+            raise ValueError(f"{sizes}: {rows} rows a pass, at most {MOST_ROWS}")
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
         self.static = StaticTree(shape)
-        self.register_buffer("chain", torch.tensor([path[0] for path in shape.paths]), persistent=False)
-        self.register_buffer("ahead", torch.tensor([len(path) - 1 for path in shape.paths]), persistent=False)
         # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, of which
         # the root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
+        root_only = [i == 0 for i in range(shape.nodes)]
         sees = [
-            [i == 0 for i in range(shape.nodes)] + [
-                (p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places
-            ] for r, c in places
+            root_only + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
         ]
-        self.register_buffer("depth", torch.tensor([r + c for r, c in places]), persistent=False)
-        self.register_buffer("sees", torch.tensor(sees), persistent=False)
+        constants(self, depth=[r + c for r, c in places], sees=sees)
+        # Of each node of the tree: its n-gram, and its place in it.
+        constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) - 1 for p in shape.paths])
 
     def memory(self, batch: int) -> int:
         return batch * self.vocab_size * self.guesses * (self.level - 1) * torch.int32.itemsize
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         rows, G = self.level - 1, self.guesses
-        self.register_buffer(
-            "rows", torch.zeros(batch, rows, self.columns, dtype=torch.int64), persistent=False
-        )
-        # The latest guess last.
-        pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)
-        self.register_buffer("pool", pool, persistent=False)
-        self.to(device)
+        pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # latest last
+        constants(self, rows=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
+        super().allocate(batch, slots, dtype, device)
 
     def begin(self, prompts: list[list[int]]) -> None:
         self.pool.fill_(EMPTY)
@@ -121,13 +110,7 @@ class Lookahead(Drafter):
 
 
 def build(request: Request) -> Lookahead:
-    """Needs nothing. Raises InputError on a head or a tree, or on sizes that cannot be."""
+    """Needs nothing. Raises InputError on a head or a tree, ValueError on sizes that cannot be."""
     request.refuse(draft=request.draft, tree=request.tree)
-    sizes = {
-        "window": request.flags["window"], "level": request.flags["level"],
-        "guesses": request.flags["guess-set"]
-    }
-    try:
-        return Lookahead(request.target.args.vocab_size, **sizes)
-    except ValueError as e:
-        raise InputError(str(e)) from None
+    window, level, guesses = (request.flags[flag] for flag in ("window", "level", "guess-set"))
+    return Lookahead(request.target.args.vocab_size, window, level, guesses)

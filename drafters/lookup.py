@@ -1,5 +1,4 @@
-"""Prompt lookup: the text itself drafts. Where its last tokens stood before, what followed then is proposed
-again.
+"""Prompt lookup: the text itself drafts. What followed its last tokens before is proposed again.
 
 PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and
 proposes one chain; Spec-Bench's copy passes over matches with fewer than ten tokens behind them, and proposes
@@ -13,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, Proposal, StaticTree
+from drafters.base import Drafter, Proposal, StaticTree, constants
 from drafters.request import Request
 from tree import chains
 
@@ -22,8 +21,9 @@ LONGEST = 4  # tokens of context that are compared, the root included
 
 
 class Lookup(Drafter):
-    """Proposes what followed the last n-gram earlier in prompt and output. `shortest`: tokens a match must
-    have.
+    """Proposes what followed the last n-gram earlier in prompt and output.
+
+    shortest: tokens that a match must have.
     """
 
     may_pass = True
@@ -35,13 +35,13 @@ class Lookup(Drafter):
             raise ValueError(f"lookup: matches of {shortest} to {longest} tokens")
         self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
         self.static = StaticTree(shape)
-        # Of each drafted node: its chain, and how many tokens behind the match it stands.
-        self.register_buffer("chain", torch.tensor([path[0] for path in shape.paths]), persistent=False)
-        self.register_buffer("ahead", torch.tensor([len(path) for path in shape.paths]), persistent=False)
+        # Of each drafted node: its chain, and how many tokens after the match it stands.
+        constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
 
     def matches(self, state, slots: Tensor) -> Tensor:
-        """How many tokens up to each slot are those up to the root [B, n], at most `longest`; 0 from the root
-        on.
+        """How many tokens up to each slot equal those up to the root [B, n]: at most `longest`.
+
+        From the root on it is 0.
         """
         tokens, length = state.tokens[:, : slots.shape[0]], state.length[:, None]
         found = torch.zeros_like(tokens)
@@ -58,8 +58,9 @@ class Lookup(Drafter):
         return ((self.matches(state, slots) >= self.shortest) & ~state.done[:, None]).any()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        """See `Drafter.propose`. Chains without a match repeat the root: a guess as bad as any, and never a
-        wrong text.
+        """See `Drafter.propose`.
+
+        Chains without a match repeat the root: a guess as bad as any, and never a wrong text.
         """
         root, length = state.root()[:, None], state.length[:, None]
         n = slots.shape[0]

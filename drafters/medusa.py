@@ -1,6 +1,6 @@
-"""Drafting with Medusa heads (Cai et al., arXiv 2401.10774): all levels of a static tree from one state of
-the target.
+"""Drafting with Medusa heads (Cai et al., arXiv 2401.10774).
 
+All levels of a static tree are drafted from one state of the target.
 Every node of a level chooses from one list of that level's likeliest tokens, whatever its parent is. `--tree
 paper` is the tree of the published figures; the default on a CPU is smaller.
 """
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, StaticTree
+from drafters.base import Drafter, Proposal, StaticTree, constants
 from drafters.network import rank
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
 from networks.medusa import MedusaHeads, MultiTokenHeads
 from tree import PathTree, likely_tree, pick
+
+PUBLISHED_LEVELS = 4  # of `published_tree`
 
 
 class MultiTokenDrafter(Drafter):
@@ -57,10 +59,7 @@ class Medusa(MultiTokenDrafter):
 
     def __init__(self, head: MedusaHeads, shape: PathTree, coupled: bool = True):
         super().__init__(head, shape, coupled)
-        for name, values in (
-            ("level", [len(p) - 1 for p in shape.paths]), ("rank", [p[-1] for p in shape.paths])
-        ):
-            self.register_buffer(name, torch.tensor(values), persistent=False)
+        constants(self, level=[len(p) - 1 for p in shape.paths], rank=[p[-1] for p in shape.paths])
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         levels, noise = self.shape.window - 1, self._draft_noise(noise)
@@ -79,36 +78,33 @@ def build(request: Request) -> Medusa:
 
 
 def published_tree() -> PathTree:
-    """mc_sim_7b_63, 64 nodes on four levels: the tree of the published Medusa and Hydra figures
-    (FasterDecoding/Medusa).
+    """mc_sim_7b_63, 64 nodes on four levels (FasterDecoding/Medusa).
+
+    The published Medusa and Hydra figures were measured on it.
     """
-    return PathTree(tuple(map(tuple, json.loads((Path(__file__).parent / "mc_sim_7b_63.json").read_text()))))
+    paths = json.loads((Path(__file__).parent / "mc_sim_7b_63.json").read_text())
+    return PathTree(tuple(map(tuple, paths)))
 
 
 def build_multi_token(request: Request, kind: str, drafter: type[MultiTokenDrafter]) -> MultiTokenDrafter:
     """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on a static tree.
 
     The tree is that of --tree FILE, the published one for --tree paper, else one of the default's size.
-    Raises InputError if there are no heads, or they or the tree do not fit.
+    Raises InputError if there are no heads or they do not fit, ValueError if the tree does not.
     """
     folder = request.draft or request.checkpoint / kind
     if not folder.is_dir():
         raise InputError(f"{folder}: no {kind} heads there; convert some into it, or name them with --draft")
     if not (request.tree in (None, "paper") or isinstance(request.tree, PathTree)):
         raise InputError(
-            f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks, or --tree paper"
+            f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks,"
+            " or --tree paper"
         )
     head = load_head(folder, request.target, kind)
     request.prepare(head)
-    spec = request.tree
-    # The published one has four levels.
-    if spec is None and request.default_tree == "paper" and head.args.guesses >= 4:
-        spec = "paper"
-    try:
-        if spec is None:
-            tree = likely_tree(eagle_tree(request.default_tree).nodes, head.args.guesses)
-        else:
-            tree = published_tree() if spec == "paper" else spec
-        return drafter(head, tree, request.coupled)
-    except ValueError as e:
-        raise InputError(str(e)) from None
+    tree = request.tree
+    if tree is None and request.default_tree == "paper" and head.args.guesses >= PUBLISHED_LEVELS:
+        tree = "paper"
+    if tree is None:
+        tree = likely_tree(eagle_tree(request.default_tree).nodes, head.args.guesses)
+    return drafter(head, published_tree() if tree == "paper" else tree, request.coupled)

@@ -51,9 +51,9 @@ class NetworkDrafter(Drafter):
         self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
         level_logits: list[Tensor] | None = None,
     ) -> Growth:
-        """All candidates below the root, from the catch-up's last output [B, 1, H] and draft noise [B, W, Vd]
-        or None.
+        """All candidates below the root.
 
+        last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
         level_logits: takes the logits [B, R, Vd] of every level.
         """
         k, base = shape.width, state.length + self.ahead
@@ -73,8 +73,9 @@ class NetworkDrafter(Drafter):
     def _best(
         self, h: Tensor, noise: Tensor | None, step: int, k: int, level_logits: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The k likeliest next tokens after rows h [B, R, H]: log-probabilities and target ids, both [B, R,
-        k].
+        """The k likeliest next tokens after rows h [B, R, H].
+
+        Returns log-probabilities and target ids, both [B, R, k].
         """
         logits = self._logits(h)
         if level_logits is not None:
@@ -83,8 +84,7 @@ class NetworkDrafter(Drafter):
         return scores, self._ids(ids)
 
     def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """The target's noise [B, W, V] at the ids the network knows [B, W, Vd]; None if it is not to be used.
-        """
+        """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
         return noise if self.coupled else None
 
     def _ids(self, ids: Tensor) -> Tensor:
@@ -92,16 +92,15 @@ class NetworkDrafter(Drafter):
         return ids
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read what the last step committed. Returns the output [B, 1, H] that the first level is drafted
-        from.
-        """
+        """Read what the last step committed. Returns the output [B, 1, H] for the first level."""
         raise NotImplementedError
 
     def _rows(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor
     ) -> Tensor:
-        """One pass over drafted tokens [B, k], each with the output [B, k, H] it was drafted from -> outputs
-        [B, k, H].
+        """One pass over drafted tokens [B, k] -> outputs [B, k, H].
+
+        feature [B, k, H]: the output that each token was drafted from.
         """
         raise NotImplementedError
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.files import read_json
-from drafters.base import Drafter, Proposal
+from drafters.base import Drafter, Proposal, constants
 from drafters.request import Request
 from drafters.rest_store import fingerprint, main
 from tree import AnyTree, Tree, link
@@ -47,39 +47,36 @@ class Rest(Drafter):
 
     def __init__(
         self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16,
-        shortest: int = 2, depth: int = 10,
-        hits: int = 1024,
+        shortest: int = 2, depth: int = 10, hits: int = 1024,
     ):
         if nodes < 2 or not 1 <= shortest <= longest or depth < 1 or hits < 1:
             raise ValueError(
-                f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}: at least 2, 1, 1 and 1"
+                f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}:"
+                " at least 2, 1, 1 and 1"
             )
         super().__init__(AnyTree(nodes, depth))
-        self.vocab_size, self.longest, self.shortest, self.depth, self.hits = vocab_size, longest, shortest, depth, hits
-        some = tokens[
-            :: max(1, len(tokens) // 4096)
-        ].numpy().tobytes() if tokens.device.type == "cpu" else b""
-        self.made_of = f"{len(tokens)} {hashlib.sha256(some).hexdigest()[:16]}"
+        self.vocab_size, self.depth, self.hits = vocab_size, depth, hits
+        self.longest, self.shortest = longest, shortest
+        sample = tokens[:: max(1, len(tokens) // 4096)]
+        data = sample.numpy().tobytes() if tokens.device.type == "cpu" else b""
+        self.made_of = f"{len(tokens)} {hashlib.sha256(data).hexdigest()[:16]}"
         self.rounds = max(1, math.ceil(math.log(len(tokens) + 1, PIVOTS + 1))) + 1
         self.device = tokens.device  # where it will be used
-        self.register_buffer("tokens", tokens, persistent=False)
-        self.register_buffer("suffixes", suffixes, persistent=False)
+        constants(self, tokens=tokens, suffixes=suffixes)
 
     def memory(self, batch: int) -> int:
-        return 0 if self.device.type == "cpu" else sum(
-            t.numel() * t.element_size() for t in (self.tokens, self.suffixes)
-        )
+        if self.device.type == "cpu":  # the store stays mapped
+            return 0
+        return sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))
 
     def follow(self, at: Tensor, count: int) -> Tensor:
-        """The `count` tokens from places at [...] -> [..., count]; -1 behind the store's end."""
+        """The `count` tokens from places at [...] -> [..., count]; -1 after the store's end."""
         place = at[..., None] + torch.arange(count, device=at.device)
         found = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
         return torch.where(place < self.tokens.shape[0], found, -1)
 
     def damaged(self, probes: int = 1024) -> bool:
-        """Whether neighbours in the suffix array, looked at in so many places, are out of order or point
-        nowhere.
-        """
+        """Whether the suffix array is out of order or points nowhere, in a sample of `probes` neighbours."""
         at = torch.linspace(0, len(self.suffixes) - 1, min(probes, len(self.suffixes))).long()
         pair = self.suffixes[torch.stack((at, (at + 1).clamp(max=len(self.suffixes) - 1)))].long()  # [2, P]
         if bool(((pair < 0) | (pair >= len(self.tokens))).any()):
@@ -89,8 +86,9 @@ class Rest(Drafter):
         return bool((one.gather(-1, first) > two.gather(-1, first)).any())
 
     def search(self, state) -> tuple[Tensor, Tensor]:
-        """Where in the suffix array the last `longest`, ..., `shortest` tokens of each text begin and end:
-        both [B, S].
+        """Where the last `longest`, ..., `shortest` tokens of each text begin and end in the suffix array.
+
+        Both are [B, S], S lengths.
         """
         length, device = state.length, state.length.device
         sizes = torch.arange(self.longest, self.shortest - 1, -1, device=device)  # [S]
@@ -153,32 +151,29 @@ class Rest(Drafter):
         # A beginning is at least as frequent as what goes on from it; of equals it comes first.
         score = torch.where(starts & real, count * (D + 1) + torch.arange(D, 0, -1, device=root.device), -1)
         top, key = score.flatten(1).topk(min(T - 1, self.hits * D))  # [B, n], key = row * D + l - 1
-        held = (top > 0)
-        # The row that begins the run a row is in.
-        group = torch.where(starts, row[:, None], 0).cummax(1).values
+        real_node = top > 0
+        group = torch.where(starts, row[:, None], 0).cummax(1).values  # the row that begins each row's run
         level = key % D
         shorter = (key - 1).clamp(min=0)  # the same row, one token less
         above = torch.where(level > 0, group.flatten(1).gather(1, shorter) * D + level - 1, -1)
-        is_parent = (key[:, None] == above[..., None]) & held[:, None]
-        parent = torch.where(held & (level > 0), is_parent.long().argmax(-1) + 1, 0)
-        # None left: the root, a guess as bad as any.
-        token = torch.where(held, after.flatten(1).gather(1, key), root)
-        share = torch.where(held, (top // (D + 1)).float() / live, 0.0).log()
+        is_parent = (key[:, None] == above[..., None]) & real_node[:, None]
+        parent = torch.where(real_node & (level > 0), is_parent.long().argmax(-1) + 1, 0)
+        # A node that is not real repeats the root: a guess as bad as any.
+        token = torch.where(real_node, after.flatten(1).gather(1, key), root)
+        share = torch.where(real_node, (top // (D + 1)).float() / live, 0.0).log()
         missing = T - 1 - key.shape[1]
+        zero, none = torch.zeros_like(root), torch.full_like(share[:, :1], -math.inf)
         tokens = torch.cat((root, token, root.expand(-1, missing)), 1)
-        parents = torch.cat((torch.zeros_like(root), parent, torch.zeros_like(root).expand(-1, missing)), 1)
-        scores = torch.cat(
-            (
-                torch.zeros_like(share[:, :1]), share,
-                torch.full_like(share[:, :1], -math.inf).expand(-1, missing)
-            ), 1
-        )
+        parents = torch.cat((zero, parent, zero.expand(-1, missing)), 1)
+        scores = torch.cat((zero.float(), share, none.expand(-1, missing)), 1)
         return Proposal(Tree(tokens, parents, *link(parents, D), scores))
 
 
 def build(request: Request) -> Rest:
-    """The store that --datastore names. Raises InputError if there is none, it is damaged, or of another
-    vocabulary.
+    """The drafter with the store that --datastore names.
+
+    Raises InputError if there is none, it is damaged, or of another vocabulary, ValueError on a tree of one
+    node.
     """
     request.refuse(draft=request.draft, tree=request.tree)
     if not request.flags["datastore"]:
@@ -192,21 +187,18 @@ def build(request: Request) -> Rest:
         raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
     if request.tokenizer and about.get("tokenizer") != fingerprint(request.tokenizer):
         raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count, dtype = about.get("tokens"), {
-        "int32": torch.int32, "int64": torch.int64
-    }.get(str(about.get("suffixes")))
+    count = about.get("tokens")
+    dtype = {"int32": torch.int32, "int64": torch.int64}.get(str(about.get("suffixes")))
     arrays = []
     for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
         path = folder / f"{name}.bin"
-        if not isinstance(count, int) or count < 1 or kind is None or not path.is_file() or path.stat().st_size != count * kind.itemsize:
+        described = isinstance(count, int) and count >= 1 and kind is not None
+        if not described or not path.is_file() or path.stat().st_size != count * kind.itemsize:
             raise InputError(
                 f"{path}: missing or not of the size that store.json says; build the store again"
             )
         arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
-    try:
-        drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
-    except ValueError as e:
-        raise InputError(str(e)) from None
+    drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
     if drafter.damaged():
         raise InputError(f"{folder}: damaged, its suffixes are out of order; build the store again")
     drafter.device = request.target.embed.weight.device

@@ -46,9 +46,7 @@ def read_tree(text: str | None) -> TreeSpec:
 
 
 def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeSpec) -> TreeShape:
-    """A tree of which some numbers are given, the others those of the default. Raises ValueError on an
-    impossible one.
-    """
+    """A tree with some numbers given, the others from the default. Raises ValueError on an impossible one."""
     usual = eagle_tree(default)
     return TreeShape(
         *(
@@ -59,6 +57,5 @@ def with_numbers(nodes: int | None, depth: int | None, width: int | None, defaul
 
 
 def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:
-    """The tree that a specification other than "auto" names for a drafter that grows its tree level by level.
-    """
+    """The tree that a specification (not "auto") names for a drafter that grows its tree."""
     return PAPER_TREE if spec == "paper" else spec

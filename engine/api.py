@@ -92,9 +92,9 @@ class Target:
     def decoder(
         self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None
     ) -> TextDecoder:
-        """A decoder of up to `batch` texts at a time, of at most `max_seq_len` tokens, prompt included
-        (default 2048 or the model's maximum if smaller).
+        """A decoder of up to `batch` texts at a time.
 
+        max_seq_len: most tokens of a text, prompt included (default 2048, or the model's maximum if smaller).
         Raises InputError, one line, if what drafts is missing, damaged or does not fit; ValueError, with the
         numbers, if the caches do not fit in memory.
         """
@@ -124,9 +124,7 @@ class Target:
         return default_tree(self.runtime.device_name, "quantization" in self.config)
 
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
-        """Put models on the CPU kernels, if that is where this target runs. int8: quantise bfloat16 ones
-        first.
-        """
+        """Put models on the CPU kernels, if this target runs there. int8: quantise bfloat16 ones first."""
         if not self.runtime.on_kernels:
             return
         if int8 and self.model.embed.weight.dtype == torch.bfloat16:
@@ -134,8 +132,8 @@ class Target:
                 quantize_linears(model, lm_head=not isinstance(model, Head) or model.args.own_lm_head)
         if not pack(*models):
             self.say(
-                "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may leave plain"
-                " text at near ties"
+                "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"
+                " leave plain text at near ties"
             )
 
     def _choose_tree(self, head: Head, folder: Path, tune_on: tuple[list[int], ...]) -> TreeShape:
@@ -150,9 +148,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one sequence gained in one pass: `text` completed by token ids `ids`, the first `drafted` of which
-    were drafted.
+    """What one sequence gained in one pass.
 
+    `text` is completed by the token ids `ids`, the first `drafted` of which were drafted.
     The last id is the target's own, unless the text was cut before it.
     """
 
@@ -195,9 +193,9 @@ class Result:
 def encode(
     tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None
 ) -> list[int]:
-    """A prompt as token ids: chat messages and (unless `raw`) text go through the chat template, ids stay as
-    they are.
+    """A prompt as token ids.
 
+    Chat messages and (unless `raw`) text go through the chat template; ids stay as they are.
     Raises InputError if text is given without a tokenizer, or a system message without a chat template.
     """
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
@@ -228,9 +226,7 @@ class TextDecoder:
         return encode(self.tokenizer, prompt, raw=raw, system=system)
 
     def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
-        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is
-        fast.
-        """
+        """Compile (and on CUDA capture) what a request with this sampling runs."""
         self.decoder.warm_up(sampling, every_length)
 
     def generate(self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling) -> Result:

@@ -1,14 +1,13 @@
 """The decoder: it allocates the static state, takes prompts, and replays the step until every text ends.
 
-Everything a step touches is allocated once and keeps its address. A step never reads a value back to the
-host: stopping (stop ids, token limit) is decided on the device and cuts the text exactly, a finished sequence
-stays in the batch and stops moving, and the host learns what was emitted from one small buffer, on CUDA one
-step late.
+Everything that a step touches is allocated once and keeps its address. A step never reads a value back to the
+host. The device decides where a text stops (stop ids, token limit) and cuts it exactly there; a finished
+sequence stays in the batch and stops moving. The host learns what was emitted from one small buffer, on CUDA
+one step late.
 """
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -75,22 +74,21 @@ class Decoder:
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-        # The optimisation, in one place: without these lines everything below runs eagerly and gives the same
-        # text.
+        # The optimisation, in one place: without these lines everything runs eagerly and gives the same text.
         self._step, self._prefill = step, prefill
         if compile:
             self._step = CompiledFunction(step, "step", self.say, direct=not on_cuda)
-            # On our kernels all layers are one operator: there is nothing left to fuse in a prompt's pass,
-            # and seconds to lose.
+            # On our kernels all layers are one operator: compiling a prompt's pass takes seconds and saves
+            # none.
             if not target.on_kernels:
                 self._prefill = CompiledFunction(prefill, "prefill", self.say, direct=not on_cuda)
-        # A drafter that may have nothing to propose is asked first where that costs no synchronisation, and
-        # where rows are not free.
+        # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
+        # propose is asked before each step.
         self._plain_drafter, self._plain_step = Drafter(), None
         if not on_cuda and self.drafter.may_pass:
-            self._plain_step = CompiledFunction(
-                step, "step without a guess", self.say, direct=True
-            ) if compile else step
+            self._plain_step = step
+            if compile:
+                self._plain_step = CompiledFunction(step, "step without a guess", self.say, direct=True)
         self.captured = CapturedCalls(self._still) if compile and on_cuda else None
         self._serial = 0  # of the text at hand
 
@@ -113,30 +111,29 @@ class Decoder:
             self._observer, self.lag = before
 
     def _check_memory(self, dtype: torch.dtype) -> int:
-        """Bytes of all KV caches. Raises ValueError with the numbers, before anything is allocated, if they
-        do not fit.
-        """
+        """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit."""
         shapes = [self.target.args, *self.drafter.cached]
         caches = (cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes)
         need = sum(caches) + self.drafter.memory(self.batch)
         free = free_memory(self.device)
         if free is not None and need > free:
             raise ValueError(
-                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free:"
-                " lower --max-seq-len, the tree or the number of prompts decoded together"
+                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB,"
+                f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
+                " decoded together"
             )
         return need
 
-    # -- requests ----------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------
 
     def start(
         self, prompts: list[list[int]], sampling: Sampling | list[Sampling], reuse: bool = False
     ) -> None:
         """Take up to `batch` prompts (lists of token ids); `steps` then decodes them.
 
-        reuse: keep what the caches already hold of a prompt that begins as the sequence in the same place did
-        (chat). Raises ValueError, naming the prompt and the numbers, before anything is touched, if a prompt
-        is empty, too long for the cache, or holds an id outside the vocabulary.
+        reuse: keep what the caches hold of a prompt that begins as the sequence in the same place did (chat).
+        Raises ValueError, naming the prompt and the numbers, before anything is touched, if a prompt is
+        empty, too long for the cache, or holds an id outside the vocabulary.
         """
         if isinstance(sampling, Sampling):
             sampling = [sampling] * len(prompts)
@@ -179,41 +176,37 @@ class Decoder:
         self._done = [False] * len(prompts)
 
     def check(self, prompt: list[int], name: str = "the prompt") -> None:
-        """Raise ValueError if a prompt is empty, leaves no room for one new token, or has an id out of range.
-        """
+        """Raise ValueError if a prompt is empty, too long, or has an id outside the vocabulary."""
         if not prompt:
             raise ValueError(f"{name} is empty: give at least one token")
         if len(prompt) >= self.max_seq_len:
             raise ValueError(
-                f"{name} has {len(prompt)} tokens and needs room for one more, the cache holds {self.max_seq_len}:"
-                " shorten it or raise --max-seq-len"
+                f"{name} has {len(prompt)} tokens and needs room for one more,"
+                f" the cache holds {self.max_seq_len}: shorten it or raise --max-seq-len"
             )
+        size = self.target.args.vocab_size
         for token in prompt:
-            if not 0 <= token < self.target.args.vocab_size:
-                raise ValueError(
-                    f"{name} holds token id {token}, the vocabulary is 0..{self.target.args.vocab_size - 1}"
-                )
+            if not 0 <= token < size:
+                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{size - 1}")
 
     def _cached(self) -> list[list[int]]:
-        """Per sequence, the tokens whose entries in all caches are valid: committed, and read by the drafter
-        too.
-        """
-        known = (self.state.length - self.state.n_new).clamp(min=0).tolist()
-        return [row[:n] for row, n in zip(self.state.tokens.tolist(), known)]
+        """The tokens of each sequence that all caches hold: committed, and read by the drafter too."""
+        lengths = (self.state.length - self.state.n_new).clamp(min=0).tolist()
+        return [row[:n] for row, n in zip(self.state.tokens.tolist(), lengths)]
 
-    # -- the loop ----------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------
 
     def steps(self) -> Iterator[list[list[int]]]:
-        """Decode what `start` took. Yields, per pass, the tokens each sequence emitted (often none during
-        prefill); how many of them were drafted is in `drafted`. Raises RuntimeError if something else was
-        started in between.
+        """Decode what `start` took. Yields, per pass, the tokens that each sequence emitted.
+
+        There are often none during prefill. How many of them were drafted is in `drafted`.
+        Raises RuntimeError if another text was started in between.
         """
         unread: deque = deque()
         serial = self._serial
         for _ in self._read_prompts():
             unread.append(self._out_to_host())
             yield from self._read(unread, 0)
-        self.prefilled = time.perf_counter()
         while True:
             if serial != self._serial:
                 raise RuntimeError(
@@ -240,8 +233,9 @@ class Decoder:
             yield
 
     def _run_step(self, unread: int):
-        """Launch one step; returns (tree, path). `unread` steps may each have committed up to W tokens
-        unknown here.
+        """Launch one step; returns (tree, path).
+
+        Each of the `unread` steps may have committed up to W tokens that the host does not know of.
         """
         span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.room)
         with torch.no_grad():
@@ -265,9 +259,7 @@ class Decoder:
         return self.captured((*key, *self._modes), call) if self.captured else call()
 
     def _span(self, needed: int) -> Tensor:
-        """The live slots 0..n-1, n >= needed, in few enough sizes; its length is the graph's one dynamic
-        dimension.
-        """
+        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph."""
         size = round_up(needed, SPAN)
         if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
@@ -310,19 +302,17 @@ class Decoder:
         state.done.copy_(done)
         state.reading.copy_(reading)
 
-    # -- whole texts -------------------------------------------------------------------------------------------------
+    # -- from start to end --------------------------------------------------------------------
 
     def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
-        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request itself is
-        fast.
+        """Compile (and on CUDA capture) what a request with this sampling runs, so that the request is fast.
 
-        every_length: on CUDA, capture what texts of every length will need, up to `max_seq_len`.
+        every_length: on CUDA, capture what texts of every length need, up to `max_seq_len`.
         """
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
-            # Without and with something to guess from.
-            for prompt in ([0], [0] * 16) if self._plain_step else ([0],):
+            for prompt in ([0], [0] * 16) if self._plain_step else ([0],):  # the second: there is a guess
                 self.generate([prompt], replace(sampling, max_new_tokens=2))
             if self.captured and every_length:
                 with self._still(), torch.no_grad():

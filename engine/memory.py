@@ -28,9 +28,8 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
     """
     def size(module) -> int:
         skip = () if module.lm_head is None else ("embed.",)  # tied, the table is the lm_head
-        return sum(
-            p.numel() * p.element_size() for n, p in module.named_parameters() if not n.startswith(skip)
-        )
+        read = (p for n, p in module.named_parameters() if not n.startswith(skip))
+        return sum(p.numel() * p.element_size() for p in read)
 
     network = drafter.network
     return size(target) + (drafter.passes * size(network) if network is not None else 0)

@@ -16,9 +16,9 @@ def prefill(
     chunk: Tensor,
     noisy: bool, restricted: bool,
 ) -> None:
-    """Read one chunk of every prompt: positions start [B] + chunk [C]. A prompt that ends in it gets its
-    first token.
+    """Read one chunk of every prompt: positions start [B] + chunk [C].
 
+    A prompt that ends in it gets its first token.
     Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a
     prompt's end compute nothing anyone sees: their slots are overwritten before they become visible.
     """

@@ -23,8 +23,7 @@ class Output(NamedTuple):
 
 
 class Run:
-    """One `start` and the `steps` of a `Decoder`, with the books kept: iterate it for the tokens, then ask
-    for `outputs`.
+    """One request: `start` and `steps` of a `Decoder`, with the books. Iterate it, then ask for `outputs`.
 
     It may be left early (Ctrl-C): `outputs` then describes what was decoded so far.
     """

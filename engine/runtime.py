@@ -70,8 +70,9 @@ def check_device(device: str) -> None:
 
 
 def check_compiler() -> None:
-    """Raise InputError unless what torch.compile needs on a CPU is there: a C++ compiler and Python's
-    headers.
+    """Raise InputError unless torch.compile finds what it needs on a CPU.
+
+    That is a C++ compiler and Python's headers.
     """
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
@@ -88,9 +89,9 @@ _chosen: set[str] = set()  # places for compiled code that `keep_compiled` has c
 
 
 def keep_compiled(checkpoint: Path) -> None:
-    """Let torch.compile keep its results in CHECKPOINT/.compiled, so that they outlive a restart and travel
-    with it.
+    """Let torch.compile keep its results in CHECKPOINT/.compiled.
 
+    There they outlive a restart and travel with the checkpoint.
     A folder that cannot be written is still read. Where a place is set (TORCHINDUCTOR_CACHE_DIR), nothing
     changes.
     """

@@ -1,8 +1,8 @@
-"""Compiled graphs saved to disk, for the next process that runs the same function on the same kinds of arguments.
+"""Compiled graphs saved to disk, for the next process that runs the same function.
 
-torch's `aot_compile` makes and loads them. Its guards do not: some of them cannot be saved, and none looks at our
-source files. So the graphs carry no guards. `saved_places` puts all that tracing depends on into a graph's name, and
-the file begins with the digests of the sources that the graph was traced from.
+torch's `aot_compile` makes and loads them. Its guards do not: some of them cannot be saved, and none looks at
+our source files. So the graphs carry no guards. `saved_places` puts all that tracing depends on into a
+graph's name, and the file begins with the digests of the sources that the graph was traced from.
 """
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from common.files import atomic_path
 from kernels import cpu
 
 ROOT = Path(__file__).resolve().parent.parent
-READ_ONLY: list[Path] = []  # cache folders that are read and not written: of checkpoints that cannot be written
+# Cache folders that are read and not written: of checkpoints that cannot be written.
+READ_ONLY: list[Path] = []
 
 
 class SavedGraph:
@@ -42,7 +43,8 @@ class SavedGraph:
 
         Where that cannot be written, the next process compiles again.
         """
-        # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
+        # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told
+        # otherwise.
         settings = torch._dynamo.config.patch(dont_skip_tracing=True, enable_aot_compile=True)
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         with settings:
@@ -71,13 +73,18 @@ class SavedGraph:
 
 
 def _sources(compiled, args: tuple) -> list[Path]:
-    """Our files that a graph depends on: those of the code that was traced, of the classes of the arguments' modules
-    (their attributes are read), and of the kernels (the graph calls their operators)."""
+    """Our files that a graph depends on.
+
+    They are those of the code that was traced, of the classes of all modules (tracing reads their
+    attributes), and of the kernels (the graph calls their operators).
+    """
     modules = {source.module for source in compiled.source_info().inlined_sources}
     for arg in args:
         if isinstance(arg, nn.Module):
             modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
-    files = {Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))}
+    files = {
+        Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))
+    }
     ours = [file for file in files if file.is_relative_to(ROOT) and not file.is_relative_to(sys.prefix)]
     return sorted([*ours, *cpu.sources()])
 
@@ -133,7 +140,7 @@ def _described(args: tuple) -> Iterator[tuple]:
 
 
 def variant_of(arg) -> object:
-    """What tells compiled versions apart: a tensor's dtype and shape (None: dynamic), or a constant itself."""
+    """What tells compiled versions apart: a tensor's dtype and shape (None: dynamic), or a constant."""
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())

@@ -1,10 +1,10 @@
 """`--tree auto`: the tree that decodes fastest with this target, head and device.
 
 A tree of T nodes, depth D and width k emits tau(T, D, k) tokens in verify(T) + catch-up + D * level(k)
-seconds. Both sides are measured: the costs on compiled passes, tau on a short calibration text. One growth of
-width k holds every smaller tree of that width (levels do not depend on what comes after them, pruning only
-takes the best T-1), so a single decoding run gives tau for all trees at once. The best ratio wins, and is
-kept beside the head.
+seconds. Both are measured: the costs on compiled passes, tau on a short calibration text. One growth of width
+k holds every smaller tree of that width (a level does not depend on those after it, pruning only takes the
+best T-1), so a single run of decoding gives tau for all trees. The best ratio wins and is kept beside the
+head.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from checkpoint.folder import WEIGHTS
 from checkpoint.loading import identity
-from common.files import atomic_path
+from common.files import write_text
 from drafters.base import Proposal
 from drafters.eagle import Eagle
 from engine.compiling import compile_graph, unguarded
@@ -68,72 +68,74 @@ class Recorder(Eagle):
 
     def __init__(self, head: Head):
         super().__init__(head, TreeShape(60, DEEPEST, 10))
-        self.seen: list[tuple[Tensor, dict[int, Growth]]] = []
+        # Length [B] before each step, growth by width.
+        self.steps: list[tuple[Tensor, dict[int, Growth]]] = []
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self._catch_up(state, slots)
-        grown = {k: self.grow(last, state, slots, None, TreeShape(2, DEEPEST, k)) for k in WIDTHS}
-        self.seen.append((state.length.clone(), grown))
-        grown[10].shape = self.shape
-        return Proposal(grown[10].prune(state.root()))
+        growths = {k: self.grow(last, state, slots, None, TreeShape(2, DEEPEST, k)) for k in WIDTHS}
+        self.steps.append((state.length.clone(), growths))
+        growths[10].shape = self.shape
+        return Proposal(growths[10].prune(state.root()))
 
 
 @torch.no_grad()
 def measure_tau(
     target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64
 ) -> dict[TreeShape, float]:
-    """Acceptance length of every tree of WIDTHS x depths x NODES on the target's greedy answers to these
-    prompts.
+    """Acceptance length of every tree on the target's greedy answers to these prompts.
+
+    The trees are those of WIDTHS, NODES and all depths.
     """
     recorder = Recorder(head)
     longest = max(map(len, prompts)) + tokens + 1
-    decoder = Decoder(
-        target, recorder, batch=len(prompts), max_seq_len=longest, stop_ids=stop_ids, compile=False
-    )
+    size = {"batch": len(prompts), "max_seq_len": longest}
+    decoder = Decoder(target, recorder, stop_ids=stop_ids, compile=False, **size)
     run = Run(decoder, prompts, Sampling(tokens))
     for _ in run:
         pass
     texts = [p + ids for p, ids in zip(prompts, run.ids)]
     accepted: dict[TreeShape, list[float]] = {}
-    for length, growths in recorder.seen:
+    for length, growths in recorder.steps:
         # Steps whose true continuation is known to the tree's full depth.
         ahead = [text[n + 1 : n + DEEPEST + 2] for text, n in zip(texts, length.tolist())]
         rows = [b for b, tokens in enumerate(ahead) if len(tokens) == DEEPEST + 1]
         if not rows:
             continue
         truth = torch.tensor([ahead[b] for b in rows])
-        for grown in growths.values():
-            for shape, count in count_accepted(grown, truth, rows).items():
+        for growth in growths.values():
+            for shape, count in count_accepted(growth, truth, rows).items():
                 accepted.setdefault(shape, []).extend(count.tolist())
     return {shape: 1 + statistics.fmean(counts) for shape, counts in accepted.items()}
 
 
-def count_accepted(grown: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
-    """How many drafted tokens each tree of this width gets accepted where `truth` [R, DEEPEST+1] follows, per
-    row [R].
+def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
+    """How many drafted tokens [R] of each tree of this width are accepted.
+
+    rows: R sequences of the batch. truth [R, DEEPEST+1]: the tokens that follow in each.
     """
-    k = grown.shape.width
+    k = growth.shape.width
     tokens, scores, parents = (
-        torch.cat(x, dim=1)[rows].cpu() for x in (grown.tokens, grown.scores, grown.parents)
+        torch.cat(x, dim=1)[rows].cpu() for x in (growth.tokens, growth.scores, growth.parents)
     )
     right = torch.zeros_like(tokens, dtype=torch.bool)
     right[:, :k] = tokens[:, :k] == truth[:, :1]
     for level in range(1, DEEPEST + 1):
         at = slice(k + (level - 1) * k * k, k + level * k * k)
         right[:, at] = (tokens[:, at] == truth[:, level, None]) & right.gather(1, parents[:, at])
-    found = {}
+    counts = {}
     for depth in range(DEEPEST + 1):
         size = k + depth * k * k
         order = scores[:, :size].sort(dim=1, descending=True, stable=True).indices
         hits = right[:, :size].gather(1, order).cumsum(1)  # [R, size] right ones among the best n
         for nodes in NODES:
             if nodes - 1 <= size:
-                found[TreeShape(nodes, depth, k)] = hits[:, nodes - 2].float()
-    return found
+                counts[TreeShape(nodes, depth, k)] = hits[:, nodes - 2].float()
+    return counts
 
 
 class Costs:
-    """What the passes of a step cost: of the target over T rows, of the head over k."""
+    """What the passes of a step cost: the target's over T rows, the head's over k."""
 
     def __init__(self, target: Transformer, head: Head, compile: bool, live: int = 4 * SPAN):
         self.target, self.head = target, head
@@ -165,14 +167,14 @@ class Costs:
         return logits.topk(4, dim=-1), logits.logsumexp(-1)
 
     def _rows(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Tokens and slots of so many rows behind the committed ones, both [1, rows]."""
+        """Tokens and slots of so many rows after the committed ones, both [1, rows]."""
         own = self.length[:, None] + torch.arange(rows, device=self.device)
         return torch.zeros_like(own), own
 
     def measure(self, repeat: int = 15) -> tuple[dict[int, float], dict[int, float]]:
-        """Seconds of a pass of the target over VERIFY_ROWS and of the head over LEVEL_ROWS, by rows.
+        """Seconds of a pass, by rows: of the target over VERIFY_ROWS, of the head over LEVEL_ROWS.
 
-        In turns, so that a machine that is slow for a while is slow for all of them; medians.
+        The passes take turns, so that a machine that is slow for a while is slow for all; medians.
         """
         calls = {}
         for rows in VERIFY_ROWS:
@@ -211,39 +213,34 @@ def between(measured: dict[int, float], rows: int) -> float:
     rows = min(max(rows, sizes[0]), sizes[-1])
     high = next(n for n in sizes if n >= rows)
     low = max((n for n in sizes if n <= rows), default=high)
-    return measured[low] if high == low else measured[low] + (
-        measured[high] - measured[low]
-    ) * (rows - low) / (high - low)
+    share = 0 if high == low else (rows - low) / (high - low)
+    return measured[low] + (measured[high] - measured[low]) * share
 
 
 def choose(
     taus: dict[TreeShape, float], verify: dict[int, float], level: dict[int, float]
 ) -> list[Candidate]:
-    """All trees, fastest first. `verify` and `level`: seconds of a pass by rows; the catch-up is a level of W
-    rows.
+    """All trees, fastest first.
+
+    verify, level: seconds of a pass by rows. The catch-up is a level of W rows.
     """
-    found = [
-        Candidate(
-            shape, tau,
-            between(
-                verify, shape.nodes
-            ) + between(level, shape.window) + shape.depth * between(level, shape.width)
-        )
-        for shape, tau in taus.items()
-    ]
-    return sorted(found, key=lambda c: -c.tokens_per_second)
+    def seconds(shape: TreeShape) -> float:
+        drafting = between(level, shape.window) + shape.depth * between(level, shape.width)
+        return between(verify, shape.nodes) + drafting
+
+    candidates = [Candidate(shape, tau, seconds(shape)) for shape, tau in taus.items()]
+    return sorted(candidates, key=lambda c: -c.tokens_per_second)
 
 
 def fingerprint(target: Transformer, head: Head, compile: bool) -> dict:
     """What a choice depends on beside the head's folder."""
     weight = target.embed.weight
     on_cuda = weight.device.type == "cuda"
+    processor = platform.processor() or platform.machine()
     return {
-        "device": torch.cuda.get_device_name(weight.device) if on_cuda else platform.processor()
-        or platform.machine(),
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else processor,
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
-        "target": identity(target),
-        "torch": torch.__version__,
+        "target": identity(target), "torch": torch.__version__,
         "head": [head.args.hidden_size, head.args.draft_vocab_size, len(head.args.aux_layers)],
     }
 
@@ -252,45 +249,42 @@ def auto_tree(
     target: Transformer, head: Head, prompts: list[list[int]], stop_ids, folder: Path, compile: bool,
     say: Callable[[str], None]
 ) -> TreeShape:
-    """The fastest tree, from `folder`/tree.json if it was chosen before under the same conditions, else
-    measured now.
+    """The fastest tree, from FOLDER/tree.json if it was chosen before under the same conditions.
 
-    folder: the head's. Says what was chosen and why. A folder that cannot be written to is measured every
-    time.
+    folder: the head's; if it cannot be written, every start measures. `say` is told what was chosen and why.
     """
     file, made_by = folder / "tree.json", fingerprint(target, head, compile)
     weights = (folder / WEIGHTS).stat().st_mtime
     try:
-        kept = json.loads(file.read_text())
-        if kept["made_by"] == made_by and file.stat().st_mtime >= weights:
-            shape = TreeShape(**kept["tree"])
+        record = json.loads(file.read_text())
+        if record["made_by"] == made_by and file.stat().st_mtime >= weights:
+            shape = TreeShape(**record["tree"])
             say(f"tree {shape.nodes}/{shape.depth}/{shape.width} (chosen before: {file})")
             return shape
     except (OSError, ValueError, KeyError, TypeError):
         pass
     say("choosing a tree: acceptance on a few prompts ...")
-    taus = {
-        s: t for s,
-        t in measure_tau(target, head, prompts, stop_ids).items() if s.width <= head.args.draft_vocab_size
-    }
+    taus = measure_tau(target, head, prompts, stop_ids)
+    taus = {shape: tau for shape, tau in taus.items() if shape.width <= head.args.draft_vocab_size}
     say("choosing a tree: cost of passes ...")
     verify, level = Costs(target, head, compile).measure()
     ranked = choose(taus, verify, level)
     best, paper = ranked[0], next((c for c in ranked if c.shape == PAPER_TREE), None)
     shape = best.shape
-    lines = [
-        f"tree {shape.nodes}/{shape.depth}/{shape.width}: {best.tau:.2f} tokens in {best.seconds * 1e3:.1f} ms expected"
-        f" ({best.tokens_per_second:.0f}/s): verify {between(verify, shape.nodes) * 1e3:.1f} ms (one row {verify[1] * 1e3:.1f}),"
-        f" {shape.depth + 1} draft passes of about {between(level, shape.width) * 1e3:.1f} ms"
-    ]
+    passes = between(verify, shape.nodes) * 1e3, verify[1] * 1e3, between(level, shape.width) * 1e3
+    say(
+        f"tree {shape.nodes}/{shape.depth}/{shape.width}: {best.tau:.2f} tokens in"
+        f" {best.seconds * 1e3:.1f} ms expected ({best.tokens_per_second:.0f}/s):"
+        f" verify {passes[0]:.1f} ms (one row {passes[1]:.1f}),"
+        f" {shape.depth + 1} draft passes of about {passes[2]:.1f} ms"
+    )
     if paper:
-        lines.append(
-            f"the paper's 60/7/10: {paper.tau:.2f} tokens in {paper.seconds * 1e3:.1f} ms ({paper.tokens_per_second:.0f}/s)"
+        say(
+            f"the paper's 60/7/10: {paper.tau:.2f} tokens in {paper.seconds * 1e3:.1f} ms"
+            f" ({paper.tokens_per_second:.0f}/s)"
         )
     if best.tokens_per_second < 1 / verify[1]:
-        lines.append(f"plain decoding is expected to be faster: {1 / verify[1]:.0f}/s")
-    for line in lines:
-        say(line)
+        say(f"plain decoding is expected to be faster: {1 / verify[1]:.0f}/s")
     record = {
         "made_by": made_by, "tree": asdict(shape), "verify_ms": {n: t * 1e3 for n, t in verify.items()},
         "level_ms": {n: t * 1e3 for n, t in level.items()},
@@ -299,8 +293,7 @@ def auto_tree(
         ],
     }
     try:
-        with atomic_path(file) as part:
-            part.write_text(json.dumps(record, indent=1) + "\n")
+        write_text(file, json.dumps(record, indent=1) + "\n")
     except OSError:
         say(f"{file}: cannot be written, so this is measured again next time")
     return shape

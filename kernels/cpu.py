@@ -1,5 +1,4 @@
-"""Our own products for the CPU, in C++ (`csrc/`): linear layers, attention over the live prefix, RMS norm,
-whole layers.
+"""Our own products for the CPU, in C++ (`csrc/`): linear layers, attention, RMS norm, all layers at once.
 
 They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not
 depend, by a single bit, on the rows computed with it, which is what makes speculative text equal plain text
@@ -37,9 +36,9 @@ _loaded = False
 def load_kernels(
     say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Make the operators callable, compiling them if this machine, torch and source have not been seen
-    before; then `meanwhile` is called while the compiler is at work.
+    """Make the operators callable. Compile them if this machine has not had this source and torch before.
 
+    `meanwhile` is called while the compiler is at work.
     Raises InputError, one line, if there is no C++ compiler or it fails.
     """
     global _loaded
@@ -98,9 +97,7 @@ def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
 
 
 def _folder() -> Path:
-    """Where libraries are kept: `CACHE`, or, in a read-only checkout, a folder of our own among the temporary
-    ones.
-    """
+    """Where libraries are kept: `CACHE`, or a temporary folder of our own if the checkout is read-only."""
     try:
         CACHE.mkdir(parents=True, exist_ok=True)
         if os.access(CACHE, os.W_OK):
@@ -131,15 +128,17 @@ def processor() -> str:
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels work on rows of so many values: float32, or bfloat16 in even numbers, on the CPU.
+    """Whether the kernels work on rows of so many values.
+
+    They take float32, and bfloat16 in even numbers, on the CPU.
     """
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
 def pack(weight: Tensor, per_word: int) -> Tensor:
-    """Weight [N, K] -> [ceil(N/32), K/w, 32, w], rows beyond N zero; w = `per_word`, the values of x in 4
-    bytes.
+    """Weight [N, K] -> [ceil(N/32), K/w, 32, w]; rows from N on are zero.
 
+    w = `per_word` is how many values of x there are in 4 bytes.
     32 output columns lie side by side, so that a block is read front to back, once per pass. int8 weights are
     laid out the same way.
     """
@@ -147,17 +146,19 @@ def pack(weight: Tensor, per_word: int) -> Tensor:
 
 
 def pack_int4(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 in -8..7 -> [ceil(N/32), K/w, 16*w] uint8: a byte has those of column c in its low
-    four bits and those of column c + 16 in its high ones.
+    """Values [N, K] int8 in -8..7 -> [ceil(N/32), K/w, 16*w] uint8.
+
+    The low four bits of a byte belong to column c, the high ones to column c + 16.
     """
     low, high = (pack(values, per_word) + 8).to(torch.uint8).flatten(2).chunk(2, dim=2)
     return low | (high << 4)
 
 
 def pack_bytes(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/32), K/4, 32, 4] uint8, 128 added: the processors'
-    product of bytes wants one of the two without a sign. Whatever the dtype of x, it comes in bytes, four to
-    a word.
+    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/32), K/4, 32, 4] uint8, 128 added.
+
+    The processors' product of bytes wants one of the two without a sign. x comes in bytes, four to a word,
+    whatever its dtype.
     """
     return pack(values, 4).view(torch.uint8) ^ 128
 
@@ -168,8 +169,9 @@ def pack_scale(scale: Tensor) -> Tensor:
 
 
 def interleave(weight: Tensor) -> Tensor:
-    """Gate and up [2*N, K], one above the other -> 16 rows of either in turn, so that a block has both: for
-    GATED.
+    """Gate and up [2*N, K], one above the other -> 16 rows of each in turn.
+
+    A block then holds both, for GATED.
     """
     half = COLUMNS // 2
     gate, up = (_padded(part, half).unflatten(0, (-1, half)) for part in weight.chunk(2))
@@ -194,9 +196,9 @@ def linear(
     residual: Tensor | None = None,
     mode: int = SAME,
 ) -> Tensor:
-    """x [..., K] times a packed weight of `columns` rows, plus bias [N] (float32), plus residual [..., N] ->
-    [..., N].
+    """x [..., K] times a packed weight of `columns` rows -> [..., N].
 
+    bias [N] (float32) and residual [..., N] are added.
     scale: of an int8, w8a8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded
     once, to x's dtype; FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N]
     comes out.
@@ -227,9 +229,10 @@ def layers(
     slots: Tensor, visible: Tensor,
     eps: float, aux: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """All L layers of a target on x [B, T, H] -> the residual stream behind them [B, T, H], and those
-    entering the layers `aux` (L: behind the last) side by side [B, T, len(aux)*H].
+    """All L layers of a target on x [B, T, H].
 
+    Returns the residual stream after them [B, T, H], and the streams entering the layers `aux` side by side
+    [B, T, len(aux)*H]; L stands for the stream after the last layer.
     weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and
     bias (float32), q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed,
     its scale. k, v: the caches of each layer. The other arguments are `attend`'s.
@@ -238,8 +241,9 @@ def layers(
 
 
 def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
-    """Copy the entries at slots `source` [B, W] of every cache [B, S, nkv, hd] to slots `target`; all are
-    read before any is written.
+    """Copy the entries at slots `source` [B, W] of every cache [B, S, nkv, hd] to slots `target`.
+
+    All entries are read before any is written.
     """
     torch.ops.eagle.move(caches, source, target)
 

@@ -68,10 +68,11 @@ if triton is not None:
         )
 
     @triton.jit
-    def int4_kernel(x, w, scale, bias, out, M, N, K, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, GROUP: tl.constexpr,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-        """The same for w [N, K/2], even inputs in the low four bits, 8 more than the value, and scale [N,
-        K/GROUP].
+    def int4_kernel(x, w, scale, bias, out, M, N, K, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
+                    GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+        """`int8_kernel` for w [N, K/2] and scale [N, K/GROUP].
+
+        Even inputs are in the low four bits; each is stored as 8 more than its value.
         """
         rows, columns = tl.arange(0, ROWS), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         pairs = tl.arange(0, GROUP // 2)

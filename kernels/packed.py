@@ -16,8 +16,9 @@ from model import MLP, Block, KVCache, Pass, RMSNorm, Transformer
 
 
 class PackedLinear(nn.Module):
-    """A `Linear` or `QuantizedLinear` (or a tied embedding) packed for x of this dtype; `gated`: of gate and
-    up together.
+    """A `Linear`, a `QuantizedLinear` or a tied embedding, packed for x of this dtype.
+
+    gated: the weight is gate and up together.
     """
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):

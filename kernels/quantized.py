@@ -73,8 +73,9 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor) -> Tensor:
-    """x [..., K] as the products of w8a8 read it: every 64 inputs in steps of their largest / 127. The dtype
-    stays.
+    """x [..., K] as the products of w8a8 read it. The dtype stays.
+
+    Every 64 inputs are rounded to steps of their largest / 127.
     """
     K = x.shape[-1]
     parts = F.pad(x.float(), (0, -K % INPUTS)).unflatten(-1, (-1, INPUTS))
@@ -161,8 +162,9 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedStack(nn.Module):
-    """The matrices of all E experts of a mixture [E, N, K], quantised; only weights are (in fp8 and w8a8
-    too).
+    """The matrices of all E experts of a mixture [E, N, K], quantised.
+
+    Only the weights are quantised, also in fp8 and w8a8.
     """
 
     def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
@@ -171,8 +173,9 @@ class QuantizedStack(nn.Module):
         self.weight, self.scale = empty(shape, mode, group)
 
     def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Those of the experts `chosen` [...] -> [..., N, K], or all [E, N, K]; only what is asked for is
-        read.
+        """The matrices of the experts `chosen` [...] -> [..., N, K], or of all [E, N, K].
+
+        Only those are read.
         """
         if chosen is None:
             return whole(self.weight, self.scale, dtype)
@@ -209,16 +212,18 @@ def replace(module: nn.Module, name: str, mode: str, group: int) -> nn.Module:
 
 
 def replace_all(module: nn.Module, mode: str, group: int, lm_head: bool) -> None:
-    """Put empty quantised layers where `quantized_names` says. Raises ValueError if a group does not divide
-    one.
+    """Put empty quantised layers where `quantized_names` says.
+
+    Raises ValueError if a group does not divide a layer's inputs.
     """
     for name in quantized_names(module, lm_head):
         replace(module, name, mode, group)
 
 
 def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group: int = 0) -> None:
-    """Quantise a loaded module's linear layers in place, with the lm_head (a tied one becomes its own) if
-    asked; what is quantised already stays. Raises ValueError as `replace_all`.
+    """Quantise the linear layers of a loaded module in place. Those that are quantised already stay.
+
+    lm_head: quantise it too; a tied one becomes its own. Raises ValueError as `replace_all`.
     """
     if lm_head and module.lm_head is None:
         module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), mode, group)

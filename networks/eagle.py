@@ -19,8 +19,9 @@ def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Block(Block):
-    """The first layer of an EAGLE-3 head: attention reads embedding and feature side by side (2H), the
-    residual stream is the feature alone.
+    """The first layer of an EAGLE-3 head.
+
+    Attention reads embedding and feature side by side (2H); the residual stream is the feature alone.
     """
 
     def __init__(self, args: HeadArgs):
@@ -30,8 +31,9 @@ class Eagle3Block(Block):
         self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Token embeddings and features, both [B, T, H] -> normalised input of `qkv` [B, T, 2H], embedding
-        first, and the residual stream [B, T, H].
+        """What attention reads [B, T, 2H], embedding first, and the residual stream [B, T, H].
+
+        embedded, feature [B, T, H]: token embeddings and features, not yet normed.
         """
         normed = self.feature_norm(feature)
         return torch.cat(

@@ -47,9 +47,9 @@ class HeadArgs(ModelArgs):
 
 
 class Head(nn.Module):
-    """What the draft heads share, and the face a drafter sees: `fuse`, `forward`, `logits`, `draft_ids`,
-    `caches`.
+    """What the draft heads share, and the face that a drafter sees.
 
+    That face is `fuse`, `forward`, `logits`, `draft_ids` and `caches`.
     Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the
     target go through `fuse` once; from the second drafted token on the head's own output is fed back in their
     place. What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
@@ -83,8 +83,7 @@ class Head(nn.Module):
         return {name: t for name, t in self.state_dict().items() if name in names}
 
     def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
-        """A copy with weights of its own in this dtype, on the device of the target, which lends it the rest.
-        """
+        """A copy with weights of its own in this dtype, on the target's device. The target lends the rest."""
         with torch.device("meta"):
             head = type(self)(self.args)
         device = target.embed.weight.device
@@ -111,15 +110,16 @@ class Head(nn.Module):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ):
-        """One pass over T rows: tokens [B, T] with their features [B, T, H] -> the feature [B, T, H] to feed
-        back.
+        """One pass over tokens [B, T] with their features [B, T, H]. Returns the feature to feed back [B, T,
+        H].
 
         The other arguments are those of `Transformer.forward`, for the head's own caches.
         """
         raise NotImplementedError
 
     def logits(self, feature: Tensor) -> Tensor:
-        """Output of `forward` [..., H] -> draft logits [..., Vd] in float32; draft id j is target id
-        `draft_ids[j]`.
+        """Output of `forward` [..., H] -> float32 draft logits [..., Vd].
+
+        Draft id j is target id `draft_ids[j]`.
         """
         raise NotImplementedError

@@ -29,8 +29,7 @@ class HydraHeads(MultiTokenHeads):
         return self.target_norm(features)
 
     def forward(self, z: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches) -> Tensor:
-        """z [B, T, H] of tokens at these positions -> p [B, T, H]. Hydra++ keeps keys and values in its
-        cache.
+        """States z [B, T, H] at these positions -> p [B, T, H]. Hydra++ fills its cache.
 
         The other arguments are those of `Transformer.forward`.
         """
@@ -40,8 +39,9 @@ class HydraHeads(MultiTokenHeads):
         return self.prefix_norm(self.prefix_layer(z, caches[0], shared))
 
     def output(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """The output of guess k [..., H] from p [..., H] and the tokens drafted from it, root first [...,
-        k+1].
+        """The output of guess k [..., H].
+
+        p [..., H]: what it drafts from. tokens [..., k+1]: the root and the tokens drafted after it.
         """
         k = tokens.shape[-1] - 1
         x = torch.cat((p, self.embed(tokens).flatten(-2)), dim=-1)

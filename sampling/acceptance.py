@@ -1,12 +1,12 @@
 """The rules of acceptance other than equality: Medusa's, and the one the papers compare draft models with.
 
-equal     A node is accepted if it carries the one token that the target draws at its parent. The text is that of
-          plain decoding. This rule is `tree.accept`.
-typical   Medusa's (arXiv 2401.10774, section 2.3.1). A node is accepted if the target finds it likely enough. The
-          rule is lossy: the text is not distributed as the target's.
-residual  For one random proposal after the other (Leviathan et al. 2211.17192, Chen et al. 2302.01318). A node is
-          accepted with probability min(1, p/q); else a token is drawn from what p has more than q. The text is
-          distributed as the target's, but its random numbers are others than plain decoding's with the same seed.
+equal     A node is accepted if it carries the one token that the target draws at its parent. The text is that
+          of plain decoding. This rule is `tree.accept`.
+typical   Medusa's (arXiv 2401.10774, section 2.3.1). A node is accepted if the target finds it likely enough.
+          The rule is lossy: the text is not distributed as the target's.
+residual  For one random proposal after the other (Leviathan et al. 2211.17192, Chen et al. 2302.01318). A
+          node is accepted with probability min(1, p/q); else a token is drawn from what p has more than q.
+          The text is distributed as the target's, but not with the random numbers of plain decoding.
 At temperature 0 all rules are `equal`.
 """
 from __future__ import annotations

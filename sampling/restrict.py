@@ -6,17 +6,18 @@ from torch import Tensor
 
 
 def _ordered(x: Tensor) -> Tensor:
-    """float32 -> int64 with the same order, so that a threshold can be found exactly by bisection over its
-    bits.
+    """Map float32 to int64 in the same order.
+
+    A threshold can then be found exactly, by bisection over its bits.
     """
     bits = x.view(torch.int32)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
 
 
 def _highest_threshold(order: Tensor, weight: Tensor, need: Tensor) -> Tensor:
-    """The largest t with sum(weight where order >= t) >= need: order, weight [..., V], need [..., 1] -> [...,
-    1], all int64.
+    """The largest t for which sum(weight where order >= t) is at least `need`.
 
+    order, weight [..., V] and need [..., 1] give t [..., 1]; all are int64.
     Bisection over 32 bits: no sort of the vocabulary, a fixed number of reductions, exact. Ties at t are all
     kept.
     """

@@ -25,7 +25,7 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
         pass
     texts = [p + ids for p, ids in zip(PROMPTS, run.ids)]
     checked = accepted = 0
-    for length, growths in recorder.seen[:12]:
+    for length, growths in recorder.steps[:12]:
         rows = [b for b, n in enumerate(length.tolist()) if n + tuning.DEEPEST + 1 < len(texts[b])]
         if not rows:
             break
@@ -95,6 +95,8 @@ def test_a_choice_is_kept_until_something_changes(models, tmp_path, monkeypatch)
     assert choose() and len(measured) == 3
 
 
+@pytest.mark.compile
+@pytest.mark.slow
 def test_compiled_costs(models, monkeypatch):
     """As users run it: every size compiled on its own."""
     monkeypatch.setattr(tuning, "VERIFY_ROWS", (1, 3))
