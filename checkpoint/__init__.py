@@ -1,1 +1,1 @@
-"""Our checkpoint folders, and how other people's files become one or are written from one."""
+"""Our checkpoint folders: reading them, writing them, and converting from and to other projects' layouts."""

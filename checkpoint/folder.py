@@ -1,11 +1,12 @@
 """Our checkpoint folder: what is in it, and how its config is read.
 
-    DIR/config.json         format, kind ("target" or one of HEAD_KINDS), the fields of ModelArgs/HeadArgs, and for a target
-                            `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
+    DIR/config.json         format, kind ("target" or one of HEAD_KINDS), the fields of ModelArgs or HeadArgs;
+                            for a target also `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
-                            (`quantization` in the config: its linear layers are `QuantizedLinear`)
-    DIR/tokenizer.*         tokenizer.json or tokenizer.model, and tokenizer_config.json / chat_template.jinja
-    DIR/eagle3/, DIR/eagle/, DIR/medusa/, DIR/hydra/  heads of that target (EAGLE-2 shares EAGLE-1's), same layout
+                            (with `quantization` in the config, its linear layers are `QuantizedLinear`)
+    DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
+    DIR/eagle3/, DIR/eagle/, DIR/medusa/, DIR/hydra/
+                            heads of that target in the same format; EAGLE-1 and EAGLE-2 share one
 """
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from common.files import read_json
 FORMAT = 2
 HEAD_KINDS = ("eagle", "eagle3", "medusa", "hydra")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+Shapes = dict[str, tuple[int, ...]]
 
 
 def read_config(folder: str | Path, kind: str | None = None) -> dict:
-    """The parsed config.json of one of our folders, checked to be ours and, if given, of this kind.
+    """The parsed config.json of one of our folders.
 
-    Raises InputError otherwise.
+    Raises InputError if the folder is not ours, or not of this kind (if a kind is asked for).
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -43,13 +45,13 @@ def read_config(folder: str | Path, kind: str | None = None) -> dict:
     return config
 
 
-def check_keys(found: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]], where: str) -> None:
+def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
     """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
-    for name, shape in wanted.items():
-        if name not in found:
+    for name, shape in expected.items():
+        if name not in shapes:
             raise InputError(f"{where}: tensor {name} {list(shape)} is missing")
-        if tuple(found[name]) != tuple(shape):
-            raise InputError(f"{where}: tensor {name} has shape {list(found[name])}, expected {list(shape)}")
-    for name in found:
-        if name not in wanted:
-            raise InputError(f"{where}: unexpected tensor {name} {list(found[name])}")
+        if tuple(shapes[name]) != tuple(shape):
+            raise InputError(f"{where}: tensor {name} has shape {list(shapes[name])}, expected {list(shape)}")
+    for name in shapes:
+        if name not in expected:
+            raise InputError(f"{where}: unexpected tensor {name} {list(shapes[name])}")

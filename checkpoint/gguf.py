@@ -1,4 +1,4 @@
-"""GGUF files as a `Source`."""
+"""GGUF files as a `Source`. The keys of their metadata are those of llama.cpp's gguf/constants.py."""
 from __future__ import annotations
 
 import math
@@ -10,42 +10,36 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.huggingface import END_TOKENS
-from checkpoint.source import Entry, Source, _ids
+from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from common.errors import InputError
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
+CONTROL = 3  # the type of a control token
 
 
-# GGUF
-
-
-def _open_gguf(path: Path) -> Source:
-    """Raises InputError also for what a GGUF can say and we cannot run. Keys: gguf/constants.py."""
-    reader, fields = _gguf_reader(path)
+def open_gguf(path: Path) -> Source:
+    """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
+    reader, fields = _read(path)
     arch = fields.get("general.architecture")
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
     stored = {t.name: t for t in reader.tensors}
-    freqs = stored.pop("rope_freqs.weight", None)
-    config = _gguf_config(path, arch, fields, stored, freqs)
+    divisors = stored.pop("rope_freqs.weight", None)
+    config = _config(path, arch, fields, stored, divisors)
     # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
-    # The number of heads does not matter for undoing it, only their size.
-    permuted = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
+    # Only the size of a head matters for undoing it, not the number of heads.
+    interleaved = re.compile(r"blk\.\d+\.attn_[qk]\.weight") if arch == "llama" else re.compile("$^")
     tensors = {}
     for name, tensor in stored.items():
-        if len(tensor.shape) == 3:
-            tensors |= {
-                f"{name}[{e}]": _gguf_entry(path, tensor, None, e) for e in range(int(tensor.shape[2]))
-            }
+        if len(tensor.shape) == 3:  # one matrix for each expert
+            experts = range(int(tensor.shape[2]))
+            tensors |= {f"{name}[{e}]": _entry(path, tensor, expert=e) for e in experts}
         else:
-            tensors[name] = _gguf_entry(
-                path, tensor, config["head_dim"] if permuted.fullmatch(name) else None
-            )
+            tensors[name] = _entry(path, tensor, config["head_dim"] if interleaved.fullmatch(name) else None)
 
-    ids = [fields.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = fields.get("tokenizer.ggml.tokens") or [], fields.get("tokenizer.ggml.token_type") or []
-    control = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind == 3}
+    control = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == CONTROL}
 
     def tokenizer(folder: Path) -> bool:
         if not tokens:
@@ -57,13 +51,14 @@ def _open_gguf(path: Path) -> Source:
 
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
-        path, family, config, tensors, stop_ids=_ids(*ids, *(control.get(name) for name in END_TOKENS)),
+        path, family, config, tensors,
+        stop_ids=unique_ids(*stop_ids, *(control.get(token) for token in END_TOKENS)),
         bos_id=fields.get("tokenizer.ggml.bos_token_id"), tokenizer=tokenizer,
     )
 
 
-def _gguf_reader(path: Path):
-    """-> (GGUFReader, {key: value}). The reader trusts every length in the file, hence its many ways of failing.
+def _read(path: Path):
+    """-> (GGUFReader, {key: value}). The reader trusts every length in the file, so it can fail in many ways.
     """
     try:
         import gguf
@@ -88,8 +83,8 @@ def _gguf_reader(path: Path):
     return reader, fields
 
 
-def _gguf_config(path: Path, arch: str, fields: dict, tensors: dict, freqs) -> dict:
-    """The metadata in Hugging Face's vocabulary. Sizes a writer may leave out are read off the tensors."""
+def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dict:
+    """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
 
     def get(key: str, default=None):
         value = fields.get(f"{arch}.{key}", default)
@@ -113,43 +108,44 @@ def _gguf_config(path: Path, arch: str, fields: dict, tensors: dict, freqs) -> d
         "num_attention_heads": heads,
         "num_key_value_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "rms_norm_eps": None if eps is None else _short(eps),
+        "rms_norm_eps": None if eps is None else _shortest_decimal(eps),
         "rope_theta": get("rope.freq_base"),
-        "rope_scaling": _gguf_scaling(path, get, freqs),
+        "rope_scaling": _rope_scaling(path, get, divisors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "max_position_embeddings": get("context_length"),
         "sliding_window": get("attention.sliding_window"),
     }
 
 
-def _short(value: float) -> float:
+def _shortest_decimal(value: float) -> float:
     """The shortest decimal that rounds to this float32: 1e-05 is stored as 9.999999747378752e-06."""
     return float(str(torch.tensor(value, dtype=torch.float32).numpy()))
 
 
-def _gguf_scaling(path: Path, get: Callable, freqs) -> dict | None:
+def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
     kind = get("rope.scaling.type") or "none"
-    if kind not in ("none", "linear", "yarn") or (kind != "none" and freqs is not None):
+    if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors is not None):
         raise InputError(f"{path}: rope scaling of type {kind!r} is not supported")
     if kind == "yarn":
         keys = {
             "factor": "factor", "original_max_position_embeddings": "original_context_length",
             "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
         }
-        scaling = {
-            ours: value for ours, key in keys.items() if (value := get(f"rope.scaling.{key}")) is not None
-        }
+        values = {name: get(f"rope.scaling.{key}") for name, key in keys.items()}
+        scaling = {name: value for name, value in values.items() if value is not None}
         if extra := get("rope.scaling.attn_factor"):  # llama.cpp multiplies the usual factor by it
             scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
         return {"rope_type": "yarn", **scaling}
-    if freqs is not None:  # llama3 scaling arrives as one divisor per frequency
-        return {"rope_type": "divisors", "divisors": [float(x) for x in freqs.data]}
+    if divisors is not None:  # llama3 scaling is stored as one divisor per frequency
+        return {"rope_type": "divisors", "divisors": [float(x) for x in divisors.data]}
     return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
 
 
-def _gguf_entry(path: Path, tensor, permuted_head: int | None, expert: int | None = None) -> Entry:
-    """`permuted_head`: the head size, if the rows of each head are interleaved and have to be put back in
-    halves. `expert`: which matrix of a stack.
+def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
+    """One tensor, or one matrix of a stack.
+
+    interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
+    expert: which matrix of a stack.
     """
     import gguf
 
@@ -157,20 +153,20 @@ def _gguf_entry(path: Path, tensor, permuted_head: int | None, expert: int | Non
     data = tensor.data
     if expert is not None:
         shape, data = shape[1:], data[expert]
-    # Everything else becomes bf16, which holds it as well as any.
-    kinds = {"F32": torch.float32, "F16": torch.float16}
-    unit = permuted_head or 1
+    # Quantised types become bf16, which is precise enough for all of them.
+    dtypes = {"F32": torch.float32, "F16": torch.float16}
+    unit = interleaved or 1
     if shape[0] % unit:
         raise InputError(
-            f"{path}: tensor {tensor.name} {list(shape)} has no whole number of heads of {unit} rows"
+            f"{path}: tensor {tensor.name} {list(shape)} is not a multiple of heads of {unit} rows"
         )
     rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
 
     def blocks() -> Iterator[Tensor]:
         for start in range(0, shape[0], rows):
             block = torch.tensor(gguf.quants.dequantize(data[start : start + rows], tensor.tensor_type))
-            if permuted_head:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
-                block = block.unflatten(0, (-1, permuted_head // 2, 2)).transpose(1, 2).flatten(0, 2)
+            if interleaved:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
+                block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
             yield block
 
-    return Entry(shape, kinds.get(tensor.tensor_type.name, torch.bfloat16), blocks)
+    return Entry(shape, dtypes.get(tensor.tensor_type.name, torch.bfloat16), blocks)

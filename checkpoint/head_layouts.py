@@ -1,8 +1,8 @@
-"""The layouts of draft heads: whose they are, how they name things, and what only their contents tell.
+"""The layouts of draft heads: how their files name tensors, and what only the contents of the files tell.
 
-EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM); Medusa and Hydra are in
-`guess_layouts`. Where sources contradict each other the file decides; where it cannot, the user is asked for
-a flag: see `Answers`.
+EAGLE-1/2 (SafeAILab) and EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM) are here, Medusa and Hydra
+in `checkpoint.medusa_layouts`. Where sources contradict each other the file decides. Where it cannot, the
+user is asked for a flag, see `Answers`.
 """
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint.layout import Layout, NameTable
 from checkpoint.medusa_layouts import medusa_kind, read_medusa_layout
 from checkpoint.source import Entry, Source
-from checkpoint.target_families import ATTENTION, DENSE, model_fields
+from checkpoint.target_families import ATTENTION, DENSE, model_fields, with_prefix
 from common.errors import InputError
 from model import ModelArgs
 from networks.eagle import eagle3_aux_layers
 
 LAYER = ATTENTION | DENSE
-COMMON = {
+EAGLE1: NameTable = {
     "embed.weight": ["embed_tokens.weight"],
     "lm_head.weight": ["lm_head.weight"],
     "fc.weight": ["fc.weight"],
     "fc.bias": ["fc.bias"],
-    **{f"layer.{ours}": [f"layers.0.{x}" for x in theirs] for ours, theirs in LAYER.items()},
+    **with_prefix(LAYER, "layer.", "layers.0."),
 }
-EAGLE1 = COMMON
-EAGLE3 = COMMON | {
+EAGLE3: NameTable = EAGLE1 | {
     "layer.embed_norm.weight": ["layers.0.input_layernorm.weight"],
     "layer.feature_norm.weight": ["layers.0.hidden_norm.weight"],
     "norm.weight": ["norm.weight"],
@@ -43,80 +43,73 @@ class Answers:
     recycle: str | None = None  # --recycle normed|raw
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A head as found: the config of ours it becomes, the name table, and its tensors under the names of that
-    table.
-    """
-
-    config: dict
-    names: dict[str, list[str]]
-    tensors: dict[str, Entry]
-
-
 def kind_of(source: Source) -> str | None:
-    """The kind of a head (a key of `checkpoint.HEADS`), None for a target. Raises InputError for heads of
-    another kind.
-    """
-    return medusa_kind(source) or _kind(source, _renamed(source))
+    """The kind of a head (one of `HEAD_KINDS`), None for a target. Raises InputError for unknown heads."""
+    return medusa_kind(source) or _eagle_kind(source, _renamed(source))
 
 
-def _kind(source: Source, names) -> str | None:
-    config = source.config
-    given = config.get("speculators_model_type")
-    if given is not None and given != "eagle3":
+def _eagle_kind(source: Source, tensors: dict[str, Entry]) -> str | None:
+    speculator = source.config.get("speculators_model_type")
+    if speculator is not None and speculator != "eagle3":
         raise InputError(
-            f"{source.path}: a speculators head of type {given!r} is not supported (only eagle3)"
+            f"{source.path}: a speculators head of type {speculator!r} is not supported (only eagle3)"
         )
-    if given or config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in names:
+    if speculator or source.config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in tensors:
         return "eagle3"
-    return "eagle" if "fc.weight" in names else None
+    return "eagle" if "fc.weight" in tensors else None
 
 
 def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
-    """Everything about a head but its embedding, lm_head and vocabulary map, which need the target's weights
-    to judge.
+    """Everything about a head but its embedding, lm_head and vocabulary map: those need the target's weights.
+
+    Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
     """
     if medusa_kind(source):
-        return Layout(*read_medusa_layout(source, target))
+        return read_medusa_layout(source, target)
     tensors = _renamed(source)
-    kind = _kind(source, tensors)
-    given = _flat_config(source.config)
-    query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), given.get("num_attention_heads")
+    kind = _eagle_kind(source, tensors)
+    config = _flat_config(source.config)
+    query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and query.shape and isinstance(heads, int) and heads > 0:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
-        given["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, given)
+        config["head_dim"] = query.shape[0] // heads
+    fields = model_fields(source.path, config)
     fields |= {
         "kind": kind,
         "fc_bias": "fc.bias" in tensors,  # a config without `bias` means yes to one loader and no to another
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in tensors,
-        "tie_embeddings": bool(given.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
-        "target_hidden_size": given.get("target_hidden_size") or target.hidden_size,
+        "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
+        "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
     }
-    layout = _eagle1(source.path, fields, tensors, target) if kind == "eagle" else _eagle3(
-        source, given, fields, tensors, target, answers
-    )
+    if kind == "eagle":
+        layout = _eagle1(source.path, fields, tensors, target)
+    else:
+        layout = _eagle3(source, config, fields, tensors, target, answers)
     if not any(name.startswith("midlayer.") for name in source.tensors):
         return layout
 
     def as_in_file(name: str) -> str:  # so that errors name tensors as the user knows them
-        return name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name
+        return re.sub(r"^layers\.0\.", "midlayer.", name)
 
-    names = {ours: [as_in_file(n) for n in theirs] for ours, theirs in layout.names.items()}
+    names = {name: [as_in_file(s) for s in sources] for name, sources in layout.names.items()}
     return Layout(layout.config, names, {as_in_file(n): entry for n, entry in layout.tensors.items()})
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """The tensors under one set of names: no `model.` in front (vLLM), `layers.0.` for `midlayer.`
-    (SafeAILab), and speculators' names for the norms before fc (SGLang's are others).
+    """The tensors under one set of names.
+
+    No `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and for the norms before fc the
+    names of speculators (SGLang has others).
     """
-    sglang = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+    renamed = {
+        "midlayer": "layers.0",
+        "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
+    }
 
     def rename(name: str) -> str:
         first, dot, rest = name.partition(".")
-        return {"midlayer": "layers.0", **sglang}.get(first, first) + dot + rest
+        return renamed.get(first, first) + dot + rest
 
     is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
     return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
@@ -124,8 +117,8 @@ def _renamed(source: Source) -> dict[str, Entry]:
 
 def _of_speculators(config: dict) -> bool:
     """Whether a head comes from the speculators library, whichever key says so."""
-    named = any(str(name).endswith("Speculator") for name in config.get("architectures") or ())
-    return named or "speculators_model_type" in config or "transformer_layer_config" in config
+    by_class = any(str(name).endswith("Speculator") for name in config.get("architectures") or ())
+    return by_class or "speculators_model_type" in config or "transformer_layer_config" in config
 
 
 def _flat_config(config: dict) -> dict:
@@ -134,18 +127,16 @@ def _flat_config(config: dict) -> dict:
     inner = inner if isinstance(inner, dict) else {}
     outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
     merged = {k: v for k, v in (inner | outer).items() if v is not None}
-    if inner:
-        # The target's; outside it may be the draft's.
+    if inner:  # the inner vocabulary is the target's; the outer one may be the draft's
         merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))
     return merged
 
 
-def _eagle1(path: Path, fields: dict, tensors: dict, target: ModelArgs) -> Layout:
+def _eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> Layout:
     if fields["num_layers"] != 1:
         raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
-    for name in (
-        "layers.0.input_layernorm.weight", "embedding_layernorm.weight", "hidden_states_layernorm.weight"
-    ):
+    for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
+        name = f"{norm}.weight"
         if name in tensors:
             raise InputError(
                 f"{path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported"
@@ -158,57 +149,58 @@ def _eagle1(path: Path, fields: dict, tensors: dict, target: ModelArgs) -> Layou
 
 
 def _eagle3(
-    source: Source, given: dict, fields: dict, tensors: dict, target: ModelArgs, answers: Answers
+    source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
+    answers: Answers,
 ) -> Layout:
-    path, nested = source.path, given.get("eagle_config") or {}
+    path, nested = source.path, head_config.get("eagle_config") or {}
     if not isinstance(nested, dict):
         raise InputError(f"{path}: config: eagle_config is not an object: {nested!r}")
     lm_head = tensors.get("lm_head.weight")
-    draft_vocab = given.get("draft_vocab_size") or (
+    draft_vocab = head_config.get("draft_vocab_size") or (
         lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"]
     )
     if not isinstance(draft_vocab, int):
         raise InputError(f"{path}: config: draft_vocab_size is not a number: {draft_vocab!r}")
-    fc = tensors.get("fc.weight")
-    states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
-    captured = 3 if rest else states  # a width that is no multiple is told of when tensors are compared
     if nested.get("use_aux_hidden_state") is False:
         raise InputError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
-    flags = given | nested
+    flags = head_config | nested
     each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
     if each and together:
         raise InputError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
-    aux = list(answers.aux_layers or _aux_layers(path, given, nested, captured, target))
+    if each or flags.get("fc_norm"):
+        feature_norm = "each"
+    else:
+        feature_norm = "all" if together or flags.get("norm_before_fc") else ""
+    aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
     config = fields | {
         "draft_vocab_size": draft_vocab,
         "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
-        "aux_layers": aux,
-        "feature_norm": "each" if each or flags.get("fc_norm") else "all" if together
-        or flags.get("norm_before_fc") else "",
+        "aux_layers": list(aux_layers),
+        "feature_norm": feature_norm,
         "norm_before_residual": _norm_before_residual(source, flags, answers),
         "recycle_normed": _recycle_normed(source, flags, answers),
     }
-    if config["feature_norm"] == "all":
+    if feature_norm == "all":
         norms = ["input_norm.weight"]
     else:
-        norms = [f"fc_norm.{j}.weight" for j in range(len(aux))]
+        norms = [f"fc_norm.{j}.weight" for j in range(len(aux_layers))]
     names = EAGLE3 | {f"fc_norms.{j}.weight": [norm] for j, norm in enumerate(norms)}
     tensors = dict(tensors)
     for k in range(1, fields["num_layers"]):
-        layer = f"layers.{k}."
-        names |= {f"more_layers.{k - 1}.{o}": [layer + t for t in ts] for o, ts in LAYER.items()}
-        # SGLang builds its further layers from the first one's class and norms their input by `hidden_norm`.
-        norm = layer + (
-            "hidden_norm.weight" if layer + "hidden_norm.weight" in tensors else "input_layernorm.weight"
-        )
-        names[f"more_layers.{k - 1}.attn_norm.weight"] = [norm]
-        if norm.endswith("hidden_norm.weight"):
-            tensors.pop(layer + "input_layernorm.weight", None)  # there, never used
+        layer, norm = f"layers.{k}.", "input_layernorm.weight"
+        if layer + "hidden_norm.weight" in tensors:
+            # SGLang builds its further layers from the first one's class. It norms their input by
+            # `hidden_norm`, and never uses the other norm.
+            norm = "hidden_norm.weight"
+            tensors.pop(layer + "input_layernorm.weight", None)
+        names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", layer)
     return Layout(config, names, tensors)
 
 
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
-    """speculators trains with true, its class defaults to false, vLLM takes true for absent: an absent key
+    """What the flag of that name says.
+
+    speculators trains with true, its class defaults to false, and vLLM takes true for absent: an absent key
     says nothing.
     """
     if answers.norm_before_residual is not None:
@@ -224,8 +216,10 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
 
 
 def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
-    """Whether norm(h) is fed back. speculators and SGLang mean that by `norm_output`, SpecForge trains
-    otherwise by it.
+    """Whether norm(h) is fed back.
+
+    That is what `norm_output` means to speculators and SGLang. SpecForge means something else by it in
+    training.
     """
     if answers.recycle is not None:
         return answers.recycle == "normed"
@@ -235,41 +229,48 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
         return bool(flags["norm_output"])
     if not flags["norm_output"]:
         raise InputError(
-            f"{source.path}: norm_output false: SGLang norms before the lm_head all the same, SpecForge then trains without:"
-            " say --recycle raw if it is normed there; a head without that norm is not supported"
+            f"{source.path}: norm_output false: SGLang norms before the lm_head all the same, SpecForge then"
+            " trains without: say --recycle raw if it is normed there; a head without that norm is not"
+            " supported"
         )
     raise InputError(
-        f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw one:"
-        " say --recycle normed or --recycle raw (try both, one drafts far better)"
+        f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw"
+        " one: say --recycle normed or --recycle raw (try both, one drafts far better)"
     )
 
 
-def _aux_layers(path: Path, given: dict, nested: dict, captured: int, target: ModelArgs) -> tuple[int, ...]:
-    """The target layers whose inputs feed the head; `captured`: how many of them its fc is wide.
+def _aux_layers(
+    path: Path, head_config: dict, nested: dict, tensors: dict[str, Entry], fields: dict, target: ModelArgs
+) -> tuple[int, ...]:
+    """The target layers whose inputs feed the head.
 
     Files disagree on whether an id names a layer's output or its input. All of them start with the second
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
     speculators).
     """
-    inner, outer = nested.get(AUX_KEY), given.get(AUX_KEY)
-    for ids in (inner, outer):
+    in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
+    for ids in in_config:
         if ids and (
             not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
         ):
             raise InputError(f"{path}: {AUX_KEY} is not a list of layer numbers: {ids!r}")
-    if not inner and not outer:
-        if captured != 3:
-            raise InputError(
-                f"{path}: fc.weight takes {captured} states of the target and the config does not say of which layers: say --aux-layers"
-            )
-        return eagle3_aux_layers(target.num_layers)
-    found = {_as_inputs(path, ids, target) for ids in (inner, outer) if ids}
-    if len(found) > 1:
-        options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(found))
+    readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
+    if len(readings) > 1:
+        options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))
+        inner, outer = in_config
         raise InputError(
             f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}"
         )
-    return found.pop()
+    if readings:
+        return readings.pop()
+    fc = tensors.get("fc.weight")
+    states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
+    if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
+        raise InputError(
+            f"{path}: fc.weight takes {states} states of the target and the config does not say of which"
+            " layers: say --aux-layers"
+        )
+    return eagle3_aux_layers(target.num_layers)
 
 
 def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]:

