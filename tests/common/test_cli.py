@@ -22,7 +22,7 @@ def raising(error: BaseException):
     (raising(InputError("no\n such  file")), 1, ["error: no such file"]),
     (raising(OSError("disk full")), 1, ["error: disk full"]), (raising(OSError()), 1, ["error: OSError"]),
     (raising(KeyboardInterrupt()), 130, ["stopped"]),
-], ids=str)
+], ids=("nothing", "a status", "bad input", "expected", "without a message", "Ctrl-C"))
 def test_the_status_says_how_a_command_ended(action, status, lines):
     messages: list[str] = []
     assert run_command(action, OSError, say=messages.append, interrupted="stopped") == status

@@ -68,11 +68,10 @@ def test_equal_paths_side_by_side_are_one():
     assert count.tolist() == [4] and path.tolist() == [[0, 1, 3, 5, *[0] * (drafter.shape.window - 4)]]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("temperature, compiled", [
+    (0.0, False), (1.0, False), pytest.param(0.0, True, marks=(pytest.mark.compile, pytest.mark.slow)),
+])
 def test_text_is_plain_text(models, temperature, compiled):
-    if compiled and temperature:
-        pytest.skip("one compilation is enough")
     target, _ = models
     prompts = [list(b"abcabcabcabc"), list(b"u:why\na:"), list(b"the cat and the cat and the")]
     sampling = [Sampling(60, temperature, seed=i) for i in range(3)]

@@ -121,7 +121,7 @@ def test_draft_models_that_do_not_fit(golden, request_for, tmp_path):
     assert isinstance(build_drafter(request), DraftModel)
     refused(request_for("draft-model", draft=draft, tree=TREE, rule="residual"), "needs a chain")
     longer = request_for("draft-model", draft=draft, max_seq_len=4096)
-    refused(longer, "reads 1024 tokens, and there is room for 4096")
+    refused(longer, "reads 1024 tokens,.* there is room for 4096")
     (draft / "tokenizer.json").write_text((golden / "tokenizer.json").read_text().replace("<bos>", "<start>"))
     refused(request, "its tokenizer gives other ids")
     (draft / "tokenizer.json").unlink()

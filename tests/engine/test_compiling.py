@@ -2,12 +2,11 @@
 import os
 import subprocess
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn as nn
 from helpers import ROOT
+from helpers.compiling import Adder, add, check, span
 
 from checkpoint.loading import load_head, load_model
 from drafters.draft_model import DraftModel
@@ -23,52 +22,13 @@ from kernels.packed import pack
 from sampling.options import Sampling
 from tree import PathTree, TreeShape
 
-
-class Sums(NamedTuple):
-    total: torch.Tensor
-    nothing: None
-    shifted: torch.Tensor
-
-
-class Adder(nn.Module):
-    def __init__(self, by: int = 2, dtype=torch.float32):
-        super().__init__()
-        self.by = by
-        self.register_buffer("total", torch.zeros(3, dtype=dtype), persistent=False)
-        self.weight = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=False)
-
-
-def add(adder: Adder, span: torch.Tensor, twice: bool) -> tuple[Sums, torch.Tensor]:
-    """Changes a buffer, reads a constant of the module, and takes a tensor of any length."""
-    adder.total.add_(adder.weight * span.sum() * (2 if twice else 1))
-    return Sums(adder.total + adder.by, None, span + span.shape[0]), adder.total * 3
-
-
-def span(n: int) -> torch.Tensor:
-    found = torch.arange(64)[:n]
-    torch._dynamo.mark_dynamic(found, 0)
-    return found
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
-
-
-def check(whole: CompiledFunction, adder: Adder, lengths=(7, 20, 33)) -> None:
-    eager = Adder(adder.by, adder.total.dtype)
-    eager.total.copy_(adder.total)
-    for n in lengths:
-        for twice in (False, True):
-            (found, tripled), (
-                wanted, wanted_tripled
-            ) = whole(adder, span(n), twice), add(eager, span(n), twice)
-            assert isinstance(found, Sums) and found.nothing is None and torch.equal(
-                found.total, wanted.total
-            )
-            assert torch.equal(found.shifted, wanted.shifted) and torch.equal(tripled, wanted_tripled)
-            assert torch.equal(adder.total, eager.total)
 
 
 def test_compiled_once_and_found_again(cache):
@@ -87,15 +47,13 @@ def test_compiled_once_and_found_again(cache):
 def test_another_process_finds_it(cache):
     """And what it finds is right; a damaged file is made again."""
     script = (
-        "import test_compiling as t; said = [];"
-        "t.check(t.CompiledFunction(t.add, 'sum', said.append, direct=True), t.Adder()); print(len(said))"
+        "from helpers.compiling import *; lines = [];"
+        "check(CompiledFunction(add, 'sum', lines.append, direct=True), Adder()); print(len(lines))"
     )
 
     def said() -> int:
         command = [sys.executable, "-c", script]
-        environment = {
-            **os.environ, "PYTHONPATH": f"{ROOT}/tests/engine:{ROOT}/tests:{ROOT}", "OMP_NUM_THREADS": "1"
-        }
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}", "OMP_NUM_THREADS": "1"}
         result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
         )
@@ -159,7 +117,7 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
         m.setattr(torch, "get_num_threads", lambda: 77)
         others.append(where())
     with monkeypatch.context() as m:
-        m.setattr("engine.saved_graph.cpu.processor", lambda: "another processor")
+        m.setattr("engine.saved_graph.processor", lambda: "another processor")
         others.append(where())
     assert len({same, *others}) == len(others) + 1
     assert same == where()

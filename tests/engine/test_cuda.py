@@ -11,7 +11,10 @@ from kernels.quantized import quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+pytestmark = [
+    pytest.mark.compile, pytest.mark.slow, pytest.mark.xdist_group("GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
 PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:") * 20, list(b"hello world")]
 
 
@@ -41,11 +44,10 @@ def test_captured_text_is_plain_text(decoders, temperature):
     assert fast.captured.graphs and {key[0] for key in fast.captured.graphs} == {"prefill", "step"}
 
 
+@pytest.mark.parametrize("decoders", [torch.float32], indirect=True)
 def test_captured_is_eager(decoders, golden):
     """The graphs compute what the same functions compute without compiling."""
-    _, fast, dtype = decoders
-    if dtype != torch.float32:
-        pytest.skip("float32 only")
+    _, fast, _ = decoders
     eager = Decoder(
         fast.target, fast.drafter.__class__(fast.drafter.head, fast.drafter.shape), batch=3, max_seq_len=700,
         compile=False

@@ -1,5 +1,5 @@
-"""The real demo model against transformers, and lossless with its real head. Skipped until `python demo.py
-fetch` (or `make demo`) has put it into checkpoints/; CI does that first.
+"""The real demo model against transformers, and lossless with its real head. Skipped until `make fetch` (or
+`make demo`) has put it into checkpoints/; CI does that first.
 """
 import json
 from pathlib import Path
@@ -22,9 +22,10 @@ from training.new_head import new_multi_token_heads
 from tree import TreeShape, likely_tree
 
 FOLDER = ROOT / "checkpoints" / "smollm2-135m"
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / "config.json").is_file(), reason="run `python demo.py fetch` first"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDER.is_dir(), reason="the demo checkpoint is not there: run `make fetch`"),
+]
 
 
 def test_logits_agree_with_transformers_on_512_tokens():
@@ -48,7 +49,6 @@ def test_stop_ids_template_and_context():
     assert model.generate("What is the capital of France?", max_new_tokens=60).finish == "stop"
 
 
-@pytest.mark.skipif(not (FOLDER / "eagle3").is_dir(), reason="no head for it yet")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_eagle3_text_is_plain_text(temperature):
     plain = load(FOLDER, dtype="fp32", compile=False)
