@@ -22,7 +22,7 @@ from checkpoint.loading import build_module, load_model, state_shapes
 from checkpoint.source import Entry
 from checkpoint.writer import WRITTEN_DTYPES, Planned, check_out, write_folder
 from common.errors import InputError
-from kernels.quantized import QuantizedLinear, QuantizedStack, scales, stored, whole
+from kernels.quantized import QuantizedLinear, QuantizedStack, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
 
@@ -91,8 +91,8 @@ class _LayerWriter:
         exact = self.read_exact()
         if not bool(exact.isfinite().all()):
             raise InputError(f"{self.where} holds values that are not finite")
-        weight = stored(exact, self.scale, self.mode)
-        error = whole(weight, self.scale, torch.float32) - exact.float()
+        weight = to_stored(exact, self.scale, self.mode)
+        error = dequantize(weight, self.scale, torch.float32) - exact.float()
         self.error = float(error.norm() / exact.float().norm().clamp(min=1e-30))
         return weight
 

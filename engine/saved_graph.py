@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.files import atomic_path
-from kernels import cpu
+from kernels.build import processor, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 # Cache folders that are read and not written: of checkpoints that cannot be written.
@@ -86,7 +86,7 @@ def _sources(compiled, args: tuple) -> list[Path]:
         Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))
     }
     ours = [file for file in files if file.is_relative_to(ROOT) and not file.is_relative_to(sys.prefix)]
-    return sorted([*ours, *cpu.sources()])
+    return sorted([*ours, *sources()])
 
 
 def _digest(file: Path) -> str:
@@ -102,7 +102,7 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = torch._inductor.config.get_hash().hex()
-    machine = torch.__version__, cpu.processor(), os.environ.get("CXX"), torch.get_num_threads()
+    machine = torch.__version__, processor(), os.environ.get("CXX"), torch.get_num_threads()
     made_by = function.__qualname__, machine, settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))

@@ -1,34 +1,21 @@
 """Our own products for the CPU, in C++ (`csrc/`): linear layers, attention, RMS norm, all layers at once.
 
-They are compiled for this machine at first use and kept. Every one is row-invariant: a row's result does not
-depend, by a single bit, on the rows computed with it, which is what makes speculative text equal plain text
-in bfloat16 too.
+Every one is row-invariant: a row's result does not depend, by a single bit, on the rows computed with it.
+That makes speculative text equal plain text in bfloat16 too.
 
-They are PyTorch operators (`torch.ops.eagle`), opaque to torch.compile, so one compiled step may call them.
-They have no gradient. Which modules use them is the business of `packed.py`.
+They are PyTorch operators (`torch.ops.eagle`) that torch.compile does not look into, so one compiled step may
+call them. They have no gradient. `kernels.packed` has the modules that use them.
 """
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
-from common.files import atomic_path
+from kernels.build import build_library
 
-SOURCE = Path(__file__).resolve().with_name("csrc")
-# Beside what torch.compile keeps, if that has a place of its own.
-CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 COLUMNS = 32  # of one packed block, as in products.h
 _loaded = False
 
@@ -44,7 +31,7 @@ def load_kernels(
     global _loaded
     if _loaded:
         return
-    library = _build(say, meanwhile)
+    library = build_library(say, meanwhile)
     try:
         torch.ops.load_library(str(library))
     except OSError as e:
@@ -52,79 +39,6 @@ def load_kernels(
     for name, shapes in SHAPES.items():
         torch.library.register_fake(f"eagle::{name}")(shapes)
     _loaded = True
-
-
-def _build(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
-    """The compiled library of this source, torch, compiler and processor, made now if it is not there."""
-    wanted = os.environ.get("CXX", "g++")
-    compiler = shutil.which(wanted)
-    if compiler is None:
-        raise InputError(
-            f"no C++ compiler: the kernels need {wanted}; install it, set CXX, or pass --no-kernels"
-        )
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    texts = [(path.name, path.read_bytes()) for path in sources()]
-    key = (texts, torch.__version__, version, " ".join(FLAGS), processor())
-    name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
-    folder = _folder()
-    if (folder / name).is_file():
-        return folder / name
-    say("compiling the kernels ...")
-    began = time.perf_counter()
-    root = Path(torch.__file__).parent
-    command = [
-        compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{root}/include",
-        f"-I{root}/include/torch/csrc/api/include", str(SOURCE / "operators.cpp"), f"-L{root}/lib", "-ltorch",
-        "-ltorch_cpu", "-lc10",
-    ]
-    # Another process may be doing the same; and a pipe for the errors would fill up.
-    with atomic_path(folder / name) as part, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen([*command, "-o", str(part)], stdout=subprocess.DEVNULL, stderr=errors)
-        try:
-            meanwhile()
-            if process.wait():
-                errors.seek(0)
-                lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
-                raise InputError(
-                    f"{compiler} could not compile the kernels ({lines[0].strip()}); pass --no-kernels"
-                )
-        finally:
-            process.kill()
-            process.wait()
-    say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
-    return folder / name
-
-
-def _folder() -> Path:
-    """Where libraries are kept: `CACHE`, or a temporary folder of our own if the checkout is read-only."""
-    try:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        if os.access(CACHE, os.W_OK):
-            return CACHE
-    except OSError:
-        pass
-    folder = Path(tempfile.gettempdir()) / f"eagle-kernels-{os.getuid()}"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():  # someone else's code is not to be loaded
-        raise InputError(f"{folder}: belongs to another user; remove it, or pass --no-kernels")
-    return folder
-
-
-def sources() -> list[Path]:
-    """The files that the library is compiled from."""
-    return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))
-
-
-def processor() -> str:
-    """What -march=native depends on."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(
-                (line for line in lines if line.startswith(("flags", "Features"))), platform.machine()
-            )
-    except OSError:
-        return platform.machine() + platform.processor()
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -1,8 +1,7 @@
-"""The model on our own kernels: the same modules with their weights laid out for them. See `kernels`.
+"""The model on our CPU kernels: the same modules with their weights laid out for `kernels.cpu`.
 
-    target, head = ...; pack(target, head)
-
-is all there is to it. Packing is for decoding only: the packed modules have no gradient and no `weight`.
+`pack(target, head)` puts models there. Packing is for decoding only: packed modules have no gradient and no
+`weight`.
 """
 from __future__ import annotations
 
@@ -54,9 +53,8 @@ class PackedMLP(nn.Module):
 
     def __init__(self, mlp: MLP, dtype: torch.dtype):
         super().__init__()
-        self.w_gate_up, self.w_down = PackedLinear(
-            mlp.w_gate_up, dtype, gated=True
-        ), PackedLinear(mlp.w_down, dtype)
+        self.w_gate_up = PackedLinear(mlp.w_gate_up, dtype, gated=True)
+        self.w_down = PackedLinear(mlp.w_down, dtype)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         return self.w_down(self.w_gate_up(x), onto)
@@ -82,7 +80,7 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
 def run_layers(
     model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
 ):
-    """`model.run_layers` as one operator, for a target packed through and through."""
+    """`model.run_layers` as one operator, for a target of which every layer is packed."""
     none = x.new_empty(0)
     weights: list[Tensor | None] = []
     for layer in model.layers:
@@ -93,8 +91,7 @@ def run_layers(
     k, v = [cache.k for cache in caches], [cache.v for cache in caches]
     x, features = cpu.layers(
         x, shared.cos, shared.sin, [none if w is None else w for w in weights], k, v, shared.slots,
-        shared.visible,
-        model.args.norm_eps, aux_layers,
+        shared.visible, model.args.norm_eps, aux_layers,
     )
     return x, features if aux_layers else None
 
@@ -105,13 +102,13 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
 
 
 def pack(*models: nn.Module) -> bool:
-    """Let these models, which may share modules (a head its target's lm_head), run on the kernels, in place.
+    """Put models on the kernels, in place. They may share modules, as a head shares its target's lm_head.
 
-    `cpu.load` comes first. What the kernels cannot take (float16, an odd number of bfloat16 values, a GPU,
-    the experts of a mixture) is left as it is. Returns whether the targets among them are on the kernels
-    throughout.
+    `cpu.load_kernels` must have been called. What the kernels cannot take (float16, an odd number of bfloat16
+    values, a GPU, the experts of a mixture) stays as it is. Returns whether every layer of the targets among
+    them is on the kernels.
     """
-    whole = True
+    complete, replaced = True, set()
     done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
 
     def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
@@ -125,15 +122,16 @@ def pack(*models: nn.Module) -> bool:
         if model.lm_head is None and _takes(model.embed, dtype, device):
             model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
         for parent in list(model.modules()):
+            if parent in replaced:
+                continue
             if isinstance(parent, Block) and cpu.takes(parent.head_dim, dtype, device):
                 parent.attention = attention
             for name, child in list(parent.named_children()):
                 if isinstance(child, RMSNorm) and cpu.takes(2, dtype, device):
                     setattr(parent, name, PackedNorm(child))
-                elif isinstance(child, MLP) and all(
-                    _takes(part, dtype, device) for part in (child.w_gate_up, child.w_down)
-                ):
+                elif isinstance(child, MLP) and _takes_mlp(child, dtype, device):
                     setattr(parent, name, PackedMLP(child, dtype))
+                    replaced.add(child)
                 elif _takes(child, dtype, device) and (
                     name == "lm_head" or not isinstance(child, nn.Embedding)
                 ):
@@ -142,8 +140,8 @@ def pack(*models: nn.Module) -> bool:
             if all(_is_packed(layer) for layer in model.layers):
                 model.run_layers, model.move, model.on_kernels = run_layers, move, True
             else:
-                whole = False
-    return whole
+                complete = False
+    return complete
 
 
 def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
@@ -155,9 +153,11 @@ def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     return linear and module.weight.dtype == dtype and cpu.takes(module.weight.shape[1], dtype, device)
 
 
+def _takes_mlp(mlp: MLP, dtype: torch.dtype, device: torch.device) -> bool:
+    return _takes(mlp.w_gate_up, dtype, device) and _takes(mlp.w_down, dtype, device)
+
+
 def _is_packed(layer: Block) -> bool:
-    parts = (
-        (layer.wqkv, PackedLinear), (layer.wo, PackedLinear), (layer.mlp, PackedMLP),
-        (layer.attn_norm, PackedNorm)
-    )
-    return layer.attention is attention and all(isinstance(part, kind) for part, kind in parts)
+    linear = isinstance(layer.wqkv, PackedLinear) and isinstance(layer.wo, PackedLinear)
+    rest = isinstance(layer.mlp, PackedMLP) and isinstance(layer.attn_norm, PackedNorm)
+    return layer.attention is attention and linear and rest

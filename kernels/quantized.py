@@ -1,10 +1,11 @@
 """Quantised weights: the arithmetic, and the linear layer that holds its result.
 
-int8: one scale per output row, w = scale * q, q in -127..127. int4: one scale per output row and group of
-inputs, q in -8..7. Symmetric, nearest rounding; activations stay what they are. w8a8: the weights of int8,
-and the activations are rounded to int8 too, every 64 inputs of a row by their largest. fp8 (e4m3): one scale
-per output row, and the activations are rounded to fp8 too, each row by its own largest value. Files hold int8
-and fp8 as they are, int4 two to a byte.
+Weights w = scale * q are symmetric and rounded to the nearest q.
+
+int8   one scale per output row, q in -127..127
+int4   one scale per output row and group of inputs, q in -8..7; files hold two values in a byte
+w8a8   the weights of int8; the inputs of a layer are rounded to int8 too, every 64 of a row by their largest
+fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each row by its largest
 """
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
     weight = weight.float()
     if mode != "int4":
         return weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MOST if mode == "fp8" else 127)
-    # Of several scales for a group, the one with the least squared error: to reach its extreme exactly serves
-    # few weights.
+    # Of several scales for a group, the one with the least squared error is taken: a scale that reaches the
+    # group's extreme exactly serves few weights.
     parts = weight.unflatten(-1, (-1, group))  # [..., N, K/group, group]
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
     best, least = None, None
@@ -49,13 +50,13 @@ def values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
     return (units.round().clamp(-8, 7) if mode == "int4" else units.round()).to(torch.int8)
 
 
-def stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
-    """`values` as files and layers hold them: int4 two to a byte."""
+def to_stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
+    """`values` as files and layers hold them: int4 has two in a byte."""
     q = values(weight, scale, mode)
     return pack_nibbles(q) if mode == "int4" else q
 
 
-def whole(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [..., N, K] that a stored one with its scales stands for."""
     q = unpack_nibbles(weight) if weight.dtype == torch.uint8 else weight
     return (q.float().unflatten(-1, (scale.shape[-1], -1)) * scale.float()[..., None]).flatten(-2).to(dtype)
@@ -72,7 +73,7 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
 
 
-def rounded(x: Tensor) -> Tensor:
+def round_inputs(x: Tensor) -> Tensor:
     """x [..., K] as the products of w8a8 read it. The dtype stays.
 
     Every 64 inputs are rounded to steps of their largest / 127.
@@ -85,7 +86,10 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, nn.Parameter]:
-    """Room for a weight [..., N, K] and its scales. Raises ValueError if the mode or the group cannot be."""
+    """Empty parameters for a weight [..., N, K] and its scales.
+
+    Raises ValueError if the mode or the group cannot be.
+    """
     *rest, inputs = shape
     if mode not in MODES:
         raise ValueError(f"quantisation {mode!r} is none of {', '.join(MODES)}")
@@ -102,8 +106,8 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
 class QuantizedLinear(nn.Module):
     """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 in groups of `group` inputs, or fp8.
 
-    On a GPU, int8 and int4 run on our kernel (kernels/gpu.py) and fp8 on the tensor cores'; elsewhere this is
-    the reference, which makes the weight whole again for every call. `packed.py` has the fast one for a CPU.
+    On a GPU, int8 and int4 run on our kernel (`kernels.gpu`) and fp8 on the tensor cores; elsewhere this is
+    the reference, which dequantises the weight at every call. `kernels.packed` is the fast form for a CPU.
     w8a8 is made for a CPU: on a GPU it is int8 after the rounding of x.
     """
 
@@ -118,7 +122,7 @@ class QuantizedLinear(nn.Module):
         """A weight [N, K] quantised."""
         layer = cls(weight.shape[1], weight.shape[0], False, mode, group)
         layer.scale.data = scales(weight, mode, group)
-        layer.weight.data = stored(weight, layer.scale, mode)
+        layer.weight.data = to_stored(weight, layer.scale, mode)
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return layer
 
@@ -126,31 +130,29 @@ class QuantizedLinear(nn.Module):
         """q [N, K], int8 or fp8."""
         return unpack_nibbles(self.weight) if self.group else self.weight
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] that the quantised one stands for."""
-        return whole(self.weight, self.scale, dtype)
+        return dequantize(self.weight, self.scale, dtype)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         if self.mode == "w8a8":
-            x = rounded(x)
+            x = round_inputs(x)
         if self.mode == "fp8":
             y = self._fp8(x)
         elif gpu.takes(x):
             y = gpu.linear(x, self.weight, self.scale, self.bias, self.group)
         else:
-            y = F.linear(x, self.whole(x.dtype), self.bias)
+            y = F.linear(x, self.dequantize(x.dtype), self.bias)
         return y if onto is None else onto + y
 
     def _fp8(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         scale = scales(rows, "fp8")
         q = values(rows, scale, "fp8")
-        if x.is_cuda and all(
-            n % 16 == 0 for n in self.weight.shape
-        ) and torch.cuda.get_device_capability(x.device) >= (8, 9):
-            y = torch._scaled_mm(
-                q, self.weight.t(), scale_a=scale, scale_b=self.scale.t(), out_dtype=torch.bfloat16
-            )
+        fits = x.is_cuda and all(n % 16 == 0 for n in self.weight.shape)
+        if fits and torch.cuda.get_device_capability(x.device) >= (8, 9):
+            scaling = {"scale_a": scale, "scale_b": self.scale.t()}
+            y = torch._scaled_mm(q, self.weight.t(), out_dtype=torch.bfloat16, **scaling)
         else:
             y = (q.float() @ self.weight.float().t()) * scale * self.scale.t()
         y = y if self.bias is None else y + self.bias
@@ -178,10 +180,10 @@ class QuantizedStack(nn.Module):
         Only those are read.
         """
         if chosen is None:
-            return whole(self.weight, self.scale, dtype)
+            return dequantize(self.weight, self.scale, dtype)
         # Indexing has no kernel for fp8; its bytes are moved as they are.
         weight = self.weight.view(torch.uint8)[chosen].view(self.weight.dtype)
-        return whole(weight, self.scale[chosen], dtype)
+        return dequantize(weight, self.scale[chosen], dtype)
 
 
 def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
@@ -231,7 +233,5 @@ def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group
         parent, _, attribute = name.rpartition(".")
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        setattr(
-            module.get_submodule(parent), attribute,
-            QuantizedLinear.of(layer.weight.detach(), mode, group, bias)
-        )
+        quantised = QuantizedLinear.of(layer.weight.detach(), mode, group, bias)
+        setattr(module.get_submodule(parent), attribute, quantised)

@@ -20,13 +20,13 @@ from kernels.quantized import (
     FP8_MOST,
     QuantizedLinear,
     QuantizedStack,
+    dequantize,
     pack_nibbles,
     quantize_linears,
-    rounded,
+    round_inputs,
     scales,
     unpack_nibbles,
     values,
-    whole,
 )
 from sampling.options import Sampling
 from tree import TreeShape
@@ -72,9 +72,9 @@ def test_fp8_rounds_weights_and_activations():
     layer = QuantizedLinear.of(weight, "fp8", bias=torch.randn(40, generator=g))
     assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight.float().abs().max() == FP8_MOST
     large = weight.abs() > weight.abs().amax(1, keepdim=True) / 100
-    assert ((layer.whole(torch.float32) - weight).abs() <= weight.abs() / 16 * 1.001)[large].all()
-    rows = whole(values(x, scales(x, "fp8"), "fp8"), scales(x, "fp8"), torch.float32)
-    want = rows @ layer.whole(torch.float32).T + layer.bias
+    assert ((layer.dequantize(torch.float32) - weight).abs() <= weight.abs() / 16 * 1.001)[large].all()
+    rows = dequantize(values(x, scales(x, "fp8"), "fp8"), scales(x, "fp8"), torch.float32)
+    want = rows @ layer.dequantize(torch.float32).T + layer.bias
     assert ((layer(x) - want).norm(dim=-1) <= 1e-5 * want.norm(dim=-1)).all()
     exact = x @ weight.T + layer.bias
     assert 0 < (layer(x) - exact).norm() / exact.norm() < 0.06
@@ -88,7 +88,7 @@ def test_w8a8_rounds_activations_by_64():
         3, 5, 100, generator=torch.Generator().manual_seed(0)
     ) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     x[0, 0, 70], x[0, 1, :64], x[1, 2, 3] = 1e4, 0, float("nan")
-    found = rounded(x)
+    found = round_inputs(x)
     assert found[1, 2, :64].isnan().all() and found[1, 2, 64:].isfinite().all()
     for part in (slice(0, 64), slice(64, 100)):
         step = x[..., part].abs().amax(-1, keepdim=True) / 127
@@ -97,7 +97,7 @@ def test_w8a8_rounds_activations_by_64():
             off[0, 2:] > step[0, 2:] * 0.4
         ).any()
     layer = QuantizedLinear.of(torch.randn(40, 100), "w8a8")
-    assert torch.equal(layer(x[:1]), F.linear(found[:1], layer.whole(torch.float32)))
+    assert torch.equal(layer(x[:1]), F.linear(found[:1], layer.dequantize(torch.float32)))
 
 
 @pytest.mark.parametrize("mode, most", (("int8", 0.01), ("w8a8", 0.01), ("int4", 0.15), ("fp8", 0.05)))
@@ -118,7 +118,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
         torch.int8, torch.uint8, torch.float8_e4m3fn
     )
     error = (
-        layer.whole(torch.float32) - before["layers.2.wqkv.weight"]
+        layer.dequantize(torch.float32) - before["layers.2.wqkv.weight"]
     ).norm() / before["layers.2.wqkv.weight"].norm()
     assert 0 < error < most
     tokens = torch.tensor([PROMPT])
@@ -243,12 +243,21 @@ WRONG = {
         lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"
     ),
     "another shape": (lambda d: edit(d, intermediate_size=1000), "has shape"),
+    "a type that is not written": (lambda d: change(d, "norm.weight", lambda t: t.double()), "norm.weight is of a type"),
+    "infinite weights": (
+        lambda d: change(d, "layers.0.wo.weight", lambda t: t / 0), "layers.0.wo.weight holds values that are not finite"
+    ),
 }
 
 
 def edit(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(config))
+
+
+def change(folder, name, function):
+    state = load_file(folder / "model.safetensors")
+    save_file(state | {name: function(state[name])}, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -285,6 +294,26 @@ def test_other_refusals(golden, tmp_path, capsys):
             QuantizedLinear(64, 64, False, *wrong)
     with pytest.raises(InputError, match="does not divide"):
         quantize_folder(golden, tmp_path / "g", "int4", group=1000)
+
+
+def test_texts_that_nothing_can_be_compared_on(golden, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("A cat.")
+    (tmp_path / "binary.txt").write_bytes(bytes([255, 254]))
+    shutil.copytree(golden, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    for checkpoint, text, message in (
+        (golden, "none.txt", "cannot be read"), (golden, "binary.txt", "cannot be read"),
+        (golden, "short.txt", "are too few"), (tmp_path / "bare", "short.txt", "needs a tokenizer"),
+    ):
+        options = ("--checkpoint", checkpoint, "--out", tmp_path / "out", "--text", tmp_path / text)
+        code, printed = run(capsys, *options)
+        assert code == 1 and message in printed.err and not (tmp_path / "out").exists()
+
+
+def test_a_head_of_another_checkpoint_is_not_left_inside(golden, tmp_path, capsys):
+    (tmp_path / "out" / "medusa").mkdir(parents=True)
+    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", "--force")
+    assert code == 1 and "holds heads" in printed.err and "(medusa)" in printed.err
 
 
 def test_scales_of_another_type_are_refused(golden, tmp_path):

@@ -13,15 +13,16 @@ from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels import cpu
+from kernels import build, cpu
 from kernels.packed import PackedLinear, pack
-from kernels.quantized import QuantizedLinear, rounded
+from kernels.quantized import QuantizedLinear, round_inputs
 from model import MLP, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
 from sampling.options import Sampling
 from tree import TreeShape
 
+pytestmark = pytest.mark.compile
 DTYPES = (torch.float32, torch.bfloat16)
 # Of one product, relative to the largest: rounding of the output.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -83,8 +84,8 @@ def test_quantised(dtype, mode, inputs, group, rows, gated):
     layer = QuantizedLinear.of(draw(90, inputs), mode, group)
     x, onto = draw(rows, inputs, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
     x[0, :64] = 0
-    read = rounded(x.float()) if mode == "w8a8" else x
-    expected = read.double() @ layer.whole(torch.float64).T
+    read = round_inputs(x.float()) if mode == "w8a8" else x
+    expected = read.double() @ layer.dequantize(torch.float64).T
     packed = PackedLinear(layer, dtype, gated)
     if gated:
         gate, up = expected.chunk(2, -1)
@@ -296,11 +297,11 @@ def test_an_older_processor():
     """The same code for a processor without AVX512: vectors in halves, bfloat16 by hand."""
     script = (
         "import sys, pytest; from kernels import cpu;"
-        " cpu.FLAGS = tuple(f.replace('-march=native', '-march=x86-64-v3') for f in cpu.FLAGS);"
+        " build.FLAGS = tuple(f.replace('-march=native', '-march=x86-64-v3') for f in build.FLAGS);"
         " sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/kernels/test_cpu_kernels.py', '-k',"
         " 'linear or gated or quantised or attend or company or slots_lie']))"
     )
-    root = cpu.SOURCE.parent.parent
+    root = build.SOURCE.parent.parent
     result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
 
@@ -311,8 +312,8 @@ def interrupt():
 
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "_loaded", False)
-    monkeypatch.setattr(cpu, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(cpu, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
     called: list[str] = []
     with pytest.raises(InputError, match=r"could not compile the kernels.*--no-kernels"):
         cpu.load_kernels(meanwhile=lambda: called.append("while the compiler ran"))

@@ -11,7 +11,7 @@ import torch
 from helpers import ROOT
 
 from kernels import gpu
-from kernels.quantized import QuantizedLinear, rounded
+from kernels.quantized import QuantizedLinear, round_inputs
 
 INTERPRETED = """
 import torch
@@ -36,7 +36,7 @@ for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
                     gpu.int4_kernel[grid](*arguments, GROUP=group, **given)
                 else:
                     gpu.int8_kernel[grid](*arguments, DEPTH=128, **given)
-                want = x.double() @ layer.whole(torch.float64).T + (0 if bias is None else bias.double())
+                want = x.double() @ layer.dequantize(torch.float64).T + (0 if bias is None else bias.double())
                 error = float((out.double() - want).abs().max() / want.abs().max())
                 assert error < limit, (dtype, M, N, K, mode, group, error)
                 worst = max(worst, error)
@@ -57,6 +57,8 @@ def test_a_cpu_is_not_taken():
     assert not gpu.takes(torch.zeros(1, 4))
 
 
+@pytest.mark.compile
+@pytest.mark.xdist_group("GPU")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize(
     "dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3))
@@ -71,8 +73,8 @@ def test_on_the_gpu(dtype, limit, mode, group, rows):
     layer = QuantizedLinear.of(torch.randn(208, 256), mode, group, torch.randn(208)).to("cuda")
     layer.bias.data = layer.bias.data.to(dtype)
     x = torch.randn(rows, 256, device="cuda", dtype=dtype)
-    read = rounded(x) if mode == "w8a8" else x
-    want = read.double() @ layer.whole(torch.float64).T + layer.bias.double()
+    read = round_inputs(x) if mode == "w8a8" else x
+    want = read.double() @ layer.dequantize(torch.float64).T + layer.bias.double()
     for run in (layer, torch.compile(layer)):
         error = (run(x).double() - want).abs().max() / want.abs().max()
         assert error < (0.08 if mode == "fp8" else limit)
