@@ -296,7 +296,7 @@ def test_a_compiled_step_on_the_kernels(golden):
 def test_an_older_processor():
     """The same code for a processor without AVX512: vectors in halves, bfloat16 by hand."""
     script = (
-        "import sys, pytest; from kernels import cpu;"
+        "import sys, pytest; from kernels import build;"
         " build.FLAGS = tuple(f.replace('-march=native', '-march=x86-64-v3') for f in build.FLAGS);"
         " sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/kernels/test_cpu_kernels.py', '-k',"
         " 'linear or gated or quantised or attend or company or slots_lie']))"
