@@ -4,14 +4,15 @@
     python train.py --checkpoint DIR --prompts prompts.jsonl --conversations sharegpt.json --out runs/my-head
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
-1. Text. The target answers the prompts of a file (--prompts), its own user turns (--synthesize), or conversations are taken
-   as they are (--conversations); all may be given. Shards go to WORK/data, and only the answers are learnt.
-2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840); with --kind eagle EAGLE-1/2
-   by feature regression (arXiv 2401.15077); with --kind medusa or hydra those, distilled over the same tokens. After every
-   epoch the real decoder drafts for held-out prompts.
-3. --out is a Hugging Face folder with a model card that convert_checkpoint.py, SGLang and vLLM read.
+1. Text. The target answers the prompts of a file (--prompts) or user turns that it writes itself
+   (--synthesize), or conversations are taken as they are (--conversations). All may be given. Shards go to
+   WORK/data, and only the answers are learnt.
+2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
+   --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). With --kind medusa or hydra, those by
+   distillation over the same tokens. After every epoch the real decoder drafts for held-out prompts.
+3. Export. OUT is a Hugging Face folder with a model card, which convert_checkpoint.py, SGLang and vLLM read.
 
-Every part goes on where it stopped, also after a kill. The same run on one process or many has the same
+Every step goes on where it stopped, also after a kill. The same run on one process or on several has the same
 gradients.
 """
 from __future__ import annotations
@@ -21,15 +22,12 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from checkpoint.export import LAYOUTS
-from common.cli import count, note, positive
-from common.errors import InputError
-from engine.runtime import check_compiler, check_device
+from common.cli import Options, count, dtype, positive, run_command
+from engine.runtime import Runtime
+from training.plan import SHORT
 from training.processes import Processes
-from training.session import check_out, run
-from training.trainer import SHORT
+from training.session import MULTI_TOKEN, Session, check_machine
 from tree import PAPER_TREE, TreeShape
 
 
@@ -41,224 +39,164 @@ def tree(value: str) -> TreeShape:
         raise argparse.ArgumentTypeError(f"{value!r} is no tree of nodes,depth,width ({e})") from None
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of the command line."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", required=True, help="converted target")
-    p.add_argument("--out", required=True, help="folder for the head, in Hugging Face layout")
-    p.add_argument("--work", help="text, state, log and curves (default: OUT-work)")
-    p.add_argument(
-        "--kind", choices=("eagle3", "eagle", "medusa", "hydra"), default="eagle3",
-        help="EAGLE-3 (default), EAGLE-1/2, Medusa, Hydra"
-    )
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument(
-        "--dtype", choices=("bf16", "fp32"), default="bf16",
-        help="of the target; the head's weights are float32"
-    )
-    p.add_argument("--seed", type=count, default=0)
+def work_of(o: argparse.Namespace) -> str:
+    """The folder of --work, or the one used without it."""
+    return o.work or o.out.rstrip("/") + "-work"
 
-    g = p.add_argument_group("text")
-    g.add_argument(
-        "--prompts", metavar="FILE", help="user turns for the target to answer: JSON lines, see dataset.py"
-    )
-    g.add_argument("--limit", type=positive, metavar="N", help="only N of them, drawn with --seed")
-    g.add_argument(
-        "--synthesize", type=count, default=0, metavar="N",
-        help="N conversations of which the target writes both parts"
-    )
-    g.add_argument(
-        "--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)"
-    )
-    g.add_argument(
-        "--openings", metavar="FILE", help="their first user turns begin with these lines, in turns"
-    )
-    g.add_argument(
-        "--conversations", metavar="FILE",
-        help="conversations to take as they are: ShareGPT or OpenAI messages"
-    )
-    g.add_argument(
-        "--shards", action="append", default=[], metavar="FOLDER",
-        help="text of an earlier run for this target (its WORK/data)"
-    )
-    g.add_argument("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
-    g.add_argument("--max-new-tokens", type=positive, default=256, help="per answer")
-    g.add_argument("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out")
-    g.add_argument("--max-len", type=positive, default=1024, help="conversations are cut to this many tokens")
-    g.add_argument("--decode-batch", type=positive, default=48, help="answers decoded together")
-    g.add_argument("--collect-only", action="store_true", help="stop when the text is written")
 
-    g = p.add_argument_group("head")
-    g.add_argument(
-        "--draft-vocab", type=positive, default=8192,
-        help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)"
-    )
-    g.add_argument(
-        "--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)"
-    )
-    g.add_argument(
-        "--blocks", type=positive, metavar="N",
-        help="Medusa, Hydra: residual blocks of each guess (default 1)"
-    )
-    g.add_argument(
-        "--prefix", action=argparse.BooleanOptionalAction,
-        help="Hydra: with a layer of its own, Hydra++ (default)"
-    )
-    for name, what in (
-        ("hidden-size", "width"), ("intermediate-size", "width of its MLP"), ("heads", "query heads"),
-        ("kv-heads", "key/value heads"),
-        ("head-dim", "size of a head"),
+def writable(folder: str) -> bool:
+    """Whether a folder, or the one that it would be made in, can be written to."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    return place.is_dir() and os.access(place, os.W_OK)
+
+
+def parser() -> Options:
+    """The options of the command line, each with its rules."""
+    p = Options(__doc__)
+    add, refuse, within, on_off = p.add_argument, p.refuse, p.within, argparse.BooleanOptionalAction
+
+    def above_zero(flag: str) -> None:
+        refuse(lambda o: not 0 < getattr(o, flag) < 1e6,
+               lambda o: f"--{flag} {getattr(o, flag)}: must be above 0 and below 1,000,000")
+
+    def belongs(flag: str, to: str, test) -> None:
+        refuse(test, lambda o: f"{flag}: belongs to {to}; leave it out")
+
+    add("--checkpoint", required=True, help="converted target")
+    add("--out", required=True, help="folder for the head, in Hugging Face layout")
+    add("--work", help="text, state, log and curves (default: OUT-work)")
+    refuse(lambda o: Path(work_of(o)).resolve().is_relative_to(Path(o.out).resolve()),
+           lambda o: f"--work {o.work}: is --out or lies in it; they need a folder each")
+    refuse(lambda o: not writable(o.out), lambda o: f"--out {o.out}: not a folder that can be written to")
+    refuse(lambda o: not writable(work_of(o)),
+           lambda o: f"--work {work_of(o)}: not a folder that can be written to")
+    add("--kind", choices=("eagle3", "eagle", "medusa", "hydra"), default="eagle3",
+        help="EAGLE-3 (default), EAGLE-1/2, Medusa, Hydra")
+    add("--device", default=Runtime().device_name, help="default: cuda if there is one, else cpu")
+    add("--dtype", type=dtype, choices=("bf16", "fp32"), default="bf16",
+        help="of the target, also by PyTorch's names; the head's weights are float32")
+    add("--seed", type=count, default=0)
+
+    add = p.add_argument_group("text").add_argument
+    add("--prompts", metavar="FILE",
+        help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
+    add("--limit", type=positive, metavar="N", help="only N of them, drawn with --seed")
+    belongs("--limit", "--prompts", lambda o: o.limit and not o.prompts)
+    add("--synthesize", type=count, default=0, metavar="N",
+        help="N conversations of which the target writes both parts")
+    add("--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)")
+    belongs("--turns", "--synthesize", lambda o: o.turns != 1 and not o.synthesize)
+    add("--openings", metavar="FILE", help="their first user turns begin with these lines, in turns")
+    belongs("--openings", "--synthesize", lambda o: o.openings and not o.synthesize)
+    add("--conversations", metavar="FILE",
+        help="conversations to take as they are: ShareGPT or OpenAI messages")
+    add("--shards", action="append", default=[], metavar="FOLDER",
+        help="text of an earlier run for this target (its WORK/data)")
+    refuse(lambda o: not (o.prompts or o.synthesize or o.conversations or o.shards),
+           lambda o: "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE,"
+           " --shards FOLDER or several")
+    add("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
+    within("--temperature", 0, 1_000_000)
+    add("--max-new-tokens", type=positive, default=256, help="per answer")
+    add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out")
+    add("--max-len", type=positive, default=1024, help="conversations are cut to this many tokens")
+    add("--decode-batch", type=positive, default=48, help="answers decoded together")
+    add("--collect-only", action="store_true", help="stop when the text is written")
+
+    add = p.add_argument_group("head").add_argument
+    add("--draft-vocab", type=positive, default=8192,
+        help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)")
+    add("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
+    add("--blocks", type=positive, metavar="N",
+        help="Medusa, Hydra: residual blocks of each guess (default 1)")
+    belongs("--guesses", "--kind medusa and hydra", lambda o: o.guesses and o.kind not in MULTI_TOKEN)
+    belongs("--blocks", "--kind medusa and hydra", lambda o: o.blocks and o.kind not in MULTI_TOKEN)
+    add("--prefix", action=on_off, help="Hydra: with a layer of its own, Hydra++ (default)")
+    belongs("--prefix", "--kind hydra", lambda o: o.prefix is not None and o.kind != "hydra")
+    for flag, what in (
+        ("--hidden-size", "width"), ("--intermediate-size", "width of its MLP"), ("--heads", "query heads"),
+        ("--kv-heads", "key/value heads"), ("--head-dim", "size of a head"),
     ):
-        g.add_argument(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the target's)")
+        add(flag, type=positive, metavar="N", help=f"{what} (default: the target's)")
+    refuse(lambda o: o.kind in MULTI_TOKEN
+           and any((o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)),
+           lambda o: f"--kind {o.kind}: has the target's width; leave out --hidden-size and the like")
 
-    g = p.add_argument_group("training")
-    g.add_argument("--steps", type=positive, default=7, help="EAGLE-3: unrolled draft steps (default 7)")
-    g.add_argument(
-        "--noise", type=float, default=0.1,
-        help="EAGLE-1: half-width of the noise on features, by their size (default 0.1)"
-    )
-    g.add_argument("--epochs", type=positive, default=4)
-    g.add_argument(
-        "--short-epochs", type=count, default=0,
-        help=f"how many of them, the first, unroll {SHORT} steps only (faster)"
-    )
-    g.add_argument("--lr", type=float, default=1e-3)
-    g.add_argument(
-        "--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="down to a tenth"
-    )
-    g.add_argument("--warmup", type=float, default=0.03, help="share of the run (default 0.03)")
-    g.add_argument("--clip", type=float, default=0.5, help="norm of the gradient (default 0.5)")
-    g.add_argument("--weight-decay", type=float, default=0.01)
-    g.add_argument(
-        "--ema", type=float, default=0.0, metavar="KEEP",
-        help="train an average of the weights, 0.999 say (default 0: none)"
-    )
-    g.add_argument(
-        "--batch-tokens", type=positive, default=1024,
-        help="padded tokens per optimizer step, over all processes"
-    )
-    g.add_argument(
-        "--micro-tokens", type=positive,
-        help="most of them computed at once; gradients are accumulated (default: all)"
-    )
-    g.add_argument("--cache-features", nargs="?", const="", metavar="FOLDER",
-                   help="compute the target's features once, to disk (default WORK/features); later runs on the same text find them")
-    g.add_argument(
-        "--feature-memory", type=float, default=6, metavar="GB",
-        help="else keep so much of them in memory (default 6)"
-    )
-    g.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True,
-        help="compile the decoder of the answers"
-    )
-    g.add_argument(
-        "--compile-loss", action=argparse.BooleanOptionalAction,
-        help="compile the loss too (default: on CUDA)"
-    )
-    g.add_argument(
-        "--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl"
-    )
-    g.add_argument("--save-seconds", type=float, default=300)
+    add = p.add_argument_group("training").add_argument
+    add("--steps", type=positive, default=7, help="EAGLE-3: unrolled draft steps (default 7)")
+    add("--noise", type=float, default=0.1,
+        help="EAGLE-1: half-width of the noise on features, by their size (default 0.1)")
+    within("--noise", 0, 1000)
+    add("--epochs", type=positive, default=4)
+    add("--short-epochs", type=count, default=0,
+        help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
+    refuse(lambda o: o.short_epochs > o.epochs,
+           lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
+    add("--lr", type=float, default=1e-3)
+    above_zero("lr")
+    add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="down to a tenth")
+    add("--warmup", type=float, default=0.03, help="share of the run (default 0.03)")
+    within("--warmup", 0, 0.9)
+    add("--clip", type=float, default=0.5, help="norm of the gradient (default 0.5)")
+    above_zero("clip")
+    add("--weight-decay", type=float, default=0.01)
+    within("--weight-decay", 0, 1)
+    add("--ema", type=float, default=0.0, metavar="KEEP",
+        help="train an average of the weights, 0.999 say (default 0: none)")
+    within("--ema", 0, 0.99999)
+    add("--batch-tokens", type=positive, default=1024,
+        help="padded tokens per optimizer step, over all processes")
+    add("--micro-tokens", type=positive,
+        help="most of them computed at once; gradients are accumulated (default: all)")
+    add("--cache-features", nargs="?", const="", metavar="FOLDER",
+        help="compute the target's features once, to disk (default WORK/features); later runs on the same"
+        " text find them")
+    refuse(lambda o: o.cache_features and Path(o.cache_features).is_file(),
+           lambda o: f"--cache-features {o.cache_features}: is no folder")
+    add("--feature-memory", type=float, default=6, metavar="GB",
+        help="else keep so much of them in memory (default 6)")
+    add("--compile", action=on_off, default=True, help="compile the decoder of the answers")
+    add("--compile-loss", action=on_off, help="compile the loss too (default: on CUDA)")
+    add("--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl")
+    add("--save-seconds", type=float, default=300)
 
-    g = p.add_argument_group("validation and export")
-    g.add_argument(
-        "--validate-prompts", type=count, default=16,
-        help="held-out prompts decoded after every epoch (default 16)"
-    )
-    g.add_argument("--validate-tokens", type=positive, default=64, help="new tokens of each")
-    g.add_argument(
-        "--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)"
-    )
-    g.add_argument(
-        "--layout", choices=(*LAYOUTS, "both"), default="sglang",
-        help="of --out; both: speculators in OUT/speculators"
-    )
+    add = p.add_argument_group("validation and export").add_argument
+    add("--validate-prompts", type=count, default=16,
+        help="held-out prompts decoded after every epoch (default 16)")
+    add("--validate-tokens", type=positive, default=64,
+        help="new tokens of each, 2 or more: the first is never drafted (default 64)")
+    within("--validate-tokens", 2, float("inf"))
+    add("--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)")
+    add("--layout", choices=(*LAYOUTS, "both"), default="sglang",
+        help="of --out; both: speculators in OUT/speculators")
+    refuse(lambda o: o.kind != "eagle3" and o.layout != "sglang",
+           lambda o: f"--layout {o.layout}: is for EAGLE-3 heads only")
     return p
 
 
-def check_options(o) -> None:
-    """Raise InputError on options that cannot work, before anything slow is done."""
-    check_out(Path(o.out), o.kind, Path(o.work))
-    if Path(o.work).resolve().is_relative_to(Path(o.out).resolve()):
-        raise InputError(f"--work {o.work}: is --out or lies in it; they need a folder each")
-    if o.validate_tokens < 2:
-        raise InputError(
-            f"--validate-tokens {o.validate_tokens}: must be at least 2, the first token is never drafted"
-        )
-    for folder in (o.out, o.work):
-        place = Path(folder).absolute()
-        while not place.exists():
-            place = place.parent
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            raise InputError(f"{folder}: not a folder that can be written to")
-    if o.cache_features and Path(o.cache_features).exists() and not Path(o.cache_features).is_dir():
-        raise InputError(f"--cache-features {o.cache_features}: is no folder")
-    if not (o.prompts or o.synthesize or o.conversations or o.shards):
-        raise InputError(
-            "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER or several"
-        )
-    for name, low, high in (
-        ("temperature", 0, 1e6), ("warmup", 0, 0.9), ("ema", 0, 0.99999), ("noise", 0, 1e3),
-        ("weight_decay", 0, 1)
-    ):
-        if not low <= getattr(o, name) <= high:
-            raise InputError(f"--{name.replace('_', '-')} {getattr(o, name)}: must be {low} to {high:g}")
-    for name in ("lr", "clip"):
-        if not 0 < getattr(o, name) < 1e6:
-            raise InputError(f"--{name} {getattr(o, name)}: must be above 0")
-    if o.kind != "eagle3" and o.layout != "sglang":
-        raise InputError(f"--layout {o.layout}: is for EAGLE-3 heads only")
-    if o.kind in ("medusa", "hydra") and any(
-        (o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)
-    ):
-        raise InputError(f"--kind {o.kind}: has the target's width; leave out --hidden-size and the like")
-    idle = [
-        ("limit", o.limit and not o.prompts, "--prompts"),
-        ("turns", o.turns != 1 and not o.synthesize, "--synthesize")
-    ]
-    idle += [("openings", o.openings and not o.synthesize, "--synthesize")]
-    idle += [("prefix", o.prefix is not None and o.kind != "hydra", "--kind hydra")]
-    idle += [
-        (name, getattr(o, name) and o.kind not in ("medusa", "hydra"), "--kind medusa and hydra")
-        for name in ("guesses", "blocks")
-    ]
-    for name, useless, belongs in idle:
-        if useless:
-            raise InputError(f"--{name}: belongs to {belongs}; leave it out")
-    if o.short_epochs > o.epochs:
-        raise InputError(f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
-    check_device(o.device)
-    on_cpu = torch.device(o.device).type == "cpu"
-    if o.compile_loss is None:
-        # On a CPU the products are nearly all of the time, and compiling takes minutes.
-        o.compile_loss = not on_cpu
-    if on_cpu and (o.compile or o.compile_loss):
-        check_compiler()
-
-
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, 1 with a one-line error, 130 when interrupted."""
+    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    options, processes = parser(), Processes()
     command = sys.argv[1:] if argv is None else argv
-    o = parser().parse_args(argv)
-    o.work = o.work or o.out.rstrip("/") + "-work"
-    processes = Processes()
-    try:
-        check_options(o)
+    o = options.parse_args(argv)
+    o.work = work_of(o)
+
+    def train() -> None:
+        nonlocal processes
+        options.check(o)
+        check_machine(o)
         processes = Processes.from_environment(o.device)
-        if processes.count > 1 and o.device == "cuda":
-            o.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-            torch.cuda.set_device(o.device)
-        run(o, processes, command)
-    # Torch raises RuntimeError when memory runs out.
-    except (InputError, OSError, ValueError, RuntimeError) as e:
-        note(f"error: {' '.join(str(e).split())}")
-        return 1
-    except KeyboardInterrupt:
-        note("\nstopped; run the same command to go on")
-        return 130
+        o.device = processes.own_device(o.device)
+        Session(o, processes).run(command)
+
+    try:
+        # PyTorch raises RuntimeError when memory runs out.
+        return run_command(train, OSError, ValueError, RuntimeError,
+                           interrupted="\nstopped; run the same command to go on")
     finally:
         processes.leave()
-    return 0
 
 
 if __name__ == "__main__":

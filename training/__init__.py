@@ -1,3 +1,4 @@
-"""Everything behind train.py: the text, what the target says about it, the losses, the loop, the curves, the
-model card.
+"""Training a draft head: the text, the target's states on it, the losses, the loop, curves, the model card.
+
+`training.session` runs all of it for `train.py`.
 """

@@ -1,9 +1,8 @@
-"""The target answers: prompts of a file, or user turns it writes itself. Kept as shards, so that a broken run
-goes on.
+"""Shards of training text: the target answers prompts, writes user turns, or conversations are taken over.
 
-A shard is one JSON-lines file of rows (training.corpus). Its name ends in a digest of all that made it: other
-prompts, settings or another target never find it. Several processes share the work, each decoding its own
-shards.
+The name of a shard ends in a digest of all that it was made from: another run with the same prompts, settings
+and target finds it again, and no other run does. Several processes share the work, each writing shards of its
+own.
 """
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from tqdm import tqdm
 from common.errors import InputError
 from common.files import atomic_path
 from engine.decoder import Decoder
+from engine.run import Output
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
@@ -28,16 +28,14 @@ TURN_TOKENS = 96  # most tokens of a user turn that the model writes
 
 
 def user_header(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids up to where the user begins to write the next turn: what two different next turns have in
-    common.
-    """
+    """Token ids up to where the user begins to write the next turn: what two different next turns share."""
     a, b = (tokenizer.chat([*messages, {"role": "user", "content": text}]) for text in ("Apple", "zebra"))
     return a[: common_prefix(a, b)]
 
 
 def user_end(tokenizer: Tokenizer, stop_ids: list[int]) -> str:
-    """The text with which a template goes on from the user's turn to the assistant's, such as " ASSISTANT:",
-    where no stop id ends the turn; "" where one does.
+    """The text that leads from the user's turn to the assistant's, such as " ASSISTANT:"; "" if a stop id
+    ends the user's turn.
     """
     a, b = (tokenizer.chat([{"role": "user", "content": text}])[::-1] for text in ("Apple", "zebra"))
     ids = a[: common_prefix(a, b)][::-1]
@@ -45,25 +43,25 @@ def user_end(tokenizer: Tokenizer, stop_ids: list[int]) -> str:
 
 
 class Collector:
-    """Writes the shards that are not there yet; `shards` lists all that belong to what was asked for, in
-    order.
+    """Writes the shards that are missing; `shards` lists all that were requested, in order.
 
-    `target` is its `checkpoint.identity`. A shard's last line counts what was left out; `refusal` is what the
-    chat template said when it last refused something, "" if it never did.
+    `target` is its `checkpoint.loading.identity`. The last line of a shard counts what was left out.
+    `refusal` is what the chat template said when it last refused something, "" if it never did.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int, max_new_tokens: int,
-                 temperature: float, max_prompt_tokens: int, processes: Processes | None = None,
-                 quiet: bool = False):
-        self.decoder, self.tokenizer, self.folder = decoder, tokenizer, Path(folder)
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int,
+        max_new_tokens: int, temperature: float, max_prompt_tokens: int, processes: Processes | None = None,
+        quiet: bool = False,
+    ):
+        self.decoder, self.tokenizer, self.folder, self.target = decoder, tokenizer, Path(folder), target
         self.seed, self.max_new_tokens, self.temperature = seed, max_new_tokens, temperature
         self.max_prompt_tokens, self.quiet = max_prompt_tokens, quiet
         self.processes = processes or Processes()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.shards: list[Path] = []
-        self.left_out = 0  # of the shard at hand
+        self.left_out = 0  # of the current shard
         self.refusal = ""
-        self.target = target
         self.stop_ids = decoder.state.stop_ids.tolist()
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
         self.made_by = [
@@ -72,72 +70,49 @@ class Collector:
         ]
 
     def from_prompts(self, prompts: list[list[dict]]) -> None:
-        """Answer conversations of which there are the user's messages only, maybe a system message before
-        them. Where one no longer fits in `max_prompt_tokens` with all that was said before, the conversation
-        ends.
+        """Answer the user messages of conversations, which may begin with a system message.
+
+        A conversation ends where all that was said no longer fits in `max_prompt_tokens`.
         """
         def rows(begin: int, end: int) -> Iterator[dict]:
-            chats = [[m for m in messages if m["role"] == "system"] for messages in prompts[begin:end]]
-            asked = [
-                [m["content"] for m in messages if m["role"] == "user"] for messages in prompts[begin:end]
-            ]
+            part = prompts[begin:end]
+            turns = [[m["content"] for m in messages if m["role"] == "user"] for messages in part]
 
-            def turns(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
-                self.left_out += sum(not asked[i][0] for i in at) if not number else 0
-                return [asked[i][number] if number < len(asked[i]) else None for i in at]
+            def next_turns(number: int, places: list[int], chats: list[list[dict]]) -> list[str | None]:
+                if number == 0:
+                    self.left_out += sum(not turns[i][0] for i in places)
+                return [turns[i][number] if number < len(turns[i]) else None for i in places]
 
-            return self._converse("prompts", begin, chats, turns)
+            system = [[m for m in messages if m["role"] == "system"] for messages in part]
+            return self._converse("prompts", begin, system, next_turns)
 
         self._write_shards("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
 
-    def synthesized(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
-        """Let the model write the user's part of `count` conversations too: `turns` of them in each, the
-        first ones beginning with `openings`, in turns, to lead it to subjects (empty: as it likes). Raises
-        InputError if the template has no header.
+    def synthesize(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
+        """Let the model write both parts of `count` conversations of `turns` user turns.
+
+        The first turns begin with `openings`, one after the other, which lead it to subjects. Raises
+        InputError if the chat template has no header for the user's turn.
         """
         if count and not user_header(self.tokenizer, []):
             raise InputError(
-                "--synthesize: the chat template puts nothing before a user's turn; the model cannot write one"
+                "--synthesize: the chat template puts nothing before a user's turn;"
+                " the model cannot write one"
             )
-        ends = user_end(self.tokenizer, self.stop_ids)
 
         def rows(begin: int, end: int) -> Iterator[dict]:
-            def write(number: int, at: list[int], chats: list[list[dict]]) -> list[str | None]:
+            def next_turns(number: int, places: list[int], chats: list[list[dict]]) -> list[str | None]:
                 if number == turns:
-                    return [None] * len(at)
-                begins = [
-                    openings[(begin + i) % len(openings)] if openings and not number else "" for i in at
-                ]
-                headers = [
-                    user_header(self.tokenizer, chat) + self.tokenizer.encode(text, bos=False) for chat,
-                    text in zip(chats, begins)
-                ]
-                # Temperature 0.8 rather than 1 with top-p: as sane, and without a search over the vocabulary
-                # at every step.
-                sampling = [
-                    Sampling(
-                        TURN_TOKENS, temperature=0.8, seed=seed_of(self.seed, "user", number, begin + i)
-                    ) for i in at
-                ]
-                fits = [len(h) <= self.max_prompt_tokens for h in headers]
-                outputs = iter(
-                    self._generate(
-                        [h for h, ok in zip(headers, fits) if ok], [s for s, ok in zip(sampling, fits) if ok]
-                    )
+                    return [None] * len(places)
+                first = openings if number == 0 else ()
+                starts = [first[(begin + i) % len(first)] if first else "" for i in places]
+                written = self._user_turns(
+                    chats, starts, [seed_of(self.seed, "user", number, begin + i) for i in places]
                 )
-                written = []
-                for text, ok in zip(begins, fits):
-                    output = next(outputs) if ok else None
-                    turn = text + self.tokenizer.decode(output.ids) if output else ""
-                    # A turn cut in the middle is no question.
-                    whole = output is not None and output.finish == "stop"
-                    if ends and ends in turn:
-                        turn, whole = turn.split(ends, 1)[0], True
-                    written.append(turn.strip() if whole else None)
-                self.left_out += written.count(None) if not number else 0
+                self.left_out += written.count(None) if number == 0 else 0
                 return written
 
-            return self._converse("synthesized", begin, [[] for _ in range(begin, end)], write)
+            return self._converse("synthesized", begin, [[] for _ in range(begin, end)], next_turns)
 
         self._write_shards("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
 
@@ -156,37 +131,60 @@ class Collector:
                 except InputError as e:
                     refused, self.left_out, self.refusal = refused + 1, self.left_out + 1, str(e)
                     if refused == len(conversations):
-                        raise InputError(
-                            f"--conversations: the chat template takes none of them ({e})"
-                        ) from None
+                        message = f"--conversations: the chat template takes none of them ({e})"
+                        raise InputError(message) from None
 
         self._write_shards(
             "conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], size=1000
         )
 
+    def _user_turns(
+        self, chats: list[list[dict]], starts: list[str], seeds: list[int]
+    ) -> list[str | None]:
+        """The next user turn of each chat, which begins with its start; None if the model does not end it."""
+        headers = [
+            user_header(self.tokenizer, chat) + self.tokenizer.encode(start, bos=False)
+            for chat, start in zip(chats, starts)
+        ]
+        # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
+        outputs = self._generate(headers, [Sampling(TURN_TOKENS, temperature=0.8, seed=s) for s in seeds])
+        end, turns = user_end(self.tokenizer, self.stop_ids), []
+        for start, output in zip(starts, outputs):
+            turn = start + self.tokenizer.decode(output.ids) if output else ""
+            # A turn that is cut in the middle is no question.
+            complete = output is not None and output.finish == "stop"
+            if end and end in turn:
+                turn, complete = turn.split(end, 1)[0], True
+            turns.append(turn.strip() if complete else None)
+        return turns
+
     def _converse(
         self, source: str, begin: int, chats: list[list[dict]], next_turns: Callable
     ) -> Iterator[dict]:
-        """Conversations side by side, `chats` their messages so far. next_turns(number, which, their
-        messages) -> the user's turns, None: it is over.
+        """The rows of conversations side by side. chats: their messages so far; `begin`: number of the first.
+
+        next_turns(number of the turn, places in `chats`, their messages) gives the user's turns, None where
+        the conversation is over.
         """
         rows: list[dict | None] = [None] * len(chats)
         number, live = 0, list(range(len(chats)))
         while live:
-            asked = next_turns(number, live, [chats[i] for i in live])
             prompts = {}
-            for i, turn in zip(live, asked):
+            for i, turn in zip(live, next_turns(number, live, [chats[i] for i in live])):
                 if turn:
                     chats[i] = [*chats[i], {"role": "user", "content": turn}]
                     try:
                         prompts[i] = self.tokenizer.chat(chats[i])
                     except InputError as e:
                         self.left_out, self.refusal = self.left_out + 1, str(e)
-            live = [i for i in prompts if len(prompts[i]) <= self.max_prompt_tokens]
-            self.left_out += len(prompts) - len(live)
-            seeds = [seed_of(self.seed, source, number, begin + i) for i in live]
+            seeds = [seed_of(self.seed, source, number, begin + i) for i in prompts]
             sampling = [Sampling(self.max_new_tokens, self.temperature, seed=seed) for seed in seeds]
-            for i, output in zip(live, self._generate([prompts[i] for i in live], sampling)):
+            live = []
+            for i, output in zip(prompts, self._generate(list(prompts.values()), sampling)):
+                if output is None:
+                    self.left_out += 1
+                    continue
+                live.append(i)
                 chats[i] = [*chats[i], {"role": "assistant", "content": self.tokenizer.decode(output.ids)}]
                 ids = prompts[i] + output.ids
                 finished, rows[i] = extend(rows[i], ids, len(prompts[i]), len(ids), source)
@@ -195,30 +193,37 @@ class Collector:
             number += 1
         yield from filter(None, rows)
 
-    def _generate(self, prompts: list[list[int]], sampling: list[Sampling]) -> list:
-        return self.decoder.generate(prompts, sampling) if prompts else []
+    def _generate(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[Output | None]:
+        """Decode prompts; None for those longer than `max_prompt_tokens`."""
+        fits = [len(prompt) <= self.max_prompt_tokens for prompt in prompts]
+        jobs = [job for job, ok in zip(zip(prompts, sampling), fits) if ok]
+        outputs = iter(self.decoder.generate(*map(list, zip(*jobs))) if jobs else [])
+        return [next(outputs) if ok else None for ok in fits]
 
     def _write_shards(
-        self, source: str, count: int, rows: Callable, told_apart_by: Callable, size: int | None = None
+        self, source: str, count: int, rows: Callable, made_of: Callable, size: int | None = None
     ) -> None:
-        """rows(begin, end) gives the rows of a shard, told_apart_by(begin, end) what they depend on."""
+        """Write `count` conversations as shards of `size` (default: the decoder's batch).
+
+        rows(begin, end) gives the rows of a shard, made_of(begin, end) what they depend on.
+        """
         if not count:
             return
-        size = size or self.decoder.batch
-        spans = [(begin, min(begin + size, count)) for begin in range(0, count, size)]
-        bar = tqdm(
-            total=count, unit="prompt", desc=f"text ({source})",
-            disable=self.quiet or not self.processes.first
-        )
-        for number, (begin, end) in enumerate(spans):
-            made_by = json.dumps([self.made_by, told_apart_by(begin, end)])
-            path = self.folder / f"{source}-{begin:06d}-{hashlib.sha256(made_by.encode()).hexdigest()[:8]}.jsonl"
-            if self.processes.mine(number) and not path.exists():
-                self.left_out = 0
-                lines = [json.dumps({**row, "target": self.target}) for row in rows(begin, end)]
-                lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
-                with atomic_path(path) as part:
-                    part.write_text("".join(line + "\n" for line in lines))
-            self.shards.append(path)
-            bar.update(end - begin)
-        bar.close()
+        size, quiet = size or self.decoder.batch, self.quiet or not self.processes.first
+        with tqdm(total=count, unit="prompt", desc=f"text ({source})", disable=quiet) as bar:
+            for number, begin in enumerate(range(0, count, size)):
+                end = min(begin + size, count)
+                made_by = json.dumps([self.made_by, made_of(begin, end)])
+                digest = hashlib.sha256(made_by.encode()).hexdigest()[:8]
+                path = self.folder / f"{source}-{begin:06d}-{digest}.jsonl"
+                if self.processes.mine(number) and not path.exists():
+                    self._write_shard(path, rows(begin, end))
+                self.shards.append(path)
+                bar.update(end - begin)
+
+    def _write_shard(self, path: Path, rows: Iterator[dict]) -> None:
+        self.left_out = 0
+        lines = [json.dumps({**row, "target": self.target}) for row in rows]
+        lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
+        with atomic_path(path) as part:
+            part.write_text("".join(line + "\n" for line in lines))

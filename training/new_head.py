@@ -17,7 +17,7 @@ from networks.medusa import MedusaHeads, MultiTokenArgs
 
 @dataclass(frozen=True)
 class Shape:
-    """What a user may choose about a head; None takes the target's."""
+    """What a user may choose about an EAGLE head; None takes the target's."""
 
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -26,79 +26,74 @@ class Shape:
     head_dim: int | None = None
 
 
-def head_args(a: ModelArgs, kind: str, draft_ids: int, shape: Shape) -> HeadArgs:
-    """What an EAGLE head of this kind for a target of arguments `a` is built from. Raises ValueError on a
-    shape that cannot be.
+def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> HeadArgs:
+    """The arguments of an EAGLE head of this kind for a target of arguments `a`.
+
+    Raises ValueError on a shape that cannot be.
     """
     hidden = shape.hidden_size or a.hidden_size
     if hidden != a.hidden_size and kind == "eagle":
         raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
-    heads = shape.num_heads or a.num_heads
+    num_heads = shape.num_heads or a.num_heads
     aux_layers: tuple[int, ...] = (a.num_layers,)
     if kind == "eagle3":
         if a.num_layers < 4:
             raise ValueError(
-                f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers: use --kind eagle"
+                f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers:"
+                " use --kind eagle"
             )
         low, middle, high = eagle3_aux_layers(a.num_layers)
-        aux_layers = low, max(middle, 3), max(high, 4)  # of shallow targets the next ones that differ
+        aux_layers = low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
     args = HeadArgs(
-        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, heads,
-        shape.num_kv_heads or min(a.num_kv_heads, heads),
-        shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None,
-        max_seq_len=a.max_seq_len,
-        draft_vocab_size=draft_ids, target_hidden_size=a.hidden_size, own_embedding=hidden != a.hidden_size,
-        own_lm_head=kind == "eagle3", aux_layers=aux_layers,
+        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, num_heads,
+        shape.num_kv_heads or min(a.num_kv_heads, num_heads), shape.head_dim or a.head_dim,
+        norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
+        draft_vocab_size=draft_vocab_size, target_hidden_size=a.hidden_size,
+        own_embedding=hidden != a.hidden_size, own_lm_head=kind == "eagle3", aux_layers=aux_layers,
     )
     args.check()
     return args
 
 
 def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
-    """A head of this kind in float32: random but for what the target can lend.
+    """An EAGLE head of this kind in float32: random except for what the target can lend.
 
-    EAGLE-3: lm_head starts as the target's rows and the final norm as a third of the target's (the full one
+    EAGLE-3: lm_head starts as the target's rows, and the final norm as a third of the target's (the full one
     makes an untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth
     several points of held-out accuracy after the same short run. A head narrower or wider than the target
-    gets an embedding of its own, the target's on its principal axes, and its lm_head likewise. EAGLE-1: `fc`
-    passes the feature on. Raises ValueError on a shape that cannot be.
+    has an embedding of its own, which starts as the target's on its principal axes, and so does its lm_head.
+    EAGLE-1: `fc` passes the feature on. Raises ValueError on a shape that cannot be.
     """
     args = head_args(target.args, kind, len(draft_ids), shape)
-    hidden, own = args.hidden_size, args.own_embedding
     torch.manual_seed(seed)
     head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(args)
     for name, p in head.named_parameters():
         if p.ndim == 2:
-            torch.nn.init.normal_(
-                p, std=0.02 if not name.endswith(("wo.weight", "w_down.weight")) else 0.02 / math.sqrt(2)
-            )
+            last = name.endswith(("wo.weight", "w_down.weight"))
+            torch.nn.init.normal_(p, std=0.02 / math.sqrt(2) if last else 0.02)
     with torch.no_grad():
         if kind == "eagle3":
-            _lend(head, target, draft_ids.cpu(), own)
+            _lend(head, target, draft_ids.cpu())
         else:
             head.fc.weight.mul_(0.3)
-            head.fc.weight[:, hidden:] += torch.eye(hidden)
-    head.draft_ids.copy_(draft_ids)
-    head = head.to(target.embed.weight.device)
-    head.use_target(target)  # frozen: not the head's own
-    return head
+            head.fc.weight[:, args.hidden_size :] += torch.eye(args.hidden_size)
+    return _join(head, target, draft_ids)
 
 
 def new_multi_token_heads(
     target: Transformer, kind: str, draft_ids: Tensor, guesses: int, blocks: int, prefix: bool, seed: int
 ) -> Head:
-    """Medusa or Hydra heads in float32, with one lm_head for all, which starts as the target's rows; blocks
-    pass their state on.
+    """Medusa or Hydra heads in float32. They share an lm_head, which starts as the target's rows; blocks pass
+    their state on.
 
-    Hydra's layer (`prefix`) has the target's shape. Raises ValueError on a shape that cannot be.
+    Hydra's layer (`prefix`) has the target's shape.
     """
     a = target.args
     args = MultiTokenArgs(
         a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim,
-        norm_eps=a.norm_eps,
-        rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len, draft_vocab_size=len(draft_ids),
-        target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,), guesses=guesses, blocks=blocks,
-        prefix=prefix,
+        norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
+        draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,),
+        guesses=guesses, blocks=blocks, prefix=prefix,
     )
     args.check()
     torch.manual_seed(seed)
@@ -109,20 +104,25 @@ def new_multi_token_heads(
                 torch.nn.init.normal_(p, std=0.02 if "prefix_layer" in name else 0.002)
             elif name.endswith("bias"):
                 p.zero_()
-        for blocks_of in head.stacks:
-            if blocks_of[0].skip is not None:
-                blocks_of[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
+        for stack in head.stacks:
+            if stack[0].skip is not None:
+                stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
         head.lm_head.weight.copy_(target.lm_rows[draft_ids].float().cpu())
+    return _join(head, target, draft_ids)
+
+
+def _join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
+    """Give a new head its draft vocabulary, and what it shares with the target, on the target's device."""
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.weight.device)
-    head.use_target(target)
+    head.use_target(target)  # frozen: not the head's own
     return head
 
 
-def _lend(head: Eagle3Head, target: Transformer, draft_ids: Tensor, own: bool) -> None:
+def _lend(head: Eagle3Head, target: Transformer, draft_ids: Tensor) -> None:
     """Start an EAGLE-3 head from the target's embedding, lm_head and last norm."""
-    table = target.embed.weight.float().cpu()
-    rows = target.lm_rows.float().cpu()
+    own = head.args.own_embedding
+    table, rows = target.embed.weight.float().cpu(), target.lm_rows.float().cpu()
     hidden, width = head.args.hidden_size, target.args.hidden_size
     axes = torch.eye(width)
     if own:

@@ -1,8 +1,8 @@
-"""The acceptance length of a head in training: the real decoder drafts and verifies held-out prompts with it.
-"""
+"""The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 
@@ -21,9 +21,11 @@ from sampling.options import Sampling
 from tree import TreeShape, likely_tree
 
 
-def decoding_copy(target: Transformer, say) -> Transformer:
-    """The same target made for decoding: on a CPU a second copy on our kernels, more than twice as fast.
-    Training needs the weights as they are. Elsewhere it is the target itself.
+def decoding_copy(target: Transformer, say: Callable[[str], None]) -> Transformer:
+    """The target for decoding: on a CPU a second copy on our kernels, more than twice as fast; elsewhere the
+    target itself.
+
+    Training needs the weights as they are, and a packed model has none.
     """
     if target.embed.weight.device.type != "cpu":
         return target
@@ -46,10 +48,12 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
 @torch.no_grad()
 def acceptance(
     target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape,
-    tokens: int
+    tokens: int,
 ) -> float | None:
-    """Mean tokens emitted per step, greedily, over prompts (lists of ids), the prompt's own pass left out;
-    None if every answer ended with its first token.
+    """Acceptance length tau: mean tokens emitted per step, decoding `tokens` tokens after each prompt (lists
+    of ids) greedily.
+
+    The pass over the prompt does not count. None if every answer ended with its first token.
     """
     drafter = drafter_of(head, shape)
     batch, longest = min(16, len(prompts)), max(map(len, prompts)) + tokens
@@ -59,20 +63,20 @@ def acceptance(
 
 
 class Validator:
-    """Decodes prompts (lists of ids) greedily with the head of the day. `packed`: `target` is packed, heads
-    are to be too.
+    """Decodes prompts (lists of ids) greedily with the current head. packed: heads run on our kernels, as
+    `target` does.
     """
 
     def __init__(
         self, target: Transformer, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape,
-        tokens: int, packed: bool
+        tokens: int, packed: bool,
     ):
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
         self.shape, self.tokens, self.packed = shape, tokens, packed
         self.tree_name = f"{shape.nodes},{shape.depth},{shape.width}"
 
     def tau(self, head: Head) -> float | None:
-        """What `acceptance` says of a copy of the head."""
+        """The `acceptance` of a copy of the head."""
         twin = head.twin(self.target, self.target.embed.weight.dtype)
         if self.packed:
             pack(twin)

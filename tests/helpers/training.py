@@ -1,0 +1,46 @@
+"""Rows of text for the tests of training, and `train.py` as a user runs it on the golden target."""
+import json
+from pathlib import Path
+
+import torch
+
+
+def random_rows(*sizes: tuple[int, list[list[int]]]) -> list[dict]:
+    """A row of random bytes for each (number of tokens, answers)."""
+    g = torch.Generator().manual_seed(1)
+    return [
+        {"ids": torch.randint(0, 256, (n,), generator=g).tolist(), "answers": answers, "source": "test"}
+        for n, answers in sizes
+    ]
+
+
+ROWS = random_rows((14, [[5, 14]]), (9, [[2, 9]]), (11, [[8, 11]]), (24, [[4, 10], [15, 24]]))
+
+
+def users(*turns: str) -> list[dict]:
+    """Messages of a user who is never answered."""
+    return [{"role": "user", "content": turn} for turn in turns]
+
+
+def write_prompts(file: Path) -> Path:
+    """Write 24 prompts."""
+    turns = [f"question {i}: what is {i} and {i * i}?" for i in range(24)]
+    file.write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in turns))
+    return file
+
+
+def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list[str]:
+    """The command line of a short run in `folder`, with changes; None leaves an option out."""
+    values = {
+        "checkpoint": golden, "prompts": prompts, "out": folder / "head", "work": folder / "work",
+        "max-new-tokens": 40, "decode-batch": 12, "draft-vocab": 64, "epochs": 2, "steps": 3,
+        "batch-tokens": 512, "synthesize": 4, "seed": 1, "validate-prompts": 2, "validate-tokens": 12,
+        "tree": "12,3,4", **changes,
+    }
+    pairs = ((f"--{flag}", str(value)) for flag, value in values.items() if value is not None)
+    return ["--no-compile", "--dtype", "fp32", *(word for pair in pairs for word in pair)]
+
+
+def log_of(work: Path) -> list[dict]:
+    """The entries of WORK/log.jsonl."""
+    return [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]

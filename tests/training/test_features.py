@@ -1,0 +1,48 @@
+"""The target's states: stored ones are the computed ones, memory and disk are bounded."""
+import shutil
+
+import pytest
+import torch
+from helpers.training import ROWS
+
+from common.errors import InputError
+from training.features import Features, StoredFeatures
+from training.processes import Processes
+
+
+def test_stored_features_are_the_computed_ones(models, tmp_path):
+    target, head = models
+    computed = Features(target, head.args.aux_layers).read(ROWS)
+    store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
+    store.fill(ROWS[:2], 64)
+    (file,) = tmp_path.glob("*/*.bin")
+    size = file.stat().st_size
+    with open(file.with_suffix(".index"), "a") as index:
+        index.write("half a li")  # killed while writing
+    store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(1, 2))
+    store.processes.wait = lambda: None
+    store.fill(ROWS, 1)  # one row a batch: the second process has every other one
+    assert file.stat().st_size == size
+    other = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
+    other.fill(ROWS, 64)
+    other.compute = None  # everything is there
+    for row, *expected in zip(ROWS, *computed):
+        n = len(row["ids"])
+        for a, b in zip(other.read([row]), expected):
+            torch.testing.assert_close(a[0], b[:n], rtol=1e-4, atol=1e-5)  # other batches round otherwise
+
+
+def test_a_full_disk_is_told_beforehand(models, tmp_path, monkeypatch, capsys):
+    target, head = models
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: type("Usage", (), {"free": 2**28 + 1000})())
+    with pytest.raises(InputError, match=r"needs 0\.\d+ GB"):
+        StoredFeatures(target, head.args.aux_layers, tmp_path, Processes()).fill(ROWS, 64)
+    assert "4 rows need" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_memory_is_bounded(models):
+    target, head = models
+    features = Features(target, head.args.aux_layers, room=1)
+    features.read(ROWS)
+    assert len(features.kept) == 1  # the one that used the room up
+    assert Features(target, head.args.aux_layers).kept == {}

@@ -1,0 +1,143 @@
+"""The losses are those of the heads run as the decoder runs them."""
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.training import ROWS
+from torch.nn.utils.rnn import pad_sequence
+
+from model import KVCache
+from training.features import Features, TargetStates
+from training.objective import DECAY, TOKEN_LOSS, Eagle1Objective, Eagle3Objective
+
+
+def chain_steps(head, features, row: dict, steps: int):
+    """Run the head as the decoder does, with caches: yields (draft step, position j, output [H]) for every
+    scored chain.
+    """
+    ids = row["ids"]
+    for begin, end in row["answers"]:
+        for j in range(begin - 1, end - 2):
+            caches = [KVCache(1, 64, head.args, torch.float32, "cpu")]
+            at = torch.arange(j + 1)[None]
+            visible, feature = torch.arange(64) <= at[..., None], head.fuse(features[None, : j + 1])
+            h = head(torch.tensor([ids[1 : j + 2]]), feature, at, at, visible, caches)[:, -1:]
+            for step in range(steps):
+                if j + 2 + step >= end:
+                    break
+                if step:
+                    at = torch.tensor([[j + step]])
+                    visible, token = torch.arange(64) <= at[..., None], torch.tensor([[ids[j + 1 + step]]])
+                    h = head(token, h, at, at, visible, caches)
+                yield step, j, h[0, 0]
+
+
+@torch.no_grad()
+def test_unrolled_losses_are_the_drafters_chains(models):
+    target, head = models
+    steps = 4
+    objective = Eagle3Objective(target, head, steps, False)
+    batch = objective.batch(ROWS, steps)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    in_draft = set(head.draft_ids.tolist())
+    losses = [torch.zeros(()) for _ in range(steps)]
+    right, valid, scored = [0] * steps, [0] * steps, [0] * steps
+    for features, state, greedy, row in zip(*states, ROWS):
+        teacher = F.linear(state, target.lm_head.weight[head.draft_ids]).softmax(-1)
+        for step, j, h in chain_steps(head, features, row, steps):
+            valid[step] += 1
+            if row["ids"][j + 2 + step] in in_draft:
+                logits = head.logits(h)
+                scored[step] += 1
+                right[step] += int(head.draft_ids[logits.argmax()] == greedy[j + 1 + step])
+                losses[step] = losses[step] - (teacher[j + 1 + step] * logits.log_softmax(-1)).sum()
+    expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert hits.tolist() == right and batch.valid == valid and batch.scored == scored
+    # Both answers of the last row, nothing between them.
+    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] < valid[0]
+
+
+@torch.no_grad()
+def test_regression_losses_are_the_heads_outputs(models1):
+    target, head = models1
+    objective = Eagle1Objective(target, head, False, 0.1)
+    batch = objective.batch(ROWS, 1)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    # Without gradients there is no noise.
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    expected, right = torch.zeros(()), 0
+    tokens = pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True)
+    raw = target.causal(tokens, head.args.aux_layers)[1]
+    for i, row in enumerate(ROWS):
+        for _, j, h in chain_steps(head, raw[i], row, 1):
+            feature, logits = states.normed[i, j + 1], head.logits(h)
+            token_loss = -(head.logits(feature).softmax(-1) * logits.log_softmax(-1)).sum()
+            expected = expected + F.smooth_l1_loss(h, feature) + TOKEN_LOSS * token_loss
+            right += int(logits.argmax() == states.greedy[i, j + 1])
+    torch.testing.assert_close(loss, expected / batch.scored[0], rtol=1e-5, atol=1e-5)
+    assert hits.tolist() == [right]
+
+
+def test_noise_belongs_to_the_row(models1):
+    """EAGLE-1 reads noisy features in training: the same for a row in any batch, other for another seed, of
+    the stated size.
+    """
+    target, head = models1
+    objective = Eagle1Objective(target, head, False, 0.1)
+    states = Features(target, ()).read(ROWS)
+    objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
+    noises, outputs = [], objective.outputs
+
+    def watched(head, batch, feature):
+        noises.append(feature - (states.normed if len(batch.rows) > 1 else states.normed[1:2, :9]))
+        return outputs(head, batch, feature)
+
+    objective.outputs = watched
+
+    def compute(rows: list[dict], states: TargetStates, seeds: list[int]) -> None:
+        batch = objective.batch(rows, 1)
+        objective.loss(batch, states, batch.scored, seeds)
+
+    compute(ROWS, states, [3, 4, 5, 6])
+    compute(ROWS[1:2], TargetStates(*(x[1:2, :9] for x in states)), [4])
+    together, alone = noises
+    assert torch.equal(together[1, :9], alone[0]) and not torch.equal(together[0, :9], together[1, :9])
+    most = 0.1 * float(objective.scale)
+    assert float(together.abs().max()) <= most
+    assert float(together[3].abs().mean()) == pytest.approx(most / 2, rel=0.1)
+    with torch.no_grad():
+        compute(ROWS, states, [3, 4, 5, 6])
+    assert not noises[-1].any()
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_compiled_loss_is_the_loss(models):
+    """Compiled and not, over batches of several shapes."""
+    target, head = models
+    head = head.twin(target, torch.float32)
+    objectives = [Eagle3Objective(target, head, 3, compiled) for compiled in (False, True)]
+    for rows in (ROWS, ROWS[1:], ROWS[2:]):
+        states = Features(target, objectives[0].aux_layers).read(rows)
+        (plain, _), (compiled, _) = (
+            objective.loss(objective.batch(rows, 3), states, [9, 9, 9], [0] * len(rows))
+            for objective in objectives
+        )
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_features_are_scaled_and_the_scale_is_folded_back(models):
+    """What is trained on scaled features is the head written for raw ones."""
+    target, head = models
+    head = head.twin(target, torch.float32)
+    objective = Eagle3Objective(target, head, 2, False)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
+    scaled = (states.features / objective.scale)[:, 1:]
+    size = scaled.pow(2).mean((0, 1)).sqrt()
+    torch.testing.assert_close(size, torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
+    raw = Eagle3Objective(target, objective.trained(), 2, False)
+    with torch.no_grad():
+        a, b = (x.loss(x.batch(ROWS, 2), states, [9, 9], [0] * 4)[0] for x in (objective, raw))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,101 @@
+"""The rules of train.py's options, one by one, without loading anything."""
+import argparse
+
+import pytest
+
+import train
+from common.errors import InputError
+
+TEXT = ("--synthesize", "9")
+EAGLE1, MEDUSA = (*TEXT, "--kind", "eagle"), (*TEXT, "--kind", "medusa")
+WIDTH = "has the target's width; leave out --hidden-size and the like"
+
+REFUSED = (
+    ((), "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER"),
+    ((*TEXT, "--work", "head"), "--work head: is --out or lies in it"),
+    ((*TEXT, "--work", "head/work"), "--work head/work: is --out or lies in it"),
+    ((*TEXT, "--work", "file"), "--work file: not a folder that can be written to"),
+    ((*TEXT, "--work", "file/work"), "--work file/work: not a folder that can be written to"),
+    ((*TEXT, "--out", "file"), "--out file: not a folder that can be written to"),
+    ((*TEXT, "--out", "file/head/"), "--out file/head/: not a folder that can be written to"),
+    ((*TEXT, "--cache-features", "file"), "--cache-features file: is no folder"),
+    ((*TEXT, "--limit", "3"), "--limit: belongs to --prompts; leave it out"),
+    (("--prompts", "p", "--turns", "3"), "--turns: belongs to --synthesize; leave it out"),
+    (("--prompts", "p", "--openings", "o"), "--openings: belongs to --synthesize; leave it out"),
+    ((*TEXT, "--guesses", "3"), "--guesses: belongs to --kind medusa and hydra; leave it out"),
+    ((*EAGLE1, "--blocks", "3"), "--blocks: belongs to --kind medusa and hydra; leave it out"),
+    ((*MEDUSA, "--prefix"), "--prefix: belongs to --kind hydra; leave it out"),
+    ((*TEXT, "--no-prefix"), "--prefix: belongs to --kind hydra; leave it out"),
+    *(((*MEDUSA, flag, "8"), f"--kind medusa: {WIDTH}") for flag in
+      ("--hidden-size", "--intermediate-size", "--heads", "--kv-heads", "--head-dim")),
+    ((*TEXT, "--kind", "hydra", "--heads", "8"), f"--kind hydra: {WIDTH}"),
+    ((*TEXT, "--temperature", "-0.1"), "--temperature -0.1: must be 0 to 1,000,000"),
+    ((*TEXT, "--temperature", "nan"), "--temperature nan: must be 0 to 1,000,000"),
+    ((*TEXT, "--noise", "1001"), "--noise 1001.0: must be 0 to 1,000"),
+    ((*TEXT, "--warmup", "0.91"), "--warmup 0.91: must be 0 to 0.9"),
+    ((*TEXT, "--weight-decay", "-1"), "--weight-decay -1.0: must be 0 to 1"),
+    ((*TEXT, "--ema", "1"), "--ema 1.0: must be 0 to 0.99999"),
+    ((*TEXT, "--lr", "0"), "--lr 0.0: must be above 0 and below 1,000,000"),
+    ((*TEXT, "--lr", "nan"), "--lr nan: must be above 0 and below 1,000,000"),
+    ((*TEXT, "--clip", "-1"), "--clip -1.0: must be above 0 and below 1,000,000"),
+    ((*TEXT, "--clip", "1e6"), "--clip 1000000.0: must be above 0 and below 1,000,000"),
+    ((*TEXT, "--epochs", "2", "--short-epochs", "3"), "--short-epochs 3: there are 2 epochs"),
+    ((*TEXT, "--validate-tokens", "1"), "--validate-tokens 1: must be at least 2"),
+    ((*MEDUSA, "--layout", "both"), "--layout both: is for EAGLE-3 heads only"),
+    ((*EAGLE1, "--layout", "speculators"), "--layout speculators: is for EAGLE-3 heads only"),
+)
+ALLOWED = (
+    TEXT, MEDUSA, ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
+    ("--shards", "a", "--shards", "b"), (*TEXT, "--turns", "2", "--openings", "o"),
+    (*MEDUSA, "--guesses", "3", "--blocks", "2"),
+    (*TEXT, "--kind", "hydra", "--no-prefix"), (*TEXT, "--hidden-size", "32", "--layout", "both"),
+    (*TEXT, "--temperature", "0", "--noise", "0", "--warmup", "0.9", "--ema", "0.99999"),
+    (*TEXT, "--weight-decay", "0", "--lr", "1", "--clip", "99"),
+    (*TEXT, "--validate-tokens", "2", "--epochs", "2", "--short-epochs", "2", "--cache-features"),
+    (*TEXT, "--out", "runs/new/head", "--work", "runs/new/work", "--cache-features", "features"),
+)
+EXITS = (
+    ("--tree", "1,2"), ("--tree", "x"), ("--tree", "60,1,2"), ("--kind", "rest"), ("--dtype", "fp16"),
+    ("--dtype", "float16"), ("--dtype", "int8"), ("--layout", "none"), ("--schedule", "none"),
+    ("--seed", "-1"), ("--steps", "0"),
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def read(*options: str) -> argparse.Namespace:
+    return train.parser().read(["--checkpoint", "target", "--out", "head", *options])
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
+def test_a_rule_that_is_broken(options, words):
+    with pytest.raises(InputError) as error:
+        read(*options)
+    assert str(error.value).startswith(words)
+
+
+@pytest.mark.parametrize("options", ALLOWED, ids=" ".join)
+def test_what_no_rule_forbids(options):
+    read(*options)
+
+
+@pytest.mark.parametrize("options", EXITS, ids=" ".join)
+def test_what_the_parser_refuses(options, capsys):
+    with pytest.raises(SystemExit) as error:
+        read(*TEXT, *options)
+    assert error.value.code == 2 and options[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16", "fp32", "float32"])
+def test_dtypes_have_two_names(name):
+    assert read(*TEXT, "--dtype", name).dtype == ("bf16" if name.startswith("b") else "fp32")
+
+
+def test_a_mistake_is_one_line_and_status_1(capsys):
+    assert train.main(["--checkpoint", "target", "--out", "head"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: nothing to train on")

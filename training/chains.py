@@ -1,0 +1,103 @@
+"""Heads run over a text as they draft: from many positions at once, each chain on its own outputs.
+
+No tree and no second sequence is laid out. Every function gives what the head's lm_head reads at the scored
+predictions of a `Batch` [M, H].
+"""
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from model import Block, rope_table
+from networks.eagle import Eagle1Head, Eagle3Head
+from networks.head import Head
+from networks.hydra import HydraHeads
+from networks.medusa import MedusaHeads
+from training.batches import Batch
+from tree import pick
+
+
+class ChainAttention:
+    """Attention of chains that are drafted after the positions `at` [B, R] of a text [B, T].
+
+    The query of a chain at step i sees the text up to the chain's position, as the head read it at step 0,
+    and then the chain's own keys of steps 1..i.
+    """
+
+    def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor):
+        """inputs [B, T, ...]: what the layer reads of the text."""
+        self.layer, self.args, self.inv_freq, self.at = layer, head.args, head.inv_freq, at
+        positions = torch.arange(inputs.shape[1], device=inputs.device)
+        q, k, v = self._heads(inputs, positions[None])
+        self.first_query = pick(q, at)  # [B, R, nh, hd]
+        # [B, nkv, 1, hd, T] and [B, nkv, 1, T, hd]
+        self.k, self.v = k.permute(0, 2, 3, 1)[:, :, None], v.transpose(1, 2)[:, :, None]
+        visible = positions <= at[..., None]
+        self.mask = torch.where(visible, 0.0, float("-inf"))[:, None, None]  # [B, 1, 1, R, T]
+        self.own: list[tuple[Tensor, Tensor]] = []  # keys and values of the later steps, [B, nkv, 1, R, hd]
+
+    def _heads(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = rope_table(self.args, self.inv_freq, positions)
+        return self.layer.split(self.layer.heads(self.layer.project(inputs), cos, sin))
+
+    def first(self) -> Tensor:
+        """Attention output of step 0 [B, R, nh*hd]."""
+        return self._attend(self.first_query)
+
+    def step(self, inputs: Tensor, number: int) -> Tensor:
+        """Inputs [B, R, ...] of step `number` >= 1 -> attention output [B, R, nh*hd]."""
+        q, k, v = self._heads(inputs, self.at + number)
+        self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
+        return self._attend(q)
+
+    def _attend(self, query: Tensor) -> Tensor:
+        (B, R, nh, hd), nkv, T = query.shape, self.args.num_kv_heads, self.k.shape[-1]
+        grouped = query.transpose(1, 2).reshape(B, nkv, nh // nkv, R, hd) * hd**-0.5
+        scores = [grouped @ self.k + self.mask]
+        scores += [(grouped * k).sum(-1, keepdim=True) for k, _ in self.own]
+        weights = torch.cat([s.float() for s in scores], dim=-1).softmax(-1).to(self.v.dtype)
+        out = weights[..., :T] @ self.v
+        for i, (_, v) in enumerate(self.own):
+            out = out + weights[..., T + i, None] * v
+        return out.reshape(B, nh, R, hd).transpose(1, 2).flatten(2)
+
+
+def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int) -> Tensor:
+    """Training-time test (arXiv 2503.01840, section 3.2): the head drafts on its own outputs.
+
+    features: the target's [B, T, F].
+    """
+    layer = head.layer
+    inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
+    chains = ChainAttention(head, layer, inputs, batch.at)
+    feature = layer.finish(pick(residual, batch.at), chains.first())
+    drafts = [feature]
+    for step in range(1, steps):  # each step reads the head's own output of the step before
+        inputs, residual = layer.inputs(head.embed(batch.following(step)), feature)
+        feature = layer.finish(residual, chains.step(inputs, step))
+        drafts.append(feature)
+    return head.norm(_scored(drafts, batch))
+
+
+def eagle1_outputs(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
+    """EAGLE-1's predictions of the target's next feature. feature: [B, T, H], after the final norm."""
+    x = head.fc(torch.cat((head.embed(batch.tokens.roll(-1, 1)), feature), dim=-1))
+    chains = ChainAttention(head, head.layer, x, batch.at)
+    return _scored([head.layer.finish(pick(x, batch.at), chains.first())], batch)
+
+
+def multi_token_outputs(head: MedusaHeads | HydraHeads, batch: Batch, state: Tensor, steps: int) -> Tensor:
+    """All guesses of Medusa or Hydra heads; guess i is step i. state: the target's normed state [B, T, H]."""
+    at_roots = pick(state, batch.at)
+    if isinstance(head, MedusaHeads):
+        return _scored(head.outputs(at_roots)[:steps], batch)
+    if head.prefix_layer is not None:
+        chains = ChainAttention(head, head.prefix_layer, state, batch.at)
+        at_roots = head.prefix_norm(head.prefix_layer.finish(at_roots, chains.first()))
+    tokens = torch.stack([batch.following(step) for step in range(steps)], -1)  # the root, then drafted ones
+    return _scored([head.output(at_roots, tokens[..., : step + 1]) for step in range(steps)], batch)
+
+
+def _scored(outputs: list[Tensor], batch: Batch) -> Tensor:
+    """Outputs [B, R, H] of every step -> those of the scored predictions [M, H]."""
+    return torch.cat([x.flatten(0, 1) for x in outputs])[batch.index]

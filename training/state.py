@@ -1,0 +1,45 @@
+"""The state of a run on disk, from which it goes on exactly."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from common.errors import InputError
+from common.files import atomic_path
+
+FILE = "state.pt"
+
+
+def save_state(folder: Path, state: dict) -> None:
+    """Write FOLDER/state.pt, all of it or nothing. Raises InputError if it cannot be written."""
+    path = folder / FILE
+    try:
+        with atomic_path(path) as part:
+            torch.save(state, part)
+    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError if the disk is full
+        raise InputError(
+            f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?"
+        ) from None
+
+
+def load_state(folder: Path, options: dict, device: torch.device) -> dict | None:
+    """Read FOLDER/state.pt; None if there is none.
+
+    Raises InputError if it is damaged, or if its "options" are not the ones given.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+        saved = state["options"]
+    except Exception as e:  # torch raises whatever the damage leads to
+        raise InputError(f"{path}: damaged ({type(e).__name__}); delete it to start again") from None
+    differs = sorted(name for name in options.keys() | saved.keys() if options.get(name) != saved.get(name))
+    if differs:
+        raise InputError(
+            f"{path} was made with other settings or data ({', '.join(differs)});"
+            " use another --work folder or delete it"
+        )
+    return state

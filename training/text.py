@@ -1,0 +1,105 @@
+"""The first step of training: the text that the options name, written as shards and read back."""
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common.cli import note
+from common.errors import InputError
+from engine.decoder import Decoder
+from model import Transformer
+from tokens.dataset import read_chats, read_conversations
+from tokens.tokenizer import Tokenizer
+from training import corpus
+from training.collect import Collector
+from training.processes import Processes
+
+
+def collect_text(
+    o: argparse.Namespace, target: Transformer, name: str, stop_ids: list[int], processes: Processes
+) -> list[dict]:
+    """All rows of the training text. Missing shards are written by `target`, whose identity is `name`.
+
+    Raises InputError on a file that cannot be used, and if there are no usable answers.
+    """
+    say = note if processes.first else lambda line: None
+    # All files are read before anything is decoded: a mistake shows at once.
+    shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
+    prompts = draw_prompts(o.prompts, o.seed, o.limit, say) if o.prompts else []
+    openings = read_openings(o.openings) if o.openings else ()
+    conversations = read_conversations(o.conversations, say) if o.conversations else []
+    refusal = ""
+    if prompts or conversations or o.synthesize:
+        collector = _collector(o, target, name, stop_ids, processes, bool(prompts or o.synthesize), say)
+        collector.from_prompts(prompts)
+        collector.synthesize(o.synthesize, o.turns, openings)
+        collector.from_conversations(conversations)
+        processes.wait()
+        shards += collector.shards
+        refusal = f" ({collector.refusal})" if collector.refusal else ""
+    most = min(o.max_len, target.args.max_seq_len)
+    rows, left_out, cut = corpus.load_shards(shards, most, target.args.vocab_size, name)
+    reasons = (f"empty, longer than --max-prompt-tokens {o.max_prompt_tokens}, refused by the chat"
+               f" template{refusal}, or a user turn that did not end")
+    if left_out:
+        say(f"{left_out} prompts or conversations were left out: {reasons}")
+    if cut:
+        say(f"{cut} conversations are cut to {most} tokens (--max-len)")
+    if not rows:
+        raise InputError(
+            f"no usable answers: {left_out} prompts or conversations were left out ({reasons}), and all"
+            f" answers are shorter than {corpus.SHORTEST} tokens or after --max-len {o.max_len}"
+        )
+    return rows
+
+
+def draw_prompts(path: str, seed: int, limit: int | None, say: Callable[[str], None]) -> list[list[dict]]:
+    """The chats of a file without repeats, `limit` of them at most, in an order drawn with `seed`."""
+    chats = list({json.dumps(messages): messages for messages in read_chats(path, say)}.values())
+    order = torch.randperm(len(chats), generator=torch.Generator().manual_seed(seed)).tolist()
+    return [chats[i] for i in order][:limit]
+
+
+def read_openings(path: str) -> tuple[str, ...]:
+    """The lines of a text file that are not empty. Raises InputError if there are none."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise InputError(f"--openings {path}: cannot be read ({e})") from None
+    openings = tuple(line.strip() for line in lines if line.strip())
+    if not openings:
+        raise InputError(f"--openings {path}: holds no lines")
+    return openings
+
+
+def _collector(
+    o: argparse.Namespace, target: Transformer, name: str, stop_ids: list[int], processes: Processes,
+    decodes: bool, say: Callable[[str], None],
+) -> Collector:
+    """What writes the shards. decodes: whether the target has anything to say."""
+    longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
+    if decodes and room > longest:
+        raise InputError(
+            f"--max-prompt-tokens {o.max_prompt_tokens} and --max-new-tokens {o.max_new_tokens} are {room}"
+            f" together, the target's context is {longest}"
+        )
+    tokenizer = Tokenizer.load(o.checkpoint)
+    if tokenizer is None or not tokenizer.has_template:
+        raise InputError(
+            f"{o.checkpoint}: chats need a tokenizer and a chat template, this folder lacks them"
+        )
+    batch, room = o.decode_batch if decodes else 1, min(room, longest)
+    try:
+        decoder = Decoder(
+            target, batch=batch, max_seq_len=room, stop_ids=stop_ids, compile=o.compile, say=say
+        )
+    except ValueError as e:
+        raise InputError(f"--decode-batch {batch} answers of up to {room} tokens: {e}") from None
+    return Collector(
+        decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
+        temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes,
+    )
