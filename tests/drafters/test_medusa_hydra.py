@@ -55,30 +55,28 @@ def sequential_tree(target, head, ids: list[int], tree: PathTree) -> list[int]:
     """The tree's tokens by the papers' formulas, node by node, for a text whose last token is the root."""
     args = head.args
     state = target.norm(target.causal(torch.tensor([ids[:-1]]))[0])  # z of all committed tokens
-    block = lambda b, x: (
-        x if b.skip is None else F.linear(x, b.skip.weight, b.skip.bias)
-    ) + F.silu(F.linear(x, b.linear.weight, b.linear.bias))  # noqa: E501, E731
+
+    def block(b, x):
+        skip = x if b.skip is None else F.linear(x, b.skip.weight, b.skip.bias)
+        return skip + F.silu(F.linear(x, b.linear.weight, b.linear.bias))
+
     tokens = {(): ids[-1]}
     if isinstance(head, HydraHeads) and args.prefix:
-        layer, rows = head.prefix_layer, []
-        T = state.shape[1]
-        q, k, v = layer.wqkv(layer.attn_norm(state)).split(
-            (
-                args.num_heads * args.head_dim, args.num_kv_heads * args.head_dim,
-                args.num_kv_heads * args.head_dim
-            ), -1
-        )
-        split = lambda x: x.view(1, T, -1, args.head_dim).transpose(1, 2)  # noqa: E731
+        layer, hd, T = head.prefix_layer, args.head_dim, state.shape[1]
         angle = torch.arange(T)[:, None] * head.inv_freq
         cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((angle.sin(),) * 2, -1)
-        turn = lambda x: x * cos + torch.cat(
-            (-x[..., args.head_dim // 2 :], x[..., : args.head_dim // 2]), -1
-        ) * sin  # noqa: E731
-        groups = args.num_heads // args.num_kv_heads
-        q, k, v = turn(split(q)), turn(split(k)).repeat_interleave(groups, 1), split(v).repeat_interleave(groups, 1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        rows = layer.finish(state, out)
-        p = head.prefix_norm(rows)[0, -1]
+
+        def rotated(x):
+            return x * cos + torch.cat((-x[..., hd // 2 :], x[..., : hd // 2]), -1) * sin
+
+        widths = args.num_heads * hd, args.num_kv_heads * hd, args.num_kv_heads * hd
+        q, k, v = (
+            x.view(1, T, -1, hd).transpose(1, 2)
+            for x in layer.wqkv(layer.attn_norm(state)).split(widths, -1)
+        )
+        k, v = (x.repeat_interleave(args.num_heads // args.num_kv_heads, 1) for x in (rotated(k), v))
+        out = F.scaled_dot_product_attention(rotated(q), k, v, is_causal=True).transpose(1, 2).flatten(2)
+        p = head.prefix_norm(layer.finish(state, out))[0, -1]
     else:
         p = state[0, -1]
     for path in tree.paths:
@@ -226,7 +224,9 @@ def test_hydra_as_published(golden, models, tmp_path, prefix):
     head = load_head(
         convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra"
     )
-    assert head.args.guesses == 2 and head.args.blocks == 4 and head.args.repeated and head.args.lm_head_bias and head.args.prefix == prefix
+    args = head.args
+    assert (args.guesses, args.blocks, args.repeated) == (2, 4, True)
+    assert args.lm_head_bias and args.prefix == prefix
     p, tokens = torch.randn(1, target.args.hidden_size), torch.tensor([[5, 9]])
     x = torch.cat((p, target.embed.weight[5][None], target.embed.weight[9][None]), -1)
     slots, lm = ((1, 3), "1.") if prefix else ((0, 1), "")

@@ -3,6 +3,8 @@ is plain text.
 """
 import json
 import random
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from helpers.decoding import load
 from helpers.states import state_of
 
 import generate
+from common.errors import InputError
 from drafters import rest, rest_store
 from drafters.rest import Rest
 from engine.decoder import Decoder
@@ -219,3 +222,33 @@ def test_what_is_read_of_a_row(golden, tmp_path):
         for ids in rest_store.texts(tmp_path / name, tokenizer)
     ]
     assert [text.removeprefix("<bos>") for text in found] == ["ab", "cd", "ef", "gh"]
+
+
+def test_stores_that_cannot_be_built(golden, tmp_path, monkeypatch):
+    """And what was there stays as it was."""
+    text, out = tmp_path / "a.txt", tmp_path / "store"
+    text.write_text("abc abd abe. " * 20)
+
+    def refused(checkpoint: Path, words: str) -> None:
+        with pytest.raises(InputError, match=words):
+            rest_store.make(checkpoint, [text], out)
+        assert not list(tmp_path.glob(".store*"))
+
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "silent").mkdir(exist_ok=True)
+        shutil.copy(golden / name, tmp_path / "silent")
+    refused(tmp_path / "silent", "silent: has no tokenizer")
+    with monkeypatch.context() as m:
+        m.setitem(sys.modules, "pydivsufsort", None)
+        refused(golden, "pip install pydivsufsort")
+    assert not out.exists()
+    read = rest_store.texts
+
+    def slow(path: Path, tokenizer: Tokenizer):
+        out.mkdir()
+        (out / "precious").touch()
+        return read(path, tokenizer)
+
+    monkeypatch.setattr(rest_store, "texts", slow)
+    refused(golden, "somebody else made it in the meantime")
+    assert [path.name for path in out.iterdir()] == ["precious"]
