@@ -1,17 +1,45 @@
-"""What every benchmark here shares: where it runs, and where its raw figures go."""
+"""What the benchmarks share: their frame, timing in turns, and where raw figures go."""
 from __future__ import annotations
 
 import datetime
 import json
 import platform
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
+
+from common.cli import MOST_THREADS, Options, note, run_command  # noqa: E402
+from common.errors import InputError  # noqa: E402
+from engine.api import TextDecoder  # noqa: E402
+from evaluation.asking import rotated  # noqa: E402
+
+
+def options(description: str, name: str, threads: int = 2) -> Options:
+    """A parser with what every benchmark takes. name, threads: the defaults of --name and --threads."""
+    p = Options(description)
+    p.add_argument("--threads", type=int, default=threads, help=f"CPU threads (default {threads})")
+    p.within("--threads", 1, MOST_THREADS)
+    p.add_argument("--name", default=name, help=f"of the files under benchmarks/results (default {name})")
+    return p
+
+
+def run(p: Options, action: Callable, argv: list[str] | None) -> int:
+    """Run action(options) on so many threads. Returns the exit status, see `common.cli.run_command`."""
+    o = p.parse_args(argv)
+
+    def checked() -> None:
+        p.check(o)
+        torch.set_num_threads(o.threads)
+        action(o)
+
+    return run_command(checked, OSError, ValueError)
 
 
 def device_name() -> str:
@@ -26,10 +54,10 @@ def device_name() -> str:
 
 
 def describe(threads: int) -> dict:
-    """Date, device, threads and torch version, the head of every result file."""
+    """Date, device, threads and torch version: the head of every result file."""
     return {
         "date": datetime.date.today().isoformat(), "device": device_name(), "threads": threads,
-        "torch": torch.__version__
+        "torch": torch.__version__,
     }
 
 
@@ -37,3 +65,62 @@ def write(name: str, record: dict) -> None:
     """Write benchmarks/results/NAME.json."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def settle(device: torch.device | str) -> None:
+    """Wait until the device has done what it was asked."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+
+
+class Decoded(NamedTuple):
+    """The answer of a contender to one prompt."""
+
+    ids: list[int]
+    tokens_per_second: float  # tokens after the first over the time after the first; 0 if there is no second
+    accept_lengths: list[int]  # tokens emitted by each step; empty if that is not known
+
+
+Contender = Callable[[list[int], int], Decoded]  # takes a prompt as token ids and how many tokens to decode
+
+
+def ours(model: TextDecoder) -> Contender:
+    """One of our decoders as a contender, compiled and warm."""
+    model.warm_up()
+
+    def decode(ids: list[int], tokens: int) -> Decoded:
+        result = model.generate(ids, max_new_tokens=tokens)
+        return Decoded(result.ids, result.tokens_per_second, result.accept_lengths)
+
+    return decode
+
+
+def time_in_turns(
+    contenders: dict[str, Contender], prompts: list[list[int]], tokens: int
+) -> list[dict[str, Decoded]]:
+    """Let every contender decode every prompt, after a warm-up; another one begins each time.
+
+    Returns the answers to each prompt by contender. Prompts with an answer of one token are left out, because
+    it has no speed. Raises InputError if none is left.
+    """
+    for decode in contenders.values():
+        decode(prompts[0], 16)
+    rows = []
+    for i, prompt in enumerate(prompts):
+        answers = {name: contenders[name](prompt, tokens) for name in rotated([*contenders], i)}
+        row = {name: answers[name] for name in contenders}
+        if all(answer.tokens_per_second for answer in row.values()):
+            rows.append(row)
+        speeds = (f"{name} {answer.tokens_per_second:.1f}" for name, answer in row.items())
+        note(f"  {i + 1}/{len(prompts)} {', '.join(speeds)}")
+    if not rows:
+        raise InputError("no question has an answer of more than one token: nothing to time")
+    return rows
+
+
+def pooled_tau(accept_lengths: Iterable[list[int]]) -> float:
+    """Mean tokens per step, over the steps of all answers. Raises InputError if there are no steps."""
+    lengths = [n for steps in accept_lengths for n in steps]
+    if not lengths:
+        raise InputError("no answer has more than one token: there is no acceptance length")
+    return sum(lengths) / len(lengths)

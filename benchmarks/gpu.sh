@@ -1,9 +1,9 @@
 #!/bin/sh
-# Everything a GPU is asked, in one call: correctness first, then the sweep at the Llama-3.1-8B shape, then the peers at hand.
+# Everything a GPU is asked, in one call: correctness, then the sweep at the Llama-3.1-8B shape, then the peers.
 #   benchmarks/gpu.sh                                  # random weights (by arithmetic, 40 GB)
 #   CHECKPOINT=DIR QUESTIONS=question.jsonl GGUF=FILE GPT_FAST=DIR GPT_FAST_CHECKPOINT=FILE benchmarks/gpu.sh
-# Needs what requirements-dev.txt lists. Raw figures: benchmarks/results/gpu-*.json. PYTHON names the interpreter (default
-# .venv/bin/python).
+# Needs what requirements-dev.txt lists. Raw figures: benchmarks/results/gpu-*.json. PYTHON names the interpreter
+# (default .venv/bin/python).
 set -eu
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -19,16 +19,19 @@ fi
 FP8=$("$PYTHON" -c 'import torch; print("fp8" if torch.cuda.get_device_capability() >= (8, 9) else "")')
 
 echo "== correctness"
-"$PYTHON" -m pytest tests/test_cuda.py tests/test_gpu_kernels.py
+"$PYTHON" -m pytest tests/engine/test_cuda.py tests/kernels/test_gpu_kernels.py
 
 echo "== the step, by precision and tree size"
-"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 $FP8 --rows 1 8 16 32 60 --context 128 1024 4096 --name gpu-step
+"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 $FP8 --rows 1 8 16 32 60 \
+    --context 128 1024 4096 --name gpu-step
 
 echo "== by context"
-"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 --rows 1 60 --context 128 1024 4096 16384 32768 --name gpu-context
+"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 --rows 1 60 \
+    --context 128 1024 4096 16384 32768 --name gpu-context
 
 echo "== by batch"
-"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 --rows 1 16 60 --context 1024 --batch 1 2 4 8 16 32 --name gpu-batch
+"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 --rows 1 16 60 \
+    --context 1024 --batch 1 2 4 8 16 32 --name gpu-batch
 
 if [ -n "$CHECKPOINT" ]; then
     echo "== products"

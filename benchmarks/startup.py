@@ -1,14 +1,12 @@
-"""Time from process start to the first token on stdout, and where it goes: cold (empty compile cache) and
-warm.
+"""Time from process start to the first text, and where it goes: cold (nothing compiled yet) and warm.
 
     python benchmarks/startup.py --checkpoint checkpoints/smollm2-135m
 
-Each run is a fresh process of generate.py. `import` is what the process spends before loading the checkpoint.
+Each run is a new process of generate.py. `import` is what the process spends before it loads the checkpoint.
 Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
 """
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import statistics
@@ -17,68 +15,80 @@ import sys
 import tempfile
 import time
 
+import bench  # first: it makes the modules below importable
 from bench import ROOT, describe, write
 
+from common.errors import InputError
+
+# What generate.py says about its own times.
 PARTS = {
     "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",
     "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
     "compile step": r"^compiling the step.* took ([\d.]+) s",
 }
+READY = r"^ready ([\d.]+) s"
 
 
 def start(o, speculate: str, cache: str, *extra: str) -> dict[str, float]:
-    """One process: seconds to the first byte of text, and the parts it reported."""
+    """Run one process: seconds to its first byte of text, and the parts it reported.
+
+    cache: the folder for compiled code. extra: more flags. Raises InputError if the process fails.
+    """
     command = [
-        sys.executable, str(ROOT / "generate.py"), "--checkpoint", o.checkpoint, "--speculate", speculate
+        sys.executable, str(ROOT / "generate.py"), "--checkpoint", o.checkpoint, "--speculate", speculate,
+        "--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *extra,
     ]
-    command += ["--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *extra]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-        )
+    with tempfile.TemporaryFile("w+") as notes:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=notes, env=environment)
         process.stdout.read(1)
         first = time.perf_counter() - began
         process.communicate()
-        errors.seek(0)
-        lines = errors.read()
+        notes.seek(0)
+        lines = notes.read()
     if process.returncode:
-        raise SystemExit(f"error: {' '.join(command)} failed:\n{lines}")
-    found = {"first token": first}
-    for name, pattern in PARTS.items():
-        if match := re.search(pattern, lines, re.MULTILINE):
-            found[name] = float(match[1])
-    found["load"] -= found.get("kernels", 0.0)  # compiled while loading
-    ready = float(re.search(r"^ready ([\d.]+) s", lines, re.MULTILINE)[1])
-    found["import"] = ready - sum(found.get(name, 0.0) for name in PARTS)
-    return found
+        last = (lines.strip() or "no message").splitlines()[-1]
+        raise InputError(f"generate.py --speculate {' '.join((speculate, *extra))} failed ({last})")
+    return {"first token": first, **parts_of(lines)}
 
 
-def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", required=True)
-    p.add_argument("--prompt", default="Explain in a few sentences why the sky is blue.")
-    p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--repeat", type=int, default=3, help="warm runs of each kind")
-    p.add_argument("--name", default="startup", help="of the file under benchmarks/results")
-    o = p.parse_args()
+def parts_of(notes: str) -> dict[str, float]:
+    """The parts of the start in seconds, from what generate.py wrote to stderr."""
+    matches = {name: re.search(pattern, notes, re.MULTILINE) for name, pattern in PARTS.items()}
+    parts = {name: float(match[1]) for name, match in matches.items() if match}
+    parts["load"] -= parts.get("kernels", 0.0)  # they are compiled while loading
+    ready = float(re.search(READY, notes, re.MULTILINE)[1])
+    return {**parts, "import": ready - sum(parts.values())}
+
+
+def run(o) -> None:
+    """Start plainly and with EAGLE-3, cold and warm; print medians, write all runs."""
     record = describe(o.threads)
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:
-            runs = {"cold": [start(o, speculate, cache)]}
-            runs["warm"] = [start(o, speculate, cache) for _ in range(o.repeat)]
-            runs["--no-compile"] = [start(o, speculate, cache, "--no-compile") for _ in range(o.repeat)]
-        for kind, found in runs.items():
-            middle = {part: statistics.median(run[part] for run in found) for part in found[0]}
-            print(
-                f"{speculate:7s} {kind:13s} " + "  ".join(
-                    f"{part} {seconds:.1f} s" for part, seconds in middle.items()
-                ), flush=True
-            )
+            runs = {
+                "cold": [start(o, speculate, cache)],
+                "warm": [start(o, speculate, cache) for _ in range(o.repeat)],
+                "--no-compile": [start(o, speculate, cache, "--no-compile") for _ in range(o.repeat)],
+            }
+        for kind, starts in runs.items():
+            medians = {part: statistics.median(one[part] for one in starts) for part in starts[0]}
+            shown = "  ".join(f"{part} {seconds:.1f} s" for part, seconds in medians.items())
+            print(f"{speculate:7s} {kind:13s} {shown}", flush=True)
         record[speculate] = runs
     write(o.name, record)
-    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    p = bench.options(__doc__, "startup")
+    add = p.add_argument
+    add("--checkpoint", required=True)
+    add("--prompt", default="Explain in a few sentences why the sky is blue.")
+    add("--repeat", type=int, default=3, help="warm runs of each kind")
+    p.within("--repeat", 1, float("inf"))
+    return bench.run(p, run, argv)
 
 
 if __name__ == "__main__":

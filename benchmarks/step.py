@@ -1,17 +1,19 @@
-"""What a step costs, and where the time goes: plain and speculative, over tree sizes, context, batch and
-quantisation.
+"""What a step costs, and where the time goes, over tree sizes, context, batch and quantisation.
 
     python benchmarks/step.py --checkpoint checkpoints/smollm2-135m
-    python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 1024 4096 16384 --batch 1 8 32
+    python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 1024 4096 --batch 1 8 32
 
-`step` is the whole step as the decoder runs it (on CUDA: one captured graph), `verify` the target's pass over
-the tree, `draft` the head's passes, each timed alone, through torch.compile, which costs up to half a
-millisecond a call on a CPU that the step is spared; `rest` is what is left, accepting, committing, emitting,
-and so less than nothing where that is more. `roof` is the share of the device's measured memory bandwidth
-that the step's reads (weights once per pass, live keys and values) come to. On CUDA `launches` and `syncs`
-count what the host asks of the driver in one step. Times are medians of turns: the trees of one model take
-turns, so that a machine that is slow for a while is slow for all. Raw figures go to
-benchmarks/results/NAME.json.
+step      the complete step as the decoder runs it (on CUDA: one captured graph); 1 row is plain decoding
+verify    the target's pass over the tree, timed alone
+draft     the head's passes, timed alone
+rest      step - verify - draft: accepting, committing, emitting. It can be below zero: on a CPU a part that
+          is timed alone goes through torch.compile, which takes up to half a millisecond that the step saves
+roof      the share of the device's measured memory bandwidth that the step reads at (weights once per pass,
+          live keys and values)
+launches, syncs   on CUDA: what the host asks of the driver in one step
+
+Times are medians in milliseconds. The trees of one model take turns, so that a machine that is slow for a
+while is slow for all of them. Raw figures go to benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -22,12 +24,15 @@ import sys
 import time
 from collections.abc import Callable
 
+import bench  # first: it makes the modules below importable
 import torch
-from bench import describe, write  # first: it makes the modules below importable
+from bench import describe, settle, write
 from shapes import models_of
+from torch import Tensor
 
 from checkpoint.folder import read_config
-from common.cli import run_command
+from common.cli import dtype, note
+from common.dtypes import DTYPES
 from common.errors import InputError
 from drafters.base import Drafter
 from drafters.eagle import Eagle
@@ -38,29 +43,24 @@ from engine.runtime import check_device
 from kernels.cpu import load_kernels
 from kernels.packed import pack
 from kernels.quantized import MODES, quantize_linears
-from model import cache_bytes
+from model import Transformer, cache_bytes
+from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape, visible_slots
 
-# Of so many rows: the shapes that are used on CPUs, and the paper's. 1 is plain decoding.
+# By number of rows: plain decoding, the trees used on CPUs, the paper's.
 TREES = {s[0]: TreeShape(*s) for s in ((1, 0, 0), (8, 2, 4), (12, 3, 4), (16, 3, 4), (32, 4, 8), (60, 7, 10))}
-
-
-def say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+COLUMNS = (
+    "mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches",
+    "syncs",
+)
+SPARE = 200  # tokens that a context leaves free below the model's maximum
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second this device moves: the better of copying (reads and writes) and of adding up."""
+    """Bytes per second that this device moves: the better of copying (reads and writes) and of adding up."""
     n = 2**28 if device.type == "cuda" else 2**26
-    a, b = torch.zeros(
-        n, dtype=torch.float32, device=device
-    ), torch.empty(n, dtype=torch.float32, device=device)
+    a, b = torch.zeros(n, device=device), torch.empty(n, device=device)
     rates = []
     for work, moved in ((lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)):
         times = []
@@ -74,26 +74,25 @@ def bandwidth(device: torch.device) -> float:
     return max(rates)
 
 
-class Subject:
-    """One tree on one model: its decoder held at a context of n tokens, and the parts of its step to be
-    timed.
-    """
+class HeldStep:
+    """A decoder with one tree, held at a context of n tokens, and the parts of its step that are timed."""
 
-    def __init__(self, target, head, rows: int, batch: int, longest: int, compiled: bool):
-        shape = TREES[rows]
+    def __init__(
+        self, target: Transformer, head: Head, rows: int, batch: int, longest: int, compiled: bool
+    ):
         self.rows, self.batch = rows, batch
-        drafter = Eagle(head, shape) if rows > 1 else Drafter()
+        drafter = Eagle(head, TREES[rows]) if rows > 1 else Drafter()
         self.decoder = Decoder(
-            target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=say
+            target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=note
         )
         self.decoder.start([[1]] * batch, Sampling(1))
         self.propose, self.verify = self._propose, self._verify
         if compiled:
-            self.propose, self.verify = (compile_graph(f) for f in (self._propose, self._verify))
-        self.graphs: dict = {}
+            self.propose, self.verify = compile_graph(self._propose), compile_graph(self._verify)
+        self.graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
 
     def hold(self, n: int) -> None:
-        """As if n tokens were committed."""
+        """Put the decoder where it is after n committed tokens."""
         state, d = self.decoder.state, self.decoder
         state.length.fill_(n)
         state.limit.fill_(d.max_seq_len - 1)
@@ -102,33 +101,34 @@ class Subject:
         d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, (False, False)
         self.span = d._span(n + d.drafter.room)
 
-    def step(self) -> None:
-        """The whole step, then back to where it was."""
-        self.decoder._run_step(0)
-        self.decoder.state.length.copy_(self.length)
+    def parts(self, n: int) -> dict[str, Callable[[], None]]:
+        """What is timed at a context of n tokens."""
+        self.hold(n)
+        length = self.decoder.state.length.clone()
 
-    def _propose(self, span):
+        def step() -> None:
+            self.decoder._run_step(0)
+            self.decoder.state.length.copy_(length)
+
+        parts = {"step": step, "verify": lambda: self._run("verify", self.verify)}
+        if self.rows > 1:
+            parts["draft"] = lambda: self._run("draft", self.propose)
+        return parts
+
+    def _propose(self, span: Tensor):
         return self.decoder.drafter.propose(self.decoder.state, span, None)
 
-    def _verify(self, span):
+    def _verify(self, span: Tensor) -> Tensor:
         d = self.decoder
-        own = d.state.length[:, None] + torch.arange(d.drafter.shape.nodes, device=span.device)
-        sees = torch.ones_like(own[..., None] == own[:, None])
+        positions = d.state.length[:, None] + torch.arange(d.drafter.shape.nodes, device=span.device)
+        sees = torch.ones_like(positions[..., None] == positions[:, None])
         visible = visible_slots(span, d.state.length, sees)
-        x, _ = d.target(torch.zeros_like(own), own, own, visible, d.caches, d.drafter.aux_layers)
+        tokens = torch.zeros_like(positions)
+        x, _ = d.target(tokens, positions, positions, visible, d.caches, d.drafter.aux_layers)
         return d.target.logits(x).argmax(-1)
 
-    def parts(self, n: int) -> dict[str, Callable]:
-        """What is timed at this context."""
-        self.hold(n)
-        self.length = self.decoder.state.length.clone()
-        found = {"step": self.step, "verify": lambda: self.run("verify", self.verify)}
-        if self.rows > 1:
-            found["draft"] = lambda: self.run("draft", self.propose)
-        return found
-
-    def run(self, name: str, part: Callable) -> None:
-        """A part; on CUDA as a graph of its own, as it is inside the step's."""
+    def _run(self, name: str, part: Callable[[Tensor], object]) -> None:
+        """Run a part; on CUDA as a captured graph, which it is in the step too."""
         if self.decoder.device.type != "cuda" or not self.decoder.compiled:
             part(self.span)
             return
@@ -142,146 +142,145 @@ class Subject:
             self.graphs[key] = graph
         self.graphs[key].replay()
 
-    def read(self, n: int) -> int:
-        """Bytes a step must read: weights by pass, live keys and values of target and head."""
-        d, dtype = self.decoder, self.decoder.target.embed.weight.dtype
-        slots = min(d.slots, n + d.drafter.room)
-        target = cache_bytes(self.batch, slots, d.target.args, dtype) * d.target.args.num_layers
-        return bytes_per_step(d) + target + sum(
-            cache_bytes(self.batch, slots, a, dtype) for a in d.drafter.cached
-        ) * d.drafter.passes
+    def bytes_read(self, n: int) -> int:
+        """Bytes that a step must read at a context of n tokens: weights, live keys and values, by pass."""
+        target, drafter = self.decoder.target, self.decoder.drafter
+        slots, kv_dtype = min(self.decoder.slots, n + drafter.room), target.embed.weight.dtype
+        target_cache = cache_bytes(self.batch, slots, target.args, kv_dtype) * target.args.num_layers
+        head_cache = sum(cache_bytes(self.batch, slots, args, kv_dtype) for args in drafter.cached)
+        return bytes_per_step(target, drafter) + target_cache + head_cache * drafter.passes
 
 
-def host_calls(subject: Subject) -> dict[str, int]:
+def host_calls(held: HeldStep) -> dict[str, int]:
     """What one step asks of the CUDA driver: launches (graphs and single kernels) and synchronisations."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        subject.decoder._run_step(0)
-    names = [e.name for e in seen.events()]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        held.decoder._run_step(0)
+    names = [event.name for event in profiled.events()]
+    launches = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
     return {
-        "launches": sum(
-            n.startswith(("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")) for n in names
-        ),
+        "launches": sum(name.startswith(launches) for name in names),
         # The profiler waits once itself, at its end.
-        "syncs": max(0, sum("Synchronize" in n for n in names) - 1),
+        "syncs": max(0, sum("Synchronize" in name for name in names) - 1),
     }
 
 
-def measure(subjects: list[Subject], n: int, repeat: int, roof: float) -> list[dict]:
-    """All subjects at a context of n tokens, in turns."""
-    calls = {(s, name): call for s in subjects for name, call in s.parts(n).items()}
-    times: dict = {key: [] for key in calls}
-    device = subjects[0].decoder.device
+def measure(steps: list[HeldStep], n: int, repeat: int, roof: float) -> list[dict]:
+    """A row of figures for each held step at a context of n tokens. roof: bytes per second."""
+    parts = {(held, name): part for held in steps for name, part in held.parts(n).items()}
+    times: dict[tuple[HeldStep, str], list[float]] = {key: [] for key in parts}
+    device = steps[0].decoder.device
     with torch.no_grad():
-        for (s, _), call in calls.items():
-            s.hold(n)
-            for _ in range(2):
-                call()
+        for (held, _), part in parts.items():
+            held.hold(n)
+            for _ in range(2):  # compile and warm up
+                part()
         for _ in range(repeat):
-            for key, call in calls.items():
-                key[0].hold(n)
+            for (held, name), part in parts.items():
+                held.hold(n)
                 settle(device)
                 with unguarded():
                     began = time.perf_counter()
-                    call()
+                    part()
                     settle(device)
-                    times[key].append(time.perf_counter() - began)
-    found = []
-    for s in subjects:
-        middle = {name: statistics.median(t) for (owner, name), t in times.items() if owner is s}
-        s.hold(n)
-        row = {
-            "rows": s.rows, "batch": s.batch, "context": n, **{name: t * 1e3 for name, t in middle.items()}
-        }
+                    times[held, name].append(time.perf_counter() - began)
+    rows = []
+    for held in steps:
+        medians = {name: statistics.median(t) for (owner, name), t in times.items() if owner is held}
+        milliseconds = {name: seconds * 1e3 for name, seconds in medians.items()}
+        held.hold(n)
+        row = {"rows": held.rows, "batch": held.batch, "context": n, **milliseconds}
         row["rest"] = row["step"] - row["verify"] - row.get("draft", 0)
-        row["gigabytes"] = s.read(n) / 1e9
-        row["roof"] = s.read(n) / middle["step"] / roof
+        row["gigabytes"] = held.bytes_read(n) / 1e9
+        row["roof"] = held.bytes_read(n) / medians["step"] / roof
         if device.type == "cuda":
             with torch.no_grad():
-                row |= host_calls(s)
-        found.append(row)
-    return found
+                row |= host_calls(held)
+        rows.append(row)
+    return rows
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", help="converted target with its EAGLE-3 head")
-    p.add_argument(
-        "--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)"
-    )
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--dtype", choices=("bf16", "fp32"), help="default: as stored, bf16 for a shape")
-    p.add_argument(
-        "--modes", nargs="+", default=["none"], choices=("none", *MODES),
-        help="quantisation of target and head"
-    )
-    p.add_argument(
-        "--rows", nargs="+", type=int, default=[1, 8, 16, 32, 60], choices=TREES, metavar="T",
-        help="nodes of the trees"
-    )
-    p.add_argument("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
-    p.add_argument("--batch", nargs="+", type=int, default=[1], metavar="B")
-    p.add_argument("--repeat", type=int, default=15)
-    p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
-    p.add_argument("--name", default="step", help="of the file under benchmarks/results")
-    o = p.parse_args(argv)
-    return run_command(lambda: sweep(o), OSError, ValueError)
+def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
+    """Target and head as a decoder would run them: on the CPU kernels when compiling. stored: the mode of a
+    quantised checkpoint.
+    """
+    torch_dtype = getattr(torch, DTYPES[o.dtype]) if o.dtype else None
+    target, head = models_of(o.checkpoint, o.shape, torch_dtype, o.device, None if mode == "none" else mode)
+    if torch.device(o.device).type == "cpu" and o.compile:
+        load_kernels(note)
+        if mode == "none" and not stored and target.embed.weight.dtype == torch.bfloat16:
+            quantize_linears(head, head.args.own_lm_head)  # the default of `engine.api.Drafting`
+        pack(target, head)
+    return target, head
 
 
-def sweep(o) -> None:
-    """Every mode, batch and context; a line per tree."""
-    if bool(o.checkpoint) == bool(o.shape):
-        raise InputError("give --checkpoint DIR or --shape NAME")
-    if min(o.context) < 1 or min(o.batch) < 1 or o.repeat < 1 or o.threads < 1:
-        raise InputError("--context, --batch, --repeat and --threads must be at least 1")
-    torch.set_num_threads(o.threads)
+def contexts_of(o, longest: int) -> list[int]:
+    """The contexts of --context that the model can read. Raises InputError if there are none."""
+    contexts = [n for n in o.context if n + SPARE <= longest]
+    if not contexts:
+        raise InputError(f"--context: nothing left to measure, the model reads {longest} tokens")
+    if left := [n for n in o.context if n not in contexts]:
+        note(f"left out, longer than the model's {longest} tokens: --context {' '.join(map(str, left))}")
+    return contexts
+
+
+def run(o) -> None:
+    """Measure every mode, batch and context; print a line per tree."""
     check_device(o.device)
-    device, dtype = torch.device(o.device), {
-        "bf16": torch.bfloat16, "fp32": torch.float32, None: None
-    }[o.dtype]
     stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
     if stored and o.modes != ["none"]:
         raise InputError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
-    roof = bandwidth(device)
+    roof = bandwidth(torch.device(o.device))
     model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
     record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
     print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
-    columns = [
-        "mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches",
-        "syncs"
-    ]
-    print(" ".join(f"{c:>8}" for c in columns))
+    print(" ".join(f"{column:>8}" for column in COLUMNS))
     for mode in o.modes:
-        target, head = models_of(o.checkpoint, o.shape, dtype, o.device, None if mode == "none" else mode)
-        if device.type == "cpu" and o.compile:
-            load_kernels(say)
-            if mode == "none" and not stored and target.embed.weight.dtype == torch.bfloat16:
-                quantize_linears(head, head.args.own_lm_head)  # as text.load does
-            pack(target, head)
-        longest = target.args.max_seq_len
-        contexts = [n for n in o.context if n + 200 <= longest]
-        if left := [n for n in o.context if n not in contexts]:
-            say(f"left out, longer than the model's {longest} tokens: --context {' '.join(map(str, left))}")
-        if not contexts:
-            raise InputError(f"--context: nothing left to measure, the model reads {longest} tokens")
+        target, head = models_for(o, mode, stored)
+        contexts = contexts_of(o, target.args.max_seq_len)
         for batch in o.batch:
-            subjects = [Subject(target, head, rows, batch, max(contexts), o.compile) for rows in o.rows]
+            steps = [HeldStep(target, head, rows, batch, max(contexts), o.compile) for rows in o.rows]
             for n in contexts:
-                rows = measure(subjects, n, o.repeat, roof)
-                plain = next((r["step"] for r in rows if r["rows"] == 1), None)
+                rows = measure(steps, n, o.repeat, roof)
+                plain = next((row["step"] for row in rows if row["rows"] == 1), None)
                 for row in rows:
                     row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else None}
-                    shown = ["" if row.get(c) is None else row[c] for c in columns]
-                    print(
-                        " ".join(f"{v:8.2f}" if isinstance(v, float) else f"{v:>8}" for v in shown),
-                        flush=True
-                    )
+                    print(" ".join(_cell(row.get(column)) for column in COLUMNS), flush=True)
                 record["rows"] += rows
                 write(o.name, record)
-            del subjects
+            del steps
             gc.collect()  # compiled parts and their owner refer to each other
+
+
+def _cell(value: float | str | None) -> str:
+    return f"{value:8.2f}" if isinstance(value, float) else f"{'' if value is None else value:>8}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    p = bench.options(__doc__, "step")
+    add = p.add_argument
+    add("--checkpoint", help="converted target with its EAGLE-3 head")
+    add("--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)")
+    p.refuse(
+        lambda o: bool(o.checkpoint) == bool(o.shape), lambda o: "give --checkpoint DIR or --shape NAME"
+    )
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", type=dtype, help="bf16, fp16 or fp32; default: as stored, bf16 for a shape")
+    choices = ("none", *MODES)
+    add("--modes", nargs="+", default=["none"], choices=choices, help="quantisation of target and head")
+    default_rows = [1, 8, 16, 32, 60]
+    add("--rows", nargs="+", type=int, default=default_rows, choices=TREES, metavar="T", help="tree sizes")
+    add("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
+    add("--batch", nargs="+", type=int, default=[1], metavar="B")
+    add("--repeat", type=int, default=15)
+    p.refuse(
+        lambda o: min(*o.context, *o.batch, o.repeat) < 1,
+        lambda o: "--context, --batch and --repeat must be at least 1",
+    )
+    add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    return bench.run(p, run, argv)
 
 
 if __name__ == "__main__":

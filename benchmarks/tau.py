@@ -1,21 +1,23 @@
-"""Acceptance length of heads on question files: greedy, first turns, one tree. Quick, because nothing is
-timed.
+"""Acceptance length of heads on question files: greedy, first turns, one tree. Nothing is timed.
 
-    python benchmarks/tau.py --checkpoint checkpoints/smollm2-135m --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
+    python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
 
-Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
+tau is over all steps of a set, `mean` the mean over the sets. Raw figures go to benchmarks/results/NAME.json
+with date, device and torch version.
 """
 from __future__ import annotations
 
-import argparse
+import statistics
 import sys
 from pathlib import Path
 
+import bench  # first: it makes the modules below importable
 import torch
-from bench import describe, write  # first: it makes the modules below importable
+from bench import describe, write
 
 from checkpoint.loading import load_head, load_model
-from common.cli import run_command
+from common.errors import InputError
+from engine.api import encode
 from kernels.cpu import load_kernels
 from kernels.packed import pack
 from tokens.dataset import read_prompts
@@ -24,51 +26,54 @@ from training.validate import acceptance
 from tree import TreeShape
 
 
-def main(argv: list[str] | None = None) -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--checkpoint", required=True)
-    p.add_argument("--draft", nargs="+", metavar="HEAD", help="converted heads (default: CHECKPOINT/eagle3)")
-    p.add_argument("--questions", nargs="+", required=True)
-    p.add_argument("--limit", type=int)
-    p.add_argument("--max-new-tokens", type=int, default=128)
-    p.add_argument("--tree", default="60,7,10", metavar="T,D,K")
-    p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--name", default="tau", help="of the file under benchmarks/results")
-    o = p.parse_args(argv)
-    torch.set_num_threads(o.threads)
-    return run_command(lambda: measure(o), OSError, ValueError)
+def prompts_of(path: str, o, longest: int) -> list[list[int]]:
+    """The first turns of a question file as ids, those whose answers fit in `longest` tokens.
+
+    Raises InputError if there are none.
+    """
+    tokenizer = Tokenizer.load(o.checkpoint)
+    prompts = [encode(tokenizer, prompt) for prompt in read_prompts(path)[: o.limit]]
+    fitting = [ids for ids in prompts if len(ids) + o.max_new_tokens <= longest]
+    if not fitting:
+        raise InputError(f"{path}: no question and its answer fit in the model's {longest} tokens")
+    return fitting
 
 
-def measure(o) -> None:
+def run(o) -> None:
     """Decode all questions with every head; print a row per head."""
     target, config = load_model(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
     heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
     if target.embed.weight.device.type == "cpu":
         load_kernels()
         pack(target, *heads.values())
-    tokenizer = Tokenizer.load(o.checkpoint)
     shape = TreeShape.parse(o.tree)
-    sets = {}
-    for path in o.questions:
-        chats = [
-            tokenizer.chat([{"role": "user", "content": prompt}]) for prompt in read_prompts(path)[: o.limit]
-        ]
-        sets[Path(path).stem] = [
-            ids for ids in chats if len(ids) + o.max_new_tokens <= target.args.max_seq_len
-        ]
+    sets = {Path(path).stem: prompts_of(path, o, target.args.max_seq_len) for path in o.questions}
     record = describe(o.threads) | {"tree": o.tree, "max_new_tokens": o.max_new_tokens, "heads": {}}
     print("head", *sets, "mean", sep="\t")
     for folder, head in heads.items():
-        found = {}
+        figures = record["heads"][folder] = {}
         for name, prompts in sets.items():
-            found[name] = {
-                "tau": acceptance(target, head, prompts, config["stop_ids"], shape, o.max_new_tokens),
-                "prompts": len(prompts)
-            }
-        found["mean"] = {"tau": sum(f["tau"] for f in found.values()) / len(found)}
-        record["heads"][folder] = found
-        print(folder, *(f"{f['tau']:.3f}" for f in found.values()), sep="\t", flush=True)
+            tau = acceptance(target, head, prompts, config["stop_ids"], shape, o.max_new_tokens)
+            if tau is None:
+                raise InputError(f"{name}: no answer has more than one token: there is no acceptance length")
+            figures[name] = {"tau": tau, "prompts": len(prompts)}
+        figures["mean"] = {"tau": statistics.fmean(figure["tau"] for figure in figures.values())}
+        print(folder, *(f"{figure['tau']:.3f}" for figure in figures.values()), sep="\t", flush=True)
         write(o.name, record)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    p = bench.options(__doc__, "tau")
+    add = p.add_argument
+    add("--checkpoint", required=True)
+    add("--draft", nargs="+", metavar="HEAD", help="converted heads (default: CHECKPOINT/eagle3)")
+    add("--questions", nargs="+", required=True)
+    add("--limit", type=int)
+    p.within("--limit", 1, float("inf"))
+    add("--max-new-tokens", type=int, default=128)
+    add("--tree", default="60,7,10", metavar="T,D,K")
+    return bench.run(p, run, argv)
 
 
 if __name__ == "__main__":

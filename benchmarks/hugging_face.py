@@ -1,0 +1,71 @@
+"""transformers as a peer: `generate` on our weights."""
+from __future__ import annotations
+
+import time
+
+import torch
+from bench import Decoded  # first: it makes the modules below importable
+
+from common.errors import InputError
+from model import Transformer
+
+
+def as_llama(target: Transformer):
+    """The target as a LlamaForCausalLM of transformers, on the same tensors.
+
+    Raises InputError if it is no LLaMA with plain rotary embeddings.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    a = target.args
+    if a.rope_scaling:
+        raise InputError("--transformers: this target scales its rotary embeddings; that is not handed over")
+    weights = {
+        "model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight,
+        "lm_head.weight": target.lm_rows,
+    }
+    q, kv = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    for i, layer in enumerate(target.layers):
+        parts = {f"self_attn.{n}_proj": w for n, w in zip("qkv", layer.wqkv.weight.split((q, kv, kv)))}
+        parts |= {f"mlp.{n}_proj": w for n, w in zip(("gate", "up"), layer.mlp.w_gate_up.weight.chunk(2))}
+        parts |= {
+            "self_attn.o_proj": layer.wo.weight, "mlp.down_proj": layer.mlp.w_down.weight,
+            "input_layernorm": layer.attn_norm.weight, "post_attention_layernorm": layer.mlp_norm.weight,
+        }
+        weights |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
+    llama = LlamaForCausalLM(LlamaConfig(
+        vocab_size=a.vocab_size, hidden_size=a.hidden_size, intermediate_size=a.intermediate_size,
+        num_hidden_layers=a.num_layers, num_attention_heads=a.num_heads, num_key_value_heads=a.num_kv_heads,
+        head_dim=a.head_dim, rms_norm_eps=a.norm_eps, rope_theta=a.rope_base,
+        tie_word_embeddings=a.tie_embeddings, max_position_embeddings=a.max_seq_len,
+    ))
+    llama.load_state_dict(weights, assign=True)  # the weights keep their dtype, the rotary embeddings float32
+    return llama.eval()
+
+
+class HuggingFace:
+    """`generate` of a model of transformers, greedy."""
+
+    def __init__(self, model, stop_ids: list[int], **options):
+        self.model, self.stop_ids, self.options = model, stop_ids, options
+
+    @torch.no_grad()
+    def decode(self, ids: list[int], tokens: int) -> Decoded:
+        """Decode a prompt. The clock starts when the first tokens are there."""
+        from transformers import StoppingCriteriaList
+
+        marks: list[tuple[float, int]] = []
+
+        def mark(input_ids, scores, **_) -> torch.Tensor:
+            marks.append((time.perf_counter(), input_ids.shape[1]))
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+        prompt = torch.tensor([ids], device=self.model.device)
+        out = self.model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
+            eos_token_id=self.stop_ids, pad_token_id=self.stop_ids[0],
+            stopping_criteria=StoppingCriteriaList([mark]), **self.options,
+        )
+        began, first = marks[0]
+        seconds, decoded = time.perf_counter() - began, out.shape[1] - first
+        return Decoded(out[0, len(ids) :].tolist(), decoded / seconds if decoded else 0.0, [])

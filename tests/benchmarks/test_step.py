@@ -1,0 +1,89 @@
+"""step.py, the random models it measures, and products.py. Speeds themselves are not tested."""
+import json
+
+import products
+import pytest
+import step
+import torch
+from shapes import random_models
+
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
+from kernels.packed import pack
+from sampling.options import Sampling
+from tree import TreeShape
+
+TINY = ("--shape", "tiny", "--threads", "1", "--repeat", "1", "--no-compile", "--device", "cpu")
+
+
+@pytest.mark.parametrize("mode", [None, "int8", "int4"])
+def test_models_of_a_shape_decode(mode):
+    """Random weights, quantised or not: speculative text is plain text, as with any others."""
+    target, head = random_models("tiny", torch.float32, "cpu", mode, 32)
+    fast, plain = (
+        Decoder(target, d, compile=False, max_seq_len=100) for d in (Eagle(head, TreeShape(8, 2, 4)), None)
+    )
+    assert fast.generate([[1, 2, 3]], Sampling(20))[0].ids == plain.generate([[1, 2, 3]], Sampling(20))[0].ids
+    assert pack(target, head)
+
+
+@pytest.mark.slow
+def test_step_measures_every_part(results, capsys):
+    argv = ["--rows", "1", "8", "--context", "32", "200", "--batch", "1", "2", "--modes", "none", "int8"]
+    assert step.main([*TINY, *argv, "--repeat", "2"]) == 0
+    record = json.loads((results / "step.json").read_text())
+    assert {(r["mode"], r["batch"], r["context"], r["rows"]) for r in record["rows"]} == {
+        (m, b, n, t) for m in ("none", "int8") for b in (1, 2) for n in (32, 200) for t in (1, 8)
+    }
+    for row in record["rows"]:
+        assert row["step"] > 0 and row["verify"] > 0 and 0 < row["roof"]
+        assert ("draft" in row) == (row["rows"] > 1)
+    few, many = (next(r for r in record["rows"] if r["context"] == n)["gigabytes"] for n in (32, 200))
+    assert many > few and record["gigabytes_per_second"] > 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 16
+
+
+def test_a_step_is_held_at_its_context():
+    """What is timed is a step at n tokens, every time, whatever it commits."""
+    target, head = random_models("tiny", torch.float32, "cpu", None)
+    held = step.HeldStep(target, head, 8, 2, 200, False)
+    parts = held.parts(100)
+    for _ in range(3):
+        for part in parts.values():
+            with torch.no_grad():
+                part()
+        assert held.decoder.state.length.tolist() == [100, 100] and held.span.shape[0] == 128
+
+
+def test_what_step_refuses(int8, refused, monkeypatch):
+    monkeypatch.setattr(step, "bandwidth", lambda device: 1e9)
+    refused(step.main, words="give --checkpoint DIR or --shape NAME")
+    refused(step.main, *TINY, "--checkpoint", "x", words="give --checkpoint DIR or --shape NAME")
+    refused(step.main, "--shape", "nothing", words="--shape nothing: unknown; choose from llama-3.1-8b")
+    refused(step.main, *TINY, "--batch", "1", "0", words="--context, --batch and --repeat must be at least 1")
+    refused(step.main, *TINY, "--threads", "0", words="--threads 0: must be 1 to")
+    refused(step.main, *TINY, "--device", "nowhere", words="--device nowhere")
+    refused(step.main, "--checkpoint", int8, "--modes", "int8", words="is quantised already (int8)")
+    refused(step.main, *TINY, "--context", "4000", words="nothing left to measure, the model reads 4096")
+
+
+def test_contexts_that_do_not_fit_are_left_out(results, capsys):
+    assert step.main([*TINY, "--rows", "1", "--context", "32", "4000"]) == 0
+    assert "longer than the model's 4096 tokens: --context 4000" in capsys.readouterr().err
+    assert {row["context"] for row in json.loads((results / "step.json").read_text())["rows"]} == {32}
+
+
+@pytest.mark.compile
+def test_products_are_timed(golden, results):
+    argv = ["--checkpoint", str(golden), "--rows", "1", "3", "--repeat", "1", "--threads", "1"]
+    assert products.main([*argv, "--device", "cpu"]) == 0
+    milliseconds = json.loads((results / "products.json").read_text())["milliseconds"]
+    assert {"PyTorch whole", "ours whole", "ours int8"} <= set(milliseconds)
+    assert all(ms > 0 for row in milliseconds.values() for ms in row)
+
+
+def test_what_products_refuse(golden, int8, refused):
+    cpu = ("--threads", "1", "--device", "cpu", "--checkpoint")
+    refused(products.main, *cpu, int8, words="is quantised; name the checkpoint before quantisation")
+    refused(products.main, *cpu, golden, "--rows", "1", "0", words="--rows and --repeat must be at least 1")
+    refused(products.main, *cpu, golden, "--repeat", "0", words="--rows and --repeat must be at least 1")
