@@ -60,7 +60,7 @@ class Features:
     def __init__(self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0):
         self.target, self.aux_layers, self.room = target, aux_layers, room
         self.device = target.embed.weight.device
-        self.kept: dict[tuple[int, ...], TargetStates] = {}
+        self.cached: dict[tuple[int, ...], TargetStates] = {}
 
     def read(self, rows: list[dict]) -> TargetStates:
         """States of rows, padded to one length [B, T, ...], on the target's device."""
@@ -81,13 +81,13 @@ class Features:
         return read_target(self.target, self.aux_layers, tokens.to(self.device))
 
     def known(self, key: tuple[int, ...]) -> TargetStates | None:
-        """The states of a row if they are kept, on the CPU."""
-        return self.kept.get(key)
+        """The states of a row, on the CPU, if they were computed before."""
+        return self.cached.get(key)
 
     def keep(self, key: tuple[int, ...], states: TargetStates) -> None:
         """Keep the states of a row if there is room."""
-        if self.room > 0 and key not in self.kept:
-            self.kept[key] = TargetStates(*(x.to("cpu", copy=True) for x in states))
+        if self.room > 0 and key not in self.cached:
+            self.cached[key] = TargetStates(*(x.to("cpu", copy=True) for x in states))
             self.room -= sum(x.numel() * x.element_size() for x in states)
 
 

@@ -44,5 +44,5 @@ def test_memory_is_bounded(models):
     target, head = models
     features = Features(target, head.args.aux_layers, room=1)
     features.read(ROWS)
-    assert len(features.kept) == 1  # the one that used the room up
-    assert Features(target, head.args.aux_layers).kept == {}
+    assert len(features.cached) == 1  # the one that used the room up
+    assert Features(target, head.args.aux_layers).cached == {}

@@ -31,7 +31,7 @@ def same(a: Path, b: Path) -> bool:
 
 
 def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    assert train.main(options(golden, prompt_file, tmp_path / "whole", ema=0.9)) == 0
+    assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", ema=0.9)) == 0
     original, calls = Trainer.gradients, iter(range(1000))
 
     def stops(self, *args):
@@ -44,7 +44,7 @@ def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monke
     assert train.main(argv) == 130 and not (tmp_path / "broken" / "head").exists()
     assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")
     assert train.main(argv) == 0
-    assert same(tmp_path / "whole" / "head", tmp_path / "broken" / "head")
+    assert same(tmp_path / "undisturbed" / "head", tmp_path / "broken" / "head")
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
@@ -56,7 +56,7 @@ def test_a_killed_run_has_the_same_curve(golden, prompt_file, tmp_path, kind):
         slow = {"epochs": 12, "log-every": 1, "save-seconds": 0, "validate-prompts": 0, "kind": kind}
         return options(golden, prompt_file, folder, **slow)
 
-    assert train.main(argv(tmp_path / "whole")) == 0
+    assert train.main(argv(tmp_path / "undisturbed")) == 0
     work = tmp_path / "killed" / "work"
     run = subprocess.Popen(
         [sys.executable, "train.py", *argv(tmp_path / "killed")], cwd=ROOT, env=ONE_THREAD,
@@ -70,8 +70,8 @@ def test_a_killed_run_has_the_same_curve(golden, prompt_file, tmp_path, kind):
     run.wait()
     assert not (tmp_path / "killed" / "head").exists()
     assert train.main(argv(tmp_path / "killed")) == 0
-    assert log_of(work) == log_of(tmp_path / "whole" / "work")
-    assert same(tmp_path / "whole" / "head", tmp_path / "killed" / "head")
+    assert log_of(work) == log_of(tmp_path / "undisturbed" / "work")
+    assert same(tmp_path / "undisturbed" / "head", tmp_path / "killed" / "head")
 
 
 def test_two_processes_have_the_gradients_of_one(golden, prompt_file, tmp_path):
