@@ -97,6 +97,7 @@ def test_every_method_and_tree_gives_the_plain_text(golden, capsys, tmp_path, fl
     assert row["equal"] is True and row["tau"] > 1.2
 
 
+@pytest.mark.slow
 def test_auto_tree_is_measured_once(golden, capsys, tmp_path):
     shutil.copytree(golden, tmp_path / "t")
     common = (
@@ -395,6 +396,7 @@ def test_missing_compiler_is_said(monkeypatch):
         check_compiler()
 
 
+@pytest.mark.slow
 def test_runs_as_a_program(golden):
     """As a user starts it, with nothing of this process: stdout holds the JSON and nothing else."""
     command = [
@@ -407,6 +409,7 @@ def test_runs_as_a_program(golden):
     assert row["tokens"] == 5
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early(golden):
     """`| head`: no message, a status that says why."""
     command = [

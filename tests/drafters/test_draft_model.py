@@ -58,6 +58,7 @@ def test_the_target_itself_is_never_wrong(models, temperature):
         assert set(lengths[:-1]) == {CHAIN.window}
 
 
+@pytest.mark.slow
 def test_residual_acceptance_has_the_targets_distribution(models):
     """As coupled drafting has; with a draft model that is wrong often, and one that never is."""
     target, _ = models

@@ -1,6 +1,7 @@
 """A new way to draft is a file and a line: generate.py and evaluate.py know it without another change."""
 import json
 
+import pytest
 from safetensors.torch import load_file
 
 import evaluate
@@ -48,6 +49,7 @@ def test_traces_and_labels_of_trees_that_are_no_eagles(golden, tmp_path, capsys)
     assert "at most 1024" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_file_and_a_line(golden, tmp_path, monkeypatch, capsys):
     (tmp_path / "again_drafter.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)

@@ -261,6 +261,7 @@ def test_a_medusa_2_model_is_a_target_and_heads(golden, models, tmp_path):
     assert load_head(ours / "medusa", target).args.guesses == 3
 
 
+@pytest.mark.slow
 def test_typical_acceptance_is_medusas(models, golden, capsys):
     """The longest path whose tokens are all likely enough, of equals the likeliest; by a plain program on the
     target's logits.

@@ -63,6 +63,7 @@ def test_coupling_helps(models):
     assert tau(True) > 1.1 * tau(False)
 
 
+@pytest.mark.slow
 def test_distribution_of_speculative_text(models):
     check_distribution(models[0], speculative(models, TreeShape(8, 2, 3), batch=256))
 

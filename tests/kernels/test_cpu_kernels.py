@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint.loading import load_head, load_model
-from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from kernels import build, cpu
@@ -240,6 +239,7 @@ def test_a_packed_model_is_the_model(options):
     assert (found - logits).abs().max() < 1e-5 * logits.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("head_dim", (32, 6, 100))
@@ -270,6 +270,7 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
+@pytest.mark.slow
 def test_a_compiled_step_on_the_kernels(golden):
     """Compiled, as users run it: in float32 the reference path's text, in bfloat16 the compiled plain text.
     """
@@ -292,6 +293,7 @@ def test_a_compiled_step_on_the_kernels(golden):
         assert fast.generate([prompt], sampling)[0].ids == plain.generate([prompt], sampling)[0].ids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
 def test_an_older_processor():
     """The same code for a processor without AVX512: vectors in halves, bfloat16 by hand."""
@@ -304,23 +306,3 @@ def test_an_older_processor():
     root = build.SOURCE.parent.parent
     result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
-
-
-def interrupt():
-    raise KeyboardInterrupt
-
-
-def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "_loaded", False)
-    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
-    called: list[str] = []
-    with pytest.raises(InputError, match=r"could not compile the kernels.*--no-kernels"):
-        cpu.load_kernels(meanwhile=lambda: called.append("while the compiler ran"))
-    assert len(called) == 1
-    with pytest.raises(KeyboardInterrupt):
-        cpu.load_kernels(meanwhile=interrupt)
-    assert not list(tmp_path.glob("cache/*"))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler"):
-        cpu.load_kernels()

@@ -1,12 +1,9 @@
-"""Quantised layers that cannot be, and libraries that cannot be loaded. Nothing is compiled."""
-import os
+"""Quantised layers that cannot be."""
 
 import pytest
 import torch
 import torch.nn as nn
 
-from common.errors import InputError
-from kernels import cpu
 from kernels.quantized import QuantizedLinear, QuantizedStack, quantize_linears
 
 
@@ -26,23 +23,3 @@ def test_modes_and_groups_that_cannot_be(mode, group, words):
             make()
     with pytest.raises(ValueError, match=words):
         quantize_linears(nn.Sequential(nn.Linear(48, 8)), False, mode, group)
-
-
-def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
-    (tmp_path / "cpu.so").write_bytes(b"no library")
-    monkeypatch.setattr(cpu, "_loaded", False)
-    monkeypatch.setattr(cpu, "_build", lambda say, meanwhile: tmp_path / "cpu.so")
-    with pytest.raises(InputError, match=r"cpu\.so: cannot be loaded .*delete it, or pass --no-kernels"):
-        cpu.load_kernels()
-
-
-def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(cpu, "CACHE", tmp_path / "file" / "kernels")  # as in a read-only checkout
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    folder = tmp_path / f"eagle-kernels-{os.getuid()}"
-    assert cpu._folder() == folder and folder.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
-    (tmp_path / f"eagle-kernels-{os.getuid()}").mkdir()
-    with pytest.raises(InputError, match="belongs to another user"):
-        cpu._folder()

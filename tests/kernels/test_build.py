@@ -1,0 +1,47 @@
+"""Building and loading the library of the CPU kernels: what goes wrong is one line and leaves nothing."""
+import os
+
+import pytest
+
+from common.errors import InputError
+from kernels import build, cpu
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(cpu, "_loaded", False)
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
+    called: list[str] = []
+    with pytest.raises(InputError, match=r"could not compile the kernels.*--no-kernels"):
+        cpu.load_kernels(meanwhile=lambda: called.append("while the compiler ran"))
+    assert len(called) == 1
+    with pytest.raises(KeyboardInterrupt):
+        cpu.load_kernels(meanwhile=interrupt)
+    assert not list(tmp_path.glob("cache/*"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler"):
+        cpu.load_kernels()
+
+
+def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
+    (tmp_path / "cpu.so").write_bytes(b"no library")
+    monkeypatch.setattr(cpu, "_loaded", False)
+    monkeypatch.setattr(cpu, "build_library", lambda say, meanwhile: tmp_path / "cpu.so")
+    with pytest.raises(InputError, match=r"cpu\.so: cannot be loaded .*delete it, or pass --no-kernels"):
+        cpu.load_kernels()
+
+
+def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")  # as in a read-only checkout
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / f"eagle-kernels-{os.getuid()}"
+    assert build._folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
+    (tmp_path / f"eagle-kernels-{os.getuid()}").mkdir()
+    with pytest.raises(InputError, match="belongs to another user"):
+        build._folder()
