@@ -128,6 +128,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert isinstance(head.fc, QuantizedLinear) and isinstance(head.lm_head, QuantizedLinear)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4"))
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -243,9 +244,11 @@ WRONG = {
         lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"
     ),
     "another shape": (lambda d: edit(d, intermediate_size=1000), "has shape"),
-    "a type that is not written": (lambda d: change(d, "norm.weight", lambda t: t.double()), "norm.weight is of a type"),
+    "a type that is not written": (
+        lambda d: change(d, "norm.weight", lambda t: t.double()), "norm.weight is of a type"
+    ),
     "infinite weights": (
-        lambda d: change(d, "layers.0.wo.weight", lambda t: t / 0), "layers.0.wo.weight holds values that are not finite"
+        lambda d: change(d, "layers.0.wo.weight", lambda t: t / 0), "layers.0.wo.weight holds values that are"
     ),
 }
 

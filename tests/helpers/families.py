@@ -8,10 +8,8 @@ from safetensors.torch import load_file
 V, H, LAYERS = 128, 48, 8
 SIZES = {
     "vocab_size": V, "hidden_size": H, "intermediate_size": 80, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "bos_token_id": 1,
-    "eos_token_id": None,
-    "pad_token_id": None,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": None,
 }
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -19,9 +17,10 @@ LLAMA3 = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN_OPTIONS = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.25}
 EXPERTS = {
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1,
-    "mlp_only_layers": []
+    "mlp_only_layers": [],
 }
 
 # name: (transformers' classes, what differs, how it is stored)
@@ -38,13 +37,8 @@ TARGETS = {
     ),
     "yarn RoPE": ("Llama", {"rope_parameters": YARN}, "one file"),
     "yarn RoPE with its options": (
-        "Llama",
-        {
-            "rope_parameters": YARN | {
-                "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.25
-            }
-        },
-        "one file"),
+        "Llama", {"rope_parameters": YARN | YARN_OPTIONS}, "one file"
+    ),
     "Mistral": ("Mistral", {"rope_parameters": ROPE, "sliding_window": None}, "sharded"),
     "Qwen2": ("Qwen2", {"rope_parameters": ROPE}, "sharded"),
     "Qwen2.5 tied": ("Qwen2", {"rope_parameters": ROPE, "tie_word_embeddings": True}, "one file"),
@@ -65,20 +59,20 @@ TARGETS = {
 
 
 def make_target(folder: Path, name: str):
-    """Write the named model as its makers would; returns transformers' model."""
+    """Write the named model as its publishers do -> the model of transformers."""
     transformers = pytest.importorskip("transformers")
     kind, changes, form = TARGETS[name]
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
     torch.manual_seed(sorted(TARGETS).index(name))
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    reference = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     with torch.no_grad():
-        for n, p in theirs.named_parameters():  # norms and biases too: ones and zeros would hide a swap
+        for n, p in reference.named_parameters():  # norms and biases too: ones and zeros would hide a swap
             p.normal_(1 if n.endswith("norm.weight") else 0, 0.2)
-    theirs.save_pretrained(folder, max_shard_size="60KB" if form == "sharded" else "1GB")
+    reference.save_pretrained(folder, max_shard_size="60KB" if form == "sharded" else "1GB")
     if form == "sharded":
         assert len(list(folder.glob("*.safetensors"))) > 1
     if form == "bin":
         file = folder / "model.safetensors"
         torch.save(load_file(file), folder / "pytorch_model.bin")
         file.unlink()
-    return theirs
+    return reference

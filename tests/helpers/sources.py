@@ -1,4 +1,4 @@
-"""Tiny checkpoints in other people's layouts."""
+"""Tiny checkpoints in the layouts of Hugging Face and llama.cpp."""
 import json
 import re
 from pathlib import Path
@@ -11,11 +11,9 @@ CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 96,
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5, "rope_theta": 5000.0,
-    "eos_token_id": [3, 5],
-    "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False, "torch_dtype": "float16",
+    "eos_token_id": [3, 5], "bos_token_id": 1, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "torch_dtype": "float16",
 }
-
-
 HEAD_CONFIG = {
     **CONFIG, "num_hidden_layers": 1, "draft_vocab_size": 24, "rope_theta": None, "head_dim": None,
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -54,8 +52,8 @@ def head_state(hd=8, vocab=96, draft=24, hidden=32, prefix="midlayer.") -> dict[
     }
     outside = ("fc.", "norm.", "lm_head.")
     state = {
-        (n if n.startswith(outside) else prefix + n): torch.randn(s, generator=g) * 0.2 for n,
-        s in shapes.items()
+        (name if name.startswith(outside) else prefix + name): torch.randn(shape, generator=g) * 0.2
+        for name, shape in shapes.items()
     }
     if draft != vocab:
         ids = torch.randperm(vocab, generator=g)[:draft].sort().values
@@ -65,8 +63,9 @@ def head_state(hd=8, vocab=96, draft=24, hidden=32, prefix="midlayer.") -> dict[
 
 
 def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", shard=lambda i: i % 2) -> Path:
-    """A Hugging Face folder; `form` is safetensors or bin, or either with `-sharded`: tensor i goes to
-    shard(i).
+    """A Hugging Face folder.
+
+    `form` is safetensors or bin, or either of them with `-sharded`: then tensor i goes to shard(i).
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -85,17 +84,21 @@ def write_source(folder: Path, state: dict, config=CONFIG, form="safetensors", s
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "model.layers.": "blk.",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
+    "model.layers.": "blk.", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate.": "ffn_gate_inp.",
 }
 
 
 def write_gguf(
     file: Path, state: dict, config=CONFIG, kind="F32", extra=lambda w: None, arch="llama"
 ) -> Path:
+    """A file as llama.cpp's converter writes it: its names, its metadata, for LLaMA its interleaved q and k.
+
+    state: under Hugging Face's names. kind: the type of the matrices. extra(writer) adds what else is needed.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     w = gguf.GGUFWriter(file, arch)
     w.add_block_count(config["num_hidden_layers"])
@@ -114,13 +117,12 @@ def write_gguf(
     extra(w)
     qtype = gguf.GGMLQuantizationType[kind]
     for name, tensor in state.items():
-        for theirs, ours in GGUF_NAMES.items():
-            name = name.replace(theirs, ours)
+        for part, gguf_part in GGUF_NAMES.items():
+            name = name.replace(part, gguf_part)
         data = tensor.float()
-        if re.search(r"attn_[qk]\.", name):  # llama.cpp's order: halves become neighbouring pairs
-            data = data.view(
-                -1, 2, config["head_dim"] // 2, data.shape[-1]
-            ).transpose(1, 2).reshape(data.shape)
+        if arch == "llama" and re.search(r"attn_[qk]\.", name):  # halves of a head become neighbouring pairs
+            pairs = data.view(-1, 2, config["head_dim"] // 2, data.shape[-1]).transpose(1, 2)
+            data = pairs.reshape(data.shape)
         data = data.contiguous().numpy()
         if data.ndim == 1 or kind == "F32":
             w.add_tensor(name, data)

@@ -1,0 +1,331 @@
+"""Every layout of EAGLE heads: random ones as published, converted, against a plain reading of the papers.
+
+The reading below works on the tensors as published.
+"""
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.families import LAYERS, H, V, make_target
+from helpers.heads import BASE, make_head, write_head
+from safetensors.torch import load_file
+
+from checkpoint.convert import convert
+from checkpoint.folder import read_config
+from checkpoint.loading import load_head, load_model
+from common.errors import InputError
+from convert_checkpoint import main
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
+from sampling.options import Sampling
+from tree import TreeShape
+
+
+def rms(x, weight):
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def attention_and_mlp(get, residual, a, hd, kv, theta=1e4):
+    """One layer as the papers write it, on published tensors: `get(name)`; a is the normed input, causal."""
+    T = a.shape[0]
+    q, k, v = (
+        F.linear(a, get(f"self_attn.{x}_proj.weight"), get(f"self_attn.{x}_proj.bias")).view(T, -1, hd)
+        for x in "qkv"
+    )
+    if get("self_attn.q_norm.weight") is not None:
+        q, k = rms(q, get("self_attn.q_norm.weight")), rms(k, get("self_attn.k_norm.weight"))
+    angle = torch.arange(T)[:, None] * theta ** (-torch.arange(0, hd, 2) / hd)
+
+    def turned(x):
+        even, odd = x[..., : hd // 2], x[..., hd // 2 :]
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return torch.cat((even * cos - odd * sin, odd * cos + even * sin), -1)
+
+    q, k = turned(q), turned(k)
+    out = torch.empty_like(q)
+    for h in range(q.shape[1]):
+        g = h * kv // q.shape[1]
+        scores = (q[:, h] @ k[:, g].T) / hd**0.5
+        out[:, h] = scores.masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf")).softmax(-1) @ v[:, g]
+    x = residual + out.flatten(1) @ get("self_attn.o_proj.weight").T
+    m = rms(x, get("post_attention_layernorm.weight"))
+    gate, up = m @ get("mlp.gate_proj.weight").T, m @ get("mlp.up_proj.weight").T
+    return x + (F.silu(gate) * up) @ get("mlp.down_proj.weight").T
+
+
+def papers_eagle1(state, embed, lm_head, tokens, feature, hd, kv):
+    """(fed back, logits): arXiv 2401.15077."""
+    x = F.linear(torch.cat((embed[tokens], feature), -1), state["fc.weight"], state.get("fc.bias"))
+    x = attention_and_mlp(lambda n: state.get(f"layers.0.{n}"), x, x, hd, kv)
+    return x, x @ lm_head.T
+
+
+def papers_eagle3(
+    state, embed, lm_head, tokens, feature, hd, kv, first, layers=1, before=False, normed=False
+):
+    """(fed back, logits): arXiv 2503.01840 and its variants; `feature` is already through fc."""
+    u = rms(feature, state[first + "hidden_norm.weight"])
+    a = torch.cat((rms(embed[tokens], state[first + "input_layernorm.weight"]), u), -1)
+    x = attention_and_mlp(lambda n: state.get(first + n), u if before else feature, a, hd, kv)
+    for k in range(1, layers):
+        norm = state.get(f"layers.{k}.hidden_norm.weight", state[f"layers.{k}.input_layernorm.weight"])
+        x = attention_and_mlp(lambda n, k=k: state.get(f"layers.{k}.{n}"), x, rms(x, norm), hd, kv)
+    out = rms(x, state["norm.weight"])
+    return out if normed else x, out @ lm_head.T
+
+
+def run_head(head, tokens, feature):
+    """(Fed back, logits) of one of our heads."""
+    T = len(tokens)
+    caches = head.caches(1, 64, torch.float32, "cpu")
+    at = torch.arange(T)[None]
+    with torch.no_grad():
+        x = head(tokens[None], feature[None], at, at, torch.arange(64) <= at[..., None], caches)
+        return x[0], head.logits(x)[0]
+
+
+def close(results, expected, tolerance=1e-5):
+    return all((x - y).abs().max() < tolerance * y.abs().max() for x, y in zip(results, expected))
+
+
+def converted(tmp_path, target: Path, state: dict, config: dict, name: str = "head") -> Path:
+    """A head written as published, then converted for the target folder."""
+    return convert(write_head(tmp_path / f"{name} in", state, config), tmp_path / name, target, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """(folder, target) of a small LLaMA, and of one with tied embeddings."""
+    place, targets = tmp_path_factory.mktemp("base"), {}
+    for name in ("Llama-3", "Llama-3.2"):
+        make_target(place / f"{name} in", name)
+        folder = convert(place / f"{name} in", place / name, quiet=True)
+        targets[name] = folder, load_model(folder)[0]
+    return targets
+
+
+EAGLE1_HEADS = {
+    "bias in the file and not in the config": ({"bias": True}, "Llama-3"),
+    "no bias in the file, none denied": ({}, "Llama-3"),
+    "qkv bias (Qwen2)": ({"qkv_bias": True}, "Llama-3"),
+    "own KV heads": ({"kv": 4}, "Llama-3"),
+    "own embedding": ({"embedding": True}, "Llama-3"),
+    "tied target": ({}, "Llama-3.2"),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE1_HEADS)
+def test_eagle1_head(tmp_path, base, name):
+    options, which = EAGLE1_HEADS[name]
+    folder, target = base[which]
+    state, config = make_head("eagle", **options)
+    head = load_head(converted(tmp_path, folder, state, config), target, "eagle")
+    tokens, features = torch.randint(0, V, (20,)), torch.randn(20, H)
+    embed = state.get("embed_tokens.weight", target.embed.weight)
+    lm_head = (target.lm_head or target.embed).weight
+    expected = papers_eagle1(state, embed, lm_head, tokens, features, 12, options.get("kv", 2))
+    assert close(run_head(head, tokens, features), expected)
+    # Its features are normed target states.
+    assert close([head.fuse(features)], [rms(features, target.norm.weight)])
+    assert head.args.aux_layers == (LAYERS,)
+
+
+def test_eagle1_in_vllms_copies(tmp_path, base):
+    """Everything nested, `model.` in front, the target's lm_head and embedding in the file: the same head."""
+    folder, target = base["Llama-3"]
+    state, config = make_head("eagle")
+    plain = converted(tmp_path, folder, state, config, "plain")
+    copied = {f"model.{n}": t for n, t in state.items()} | {
+        "model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.lm_head.weight,
+    }
+    copy = converted(tmp_path, folder, copied, {"model_type": "eagle", "model": config}, "copy")
+    a, b = load_file(plain / "model.safetensors"), load_file(copy / "model.safetensors")
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+AUX = "eagle_aux_hidden_state_layer_ids"
+SPECULATORS = {"speculators_model_type": "eagle3", "norm_before_residual": False}
+EAGLE3_HEADS = {  # what differs, extra tensors, flags of the paper's reading
+    "SafeAILab": ({}, {}, {}),
+    "SafeAILab, the whole vocabulary": ({"draft": V}, {}, {}),
+    "SpecForge, own head size and KV heads": (
+        {"hd": 8, "kv": 1, "head_dim": 8, "first": "layers.0."}, {}, {}
+    ),
+    "a head_dim that the config gets wrong": ({"hd": 8, "head_dim": 12}, {}, {}),
+    "fc bias": ({"bias": True}, {}, {}),
+    "own embedding": ({"embedding": True}, {}, {}),
+    "another width": ({"hidden": 32, "embedding": True, "target_hidden_size": H}, {}, {}),
+    "five features": (
+        {"aux": 5, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4, 5]}}, {}, {}
+    ),
+    "fc_norm (speculators)": (
+        {**SPECULATORS, "first": "layers.0.", "fc_norm": True}, "fc_norm.{}.weight", {}
+    ),
+    "aux_norm (SGLang)": (
+        {"first": "layers.0."}, ("aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"), {}
+    ),
+    "norm_before_fc": (
+        {**SPECULATORS, "first": "layers.0.", "norm_before_fc": True}, ("input_norm.weight",), {}
+    ),
+    "norm_before_residual": (
+        {**SPECULATORS, "first": "layers.0.", "norm_before_residual": True}, {}, {"before": True}
+    ),
+    "norm_output": ({**SPECULATORS, "first": "layers.0.", "norm_output": True}, {}, {"normed": True}),
+    "three layers": ({**SPECULATORS, "first": "layers.0.", "layers": 3}, {}, {"layers": 3}),
+    "two layers with qk_norm (Qwen3)": (
+        {**SPECULATORS, "first": "layers.0.", "layers": 2, "qk_norm": True}, {}, {"layers": 2}
+    ),
+    "two layers (SGLang)": (
+        {"first": "layers.0.", "layers": 2}, ("layers.1.hidden_norm.weight",), {"layers": 2}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EAGLE3_HEADS)
+def test_eagle3_head(tmp_path, base, name):
+    options, extra, flags = EAGLE3_HEADS[name]
+    folder, target = base["Llama-3"]
+    state, config = make_head("eagle3", **options)
+    names = [extra.format(j) for j in range(3)] if isinstance(extra, str) else list(extra)
+    for n in names:
+        width = 3 * H if n.startswith("input_norm") else H
+        state[n] = 1 + 0.2 * torch.randn(width, generator=torch.Generator().manual_seed(len(n)))
+    # The layer's shape is nested, outside only what is speculators' own.
+    if "speculators_model_type" in config:
+        shape = {k: config.pop(k) for k in list(config) if k in BASE and k != "architectures"}
+        config["transformer_layer_config"] = shape
+    head = load_head(converted(tmp_path, folder, state, config), target, "eagle3")
+    hidden, aux = options.get("hidden", H), options.get("aux", 3)
+    tokens, features = torch.randint(0, V, (20,)), torch.randn(20, aux * H)
+    normed = features
+    if names and names[0].startswith("input_norm"):
+        normed = rms(features, state["input_norm.weight"])
+    elif names and "layers" not in names[0]:
+        normed = torch.cat([rms(part, state[n]) for n, part in zip(names, features.chunk(3, -1))], -1)
+    fused = F.linear(normed, state["fc.weight"], state.get("fc.bias"))
+    assert close([head.fuse(features)], [fused])
+    embed = state.get("embed_tokens.weight", target.embed.weight)
+    feature = torch.randn(20, hidden)
+    expected = papers_eagle3(
+        state, embed, state["lm_head.weight"], tokens, feature, options.get("hd", 12), options.get("kv", 2),
+        options.get("first", "midlayer."), **flags,
+    )
+    assert close(run_head(head, tokens, feature), expected)
+    ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
+    assert torch.equal(head.draft_ids, ids)
+    prompt = [3, 1, 4]
+    plain = Decoder(target, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
+    drafter = Eagle(head, TreeShape(12, 2, 4))
+    fast = Decoder(target, drafter, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
+    assert fast == plain
+
+
+def test_a_head_without_lm_head_uses_the_targets(tmp_path, base):
+    folder, target = base["Llama-3"]
+    state, config = make_head("eagle3", draft=V)
+    own = state.pop("lm_head.weight")
+    head = load_head(converted(tmp_path, folder, state, config | {"draft_vocab_size": None}, "none"), target)
+    assert head.lm_head is target.lm_head
+    state["embed_tokens.weight"] = own
+    tied = config | {"tie_word_embeddings": True}
+    head = load_head(converted(tmp_path, folder, state, tied, "tied"), target)
+    assert torch.equal(head.lm_head.weight, own)
+    assert head.lm_head.weight.data_ptr() == head.embed.weight.data_ptr()
+
+
+def test_a_narrow_head_cannot_borrow_a_wide_lm_head(tmp_path, base):
+    state, config = make_head("eagle3", draft=V, hidden=32, embedding=True, target_hidden_size=H)
+    del state["lm_head.weight"]
+    with pytest.raises(InputError, match="no lm_head of its own"):
+        converted(tmp_path, base["Llama-3"][0], state, config | {"draft_vocab_size": None})
+
+
+def test_the_mask_alone_tells_the_draft_ids(tmp_path, base):
+    state, config = make_head("eagle3")
+    ids = torch.arange(state["d2t"].numel()) + state.pop("d2t")
+    state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)
+    folder = converted(tmp_path, base["Llama-3"][0], state, config)
+    assert torch.equal(load_file(folder / "model.safetensors")["draft_ids"], ids)
+
+
+def test_biases_are_found_in_the_file_whatever_the_config_says(tmp_path, base):
+    state, config = make_head("eagle3", qkv_bias=True, attention_bias=True)
+    folder = converted(tmp_path, base["Llama-3"][0], state, config)
+    assert read_config(folder)["qkv_bias"]
+
+
+def test_an_id_that_only_an_input_can_have(tmp_path, base):
+    ids = [0, 3, LAYERS]
+    state, config = make_head("eagle3", eagle_config={AUX: ids})
+    folder = converted(tmp_path, base["Llama-3"][0], state, config)
+    assert read_config(folder)["aux_layers"] == ids
+
+
+QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)
+    "norm_before_residual": (
+        {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"],
+        ("norm_before_residual", True)),
+    "norm_before_residual, no": (
+        {"speculators_model_type": "eagle3"}, "--norm-before-residual", ["--no-norm-before-residual"],
+        ("norm_before_residual", False)),
+    "norm_output": (
+        {"norm_output": True}, "--recycle raw", ["--recycle", "normed"], ("recycle_normed", True)
+    ),
+    "norm_output, raw": (
+        {"norm_output": True}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)
+    ),
+    "aux layers": (
+        {"eagle_config": {AUX: [3, 4, 5]}}, "4,5,6 if outputs", ["--aux-layers", "3,4,5"],
+        ("aux_layers", [3, 4, 5])),
+    "aux layers, twice": (
+        {"eagle_config": {AUX: [1, 3, 4]}, AUX: [2, 3, 5]}, "--aux-layers 2,3,5 or --aux-layers 2,4,5",
+        ["--aux-layers", "2,4,5"], ("aux_layers", [2, 4, 5])),
+    "as many states as fc is wide": (
+        {"aux": 4}, "takes 4 states", ["--aux-layers", "1,2,3,4"], ("aux_layers", [1, 2, 3, 4])
+    ),
+    "norm_output, false": (
+        {"norm_output": False}, "--recycle raw", ["--recycle", "raw"], ("recycle_normed", False)
+    ),
+    "a speculator by its name": (
+        {"architectures": ["Eagle3Speculator"]}, "--norm-before-residual", ["--norm-before-residual"],
+        ("norm_before_residual", True)),
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_what_cannot_be_detected_is_asked(tmp_path, base, capsys, name):
+    changes, words, answer, (key, value) = QUESTIONS[name]
+    state, config = make_head("eagle3", first="layers.0.", **changes)
+    head, target = write_head(tmp_path / "h", state, config), base["Llama-3"][0]
+    command = ["--checkpoint", str(head), "--target", str(target), "--out", str(tmp_path / "o")]
+    assert main(command) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 and err[0].startswith("error: ") and words in err[0]
+    assert not (tmp_path / "o").exists()
+    assert main([*command, *answer]) == 0 and read_config(tmp_path / "o", "eagle3")[key] == value
+
+
+REFUSED = {
+    "an input norm in layer 0": (
+        "eagle", {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "no such norm"
+    ),
+    "a head of two layers": ("eagle", {}, {"num_hidden_layers": 2}, "2 layers"),
+    "another kind of speculator": ("eagle3", {}, {"speculators_model_type": "peagle"}, "peagle"),
+    "two kinds of norm before fc": (
+        "eagle3", {"fc_norm.0.weight": torch.ones(H), "input_norm.weight": torch.ones(3 * H)}, {},
+        "only one"
+    ),
+    "a missing fc_norm": ("eagle3", {"fc_norm.0.weight": torch.ones(H)}, {}, "fc_norm.1.weight"),
+    "a left-over tensor": (
+        "eagle3", {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_heads(tmp_path, base, name):
+    kind, extra, changes, words = REFUSED[name]
+    state, config = make_head(kind)
+    with pytest.raises(InputError, match=words):
+        converted(tmp_path, base["Llama-3"][0], state | extra, config | changes)

@@ -1,0 +1,124 @@
+"""Where a conversion writes: what it replaces and keeps, and what it leaves behind after trouble."""
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.converting import run
+from helpers.sources import HEAD_CONFIG, head_state, target_state, write_source
+
+from checkpoint import writer
+from checkpoint.convert import convert, converted_folder, default_folder
+from checkpoint.loading import load_model
+from common.errors import InputError
+
+
+def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
+    convert(write_source(tmp_path / "head", head_state(), HEAD_CONFIG), target=target, quiet=True)
+    head = (target / "eagle3" / "model.safetensors").read_bytes()
+    (target / "stale").write_text("from the earlier conversion")
+    source = tmp_path / "target-source"
+    code, err = run(capsys, "--checkpoint", source, "--out", target)
+    assert code == 1 and len(err) == 1 and "--force" in err[0] and (target / "stale").exists()
+    assert run(capsys, "--checkpoint", source, "--out", target, "--force", "--dtype", "bf16")[0] == 0
+    assert load_model(target)[0].embed.weight.dtype == torch.bfloat16
+    assert (target / "eagle3" / "model.safetensors").read_bytes() == head and not (target / "stale").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["head", "target", "target-source"]
+
+
+def test_force_replaces_an_older_format(tmp_path, target):
+    old = json.loads((target / "config.json").read_text()) | {"format": 1}
+    (target / "config.json").write_text(json.dumps(old))
+    with pytest.raises(InputError, match="convert it again"):
+        load_model(target)
+    load_model(convert(write_source(tmp_path / "in", target_state()), target, force=True, quiet=True))
+
+
+def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    head = write_source(tmp_path / "head", head_state(), HEAD_CONFIG)
+    for argv in (
+        ("--checkpoint", tmp_path / "target-source", "--out", tmp_path / "mine"),
+        ("--checkpoint", head, "--target", target, "--out", target),
+    ):
+        code, err = run(capsys, *argv, "--force")
+        assert code == 1 and len(err) == 1
+    assert (tmp_path / "mine" / "thesis.txt").exists() and load_model(target)
+
+
+def test_a_failed_replacement_leaves_the_old(tmp_path, target, capsys, monkeypatch):
+    before = (target / "model.safetensors").read_bytes()
+    really = os.replace
+
+    def replace(a, b):
+        if Path(a).name.startswith(".target.tmp"):
+            raise OSError(errno.EIO, "broken disk")
+        really(a, b)
+
+    monkeypatch.setattr(os, "replace", replace)
+    code, err = run(
+        capsys, "--checkpoint", tmp_path / "target-source", "--out", target, "--force", "--dtype", "bf16"
+    )
+    assert code == 1 and len(err) == 1 and "broken disk" in err[0]
+    assert (target / "model.safetensors").read_bytes() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["target", "target-source"]
+
+
+def test_out_defaults_to_checkpoints(tmp_path, monkeypatch):
+    source = write_source(tmp_path / "some-model", target_state())
+    monkeypatch.chdir(tmp_path)
+    assert convert(source, quiet=True) == Path("checkpoints/some-model")
+    assert default_folder("org/Name-1.5B") == Path("checkpoints/name-1.5b")
+    assert load_model(tmp_path / "checkpoints" / "some-model")
+
+
+def test_no_space_known_before(tmp_path, capsys, monkeypatch):
+    source = write_source(tmp_path / "in", target_state())
+    usage = writer.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(writer.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "deep" / "out")
+    assert code == 1 and len(err) == 1 and "no space" in err[0] and "1,000 are free" in err[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("trouble, expected, status", [
+    (OSError(errno.ENOSPC, "No space left on device"), "no space", 1),
+    (OSError(errno.EACCES, "Permission denied"), "Permission denied", 1),
+    (KeyboardInterrupt(), "interrupted", 130),
+])
+def test_trouble_while_writing(tmp_path, capsys, monkeypatch, trouble, expected, status):
+    source = write_source(tmp_path / "in", target_state())
+    folders = []  # beside the output, at each block
+
+    def cast(name, block, dtype):
+        folders.append([p.name for p in (tmp_path / "new" / "deep").iterdir()])
+        if len(folders) == 5:
+            raise trouble
+        return block
+
+    monkeypatch.setattr(writer, "_cast", cast)
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "new" / "deep" / "out")
+    assert code == status and len(err) == 1 and err[0].startswith("error: ") and expected in err[0]
+    assert len(folders) == 5 and len(folders[0]) == 1 and folders[0] != ["out"]  # a temporary one
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_a_source_is_converted_when_it_is_used(tmp_path, monkeypatch):
+    """Once, and again when the source has changed; another source of that name is refused."""
+    notes = []
+    source = write_source(tmp_path / "model", target_state())
+    other = write_source(tmp_path / "other" / "model", target_state())
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        assert converted_folder(str(source), notes.append) == "checkpoints/model"
+    assert notes == [f"converting {source} into checkpoints/model"]
+    assert converted_folder("checkpoints/model", notes.append) == "checkpoints/model"
+    later = time.time() + 10
+    os.utime(source / "config.json", (later, later))
+    assert converted_folder(str(source), notes.append) == "checkpoints/model" and len(notes) == 2
+    with pytest.raises(InputError, match=f"was converted from {source}"):
+        converted_folder(str(other), notes.append)

