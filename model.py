@@ -48,9 +48,9 @@ class ModelArgs:
         Raises ValueError naming the first missing or inconsistent field.
         """
         names = {f.name for f in fields(cls)}
-        given = {k: v for k, v in config.items() if k in names}
+        known = {k: v for k, v in config.items() if k in names}
         try:
-            args = cls(**given)
+            args = cls(**known)
         except TypeError as e:
             raise ValueError(f"config.json is incomplete: {e}") from None
         args.check()
@@ -264,6 +264,10 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         y = F.linear(x, self.weight, self.bias)
         return y if onto is None else onto + y
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The same in float32, for an lm_head."""
+        return self(x).float()
 
 
 class MLP(nn.Module):
@@ -491,6 +495,7 @@ class Transformer(nn.Module):
 
 
 def project(head: nn.Module, x: Tensor) -> Tensor:
-    """x [..., H] -> float32 logits by an lm_head or, tied, an embedding table. A packed head has its own way.
+    """x [..., H] -> float32 logits [..., V] by an lm_head (any layer with `logits`) or, tied, an embedding
+    table.
     """
-    return head.logits(x) if hasattr(head, "logits") else F.linear(x, head.weight).float()
+    return F.linear(x, head.weight).float() if isinstance(head, nn.Embedding) else head.logits(x)

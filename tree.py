@@ -75,7 +75,7 @@ PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 @dataclass(frozen=True)
 class AnyTree:
-    """Size of a tree that is found as a tree rather than grown.
+    """Size of a tree that is proposed as it is rather than grown.
 
     It has `nodes` T, root included, on at most `levels` levels below the root.
     """
@@ -211,16 +211,16 @@ def likely_tree(nodes: int, levels: int) -> PathTree:
     def share(path: tuple[int, ...]) -> float:
         return math.prod(0.6 * 0.9**depth * (0.25 / rank if rank else 1) for depth, rank in enumerate(path))
 
-    found: list[tuple[int, ...]] = []
-    open_ends = [(0,)]  # of every node found the next sibling and the first child
-    while len(found) < nodes - 1:
+    paths: list[tuple[int, ...]] = []
+    open_ends = [(0,)]  # of every node taken, the next sibling and the first child
+    while len(paths) < nodes - 1:
         best = max(open_ends, key=share)
         open_ends.remove(best)
-        found.append(best)
+        paths.append(best)
         open_ends.append((*best[:-1], best[-1] + 1))
         if len(best) < levels:
             open_ends.append((*best, 0))
-    return PathTree(tuple(found))
+    return PathTree(tuple(paths))
 
 
 # EAGLE-1's tree of 25 drafted nodes (named mc_sim_7b_63 in SafeAILab/EAGLE choices.py): ranks that pay off on

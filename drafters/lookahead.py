@@ -1,6 +1,6 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future while it verifies.
 
-A window of columns stands behind the root, row below row: row r holds guesses made r steps ago of what comes
+A window of columns stands after the root, row below row: row r holds guesses made r steps ago of what comes
 after the row above. Each step the target reads the window along with the tree and says what follows its
 newest row; a column is then an n-gram the target would write, and goes into a pool, by its first token. What
 the pool has for the root is the tree.

@@ -1,7 +1,7 @@
 """Prompt lookup: the text itself drafts. What followed its last tokens before is proposed again.
 
 PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and
-proposes one chain; Spec-Bench's copy passes over matches with fewer than ten tokens behind them, and proposes
+proposes one chain; Spec-Bench's copy passes over matches with fewer than ten tokens after them, and proposes
 the id 100 where there are none. Here every match competes, longer ones first and of those the latest, and the
 best few with different continuations make a small tree. It runs on the device in static shapes: one
 comparison per n-gram position. On a CPU a step in which no sequence has a match is a plain step; on a GPU the
@@ -44,14 +44,14 @@ class Lookup(Drafter):
         From the root on it is 0.
         """
         tokens, length = state.tokens[:, : slots.shape[0]], state.length[:, None]
-        found = torch.zeros_like(tokens)
+        matched = torch.zeros_like(tokens)
         equal = slots < length
         for back in range(self.longest):
             wanted = state.tokens.gather(1, (length - back).clamp(min=0))
             before = tokens.roll(back, 1)  # the token `back` places before each slot
             equal = equal & (before == wanted) & (slots >= back) & (length >= back)
-            found = found + equal
-        return found
+            matched = matched + equal
+        return matched
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
         """Whether any sequence that still moves has a match []."""
@@ -64,8 +64,9 @@ class Lookup(Drafter):
         """
         root, length = state.root()[:, None], state.length[:, None]
         n = slots.shape[0]
-        found = self.matches(state, slots)
-        score = torch.where(found >= self.shortest, found * n + slots, -1)  # the longest, of those the latest
+        matched = self.matches(state, slots)
+        # The longest, of those the latest.
+        score = torch.where(matched >= self.shortest, matched * n + slots, -1)
         follows = state.tokens[:, 1 : n + 1]
         starts, live = [], []
         for _ in self.lengths:

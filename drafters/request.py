@@ -32,8 +32,8 @@ class Request:
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
     choose_tree: Callable[[nn.Module, Path], TreeShape]  # choose_tree(head, folder) is --tree auto
 
-    def refuse(self, **given) -> None:
-        """Raise InputError if any of these, options that mean nothing to the method, was given."""
-        for name, value in given.items():
+    def refuse(self, **options) -> None:
+        """Raise InputError if any of these options, which mean nothing to the method, has a value."""
+        for name, value in options.items():
             if value:
                 raise InputError(f"--speculate {self.method}: has no use for --{name}; leave it out")

@@ -72,8 +72,8 @@ class Rest(Drafter):
     def follow(self, at: Tensor, count: int) -> Tensor:
         """The `count` tokens from places at [...] -> [..., count]; -1 after the store's end."""
         place = at[..., None] + torch.arange(count, device=at.device)
-        found = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
-        return torch.where(place < self.tokens.shape[0], found, -1)
+        tokens = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
+        return torch.where(place < self.tokens.shape[0], tokens, -1)
 
     def damaged(self, probes: int = 1024) -> bool:
         """Whether the suffix array is out of order or points nowhere, in a sample of `probes` neighbours."""
@@ -90,38 +90,32 @@ class Rest(Drafter):
 
         Both are [B, S], S lengths.
         """
-        length, device = state.length, state.length.device
+        length, device, last = state.length, state.length.device, self.tokens.shape[0] - 1
         sizes = torch.arange(self.longest, self.shortest - 1, -1, device=device)  # [S]
         place = torch.arange(self.longest, device=device)
         context = state.tokens.gather(1, (length[:, None] - self.longest + 1 + place).clamp(min=0))
-        # Each context's last tokens, moved to the left.
-        # [B, S, 1, 1, longest].
-        wanted = context[:, (place - sizes[:, None]) % self.longest][:, :, None, None]
+        # [B, S, 1, 1, longest]: each context's last tokens, moved to the left.
+        context = context[:, (place - sizes[:, None]) % self.longest][:, :, None, None]
         counts = (place < sizes[:, None])[:, None, None]
-        # The first not below, the first above.
+        # Two bounds [B, S, 2] are searched for: the first suffix not below the context, the first above it.
         low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)
-        high = torch.full_like(low, self.tokens.shape[0])
+        high = torch.full_like(low, last + 1)
+        equal_is_below = torch.tensor([[False], [True]], device=device)
         steps = torch.arange(1, PIVOTS + 1, device=device)
         for _ in range(self.rounds):
             pivots = low[..., None] + (high - low)[..., None] * steps // (PIVOTS + 1)  # [B, S, 2, P]
-            found = self.follow(
-                self.suffixes[pivots.clamp(max=self.tokens.shape[0] - 1)].long(), self.longest
-            )
-            differs = (found != wanted) & counts
+            probed = self.follow(self.suffixes[pivots.clamp(max=last)].long(), self.longest)
+            differs = (probed != context) & counts
             first = differs.long().argmax(-1, keepdim=True)
-            less = (found.gather(-1, first) < wanted.expand_as(found).gather(-1, first))[..., 0]
-            same = ~differs.any(-1)
-            below = torch.where(
-                same, torch.tensor([[False], [True]], device=device), less
-            ) & (low < high)[..., None]
+            less = (probed.gather(-1, first) < context.expand_as(probed).gather(-1, first))[..., 0]
+            moving = low < high
+            below = torch.where(~differs.any(-1), equal_is_below, less) & moving[..., None]
             n = below.sum(-1, keepdim=True)
             raised = pivots.gather(-1, (n - 1).clamp(min=0))[..., 0] + 1
             lowered = pivots.gather(-1, n.clamp(max=PIVOTS - 1))[..., 0]
             n = n[..., 0]
-            moving = low < high
-            low, high = torch.where(moving & (n > 0), raised, low), torch.where(
-                moving & (n < PIVOTS), lowered, high
-            )
+            low = torch.where(moving & (n > 0), raised, low)
+            high = torch.where(moving & (n < PIVOTS), lowered, high)
         fits = sizes <= length[:, None] + 1
         return torch.where(fits, low[..., 0], 0), torch.where(fits, low[..., 1], 0)
 

@@ -97,7 +97,7 @@ def _blocks(weight: Tensor) -> Tensor:
 
 
 def _padded(weight: Tensor, multiple: int) -> Tensor:
-    """With zero rows behind, so that their number is a multiple."""
+    """The rows of a weight, and zero rows after them so that their number is a multiple."""
     missing = -weight.shape[0] % multiple
     return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
 

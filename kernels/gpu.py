@@ -111,13 +111,13 @@ if triton is not None:
         M, N = x.shape[0], weight.shape[0]
         K, rows = x.shape[1], max(16, triton.next_power_of_2(M))  # a tensor core takes 16 rows at least
         out = x.new_empty(M, N)
-        given = {"HAS_BIAS": bias is not None, "EXACT": x.dtype == torch.float32, "ROWS": rows}
+        constants = {"HAS_BIAS": bias is not None, "EXACT": x.dtype == torch.float32, "ROWS": rows}
         arguments = (x, weight, scale, bias if bias is not None else scale, out, M, N, K)
         grid = lambda meta: (triton.cdiv(N, meta["COLUMNS"]),)  # noqa: E731
         if group:
-            torch.library.wrap_triton(tuned_int4)[grid](*arguments, GROUP=group, **given)
+            torch.library.wrap_triton(tuned_int4)[grid](*arguments, GROUP=group, **constants)
         else:
-            torch.library.wrap_triton(tuned_int8)[grid](*arguments, **given)
+            torch.library.wrap_triton(tuned_int8)[grid](*arguments, **constants)
         return out
 
 

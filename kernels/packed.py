@@ -31,7 +31,7 @@ class PackedLinear(nn.Module):
         if gated:
             self.columns, self.mode = self.columns // 2, cpu.GATED
             weight, scale = cpu.interleave(weight), scale if scale is None else cpu.interleave(scale)
-        bias = getattr(linear, "bias", None)
+        bias = None if isinstance(linear, nn.Embedding) else linear.bias
         self.packed = _constant(pack(weight, per_word))
         self.scale = None if scale is None else _constant(cpu.pack_scale(scale))
         self.bias = None if bias is None else _constant(bias.detach().float())

@@ -89,8 +89,7 @@ class MultiTokenHeads(Head):
         """Output of guess k [..., H] -> float32 logits [..., Vd]."""
         if not self.args.lm_head_each:
             return project(self.lm_head, h)
-        head = self.lm_heads[k]
-        return head.logits(h) if hasattr(head, "logits") else head(h).float()
+        return self.lm_heads[k].logits(h)
 
 
 class MedusaHeads(MultiTokenHeads):
