@@ -84,7 +84,7 @@ class Decoded(NamedTuple):
 Contender = Callable[[list[int], int], Decoded]  # takes a prompt as token ids and how many tokens to decode
 
 
-def ours(model: TextDecoder) -> Contender:
+def contender_of(model: TextDecoder) -> Contender:
     """One of our decoders as a contender, compiled and warm."""
     model.warm_up()
 

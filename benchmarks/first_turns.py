@@ -74,7 +74,7 @@ def speed(o, prompts: list[str], shape: TreeShape | None) -> dict:
     target = load_target(o.checkpoint, Runtime(compile=o.compile), note)
     trees = {f"eagle3 {spec}": TreeShape.parse(spec) for spec in o.trees} or {"eagle3": shape}
     draftings = {"plain": Drafting()} | {name: Drafting("eagle3", tree=tree) for name, tree in trees.items()}
-    contenders = {name: bench.ours(target.decoder(drafting)) for name, drafting in draftings.items()}
+    contenders = {name: bench.contender_of(target.decoder(drafting)) for name, drafting in draftings.items()}
     if o.transformers:
         from hugging_face import HuggingFace, as_llama
 

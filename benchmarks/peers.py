@@ -108,7 +108,7 @@ def load_contenders(o, folder: Path) -> dict[str, Contender]:
         if checkpoint:
             target = load(checkpoint, runtime)
             for name, method in (("plain", "none"), ("EAGLE-3", "eagle3")):
-                contenders[f"ours {name}{suffix}"] = bench.ours(target.decoder(Drafting(method)))
+                contenders[f"ours {name}{suffix}"] = bench.contender_of(target.decoder(Drafting(method)))
     if o.transformers:
         from hugging_face import HuggingFace, as_llama
 

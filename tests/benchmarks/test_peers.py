@@ -193,3 +193,9 @@ def test_threads_are_set(golden, monkeypatch, refused):
     finally:
         torch.set_num_threads(before)
     refused(peers.main, "--checkpoint", golden, "--threads", "0", words="--threads 0: must be 1 to")
+
+
+def test_counts_below_one_are_refused(golden, questions, refused):
+    argv = ("--checkpoint", golden, "--questions", questions, "--limit", "0")
+    refused(first_turns.main, *argv, words="--limit 0: must be at least 1")
+    refused(startup.main, "--checkpoint", golden, "--repeat", "0", words="--repeat 0: must be at least 1")
