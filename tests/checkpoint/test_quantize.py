@@ -57,18 +57,17 @@ def test_int4_beats_reaching_the_extreme(group):
     assert q.min() >= -8 and q.max() <= 7 and scale.shape == (40, 256 // group) and (q[3] == 0).all()
     assert torch.equal(unpack_nibbles(pack_nibbles(q)), q)
     parts = weight.unflatten(1, (-1, group))
-    ours = (q.unflatten(1, (-1, group)) * scale.float()[..., None] - parts).square().sum()
+    error = (q.unflatten(1, (-1, group)) * scale.float()[..., None] - parts).square().sum()
     step = parts.abs().amax(2, keepdim=True) / 7
     simple = ((parts / step.clamp(min=1e-9)).round() * step - parts).square().sum()
-    assert ours < 0.85 * simple
+    assert error < 0.85 * simple
 
 
 def test_fp8_rounds_weights_and_activations():
     """Three bits of mantissa: each value within a sixteenth; the product is that of what was rounded."""
     g = torch.Generator().manual_seed(0)
-    weight, x = torch.randn(40, 64, generator=g), torch.randn(
-        3, 5, 64, generator=g
-    ) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    weight, x = torch.randn(40, 64, generator=g), torch.randn(3, 5, 64, generator=g)
+    x *= torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     layer = QuantizedLinear.of(weight, "fp8", bias=torch.randn(40, generator=g))
     assert layer.weight.dtype == torch.float8_e4m3fn and layer.weight.float().abs().max() == FP8_MOST
     large = weight.abs() > weight.abs().amax(1, keepdim=True) / 100
@@ -84,45 +83,39 @@ def test_w8a8_rounds_activations_by_64():
     """Each value to the nearest step of its group's largest / 127, whatever the other groups hold; the last
     group may be short.
     """
-    x = torch.randn(
-        3, 5, 100, generator=torch.Generator().manual_seed(0)
-    ) * torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    x = torch.randn(3, 5, 100, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
     x[0, 0, 70], x[0, 1, :64], x[1, 2, 3] = 1e4, 0, float("nan")
-    found = round_inputs(x)
-    assert found[1, 2, :64].isnan().all() and found[1, 2, 64:].isfinite().all()
+    rounded = round_inputs(x)
+    assert rounded[1, 2, :64].isnan().all() and rounded[1, 2, 64:].isfinite().all()
     for part in (slice(0, 64), slice(64, 100)):
         step = x[..., part].abs().amax(-1, keepdim=True) / 127
-        off = (found[..., part] - x[..., part]).abs()
-        assert (off <= step * 0.5001).logical_or(step.isnan()).all() and (
-            off[0, 2:] > step[0, 2:] * 0.4
-        ).any()
+        off = (rounded[..., part] - x[..., part]).abs()
+        assert (off <= step * 0.5001).logical_or(step.isnan()).all()
+        assert (off[0, 2:] > step[0, 2:] * 0.4).any()
     layer = QuantizedLinear.of(torch.randn(40, 100), "w8a8")
-    assert torch.equal(layer(x[:1]), F.linear(found[:1], layer.dequantize(torch.float32)))
+    assert torch.equal(layer(x[:1]), F.linear(rounded[:1], layer.dequantize(torch.float32)))
 
 
 @pytest.mark.parametrize("mode, most", (("int8", 0.01), ("w8a8", 0.01), ("int4", 0.15), ("fp8", 0.05)))
 def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     out = tmp_path / "q"
     group = ("--group", 32) if mode == "int4" else ()
-    code, said = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
-    assert code == 0 and f"{out}: " in said.out and f"{out / 'eagle3'}: " in said.out and "wqkv" in said.out
+    code, printed = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
+    assert code == 0
+    assert all(text in printed.out for text in (f"{out}: ", f"{out / 'eagle3'}: ", "wqkv"))
     before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
-    assert torch.equal(
-        after["embed.weight"], before["embed.weight"]
-    ) and torch.equal(after["norm.weight"], before["norm.weight"])
-    whole, _ = load_model(golden)
+    assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
+    exact, _ = load_model(golden)
     model, config = load_model(out)
     assert config["quantization"]["mode"] == mode and (out / "tokenizer.json").is_file()
     layer = model.layers[2].wqkv
-    assert isinstance(layer, QuantizedLinear) and layer.weight.dtype in (
-        torch.int8, torch.uint8, torch.float8_e4m3fn
-    )
-    error = (
-        layer.dequantize(torch.float32) - before["layers.2.wqkv.weight"]
-    ).norm() / before["layers.2.wqkv.weight"].norm()
-    assert 0 < error < most
+    assert isinstance(layer, QuantizedLinear)
+    assert layer.weight.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    weight = before["layers.2.wqkv.weight"]
+    assert 0 < (layer.dequantize(torch.float32) - weight).norm() / weight.norm() < most
     tokens = torch.tensor([PROMPT])
-    a, b = (m.logits(m.causal(tokens)[0]) for m in (whole, model))
+    a, b = (m.logits(m.causal(tokens)[0]) for m in (exact, model))
     assert 0 < (a - b).norm() / a.norm() < 10 * most
     head = load_head(out / "eagle3", model, "eagle3")
     assert isinstance(head.fc, QuantizedLinear) and isinstance(head.lm_head, QuantizedLinear)
@@ -134,9 +127,8 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype, temperature):
     out = tmp_path / "q"
-    assert quantize.main(
-        ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-    ) == 0
+    command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
+    assert quantize.main(command) == 0
     from kernels.cpu import load_kernels
     from kernels.packed import pack
 
@@ -149,10 +141,9 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
             pack(target, head)
         sampling = Sampling(80, temperature, seed=3)
         plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
-        fast = Decoder(
-            target, Eagle(head, TreeShape(12, 3, 4)), compile=False, max_seq_len=150
-        ).generate([PROMPT], sampling)[0].ids
-        # Which rounds activations: a last bit may become a whole step.
+        drafter = Eagle(head, TreeShape(12, 3, 4))
+        fast = Decoder(target, drafter, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        # w8a8 rounds activations, so that a difference in the last bit may become a full step.
         exact = dtype == "fp32" and mode != "w8a8"
         if on_kernels or exact:
             assert fast == plain
@@ -163,8 +154,9 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
 
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "fp8"))
 def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
-    """Stacks of experts are quantised, their router is not; few rows read the chosen experts, many read all:
-    the same text.
+    """Stacks of experts are quantised, their router is not.
+
+    Few rows read the chosen experts, many rows read all of them: the results agree.
     """
     from helpers import families
 
@@ -172,13 +164,13 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     monkeypatch.setitem(families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
     families.make_target(tmp_path / "in", "Qwen3-MoE")
     target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
-    code, said = run(capsys, "--checkpoint", target, "--out", tmp_path / "q", "--mode", mode, "--group", 32)
-    assert code == 0 and "w_gate_up" in said.out
+    options = ("--out", tmp_path / "q", "--mode", mode, "--group", 32)
+    code, printed = run(capsys, "--checkpoint", target, *options)
+    assert code == 0 and "w_gate_up" in printed.out
     exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
     experts, before = model.layers[1].mlp, exact.layers[1].mlp
-    assert isinstance(experts.w_down, QuantizedStack) and torch.equal(
-        experts.router.weight, before.router.weight
-    )
+    assert isinstance(experts.w_down, QuantizedStack)
+    assert torch.equal(experts.router.weight, before.router.weight)
     error = (experts.matrices("w_down", None, torch.float32) - before.w_down).norm() / before.w_down.norm()
     assert 0 < error < {"int8": 0.01, "w8a8": 0.01, "int4": 0.15, "fp8": 0.05}[mode]
     x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
@@ -204,9 +196,9 @@ def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):
 def test_text_is_compared(golden, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("The cat sat on the mat, and the dog sat on the cat. " * 30)
-    code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "q", "--text", text)
+    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "q", "--text", text)
     assert code == 0
-    line = next(x for x in said.out.splitlines() if "perplexity" in x)
+    line = next(x for x in printed.out.splitlines() if "perplexity" in x)
     assert float(line.split("same next token ")[1].rstrip("%")) > 90
 
 
@@ -224,10 +216,10 @@ def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
     head, stored = load_head(golden / kind, target), load_head(tmp_path / "q", target)
     before = {name: p.clone() for name, p in target.state_dict().items()}
     quantize_linears(head, head.args.own_lm_head)
-    found, wanted = head.state_dict(), stored.state_dict()
-    assert found.keys() == wanted.keys() and any(t.dtype == torch.int8 for t in found.values())
-    for name, tensor in found.items():
-        assert torch.equal(tensor, wanted[name]), name
+    state, expected = head.state_dict(), stored.state_dict()
+    assert state.keys() == expected.keys() and any(t.dtype == torch.int8 for t in state.values())
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
     assert (head.lm_head is target.lm_head) == (kind == "eagle")
     assert all(torch.equal(p, before[name]) for name, p in target.state_dict().items())
 
@@ -238,7 +230,7 @@ WRONG = {
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "no such file"),
     "cut short": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]),
-        "damaged"
+        "damaged",
     ),
     "quantised already": (
         lambda d: edit(d, quantization={"mode": "int8", "group": 0, "lm_head": True}), "quantised already"
@@ -268,30 +260,30 @@ def test_wrong_input_is_one_line_and_leaves_nothing(golden, tmp_path, capsys, wh
     spoil, message = WRONG[what]
     shutil.copytree(golden, tmp_path / "in")
     spoil(tmp_path / "in")
-    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
-    assert code == 1 and said.err.startswith("error: ") and said.err.count("\n") == 1 and message in said.err
+    code, printed = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 1 and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert message in printed.err
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_lost(golden, tmp_path, capsys):
-    """Not the source by its own output, not a whole folder by a damaged head."""
+    """The output does not replace its source, and a damaged head stops all before anything is written."""
     shutil.copytree(golden, tmp_path / "in")
-    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "in", "--force")
-    assert code == 1 and "is the checkpoint itself" in said.err and (
-        tmp_path / "in" / "model.safetensors"
-    ).is_file()
+    code, printed = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "in", "--force")
+    assert code == 1 and "is the checkpoint itself" in printed.err
+    assert (tmp_path / "in" / "model.safetensors").is_file()
     weights = tmp_path / "in" / "eagle3" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    code, said = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
-    assert code == 1 and "damaged" in said.err and not (tmp_path / "out").exists()
+    code, printed = run(capsys, "--checkpoint", tmp_path / "in", "--out", tmp_path / "out")
+    assert code == 1 and "damaged" in printed.err and not (tmp_path / "out").exists()
 
 
 def test_other_refusals(golden, tmp_path, capsys):
-    code, said = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", "--text", "x")
-    assert code == 1 and "is a head" in said.err
-    (tmp_path / "there").mkdir()
-    code, said = run(capsys, "--checkpoint", golden, "--out", tmp_path / "there")
-    assert code == 1 and "not one of our" in said.err
+    code, printed = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", "--text", "x")
+    assert code == 1 and "is a head" in printed.err
+    (tmp_path / "other").mkdir()
+    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "other")
+    assert code == 1 and "not one of our" in printed.err
     for wrong in (("int8", 32), ("int4", 0), ("int3", 0)):
         with pytest.raises(ValueError, match=r"groups|none of"):
             QuantizedLinear(64, 64, False, *wrong)
@@ -323,14 +315,11 @@ def test_scales_of_another_type_are_refused(golden, tmp_path):
     """Kernels read them as what they ought to be."""
     for mode, wrong in (("int8", torch.bfloat16), ("int4", torch.float32)):
         out = tmp_path / mode
-        assert quantize.main(
-            ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-        ) == 0
+        command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
+        assert quantize.main(command) == 0
         state = load_file(out / "model.safetensors")
-        save_file(
-            {k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()},
-            out / "model.safetensors"
-        )
+        state = {k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}
+        save_file(state, out / "model.safetensors")
         with pytest.raises(InputError, match=r"scale is torch\..*quantise again"):
             load_model(out)
 
