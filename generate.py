@@ -21,49 +21,35 @@ STARTED = time.perf_counter()
 def parser() -> Options:
     """The options of the command line, each with its rules."""
     p = Options("Generate text, losslessly faster with a draft head.")
-    on_off = argparse.BooleanOptionalAction
-    add = p.add_argument
-    add(
-        "--checkpoint", required=True,
-        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first"
-    )
+    add, refuse, on_off = p.add_argument, p.refuse, argparse.BooleanOptionalAction
+    add("--checkpoint", required=True,
+        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
 
-    g = p.add_argument_group("prompts")
-    add = g.add_argument
+    add = p.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
-    add(
-        "--prompt-ids", action="append", default=[], metavar="1,2,3",
-        help="a prompt as token ids, used as they are"
-    )
-    add(
-        "--prompt-file", action="append", default=[], metavar="FILE",
-        help="one prompt; a .jsonl file has one per line"
-    )
+    add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids")
+    add("--prompt-file", action="append", default=[], metavar="FILE",
+        help="one prompt; a .jsonl file has one per line")
     add("--raw", action="store_true", help="no chat template")
     add("--system", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /reset starts over, /exit or end of input leaves")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
-    p.refuse(
-        lambda o: o.interactive and (
-            o.prompt or o.prompt_ids or o.prompt_file or o.json or o.compare or o.trace or o.num_samples != 1
-            or o.raw
-        ),
-        lambda o: "--interactive reads its prompts from you and uses the chat template:"
-        " leave out --prompt*, --json, --compare, --trace, --num-samples, --raw",
-    )
-    p.refuse(
-        lambda o: o.interactive and sys.stdin is None,
-        lambda o: "--interactive reads its prompts from standard input, which is closed",
-    )
-    p.refuse(
-        lambda o: not (o.interactive or o.prompt or o.prompt_ids or o.prompt_file),
-        lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive",
-    )
+
+    def prompts(o) -> list:
+        return o.prompt + o.prompt_ids + o.prompt_file
+
+    refuse(lambda o: o.interactive and (
+               prompts(o) or o.json or o.compare or o.trace or o.num_samples != 1 or o.raw),
+           lambda o: "--interactive reads its prompts from you and uses the chat template: leave out"
+                     " --prompt*, --json, --compare, --trace, --num-samples, --raw")
+    refuse(lambda o: o.interactive and sys.stdin is None,
+           lambda o: "--interactive reads its prompts from standard input, which is closed")
+    refuse(lambda o: not (o.interactive or prompts(o)),
+           lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     p.within("--batch-size", 1, float("inf"))
 
-    g = p.add_argument_group("sampling")
-    add = g.add_argument
+    add = p.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, default=256)
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0)
@@ -72,68 +58,40 @@ def parser() -> Options:
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
     p.within("--num-samples", 1, 100_000)
 
-    g = p.add_argument_group("drafting")
-    add = g.add_argument
+    group = p.add_argument_group("drafting")
+    add = group.add_argument
     how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    add(
-        "--speculate", choices=METHODS, default="none", metavar="METHOD",
-        help=f"none: not at all (default); {how}"
-    )
-    add(
-        "--draft",
-        help="folder of the head (default CHECKPOINT/KIND, eagle for eagle and eagle2) or of the draft model"
-    )
-    add(
-        "--tree", metavar="SPEC",
-        help="auto (measured, then kept), paper, T,D,K, or a JSON file of paths: a static tree"
-    )
-    add(
-        "--tree-nodes", type=int,
-        help="nodes of the draft tree, root included (default 12 on CPU, 8 if quantised, 60 on CUDA)"
-    )
-    add(
-        "--tree-depth", type=int,
-        help="expansions after the first level (default 3 on CPU, 2 if quantised, 7 on CUDA)"
-    )
+    add("--speculate", choices=METHODS, default="none", metavar="METHOD",
+        help=f"none: not at all (default); {how}")
+    add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
+    add("--tree", metavar="SPEC",
+        help="auto (measured, then kept), paper, T,D,K, or a JSON file of paths: a static tree")
+    add("--tree-nodes", type=int,
+        help="nodes of the draft tree, root included (default 12 on CPU, 8 if quantised, 60 on CUDA)")
+    add("--tree-depth", type=int,
+        help="expansions after the first level (default 3 on CPU, 2 if quantised, 7 on CUDA)")
     add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
-    add(
-        "--accept", choices=RULES, default="equal",
-        help=f"how drafts are accepted at temperature > 0: {rules}"
-    )
+    add("--accept", choices=RULES, default="equal",
+        help=f"how drafts are accepted at temperature > 0: {rules}")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
-    add(
-        "--draft-int8", action=on_off, default=True,
-        help="on a CPU, quantise a bf16 head while loading it (same text)"
-    )
-    add_flags(g)
-    p.refuse(
-        lambda o: o.draft and o.speculate == "none",
-        lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3",
-    )
-    p.refuse(
-        lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None),
-        lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width",
-    )
-    p.refuse(
-        lambda o: o.tree and o.speculate == "none",
-        lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate",
-    )
+    add("--draft-int8", action=on_off, default=True, help="on a CPU, quantise a bf16 head while loading it")
+    add_flags(group)
+    refuse(lambda o: o.draft and o.speculate == "none",
+           lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
+    refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None),
+           lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
+    refuse(lambda o: o.tree and o.speculate == "none",
+           lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
 
-    p.add_runtime()
-    p.add_argument(
-        "--autotune", action="store_true",
-        help="torch.compile times several kernels for every product; for a GPU"
-    )
+    add = p.add_runtime().add_argument
+    add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
 
-    g = p.add_argument_group("output")
-    add = g.add_argument
+    add = p.add_argument_group("output").add_argument
     add("--compare", action="store_true", help="decode plainly too: speedup, and whether the texts are equal")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
-    add(
-        "--trace", metavar="FILE",
-        help="write every drafted tree and accepted path (safetensors); one prompt only"
-    )
+    add("--trace", metavar="FILE",
+        help="write every drafted tree and accepted path (safetensors); one prompt only")
     return p
 
 
@@ -156,11 +114,9 @@ def load(o, prompts: list):
         quantised = "quantization" in read_config(checkpoint, "target")
         tree = with_numbers(*numbers, default_tree(runtime.device_name, quantised))
     target = load_target(checkpoint, runtime, note)
-    drafting = Drafting(
-        o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8,
-        read_flags(o, [o.speculate])[o.speculate],
-        tuple(p for p in prompts if isinstance(p, list)),
-    )
+    flags = read_flags(o, [o.speculate])[o.speculate]
+    ids = tuple(p for p in prompts if isinstance(p, list))
+    drafting = Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
     return target, drafting, sampling
 
 

@@ -84,19 +84,18 @@ class Options(argparse.ArgumentParser):
             if test(o):
                 raise InputError(words(o))
 
-    def add_runtime(self) -> None:
-        """Add the options of `engine.api.Runtime`: where and how a model runs."""
-        g = self.add_argument_group("where and how it runs")
-        g.add_argument("--device", help="default: cuda if there is one, else cpu")
-        g.add_argument("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
-        g.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    def add_runtime(self):
+        """Add the options of `engine.runtime.Runtime`: where and how a model runs. Returns their group."""
+        group = self.add_argument_group("where and how it runs")
+        add, on_off = group.add_argument, argparse.BooleanOptionalAction
+        add("--device", help="default: cuda if there is one, else cpu")
+        add("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
+        add("--threads", type=int, help="CPU threads (default: PyTorch's)")
         self.within("--threads", 1, MOST_THREADS)
-        on_off = argparse.BooleanOptionalAction
-        g.add_argument("--compile", action=on_off, default=True, help="torch.compile prefill and step")
-        g.add_argument(
-            "--kernels", action=on_off, default=True,
-            help="on a CPU, when compiling: our own products (see kernels/)",
-        )
+        add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
+        add("--kernels", action=on_off, default=True,
+            help="on a CPU, when compiling: our own products (see kernels/)")
+        return group
 
 
 def positive(value: str) -> int:

@@ -337,8 +337,9 @@ def test_bad_input_is_one_line(golden, models, tmp_path, capsys):
     assert "no hydra heads there" in refused("--speculate", "hydra")
     published_medusa(models[0], tmp_path / "in", 1)
     out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
-    for numbers in ("12,3,4", "60,7,10"):  # the second are the numbers of EAGLE's --tree paper, not of Medusa's
-        assert "takes a static tree" in refused("--speculate", "medusa", "--draft", str(out), "--tree", numbers)
+    for numbers in ("12,3,4", "60,7,10"):  # the second is EAGLE's tree of --tree paper, not Medusa's
+        words = refused("--speculate", "medusa", "--draft", str(out), "--tree", numbers)
+        assert "takes a static tree" in words
     (tmp_path / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
     assert "4 levels, and heads for 3" in refused(
         "--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json")
