@@ -66,7 +66,7 @@ class Answer:
 
 
 def digest(question: dict, identity: str) -> str:
-    """A short hash of a question's turns and of the identity of what answers it (see `Contender`)."""
+    """A short hash of a question's turns and of the identity of what answers it (`evaluation.methods`)."""
     return hashlib.sha256(json.dumps([question["turns"], identity]).encode()).hexdigest()[:16]
 
 
