@@ -26,7 +26,9 @@ def test_there_are_golden_traces():
 # -- lossless ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [
+    pytest.param(shape, marks=[pytest.mark.slow] * (shape.nodes == 60), id=str(shape)) for shape in SHAPES
+])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -51,6 +53,7 @@ def test_same_seed_same_text(models, shape, settings):
         assert len(set(map(tuple, samples))) == 16, "seeds must matter"
 
 
+@pytest.mark.slow
 def test_coupling_helps(models):
     """Statistical, seed fixed: with the shared noise the head guesses the target's samples more often."""
     texts, sampling = prompts(64, seed=3), [Sampling(40, temperature=1.0, seed=s) for s in range(64)]
@@ -68,6 +71,7 @@ def test_distribution_of_speculative_text(models):
     check_distribution(models[0], speculative(models, TreeShape(8, 2, 3), batch=256))
 
 
+@pytest.mark.slow
 def test_ragged_batch_equals_each_alone(models):
     texts = prompts(12, seed=1, longest=150)
     sampling = [Sampling(10 + 7 * i, temperature=float(i % 3) / 2, seed=i) for i in range(12)]
@@ -78,6 +82,7 @@ def test_ragged_batch_equals_each_alone(models):
     assert ids(groups, texts, sampling) == together
 
 
+@pytest.mark.slow
 def test_32_ragged_prompts_of_every_length(models):
     """One batch of 32, from 1 to 200 tokens, ending at different times: each text is the plain one."""
     texts = [prompts(1, seed=50 + i, shortest=1 + 6 * i, longest=1 + 6 * i)[0] for i in range(32)]

@@ -62,6 +62,7 @@ def test_seeds_of_any_size():
     assert keys[3].tolist() == [0, 256] and keys[4].tolist() == [5, 0]
 
 
+@pytest.mark.slow
 def test_gumbel_tail_is_resolved():
     """P(g > x) = 1 - exp(-exp(-x)) out to 1e-6, and the largest values are all different."""
     g = torch.cat([gumbel(seed_keys([s]), torch.arange(64)[None], 49152).flatten() for s in range(16)])

@@ -86,6 +86,7 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     assert list(map(bytes, before)) == prompts
 
 
+@pytest.mark.slow
 def test_user_turns_of_its_own(golden, tmp_path):
     assert user_header(Tokenizer.load(golden), []) == list(b"u:")
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
