@@ -6,6 +6,7 @@ graph's name, and the file begins with the digests of the sources that the graph
 """
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import hashlib
@@ -43,8 +44,7 @@ class SavedGraph:
 
         Where that cannot be written, the next process compiles again.
         """
-        # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told
-        # otherwise.
+        # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
         settings = torch._dynamo.config.patch(dont_skip_tracing=True, enable_aot_compile=True)
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         with settings:
@@ -62,8 +62,8 @@ class SavedGraph:
         """The graph that `make` saved, or None if there is none, or none that can be used any more."""
         try:
             with open(path, "rb") as file:
-                sources = json.loads(file.readline())
-                if any(_digest(ROOT / name) != digest for name, digest in sources.items()):
+                digests = json.loads(file.readline())
+                if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
                     return None
                 return cls(torch.compiler.load_compiled_function(file))
         except FileNotFoundError:
@@ -76,17 +76,25 @@ def _sources(compiled, args: tuple) -> list[Path]:
     """Our files that a graph depends on.
 
     They are those of the code that was traced, of the classes of all modules (tracing reads their
-    attributes), and of the kernels (the graph calls their operators).
+    attributes), of the constants that these files import, and of the kernels, whose operators are called.
     """
     modules = {source.module for source in compiled.source_info().inlined_sources}
     for arg in args:
         if isinstance(arg, nn.Module):
             modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
-    files = {
-        Path(file).resolve() for name in modules if (file := getattr(sys.modules[name], "__file__", None))
-    }
-    ours = [file for file in files if file.is_relative_to(ROOT) and not file.is_relative_to(sys.prefix)]
-    return sorted([*ours, *sources()])
+    files = {file for name in modules if (file := _our_file(name))}
+    for file in list(files):
+        imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
+        names = {node.module for node in imports if any(alias.name.isupper() for alias in node.names)}
+        files |= {other for name in names if (other := _our_file(name))}
+    return sorted([*files, *sources()])
+
+
+def _our_file(module: str | None) -> Path | None:
+    """The file of a loaded module of ours; None of any other."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    path = Path(file or "/").resolve()
+    return path if path.is_relative_to(ROOT) and "site-packages" not in path.parts else None
 
 
 def _digest(file: Path) -> str:
