@@ -374,8 +374,7 @@ class Block(nn.Module):
         return self.finish(x, self.attention(self, qkv, cache, shared))
 
     def project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values of what this layer reads: [B, T, input_size] -> [B, T, (nh + 2*nkv)*hd].
-        """
+        """Queries, keys and values of what this layer reads [B, T, input_size]: [B, T, (nh + 2*nkv)*hd]."""
         return self.wqkv(x)
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -495,7 +494,8 @@ class Transformer(nn.Module):
 
 
 def project(head: nn.Module, x: Tensor) -> Tensor:
-    """x [..., H] -> float32 logits [..., V] by an lm_head (any layer with `logits`) or, tied, an embedding
-    table.
+    """x [..., H] -> float32 logits [..., V].
+
+    head: a layer with `logits`, or an embedding table that is tied to the lm_head.
     """
     return F.linear(x, head.weight).float() if isinstance(head, nn.Embedding) else head.logits(x)

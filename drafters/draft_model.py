@@ -71,8 +71,7 @@ class DraftModel(NetworkDrafter):
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read W rows that end with the root. The last n_new of them are new: the last step committed them.
-        """
+        """Read W rows that end with the root; the last step committed the last n_new of them."""
         start = state.length - state.n_new + 1
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
         h, _ = self.model(

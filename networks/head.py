@@ -110,8 +110,7 @@ class Head(nn.Module):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ):
-        """One pass over tokens [B, T] with their features [B, T, H]. Returns the feature to feed back [B, T,
-        H].
+        """One pass over tokens [B, T] with their features [B, T, H]: the features to feed back [B, T, H].
 
         The other arguments are those of `Transformer.forward`, for the head's own caches.
         """
