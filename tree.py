@@ -65,7 +65,7 @@ class TreeShape:
         return 1 if self.nodes == 1 else self.depth + 2
 
     @property
-    def room(self) -> int:
+    def extra_slots(self) -> int:
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in the head's."""
         return max(self.nodes, self.window + self.width * self.depth)
 
@@ -75,7 +75,7 @@ PAPER_TREE = TreeShape(60, 7, 10)  # of EAGLE-2 and EAGLE-3
 
 @dataclass(frozen=True)
 class AnyTree:
-    """Size of a tree that is proposed as it is rather than grown.
+    """Size of trees whose form changes from step to step and that are not grown (REST's).
 
     It has `nodes` T, root included, on at most `levels` levels below the root.
     """
@@ -90,8 +90,8 @@ class AnyTree:
         return self.levels + 1
 
     @property
-    def room(self) -> int:
-        """As `TreeShape.room`."""
+    def extra_slots(self) -> int:
+        """As `TreeShape.extra_slots`."""
         return max(self.nodes, self.window)
 
 
@@ -148,8 +148,8 @@ class PathTree:
         return 1 + len(self.paths[-1])
 
     @property
-    def room(self) -> int:
-        """As `TreeShape.room`."""
+    def extra_slots(self) -> int:
+        """As `TreeShape.extra_slots`."""
         return max(self.nodes, self.window + sum(len(level.rows) for level in self.levels))
 
     @property

@@ -41,7 +41,7 @@ from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.runtime import check_device
 from kernels.cpu import load_kernels
-from kernels.packed import pack
+from kernels.packed import pack_models
 from kernels.quantized import MODES, quantize_linears
 from model import Transformer, cache_bytes
 from networks.head import Head
@@ -99,7 +99,7 @@ class HeldStep:
         state.done.fill_(False)
         state.n_new.fill_(min(n, d.drafter.shape.window))
         d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, (False, False)
-        self.span = d._span(n + d.drafter.room)
+        self.span = d._span(n + d.drafter.extra_slots)
 
     def parts(self, n: int) -> dict[str, Callable[[], None]]:
         """What is timed at a context of n tokens."""
@@ -145,7 +145,7 @@ class HeldStep:
     def bytes_read(self, n: int) -> int:
         """Bytes that a step must read at a context of n tokens: weights, live keys and values, by pass."""
         target, drafter = self.decoder.target, self.decoder.drafter
-        slots, kv_dtype = min(self.decoder.slots, n + drafter.room), target.embed.weight.dtype
+        slots, kv_dtype = min(self.decoder.slots, n + drafter.extra_slots), target.embed.weight.dtype
         target_cache = cache_bytes(self.batch, slots, target.args, kv_dtype) * target.args.num_layers
         head_cache = sum(cache_bytes(self.batch, slots, args, kv_dtype) for args in drafter.cached)
         return bytes_per_step(target, drafter) + target_cache + head_cache * drafter.passes
@@ -211,7 +211,7 @@ def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
         load_kernels(note)
         if mode == "none" and not stored and target.embed.weight.dtype == torch.bfloat16:
             quantize_linears(head, head.args.own_lm_head)  # the default of `engine.api.Drafting`
-        pack(target, head)
+        pack_models(target, head)
     return target, head
 
 

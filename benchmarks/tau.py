@@ -19,7 +19,7 @@ from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from engine.api import encode
 from kernels.cpu import load_kernels
-from kernels.packed import pack
+from kernels.packed import pack_models
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
 from training.validate import acceptance
@@ -45,7 +45,7 @@ def run(o) -> None:
     heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
     if target.embed.weight.device.type == "cpu":
         load_kernels()
-        pack(target, *heads.values())
+        pack_models(target, *heads.values())
     shape = TreeShape.parse(o.tree)
     sets = {Path(path).stem: prompts_of(path, o, target.args.max_seq_len) for path in o.questions}
     record = describe(o.threads) | {"tree": o.tree, "max_new_tokens": o.max_new_tokens, "heads": {}}

@@ -26,7 +26,7 @@ def coloured(piece: Piece, decode: Callable[[list[int]], str]) -> str:
 
 def as_text(result: Result, job: Job) -> str:
     """A result for people: its text, or its token ids where there is no tokenizer."""
-    return result.text if job.model.tokenizer else ",".join(map(str, result.ids))
+    return result.text if job.tokenizer else ",".join(map(str, result.ids))
 
 
 def show(pieces: Iterable[Piece], job: Job, label: bool) -> None:
@@ -42,8 +42,8 @@ def show(pieces: Iterable[Piece], job: Job, label: bool) -> None:
             for i, result in enumerate(job.results()):
                 print(f"--- {i + 1}, seed {result.seed} ---\n{as_text(result, job)}")
         return
-    tokenizer = job.model.tokenizer
-    colour = is_terminal(sys.stdout) and job.model.decoder.drafter.shape.nodes > 1
+    tokenizer = job.tokenizer
+    colour = is_terminal(sys.stdout) and job.run.decoder.drafter.shape.nodes > 1
     drafted = tokenizer.stream() if tokenizer else None  # decodes the drafted part of a piece alone
     before = ""
     for piece in pieces:

@@ -80,7 +80,7 @@ class Drafter(nn.Module):
     rule = "equal"  # which of `sampling.rules` its nodes are accepted by
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it wants as features
     passes = 0  # how often a step reads the weights of its network, for the bandwidth figure
-    made_of = ""  # tells drafters without weights apart
+    made_of = ""  # tells drafters without weights apart, in evaluate.py's record of who answered
     cached: tuple[ModelArgs, ...] = ()  # shapes of the models whose keys and values it caches
     may_pass = False  # it can have nothing to propose; `has_guess` then says whether it has
 
@@ -102,9 +102,9 @@ class Drafter(nn.Module):
         return 0
 
     @property
-    def room(self) -> int:
+    def extra_slots(self) -> int:
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
-        return self.shape.room
+        return self.shape.extra_slots
 
     def begin(self, prompts: list[list[int]]) -> None:
         """A new text is started for each of these prompts: forget the last ones. Not part of the step."""

@@ -30,7 +30,7 @@ class DraftModel(NetworkDrafter):
     Arguments and errors are those of `NetworkDrafter`.
     """
 
-    ahead = 1
+    read_ahead = 1
 
     def __init__(self, model: Transformer, shape: TreeShape, coupled: bool = True, rule: str = "equal"):
         """rule "residual": proposals are drawn at random, as in the papers.
@@ -99,7 +99,7 @@ def build(request: Request) -> DraftModel:
             "--speculate draft-model: name a smaller converted model of the same vocabulary with --draft"
         )
     if isinstance(request.tree, PathTree) or request.tree == "auto":
-        raise InputError("--speculate draft-model: takes --tree nodes,depth,width only")
+        raise InputError("--speculate draft-model: takes --tree paper or nodes,depth,width only")
     own, target = read_config(request.draft, "target"), request.target.args
     if own["vocab_size"] != target.vocab_size:
         raise InputError(

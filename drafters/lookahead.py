@@ -69,8 +69,8 @@ class Lookahead(Drafter):
             self.rows[i] = torch.tensor(prompt)[drawn].to(self.rows.device)
 
     @property
-    def room(self) -> int:
-        return self.shape.room + len(self.depth)
+    def extra_slots(self) -> int:
+        return self.shape.extra_slots + len(self.depth)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root = state.root()[:, None]

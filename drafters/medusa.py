@@ -78,11 +78,11 @@ def build(request: Request) -> Medusa:
 
 
 def published_tree() -> PathTree:
-    """mc_sim_7b_63, 64 nodes on four levels (FasterDecoding/Medusa).
+    """The tree named mc_sim_7b_63 in FasterDecoding/Medusa: 64 nodes on four levels.
 
     The published Medusa and Hydra figures were measured on it.
     """
-    paths = json.loads((Path(__file__).parent / "mc_sim_7b_63.json").read_text())
+    paths = json.loads((Path(__file__).parent / "medusa_tree.json").read_text())
     return PathTree(tuple(map(tuple, paths)))
 
 

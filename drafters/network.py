@@ -33,7 +33,7 @@ class NetworkDrafter(Drafter):
     knows. Raises ValueError if the tree is wider than the vocabulary.
     """
 
-    ahead = 0  # how many rows its cache holds beyond those of the target's: 1 if it has read the root
+    read_ahead = 0  # rows that its cache holds beyond those of the target's: 1 if it has read the root
 
     def __init__(self, shape: TreeShape | PathTree, vocabulary: int, coupled: bool = True):
         super().__init__(shape)
@@ -56,7 +56,7 @@ class NetworkDrafter(Drafter):
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
         level_logits: takes the logits [B, R, Vd] of every level.
         """
-        k, base = shape.width, state.length + self.ahead
+        k, base = shape.width, state.length + self.read_ahead
         scores, tokens = self._best(last, noise, 0, k, level_logits)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)

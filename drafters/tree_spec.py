@@ -48,12 +48,8 @@ def read_tree(text: str | None) -> TreeSpec:
 def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeSpec) -> TreeShape:
     """A tree with some numbers given, the others from the default. Raises ValueError on an impossible one."""
     usual = eagle_tree(default)
-    return TreeShape(
-        *(
-            u if n is None else n for n,
-            u in zip((nodes, depth, width), (usual.nodes, usual.depth, usual.width))
-        )
-    )
+    pairs = (nodes, usual.nodes), (depth, usual.depth), (width, usual.width)
+    return TreeShape(*(default if number is None else number for number, default in pairs))
 
 
 def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:

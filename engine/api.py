@@ -29,7 +29,7 @@ from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import PROMPTS, auto_tree
 from kernels.cpu import load_kernels
-from kernels.packed import pack
+from kernels.packed import pack_models
 from kernels.quantized import quantize_linears
 from model import Transformer
 from networks.head import Head
@@ -130,7 +130,7 @@ class Target:
         if int8 and self.model.embed.weight.dtype == torch.bfloat16:
             for model in models:
                 quantize_linears(model, lm_head=not isinstance(model, Head) or model.args.own_lm_head)
-        if not pack(*models):
+        if not pack_models(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"
                 " leave plain text at near ties"
@@ -255,15 +255,17 @@ class TextDecoder:
         ValueError (empty or too long prompts, with the numbers) and InputError before anything is decoded.
         """
         ids = [self.encode(p, raw=raw, system=system) for p in prompts]
-        return Job(self, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
+        return Job(self.tokenizer, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
 
 
 class Job:
     """One batch being decoded. It may be left early: `results` then describes what there is so far."""
 
-    def __init__(self, model: TextDecoder, prompts: list[Prompt], run: Run, sampling: list[Sampling]):
-        self.model, self.prompts, self.run, self.sampling = model, prompts, run, sampling
-        self.streams = [model.tokenizer.stream() if model.tokenizer else None for _ in prompts]
+    def __init__(
+        self, tokenizer: Tokenizer | None, prompts: list[Prompt], run: Run, sampling: list[Sampling]
+    ):
+        self.tokenizer, self.prompts, self.run, self.sampling = tokenizer, prompts, run, sampling
+        self.streams = [tokenizer.stream() if tokenizer else None for _ in prompts]
 
     def __iter__(self) -> Iterator[Piece]:
         for emitted in self.run:
@@ -282,13 +284,13 @@ class Job:
 
     def results(self) -> list[Result]:
         """One `Result` per prompt, in order."""
-        decode = self.model.tokenizer.decode if self.model.tokenizer else lambda ids: ""
+        decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
+        rows = zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling)
         return [
             Result(
                 prompt=prompt if isinstance(prompt, str) else None, prompt_ids=prompt_ids, text=decode(o.ids),
                 ids=o.ids, finish=o.finish, seconds=o.seconds, prefill_seconds=o.prefill_seconds,
-                accept_lengths=o.accept_lengths, seed=s.seed,
+                accept_lengths=o.accept_lengths, seed=sampling.seed,
             )
-            for prompt, prompt_ids, o,
-            s in zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling)
+            for prompt, prompt_ids, o, sampling in rows
         ]

@@ -61,7 +61,7 @@ class Decoder:
         self._observer: Callable[[Tree, Tensor], None] | None = None
 
         shape = self.drafter.shape
-        self.slots = round_up(max_seq_len + max(self.drafter.room, self.chunks[-1]) + 1, SPAN)
+        self.slots = round_up(max_seq_len + max(self.drafter.extra_slots, self.chunks[-1]) + 1, SPAN)
         self.cache_bytes = self._check_memory(dtype)
         self.caches = nn.ModuleList(
             KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
@@ -237,7 +237,7 @@ class Decoder:
 
         Each of the `unread` steps may have committed up to W tokens that the host does not know of.
         """
-        span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.room)
+        span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.extra_slots)
         with torch.no_grad():
             if self._plain_step is not None and not self.drafter.has_guess(self.state, span):
                 drafter = self._plain_drafter

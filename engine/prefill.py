@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from engine.step import draw, limit, noise_ahead
+from engine.step import draw, noise_ahead, restrict_logits
 from model import Transformer
 from tree import pick
 
@@ -33,7 +33,7 @@ def prefill(
     ends = state.reading & (last < chunk.shape[0])
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if noisy else None
-    chosen = draw(limit(target.logits(pick(x, row)), state, restricted), noise)
+    chosen = draw(restrict_logits(target.logits(pick(x, row)), state, restricted), noise)
     state.reading.logical_and_(~ends)
     count = state.emit(chosen, ends.long())
     state.hand_over(None if features is None else pick(features, row), count, ends)

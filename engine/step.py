@@ -15,7 +15,7 @@ from sampling.restrict import restrict
 from tree import Tree, accept, pick, visible_slots
 
 
-def limit(logits: Tensor, state: State, restricted: bool) -> Tensor:
+def restrict_logits(logits: Tensor, state: State, restricted: bool) -> Tensor:
     """Logits [B, T, V]; where a request restricts them to top-k or top-p, the others are -inf."""
     return restrict(logits, state.temperature, state.top_k, state.top_p) if restricted else logits
 
@@ -59,7 +59,7 @@ def step(
         x, features = x[:, :T], None if features is None else features[:, :T]
     # Nodes of one depth stand at one position and share its noise.
     shift = None if noise is None else pick(noise, tree.depth)
-    logits = limit(target.logits(x), state, restricted)
+    logits = restrict_logits(target.logits(x), state, restricted)
     chosen = draw(logits, shift)
 
     if noisy and drafter.rule != "equal":

@@ -37,10 +37,10 @@ if triton is not None:
 
     def _configs() -> list:
         """Tiles to try. Few columns a program, so that a narrow layer still occupies all multiprocessors."""
+        shapes = ((64, 4, 5), (128, 4, 4), (256, 4, 3), (128, 8, 4))
         return [
             triton.Config({"COLUMNS": columns, "DEPTH": depth}, num_warps=warps, num_stages=stages)
-            for columns in (16, 32, 64) for depth, warps,
-            stages in ((64, 4, 5), (128, 4, 4), (256, 4, 3), (128, 8, 4))
+            for columns in (16, 32, 64) for depth, warps, stages in shapes
         ]
 
     @triton.jit
@@ -100,8 +100,8 @@ if triton is not None:
     tuned_int8 = triton.autotune(_configs(), key=["ROWS", "N", "K"])(int8_kernel)
     tuned_int4 = triton.autotune(
         [
-            triton.Config({"COLUMNS": c}, num_warps=w, num_stages=s) for c in (16, 32, 64) for w,
-            s in ((2, 5), (4, 4), (8, 3))
+            triton.Config({"COLUMNS": columns}, num_warps=warps, num_stages=stages)
+            for columns in (16, 32, 64) for warps, stages in ((2, 5), (4, 4), (8, 3))
         ],
         key=["ROWS", "N", "K"],
     )(int4_kernel)

@@ -1,7 +1,7 @@
 """The model on our CPU kernels: the same modules with their weights laid out for `kernels.cpu`.
 
-`pack(target, head)` puts models there. Packing is for decoding only: packed modules have no gradient and no
-`weight`.
+`pack_models(target, head)` puts models there. Packing is for decoding only: packed modules have no gradient
+and no `weight`.
 """
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
     cpu.move([t for cache in caches for t in (cache.k, cache.v)], source, target)
 
 
-def pack(*models: nn.Module) -> bool:
+def pack_models(*models: nn.Module) -> bool:
     """Put models on the kernels, in place. They may share modules, as a head shares its target's lm_head.
 
     `cpu.load_kernels` must have been called. What the kernels cannot take (float16, an odd number of bfloat16

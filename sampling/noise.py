@@ -24,7 +24,7 @@ PROPOSING, ACCEPTING = 0x3C6EF372, 0x5BE0CD19
 
 
 def seed_of(*what) -> int:
-    """A seed that differs for everything that differs."""
+    """A seed of 56 bits, from a hash of the arguments."""
     return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "little")
 
 

@@ -29,8 +29,8 @@ def grow(shape: TreeShape, draw, root: int):
             torch.tensor([[[t for _, t in c] for c in children]])
         )
         newest = [
-            (path + (t,), torch.tensor(score).add(s).item()) for (path, score),
-            c in zip(beam, children) for s, t in c
+            (path + (t,), torch.tensor(score).add(s).item())
+            for (path, score), c in zip(beam, children) for s, t in c
         ]
         nodes += newest
     best = sorted(range(len(nodes)), key=lambda i: (-nodes[i][1], i))[: shape.nodes - 1]

@@ -12,7 +12,7 @@ from drafters.hydra import Hydra
 from drafters.medusa import Medusa
 from engine.decoder import Decoder
 from kernels.cpu import load_kernels
-from kernels.packed import pack
+from kernels.packed import pack_models
 from model import Transformer
 from networks.head import Head
 from networks.hydra import HydraHeads
@@ -31,7 +31,7 @@ def decoding_copy(target: Transformer, say: Callable[[str], None]) -> Transforme
         return target
     load_kernels(say)
     twin = copy.deepcopy(target)
-    pack(twin)
+    pack_models(twin)
     return twin
 
 
@@ -79,5 +79,5 @@ class Validator:
         """The `acceptance` of a copy of the head."""
         twin = head.twin(self.target, self.target.embed.weight.dtype)
         if self.packed:
-            pack(twin)
+            pack_models(twin)
         return acceptance(self.target, twin, self.prompts, self.stop_ids, self.shape, self.tokens)

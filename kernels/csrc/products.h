@@ -78,7 +78,7 @@ template <> struct Int4<Bf16> {
   }
 };
 
-// A weight as `kernels.pack` lays it out: [blocks, words of x, 32 columns], with scales [blocks, groups, 32]
+// A weight as kernels/cpu.py lays it out (pack, pack_int4, pack_bytes): [blocks, words of x, 32 columns], with scales [blocks, groups, 32]
 // if it is quantised: float32 and one group (int8, w8a8), or bfloat16 and a group for every so many inputs
 // (int4). A word of w8a8 is four bytes, 128 more than the values.
 struct Packed {

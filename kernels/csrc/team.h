@@ -37,8 +37,8 @@ struct Team {
   void share(int64_t count, const Body& body) const {
     for (int64_t i = count * me / all; i < count * (me + 1) / all; i++) body(i);
   }
-  // body(i, last): the same, but who is done takes from the end of what another has left. `last`: i ends this
-  // thread's own share, unless another has taken that one. All must meet before and after.
+  // Work stealing: as `share`, but a finished thread takes items from the end of another's share. body(i, last):
+  // i ends this thread's own share, unless another has taken that one. All must meet before and after.
   template <class Body>
   void deal(int64_t count, const Body& body) const {
     const uint64_t first = count * me / all, end = count * (me + 1) / all;

@@ -9,7 +9,7 @@ from shapes import random_models
 
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels.packed import pack
+from kernels.packed import pack_models
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -24,7 +24,7 @@ def test_models_of_a_shape_decode(mode):
         Decoder(target, d, compile=False, max_seq_len=100) for d in (Eagle(head, TreeShape(8, 2, 4)), None)
     )
     assert fast.generate([[1, 2, 3]], Sampling(20))[0].ids == plain.generate([[1, 2, 3]], Sampling(20))[0].ids
-    assert pack(target, head)
+    assert pack_models(target, head)
 
 
 @pytest.mark.slow

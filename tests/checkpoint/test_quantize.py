@@ -130,7 +130,7 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
     command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
     assert quantize.main(command) == 0
     from kernels.cpu import load_kernels
-    from kernels.packed import pack
+    from kernels.packed import pack_models
 
     load_kernels()
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
@@ -138,7 +138,7 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype
     reference = None
     for on_kernels in (False, True):
         if on_kernels:
-            pack(target, head)
+            pack_models(target, head)
         sampling = Sampling(80, temperature, seed=3)
         plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
         drafter = Eagle(head, TreeShape(12, 3, 4))

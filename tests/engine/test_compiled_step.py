@@ -5,7 +5,7 @@ from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 
 from checkpoint.loading import load_head, load_model
 from kernels.cpu import load_kernels
-from kernels.packed import pack
+from kernels.packed import pack_models
 from sampling.options import Sampling
 
 # One process runs them all: compiling the decoder that they share is the slow part.
@@ -41,7 +41,7 @@ def test_sampling_equals_eager(golden):
     load_kernels()
     target, _ = load_model(golden)
     models = target, load_head(golden / "eagle3", target, "eagle3")
-    pack(*models)
+    pack_models(*models)
     eager, compiled = plain(models), speculative(models, shape_of(TRACE), compile=True)
     for seed, prompt in enumerate(prompts(6, seed=13)):
         sampling = Sampling(40, temperature=1.0, top_k=50, top_p=0.95, seed=seed)

@@ -13,7 +13,7 @@ from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from kernels import build, cpu
-from kernels.packed import PackedLinear, pack
+from kernels.packed import PackedLinear, pack_models
 from kernels.quantized import QuantizedLinear, round_inputs
 from model import MLP, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from networks.eagle import Eagle3Head
@@ -230,7 +230,7 @@ def test_a_packed_model_is_the_model(options):
 
     tokens = torch.randint(0, 160, (2, 30))
     before, logits = decode(), target.logits(target.causal(tokens)[0])
-    pack(target, head)
+    pack_models(target, head)
     assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
     assert isinstance(head.fc, PackedLinear)
     after = decode()
@@ -248,7 +248,7 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, head_di
     texts part.
     """
     target, head = tiny(dtype, head_dim=head_dim)
-    assert pack(target, head)
+    assert pack_models(target, head)
     prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
     sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
     plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
@@ -261,11 +261,11 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, head_di
 
 def test_what_the_kernels_cannot_take_is_left_alone():
     target, head = tiny(torch.float16)
-    assert not pack(target, head)
+    assert not pack_models(target, head)
     assert not any(isinstance(m, PackedLinear) for m in target.modules())
     # 9 values in a row: no pairs.
     odd = Transformer(ModelArgs(20, 12, 9, 1, 2, 1, 6)).to(torch.bfloat16).requires_grad_(False)
-    assert not pack(odd)
+    assert not pack_models(odd)
     assert isinstance(odd.layers[0].mlp, MLP) and isinstance(odd.layers[0].wo, PackedLinear)
     assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
@@ -280,13 +280,13 @@ def test_a_compiled_step_on_the_kernels(golden):
     expected = Decoder(
         target, Eagle(head, shape), compile=False, max_seq_len=120
     ).generate([prompt], Sampling(60))[0]
-    pack(target, head)
+    pack_models(target, head)
     found = Decoder(target, Eagle(head, shape), max_seq_len=120).generate([prompt], Sampling(60))[0]
     assert found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
 
     target, _ = load_model(golden, dtype=torch.bfloat16)
     head = load_head(golden / "eagle3", target, "eagle3")
-    pack(target, head)
+    pack_models(target, head)
     plain, fast = Decoder(target, max_seq_len=200), Decoder(target, Eagle(head, shape), max_seq_len=200)
     for seed in range(6):
         sampling = Sampling(150, 1.0, seed=seed)

@@ -11,7 +11,7 @@ import torch
 from helpers.statistics import chi_square, chi_square_limit
 
 from engine.state import State
-from engine.step import draw, limit, noise_ahead
+from engine.step import draw, noise_ahead, restrict_logits
 from sampling.noise import gumbel, random_bits, seed_keys
 from sampling.options import Sampling
 from sampling.restrict import restrict
@@ -141,7 +141,8 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.temperature.fill_(temperature)
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
-    chosen = draw(limit(logits.expand(B, 1, V), state, top_k > 0 or top_p < 1), noise_ahead(state, 1, V))
+    allowed = restrict_logits(logits.expand(B, 1, V), state, top_k > 0 or top_p < 1)
+    chosen = draw(allowed, noise_ahead(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)
     assert counts[p == 0].sum() == 0
