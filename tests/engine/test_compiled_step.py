@@ -3,9 +3,6 @@ import pytest
 from helpers import GOLDEN
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 
-from checkpoint.loading import load_head, load_model
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
 from sampling.options import Sampling
 
 # One process runs them all: compiling the decoder that they share is the slow part.
@@ -36,13 +33,8 @@ def test_it_equals_eager_and_is_never_compiled_again(models, compiled):
     assert counters["stats"]["unique_graphs"] == before
 
 
-def test_sampling_equals_eager(golden):
-    """On the CPU kernels: there the layers are one operator, and what is compiled is mostly the sampling."""
-    load_kernels()
-    target, _ = load_model(golden)
-    models = target, load_head(golden / "eagle3", target, "eagle3")
-    pack_models(*models)
-    eager, compiled = plain(models), speculative(models, shape_of(TRACE), compile=True)
+def test_sampling_equals_eager(models, compiled):
+    eager = plain(models)
     for seed, prompt in enumerate(prompts(6, seed=13)):
         sampling = Sampling(40, temperature=1.0, top_k=50, top_p=0.95, seed=seed)
         assert ids(compiled, [prompt], sampling) == ids(eager, [prompt], sampling)
