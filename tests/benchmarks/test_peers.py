@@ -64,22 +64,26 @@ def test_peers_on_a_small_model(golden, int8, questions, results):
     assert (results / "peers.png").stat().st_size > 5000
 
 
-def test_what_peers_refuse(golden, int8, tmp_path, refused, monkeypatch):
-    argv = ("--checkpoint", golden, *SMALL)
+QUANTISED = "is quantised; name the unquantised one"
+REFUSED = {  # id: what the error says, and the options; a second --checkpoint is the one that counts
+    "int8 of no int8": ("is not quantised so; see quantize.py --mode int8", "--int8 {golden}"),
+    "w8a8 of int8": ("is not quantised so; see quantize.py --mode w8a8", "--w8a8 {int8}"),
+    "transformers on int8": (QUANTISED, "--checkpoint {int8} --transformers"),
+    "gguf of int8": (QUANTISED, "--checkpoint {int8} --gguf x"),
+    "no llama-cpp-python": ("llama-cpp-python is not installed", "--gguf x"),
+    "gpt-fast without its checkpoint": ("go together", "--gpt-fast {folder}"),
+    "no gpt-fast": ("no: is not there", "--gpt-fast {folder}/no --gpt-fast-checkpoint {folder}"),
+    "no gpt-fast checkpoint": ("no: is not there", "--gpt-fast {folder} --gpt-fast-checkpoint {folder}/no"),
+    "limit 0": ("--limit 0: must be at least 1", "--limit 0"),
+}
+
+
+@pytest.mark.parametrize("words, options", REFUSED.values(), ids=REFUSED)
+def test_what_peers_refuse(golden, int8, tmp_path, refused, monkeypatch, words, options):
     monkeypatch.setattr(peers, "load_contenders", None)  # all of this is refused before anything is loaded
-    refused(peers.main, *argv, "--int8", golden, words="is not quantised so; see quantize.py --mode int8")
-    refused(peers.main, *argv, "--w8a8", int8, words="is not quantised so; see quantize.py --mode w8a8")
-    words = "is quantised; name the unquantised one"
-    refused(peers.main, "--checkpoint", int8, *SMALL, "--transformers", words=words)
-    refused(peers.main, "--checkpoint", int8, *SMALL, "--gguf", "x", words=words)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    refused(peers.main, *argv, "--gguf", "x", words="llama-cpp-python is not installed")
-    refused(peers.main, *argv, "--gpt-fast", tmp_path, words="go together")
-    missing = ("--gpt-fast", tmp_path / "no", "--gpt-fast-checkpoint", tmp_path)
-    refused(peers.main, *argv, *missing, words="no: is not there")
-    missing = ("--gpt-fast", tmp_path, "--gpt-fast-checkpoint", tmp_path / "no")
-    refused(peers.main, *argv, *missing, words="no: is not there")
-    refused(peers.main, *argv, "--limit", "0", words="--limit 0: must be at least 1")
+    options = [word.format(golden=golden, int8=int8, folder=tmp_path) for word in options.split()]
+    refused(peers.main, "--checkpoint", golden, *SMALL, *options, words=words)
 
 
 def test_gpt_fast_is_asked_for_its_own_figure(tmp_path):

@@ -55,16 +55,22 @@ def test_a_step_is_held_at_its_context():
         assert held.decoder.state.length.tolist() == [100, 100] and held.span.shape[0] == 128
 
 
-def test_what_step_refuses(int8, refused, monkeypatch):
+REFUSED = {  # id: what the error says, and the command line
+    "neither checkpoint nor shape": ("give --checkpoint DIR or --shape NAME", ()),
+    "both checkpoint and shape": ("give --checkpoint DIR or --shape NAME", (*TINY, "--checkpoint", "x")),
+    "unknown shape": ("--shape nothing: unknown; choose from llama-3.1-8b", ("--shape", "nothing")),
+    "batch 0": ("--context, --batch and --repeat must be at least 1", (*TINY, "--batch", "1", "0")),
+    "no threads": ("--threads 0: must be 1 to", (*TINY, "--threads", "0")),
+    "unknown device": ("--device nowhere", (*TINY, "--device", "nowhere")),
+    "quantised twice": ("is quantised already (int8)", ("--checkpoint", "{int8}", "--modes", "int8")),
+    "context too long": ("nothing left to measure, the model reads 4096", (*TINY, "--context", "4000")),
+}
+
+
+@pytest.mark.parametrize("words, argv", REFUSED.values(), ids=REFUSED)
+def test_what_step_refuses(int8, refused, monkeypatch, words, argv):
     monkeypatch.setattr(step, "bandwidth", lambda device: 1e9)
-    refused(step.main, words="give --checkpoint DIR or --shape NAME")
-    refused(step.main, *TINY, "--checkpoint", "x", words="give --checkpoint DIR or --shape NAME")
-    refused(step.main, "--shape", "nothing", words="--shape nothing: unknown; choose from llama-3.1-8b")
-    refused(step.main, *TINY, "--batch", "1", "0", words="--context, --batch and --repeat must be at least 1")
-    refused(step.main, *TINY, "--threads", "0", words="--threads 0: must be 1 to")
-    refused(step.main, *TINY, "--device", "nowhere", words="--device nowhere")
-    refused(step.main, "--checkpoint", int8, "--modes", "int8", words="is quantised already (int8)")
-    refused(step.main, *TINY, "--context", "4000", words="nothing left to measure, the model reads 4096")
+    refused(step.main, *(word.format(int8=int8) for word in argv), words=words)
 
 
 def test_contexts_that_do_not_fit_are_left_out(results, capsys):

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,43 +165,52 @@ def test_the_command_line(golden, capsys):
     assert found["equal"] and found["tau"] > 4
 
 
-def test_bad_input_is_one_line(golden, tmp_path, capsys):
-    def refused(*options: str) -> str:
-        base = ["--checkpoint", str(golden), "--speculate", "draft-model", "--prompt", "abc", "--no-compile"]
-        assert generate.main([*base, *options]) == 1
-        error = capsys.readouterr().err
-        assert error.count("error: ") == 1 and "Traceback" not in error
-        return error
+BAD_INPUT = {  # id: what the error says, and the options
+    "no draft": ("with --draft", ""),
+    "draft that is not there": ("not a folder", "--draft {folder}/none"),
+    "draft is a head": ("expected", "--draft {golden}/eagle3"),
+    "residual with a tree": ("needs a chain", "--draft {golden} --tree 12,3,4 --accept residual"),
+    "tree auto": ("nodes,depth,width only", "--draft {golden} --tree auto"),
+    "no tokenizer": ("no tokenizer files to compare", "--draft {folder}/bare"),
+    "shorter context": ("--max-seq-len 64 is what both read", "--draft {folder}/short"),
+    "other tokenizer": ("gives other ids", "--draft {folder}/swapped"),
+    "other vocabulary": ("has a vocabulary of 1000", "--draft {folder}/larger"),
+}
 
-    assert "with --draft" in refused()
-    assert "not a folder" in refused("--draft", str(tmp_path / "none"))
-    assert "expected" in refused("--draft", str(golden / "eagle3"))
-    assert "needs a chain" in refused("--draft", str(golden), "--tree", "12,3,4", "--accept", "residual")
-    assert "nodes,depth,width only" in refused("--draft", str(golden), "--tree", "auto")
 
-    bare = tmp_path / "bare"
-    shutil.copytree(golden, bare, ignore=shutil.ignore_patterns("tokenizer*"))
-    assert "no tokenizer files to compare" in refused("--draft", str(bare))
-    shutil.copy(golden / "tokenizer.json", bare)
-    shutil.copy(golden / "tokenizer_config.json", bare)
-    config = json.loads((bare / "config.json").read_text())
-    (bare / "config.json").write_text(json.dumps(config | {"max_seq_len": 64}))
-    assert "--max-seq-len 64 is what both read" in refused("--draft", str(bare))
-    fits = [
-        "--checkpoint", str(golden), "--speculate", "draft-model", "--draft", str(bare), "--prompt", "abc",
-        "--no-compile"
-    ]
-    assert generate.main([*fits, "--max-seq-len", "64", "--max-new-tokens", "8"]) == 0
-
-    other = tmp_path / "other"
-    shutil.copytree(golden, other)
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
+@pytest.fixture(scope="module")
+def drafts(golden, tmp_path_factory) -> Path:
+    """The target again, each time with something about it that does not fit."""
+    folder = tmp_path_factory.mktemp("drafts")
+    shutil.copytree(golden, folder / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    for name in ("short", "swapped", "larger"):
+        shutil.copytree(golden, folder / name)
+    config = json.loads((golden / "config.json").read_text())
+    for name, change in (("short", {"max_seq_len": 64}), ("larger", {"vocab_size": 1000})):
+        (folder / name / "config.json").write_text(json.dumps(config | change))
+    tokenizer = json.loads((golden / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     (a, i), (b, j), *_ = vocab.items()
     vocab[a], vocab[b] = j, i
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "gives other ids" in refused("--draft", str(other))
+    for name in ("swapped", "larger"):
+        (folder / name / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
 
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
-    assert "has a vocabulary of 1000" in refused("--draft", str(other))
+
+def command(golden: Path, *options: str) -> list[str]:
+    base = ["--checkpoint", str(golden), "--speculate", "draft-model", "--prompt", "abc", "--no-compile"]
+    return [*base, *options]
+
+
+@pytest.mark.parametrize("words, options", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line(golden, drafts, capsys, words, options):
+    options = [word.format(folder=drafts, golden=golden) for word in options.split()]
+    assert generate.main(command(golden, *options)) == 1
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    assert words in error
+
+
+def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(golden, drafts):
+    options = ["--draft", str(drafts / "short"), "--max-seq-len", "64", "--max-new-tokens", "8"]
+    assert generate.main(command(golden, *options)) == 0

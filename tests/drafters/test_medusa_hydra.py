@@ -1,6 +1,7 @@
 """Medusa and Hydra: their formulas, their layouts, their trees, their training; the text is plain text."""
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -326,32 +327,52 @@ def test_likely_trees():
         likely_tree(1, 4)
 
 
-def test_bad_input_is_one_line(golden, models, tmp_path, capsys):
-    def refused(*options: str) -> str:
-        assert generate.main(["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", *options]) == 1
-        error = capsys.readouterr().err
-        assert error.count("error: ") == 1 and "Traceback" not in error
-        return error
+BAD_INPUT = {  # id: what the error says, and the options
+    "no medusa heads": ("no medusa heads there", "--speculate medusa"),
+    "no hydra heads": ("no hydra heads there", "--speculate hydra"),
+    "typed 12,3,4 with medusa": (
+        "takes a static tree", "--speculate medusa --draft {folder}/ours --tree 12,3,4"
+    ),
+    "typed 60,7,10 with medusa": (  # EAGLE's tree of --tree paper, not Medusa's
+        "takes a static tree", "--speculate medusa --draft {folder}/ours --tree 60,7,10"
+    ),
+    "tree deeper than the heads": (
+        "4 levels, and heads for 3", "--speculate medusa --draft {folder}/ours --tree {folder}/deep.json"
+    ),
+    "medusa heads for eagle3": ("holds a medusa checkpoint", "--speculate eagle3 --draft {folder}/ours"),
+}
 
-    assert "no medusa heads there" in refused("--speculate", "medusa")
-    assert "no hydra heads there" in refused("--speculate", "hydra")
-    published_medusa(models[0], tmp_path / "in", 1)
-    out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
-    for numbers in ("12,3,4", "60,7,10"):  # the second is EAGLE's tree of --tree paper, not Medusa's
-        words = refused("--speculate", "medusa", "--draft", str(out), "--tree", numbers)
-        assert "takes a static tree" in words
-    (tmp_path / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
-    assert "4 levels, and heads for 3" in refused(
-        "--speculate", "medusa", "--draft", str(out), "--tree", str(tmp_path / "deep.json")
-    )
-    assert "holds a medusa checkpoint" in refused("--speculate", "eagle3", "--draft", str(out))
-    tensors = load_file(tmp_path / "in" / "model.safetensors")
+
+@pytest.fixture(scope="module")
+def folder(golden, models, tmp_path_factory) -> Path:
+    """Medusa heads as published and converted, in `in` and `ours`, and a tree that is too deep for them."""
+    folder = tmp_path_factory.mktemp("medusa")
+    published_medusa(models[0], folder / "in", 1)
+    convert_checkpoint.convert(folder / "in", folder / "ours", golden, quiet=True)
+    (folder / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
+    return folder
+
+
+@pytest.mark.parametrize("words, options", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line(golden, folder, capsys, words, options):
+    options = [word.format(folder=folder) for word in options.split()]
+    assert generate.main(["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", *options]) == 1
+    error = capsys.readouterr().err
+    assert error.count("error: ") == 1 and "Traceback" not in error
+    assert words in error
+
+
+def test_heads_that_lack_a_tensor_are_refused(golden, folder, tmp_path, capsys):
+    shutil.copytree(folder / "in", tmp_path / "in")
+    tensors = load_file(folder / "in" / "model.safetensors")
     del tensors["1.0.linear.bias"]
     save_file(tensors, tmp_path / "in" / "model.safetensors")
     assert convert_checkpoint.main(
         ["--checkpoint", str(tmp_path / "in"), "--target", str(golden), "--out", str(tmp_path / "no")]
     ) == 1
     assert "1.0.linear.bias" in capsys.readouterr().err and not (tmp_path / "no").exists()
-    config = read_config(out)
+
+
+def test_a_configuration_without_guesses_is_refused(folder):
     with pytest.raises(Exception, match="at least one of each"):
-        build_module(config | {"guesses": 0})
+        build_module(read_config(folder / "ours") | {"guesses": 0})

@@ -104,7 +104,11 @@ def refused(request: Request, words: str) -> None:
     ("hydra", {"draft": Path("/"), "tree": "auto"}, "--speculate hydra: takes a static tree"),
     ("draft-model", {}, "name a smaller converted model"),
     ("draft-model", {"draft": Path("/"), "tree": "auto"}, "takes --tree paper or nodes,depth,width only"),
-    ("draft-model", {"draft": Path("/"), "tree": PathTree(((0,),))}, "takes --tree paper or nodes,depth,width only"),
+    (
+        "draft-model",
+        {"draft": Path("/"), "tree": PathTree(((0,),))},
+        "takes --tree paper or nodes,depth,width only",
+    ),
     ("draft-model", {"draft": Path("/nowhere")}, "/nowhere"),
     ("lookahead", {"flags": {"window": 0, "level": 5, "guess-set": 7}}, "at least 1, 3 and 1"),
     ("rest", {}, "name a store with --datastore"),
@@ -114,23 +118,37 @@ def test_requests_that_cannot_be_met(request_for, method, changes, words):
     refused(request_for(method, **changes), words)
 
 
-def test_draft_models_that_do_not_fit(golden, request_for, tmp_path):
-    draft = tmp_path / "draft"
-    shutil.copytree(golden, draft)
-    request = request_for("draft-model", draft=draft)
-    assert isinstance(build_drafter(request), DraftModel)
-    refused(request_for("draft-model", draft=draft, tree=TREE, rule="residual"), "needs a chain")
-    longer = request_for("draft-model", draft=draft, max_seq_len=4096)
-    refused(longer, "reads 1024 tokens,.* there is room for 4096")
-    (draft / "tokenizer.json").write_text((golden / "tokenizer.json").read_text().replace("<bos>", "<start>"))
-    refused(request, "its tokenizer gives other ids")
-    (draft / "tokenizer.json").unlink()
-    (draft / "tokenizer_config.json").unlink()
-    refused(request, "has no tokenizer files to compare")
-    assert isinstance(build_drafter(request_for("draft-model", draft=draft, tokenizer=None)), DraftModel)
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"vocab_size": 321}))
-    refused(request, "has a vocabulary of 321, the target one of 320")
+@pytest.fixture(scope="module")
+def drafts(golden, tmp_path_factory) -> Path:
+    """Draft models: the target again, as `renamed` and `bare` with other tokenizer files, and `larger`."""
+    folder = tmp_path_factory.mktemp("drafts")
+    for name in ("same", "renamed"):
+        shutil.copytree(golden, folder / name)
+    tokenizer = (golden / "tokenizer.json").read_text()
+    (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
+    for name in ("bare", "larger"):
+        shutil.copytree(golden, folder / name, ignore=shutil.ignore_patterns("tokenizer*"))
+    config = json.loads((golden / "config.json").read_text())
+    (folder / "larger" / "config.json").write_text(json.dumps(config | {"vocab_size": 321}))
+    return folder
+
+
+@pytest.mark.parametrize("draft, changes, words", [
+    pytest.param("same", {"tree": TREE, "rule": "residual"}, "needs a chain", id="residual-with-a-tree"),
+    pytest.param(
+        "same", {"max_seq_len": 4096}, "reads 1024 tokens,.* there is room for 4096", id="shorter-context"
+    ),
+    pytest.param("renamed", {}, "its tokenizer gives other ids", id="other-tokenizer"),
+    pytest.param("bare", {}, "has no tokenizer files to compare", id="no-tokenizer"),
+    pytest.param("larger", {}, "has a vocabulary of 321, the target one of 320", id="other-vocabulary"),
+])
+def test_draft_models_that_do_not_fit(drafts, request_for, draft, changes, words):
+    refused(request_for("draft-model", draft=drafts / draft, **changes), words)
+
+
+@pytest.mark.parametrize("draft, changes", [("same", {}), ("bare", {"tokenizer": None})], ids=str)
+def test_draft_models_that_fit(drafts, request_for, draft, changes):
+    assert isinstance(build_drafter(request_for("draft-model", draft=drafts / draft, **changes)), DraftModel)
 
 
 def test_flags_belong_to_methods():

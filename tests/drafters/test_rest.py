@@ -1,11 +1,14 @@
 """REST: the search finds what a plain search finds, the tree holds the most frequent continuations, the text
 is plain text.
 """
+import contextlib
+import io
 import json
 import random
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,64 +126,99 @@ def test_more_hits_than_are_counted():
     assert torch.allclose(tree.scores[0, 1:].exp(), torch.tensor([0.6, 0.3, 0.1]), atol=0.03)
 
 
-def test_a_store_from_files_and_the_command_line(golden, tmp_path, capsys):
-    (tmp_path / "a.txt").write_text("abc abd abe. " * 20)
+@pytest.fixture(scope="module")
+def built(golden, tmp_path_factory) -> SimpleNamespace:
+    """A store from two files in `folder`/store, and what building it said."""
+    folder, out, err = tmp_path_factory.mktemp("rest"), io.StringIO(), io.StringIO()
+    (folder / "a.txt").write_text("abc abd abe. " * 20)
     talk = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abf"}]
     rows = [{"text": "abc"}, {"prompt": "what"}, {"messages": talk}, {"ids": [97, 98, 99]}]
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    store = tmp_path / "store"
-    build = ["build", "--checkpoint", str(golden), "--out", str(store)]
-    assert rest.main([*build, str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]) == 0
-    said = capsys.readouterr()
-    assert "wrote" in said.out and "suffixes" in said.err
+    (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [*build(golden, folder / "store"), str(folder / "a.txt"), str(folder / "b.jsonl")]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        assert rest.main(argv) == 0
+    return SimpleNamespace(folder=folder, out=out.getvalue(), err=err.getvalue())
+
+
+@pytest.fixture(scope="module")
+def damaged(built) -> Path:
+    """The folder of the store, of copies with something wrong, and of files that no store is made of."""
+    folder = built.folder
+    about = json.loads((folder / "store" / "store.json").read_text())
+    suffixes = (folder / "store" / "suffixes.bin").stat().st_size
+    for name, file, content in (
+        ("vocabulary", "store.json", json.dumps(about | {"vocab_size": 7}).encode()),
+        ("tokenizer", "store.json", json.dumps(about | {"tokenizer": "x"}).encode()),
+        ("fewer", "store.json", json.dumps(about | {"suffixes": ["int32"]}).encode()),
+        ("random", "suffixes.bin", random.Random(0).randbytes(suffixes)),
+        ("short", "tokens.bin", b"123"),
+    ):
+        shutil.copytree(folder / "store", folder / name)
+        (folder / name / file).write_bytes(content)
+    (folder / "nothing").mkdir()
+    (folder / "empty.txt").write_text("")
+    (folder / "wrong.jsonl").write_text('{"ids": [99999]}\n')
+    return folder
+
+
+def build(golden: Path, out: Path) -> list[str]:
+    return ["build", "--checkpoint", str(golden), "--out", str(out)]
+
+
+def decode(golden: Path, *options: str) -> list[str]:
+    command = ["--checkpoint", str(golden), "--prompt", "abc abd abe.", "--raw", "--no-compile"]
+    return [*command, "--max-new-tokens", "30", "--speculate", "rest", "--dtype", "fp32", *options]
+
+
+def test_a_store_from_files_and_the_command_line(golden, built, capsys):
+    store = built.folder / "store"
+    assert "wrote" in built.out and "suffixes" in built.err
     about = json.loads((store / "store.json").read_text())
     assert about["tokens"] * 4 == (store / "tokens.bin").stat().st_size == (
         store / "suffixes.bin"
     ).stat().st_size
-
-    command = [
-        "--checkpoint", str(golden), "--prompt", "abc abd abe.", "--raw", "--no-compile", "--max-new-tokens",
-        "30"
-    ]
-    command += ["--speculate", "rest", "--dtype", "fp32"]
-    assert generate.main(
-        [*command, "--datastore", str(store), "--draft-tokens", "16", "--compare", "--json"]
-    ) == 0
+    options = ["--datastore", str(store), "--draft-tokens", "16", "--compare", "--json"]
+    assert generate.main(decode(golden, *options)) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
 
-    def refused(main, argv, message):
-        assert main(argv) == 1
-        error = capsys.readouterr().err
-        assert message in error and "Traceback" not in error and error.count("error: ") == 1, error
 
-    refused(rest.main, [*build, str(tmp_path / "a.txt")], "--force")
-    refused(generate.main, command, "with --datastore")
-    refused(generate.main, [*command, "--datastore", str(tmp_path)], "no such file")
-    refused(generate.main, [*command, "--datastore", str(store), "--draft-tokens", "1"], "at least 2")
-    (tmp_path / "empty.txt").write_text("")
-    refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "empty.txt")], "no text in there")
-    refused(rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "none.txt")], "cannot be read")
-    (tmp_path / "wrong.jsonl").write_text('{"ids": [99999]}\n')
-    refused(
-        rest.main, [*build[:-1], str(tmp_path / "new"), str(tmp_path / "wrong.jsonl")],
-        "outside the vocabulary"
-    )
+def check_refused(main, argv: list[str], words: str, capsys) -> None:
+    assert main(argv) == 1
+    error = capsys.readouterr().err
+    assert words in error and "Traceback" not in error and error.count("error: ") == 1, error
+
+
+@pytest.mark.parametrize("words, options", [
+    pytest.param("with --datastore", "", id="no-store-named"),
+    pytest.param("no such file", "--datastore {folder}/nothing", id="folder-without-a-store"),
+    pytest.param("at least 2", "--datastore {folder}/store --draft-tokens 1", id="one-draft-token"),
+    pytest.param("vocabulary of 7", "--datastore {folder}/vocabulary", id="other-vocabulary"),
+    pytest.param("another tokenizer", "--datastore {folder}/tokenizer", id="other-tokenizer"),
+    pytest.param("not of the size", "--datastore {folder}/fewer", id="fewer-suffix-files"),
+    pytest.param("damaged", "--datastore {folder}/random", id="random-suffixes"),
+    pytest.param("not of the size", "--datastore {folder}/short", id="short-tokens"),
+])
+def test_stores_that_are_refused(golden, damaged, capsys, words, options):
+    options = [word.format(folder=damaged) for word in options.split()]
+    check_refused(generate.main, decode(golden, *options), words, capsys)
+
+
+@pytest.mark.parametrize("words, text", [
+    pytest.param("no text in there", "empty.txt", id="empty-text"),
+    pytest.param("cannot be read", "none.txt", id="text-that-is-not-there"),
+    pytest.param("outside the vocabulary", "wrong.jsonl", id="unknown-id"),
+])
+def test_texts_that_no_store_is_made_of_are_refused(golden, damaged, tmp_path, capsys, words, text):
+    check_refused(rest.main, [*build(golden, tmp_path / "new"), str(damaged / text)], words, capsys)
     assert not (tmp_path / "new").exists()
-    (store / "store.json").write_text(json.dumps(about | {"vocab_size": 7}))
-    refused(generate.main, [*command, "--datastore", str(store)], "vocabulary of 7")
-    (store / "store.json").write_text(json.dumps(about | {"tokenizer": "x"}))
-    refused(generate.main, [*command, "--datastore", str(store)], "another tokenizer")
-    (store / "store.json").write_text(json.dumps(about))
-    (store / "store.json").write_text(json.dumps(about | {"suffixes": ["int32"]}))
-    refused(generate.main, [*command, "--datastore", str(store)], "not of the size")
-    (store / "store.json").write_text(json.dumps(about))
-    good = (store / "suffixes.bin").read_bytes()
-    (store / "suffixes.bin").write_bytes(random.Random(0).randbytes(len(good)))
-    refused(generate.main, [*command, "--datastore", str(store)], "damaged")
-    (store / "suffixes.bin").write_bytes(good)
-    (store / "tokens.bin").write_bytes(b"123")
-    refused(generate.main, [*command, "--datastore", str(store)], "not of the size")
-    assert rest.main([*build, str(tmp_path / "a.txt"), "--force"]) == 0
+
+
+def test_a_store_is_replaced_with_force_only(golden, damaged, tmp_path, capsys):
+    """Also one that is damaged."""
+    shutil.copytree(damaged / "short", tmp_path / "store")
+    argv = [*build(golden, tmp_path / "store"), str(damaged / "a.txt")]
+    check_refused(rest.main, argv, "--force", capsys)
+    assert rest.main([*argv, "--force"]) == 0
 
 
 def test_a_store_never_replaces_what_is_no_store(golden, tmp_path):

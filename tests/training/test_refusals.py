@@ -11,45 +11,63 @@ from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from training.session import check_out
 
-
-def test_bad_input_is_one_line(golden, prompt_file, tmp_path, capsys):
-    def refused(words: str, checkpoint=golden, prompts=prompt_file, **changes) -> None:
-        assert train.main(options(checkpoint, prompts, tmp_path, **changes)) == 1
-        lines = capsys.readouterr().err.splitlines()
-        assert lines[-1].startswith("error: ") and words in lines[-1], lines
-
-    refused("nothing to train on", prompts=None, synthesize=0)
-    refused("not a folder; convert", checkpoint=tmp_path / "nowhere")
-    (tmp_path / "file").write_text("")
-    refused("not a folder that can be written", out=tmp_path / "file")
-    refused("--device cuda:9", device="cuda:9")
-    refused("holds no prompts", prompts=tmp_path / "file")
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log" / "log.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
-    (tmp_path / "text.jsonl").write_text('{"text": "no chat"}\n')
-    refused("line 1: no conversation", prompts=tmp_path / "text.jsonl")
-    refused("line 1: no conversation", conversations=tmp_path / "text.jsonl")
-    refused("holds no lines", openings=tmp_path / "file")
-    (tmp_path / "empty").mkdir()
-    refused("holds no shards", shards=tmp_path / "empty")
-    refused("the target's context is", **{"max-prompt-tokens": 10**6})
-    refused(
+FILES = {
+    "file": b"",
+    "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
+    "text.jsonl": b'{"text": "no chat"}\n',
+    "unknown-id/a.jsonl": b'{"ids": [1, 2, 999999], "answers": [[0, 3]]}\n',
+    "three-numbers/a.jsonl": b'{"ids": [1, 2, 3, 4, 5, 6], "answers": [[1, 3, 6]]}\n',
+    "no-utf8/a.jsonl": b"\xff\xfe\n",
+}
+ANSWERED = {"work": "{folder}/work"}  # the prompts are answered once for all shards
+BAD_INPUT = {  # id: what the error says, and the options that are changed
+    "nothing to train on": ("nothing to train on", {"prompts": None, "synthesize": 0}),
+    "checkpoint that is not there": ("not a folder; convert", {"checkpoint": "{folder}/nowhere"}),
+    "out is a file": ("not a folder that can be written", {"out": "{folder}/file"}),
+    "device that is not there": ("--device cuda:9", {"device": "cuda:9"}),
+    "empty prompts": ("holds no prompts", {"prompts": "{folder}/file"}),
+    "prompts without a chat": ("line 1: no conversation", {"prompts": "{folder}/text.jsonl"}),
+    "conversations without a chat": ("line 1: no conversation", {"conversations": "{folder}/text.jsonl"}),
+    "empty openings": ("holds no lines", {"openings": "{folder}/file"}),
+    "folder without shards": ("holds no shards", {"shards": "{folder}/empty"}),
+    "prompts longer than the context": ("the target's context is", {"max-prompt-tokens": 10**6}),
+    "every prompt too long": (
         "24 prompts or conversations were left out (empty, longer than --max-prompt-t",
-        **{"max-prompt-tokens": 3, "synthesize": 0},
-    )
-    refused("fewer than two different prompts", limit=1, synthesize=0)
-    refused("holds something else", out=golden)
-    refused("--shards takes the data folder", shards=tmp_path / "log")
-    refused("EAGLE-1 head predicts", kind="eagle", **{"hidden-size": 32})
-    refused("not a multiple", heads=4, **{"kv-heads": 3})
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "a.jsonl").write_text('{"ids": [1, 2, 999999], "answers": [[0, 3]]}\n')
-    refused("line 1 is no row", shards=tmp_path / "bad")
-    (tmp_path / "bad" / "a.jsonl").write_text('{"ids": [1, 2, 3, 4, 5, 6], "answers": [[1, 3, 6]]}\n')
-    refused("line 1 is no row", shards=tmp_path / "bad")
-    (tmp_path / "bad" / "a.jsonl").write_bytes(b"\xff\xfe\n")
-    refused("cannot be read", shards=tmp_path / "bad")
-    refused("--decode-batch", **{"decode-batch": 10**8})
+        {"max-prompt-tokens": 3, "synthesize": 0},
+    ),
+    "a single prompt": ("fewer than two different prompts", {"limit": 1, "synthesize": 0}),
+    "out is a target": ("holds something else", {"out": "{golden}"}),
+    "shards are a log": ("--shards takes the data folder", {"shards": "{folder}/log", **ANSWERED}),
+    "EAGLE-1 of another width": ("EAGLE-1 head predicts", {"kind": "eagle", "hidden-size": 32}),
+    "heads that do not divide": ("not a multiple", {"heads": 4, "kv-heads": 3}),
+    "shard with an unknown id": ("line 1 is no row", {"shards": "{folder}/unknown-id", **ANSWERED}),
+    "shard with a long answer": ("line 1 is no row", {"shards": "{folder}/three-numbers", **ANSWERED}),
+    "shard that is no UTF-8": ("cannot be read", {"shards": "{folder}/no-utf8", **ANSWERED}),
+    "enormous decode batch": ("--decode-batch", {"decode-batch": 10**8}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """`FILES` and an empty folder."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty").mkdir()
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("words, changes", BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_one_line(golden, prompt_file, folder, tmp_path, capsys, words, changes):
+    changes = {
+        flag: value.format(folder=folder, golden=golden) if isinstance(value, str) else value
+        for flag, value in changes.items()
+    }
+    prompts = changes.pop("prompts", prompt_file)
+    assert train.main(options(golden, prompts, tmp_path, **changes)) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("error: ") and words in lines[-1], lines
     assert not (tmp_path / "head").exists()
 
 
