@@ -20,9 +20,9 @@ import torch
 
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters import build_drafter, default_flags, known
+from drafters import build_drafter, default_flags
 from drafters.request import Request
-from drafters.tree_spec import TreeSpec, default_tree
+from drafters.tree_spec import TreeSpec, default_tree, read_tree
 from engine.compiling import prepare_compiling
 from engine.decoder import Decoder
 from engine.run import Run
@@ -34,6 +34,7 @@ from kernels.quantized import quantize_linears
 from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
+from sampling.rules import RULES
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 
@@ -45,7 +46,8 @@ class Drafting:
     """What drafts for a target, and how its drafts are accepted.
 
     tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", measured once (see
-    `engine.tuning`); None takes EAGLE-1's static tree for "eagle", else `default_tree`.
+    `engine.tuning`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
+    `default_tree`.
     """
 
     method: str = "none"  # one of `drafters.METHODS`; "none" is plain decoding
@@ -59,6 +61,25 @@ class Drafting:
     flags: dict = field(default_factory=dict)
     # Prompts as ids to measure --tree auto on, where there is no tokenizer.
     tune_on: tuple[list[int], ...] = ()
+
+    def __post_init__(self):
+        """Read a tree that is written as on the command line. Raises InputError or ValueError on bad values.
+        """
+        defaults = default_flags(self.method)
+        if isinstance(self.tree, str):
+            object.__setattr__(self, "tree", read_tree(self.tree))
+        if self.accept not in RULES:
+            raise InputError(f"accept {self.accept!r}: unknown; choose from {', '.join(RULES)}")
+        if self.method == "none" and (self.draft or self.tree):
+            raise InputError("method 'none' drafts nothing: leave out draft and tree, or name a method")
+        for flag, value in self.flags.items():
+            if flag not in defaults:
+                raise InputError(
+                    f"flag {flag!r}: {self.method} has no such flag (it has {', '.join(defaults) or 'none'})"
+                )
+            kind = str if defaults[flag] is None else type(defaults[flag])
+            if value is not None and not isinstance(value, kind):
+                raise InputError(f"flag {flag!r}: {value!r} is not of type {kind.__name__}")
 
 
 def load_target(
@@ -98,7 +119,8 @@ class Target:
         Raises InputError, one line, if what drafts is missing, damaged or does not fit; ValueError, with the
         numbers, if the caches do not fit in memory.
         """
-        known(drafting.method)
+        if batch < 1:
+            raise ValueError(f"batch {batch}: must be at least 1")
         longest = self.model.args.max_seq_len
         if max_seq_len is not None and not 2 <= max_seq_len <= longest:
             raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from common.files import atomic_path
 from kernels.build import processor, sources
 
 ROOT = Path(__file__).resolve().parent.parent
+IMPORTED = time.time()  # what is changed later is not what this process runs
 # Cache folders that are read and not written: of checkpoints that cannot be written.
 READ_ONLY: list[Path] = []
 
@@ -49,12 +51,14 @@ class SavedGraph:
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         with settings:
             compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
-        header = json.dumps({os.path.relpath(file, ROOT): _digest(file) for file in _sources(compiled, args)})
+        header = _digests(compiled, args)
+        if header is None:
+            return cls(compiled)
         with contextlib.suppress(OSError, RuntimeError, AttributeError, pickle.PicklingError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_path(path) as part:
                 compiled.save_compiled_function(str(part))
-                part.write_bytes(header.encode() + b"\n" + part.read_bytes())
+                part.write_bytes(json.dumps(header).encode() + b"\n" + part.read_bytes())
         return cls(compiled)
 
     @classmethod
@@ -72,29 +76,45 @@ class SavedGraph:
             return None
 
 
-def _sources(compiled, args: tuple) -> list[Path]:
-    """Our files that a graph depends on.
+def _digests(compiled, args: tuple) -> dict[str, str] | None:
+    """A digest of every file that a graph depends on, by path. None if the graph must not be saved.
 
-    They are those of the code that was traced, of the classes of all modules (tracing reads their
+    The files are those of the code that was traced, of the classes of all modules (tracing reads their
     attributes), of the constants that these files import, and of the kernels, whose operators are called.
+    Code without a file (a notebook's), or a file that has changed since this process imported it, cannot be
+    recognised later.
     """
     modules = {source.module for source in compiled.source_info().inlined_sources}
     for arg in args:
         if isinstance(arg, nn.Module):
             modules |= {kind.__module__ for module in arg.modules() for kind in type(module).__mro__}
-    files = {file for name in modules if (file := _our_file(name))}
+    modules = {name for name in modules if not _is_library(name)}
+    if not all(getattr(sys.modules.get(name), "__file__", None) for name in modules):
+        return None
+    files = {_file_of(name) for name in modules}
     for file in list(files):
-        imports = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom))
-        names = {node.module for node in imports if any(alias.name.isupper() for alias in node.names)}
-        files |= {other for name in names if (other := _our_file(name))}
-    return sorted([*files, *sources()])
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        names = {node.module for node in nodes if any(alias.name.isupper() for alias in node.names)}
+        files |= {_file_of(name) for name in names if name in sys.modules and not _is_library(name)}
+    files |= set(sources())
+    if any(file.stat().st_mtime > IMPORTED for file in files):
+        return None
+    return {os.path.relpath(file, ROOT): _digest(file) for file in sorted(files)}
 
 
-def _our_file(module: str | None) -> Path | None:
-    """The file of a loaded module of ours; None of any other."""
+def _file_of(module: str) -> Path:
+    return Path(sys.modules[module].__file__).resolve()
+
+
+def _is_library(module: str) -> bool:
+    """Whether a module is Python's or an installed package's: its version is in a graph's name."""
     file = getattr(sys.modules.get(module), "__file__", None)
-    path = Path(file or "/").resolve()
-    return path if path.is_relative_to(ROOT) and "site-packages" not in path.parts else None
+    if file is None:
+        return module in sys.builtin_module_names
+    path = Path(file).resolve()
+    if "site-packages" in path.parts or "dist-packages" in path.parts:
+        return True
+    return not path.is_relative_to(ROOT) and path.is_relative_to(Path(os.__file__).resolve().parent)
 
 
 def _digest(file: Path) -> str:
@@ -138,7 +158,7 @@ def _described(args: tuple) -> Iterator[tuple]:
         if isinstance(arg, nn.Module):
             for name, module in arg.named_modules(remove_duplicate=False):
                 settings = [(k, _stable(v)) for k, v in sorted(vars(module).items()) if k not in ordinary]
-                yield name, type(module).__qualname__, settings
+                yield name, _name(type(module)), settings
         else:
             yield variant_of(arg)
     first: dict[int, tuple] = {}
@@ -158,13 +178,17 @@ def variant_of(arg) -> object:
 def _stable(value) -> object:
     """A value in words that another process would choose too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return type(value).__qualname__, [
-            (f.name, _stable(getattr(value, f.name))) for f in dataclasses.fields(value)
-        ]
+        fields = [(f.name, _stable(getattr(value, f.name))) for f in dataclasses.fields(value)]
+        return _name(type(value)), fields
     if isinstance(value, (list, tuple)):
         return [_stable(x) for x in value]
     if isinstance(value, dict):
         return [(_stable(k), _stable(v)) for k, v in value.items()]
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return value
-    return getattr(value, "__qualname__", type(value).__qualname__)
+    return _name(value if hasattr(value, "__qualname__") else type(value))
+
+
+def _name(value) -> str:
+    """The full name of a class or a function."""
+    return f"{value.__module__}.{value.__qualname__}"

@@ -51,6 +51,10 @@ def named(tree: ast.Module, folder: str) -> list[tuple[str, ...]]:
             above = parts[: len(parts) + 1 - node.level] if node.level else []
             module = ".".join([*above, node.module] if node.module else above)
             names += [(f"{module}.{alias.name}", module) for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("import_module", "__import__", "Method"):  # drafters are named by `Method`
+                names += [(str(node.args[0].value),)]
     return names
 
 
@@ -148,6 +152,8 @@ CIRCLE = "sampling/noise.py -> sampling/rules.py -> sampling/noise.py: a circle"
      "tests/a/test_b.py -> tests/test_tree.py: a test imports a test: share by tests/helpers"),
     ("tests/helpers/states.py", "import test_tree",
      "tests/helpers/states.py -> tests/test_tree.py: tests is not below tests/helpers"),
+    ("tree.py", "import importlib\nimportlib.import_module('engine.api')",
+     "tree.py -> engine/api.py: engine is not below tree"),
     ("setup.py", "", "setup.py stands in no known room"),
     ("attic/old.py", "import tree", "attic/old.py stands in no known room"),
 ])

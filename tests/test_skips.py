@@ -35,7 +35,7 @@ def run(folder, tests: str, ci: str) -> tuple[int, str]:
     (folder / "test_it.py").write_text(tests)
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", folder]
     command += ["-p", "helpers.skips", "-p", "no:cacheprovider", folder]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "CI": ci}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "CI": ci, "PYTEST_ADDOPTS": ""}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
     return result.returncode, result.stdout.strip().splitlines()[-1]
 

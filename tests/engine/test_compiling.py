@@ -126,6 +126,7 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
 def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, tmp_path, monkeypatch):
     """Its own are the files that were traced and those of the constants they import; others cost nothing."""
     monkeypatch.setattr("engine.saved_graph.ROOT", tmp_path)
+    monkeypatch.setattr("engine.saved_graph.IMPORTED", float("inf"))  # the files below are younger than that
     (tmp_path / "traced_here.py").write_text(
         "from only_constants import FACTOR\n\ndef function(adder, x):\n    return x * FACTOR + adder.by\n"
     )
@@ -149,6 +150,27 @@ def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, 
         file.write_text(file.read_text() + "# changed\n")
         assert times_compiled() == 1 and times_compiled() == 0
     assert len(list((cache / "graphs").glob("*.graph"))) == 1, "the graph of the old sources is replaced"
+
+
+def test_code_that_cannot_be_recognised_later_is_not_saved(cache, tmp_path, monkeypatch):
+    """A file that changed since it was imported, and code of another project: the one is not saved, the other
+    is compared by its own file.
+    """
+    (tmp_path / "of_a_user.py").write_text("def function(adder, x):\n    return x * 2 + adder.by\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_a_user
+
+    def times_compiled() -> int:
+        said: list[str] = []
+        compiled = CompiledFunction(of_a_user.function, "double", said.append, direct=True)
+        assert compiled(Adder(), torch.ones(3)).tolist() == [4.0] * 3
+        return len(said) // 2
+
+    assert times_compiled() == times_compiled() == 1 and not list((cache / "graphs").glob("*"))
+    monkeypatch.setattr("engine.saved_graph.IMPORTED", float("inf"))
+    assert times_compiled() == 1 and times_compiled() == 0
+    (tmp_path / "of_a_user.py").write_text("# another text\n")
+    assert times_compiled() == 1
 
 
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "static", "draft-model", "lookahead", "rest"])

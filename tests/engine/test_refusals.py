@@ -111,3 +111,30 @@ def test_batches_that_do_not_fit(target):
 
 def test_a_cpu_has_a_small_tree():
     assert default_tree("cuda:1") == "paper" and default_tree("cpu").nodes > default_tree("cpu", True).nodes
+
+
+@pytest.mark.parametrize("given, words", [
+    ({"method": "eagle9"}, "--speculate eagle9: unknown"),
+    ({"tree": "bogus"}, "--tree bogus: none of"),
+    ({"tree": "60,1,4"}, "only draft 20"),
+    ({"accept": "foo"}, "accept 'foo': unknown"),
+    ({"method": "none", "draft": "/nowhere"}, "method 'none' drafts nothing"),
+    ({"method": "none", "tree": "paper"}, "method 'none' drafts nothing"),
+    ({"method": "lookahead", "flags": {"guess_set": 3}}, "flag 'guess_set': lookahead has no such flag"),
+    ({"flags": {"window": 3}}, "flag 'window': eagle3 has no such flag"),
+    ({"method": "lookahead", "flags": {"window": "3"}}, "flag 'window': '3' is not of type int"),
+], ids=str)
+def test_draftings_that_cannot_be(given, words):
+    with pytest.raises((InputError, ValueError), match=words):
+        Drafting(**{"method": "eagle3", **given})
+
+
+def test_a_tree_may_be_written_as_on_the_command_line():
+    assert Drafting("eagle3", tree="12,3,4").tree.nodes == 12
+    assert Drafting("medusa", tree="paper").tree == "paper"
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_batches_that_cannot_be(target, batch):
+    with pytest.raises(ValueError, match=f"batch {batch}: must be at least 1"):
+        target.decoder(batch=batch)

@@ -30,10 +30,10 @@ pytestmark = [
 
 def test_logits_agree_with_transformers_on_512_tokens():
     pytest.importorskip("transformers")
-    from first_turns import Transformers
+    from hugging_face import as_llama
 
-    target, config = load_model(FOLDER, dtype=torch.float32)
-    peer = Transformers(target, config).model
+    target, _ = load_model(FOLDER, dtype=torch.float32)
+    peer = as_llama(target)
     tokens = torch.randint(0, 49152, (1, 512), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = target.logits(target.causal(tokens)[0]), peer(tokens).logits
