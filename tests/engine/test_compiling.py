@@ -123,6 +123,14 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     assert same == where()
 
 
+def times_compiled(function) -> int:
+    """How often a function that doubles its input was compiled when a new process would first call it."""
+    said: list[str] = []
+    compiled = CompiledFunction(function, "double", said.append, direct=True)
+    assert compiled(Adder(), torch.ones(3)).tolist() == [4.0] * 3
+    return len(said) // 2
+
+
 def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, tmp_path, monkeypatch):
     """Its own are the files that were traced and those of the constants they import; others cost nothing."""
     monkeypatch.setattr("engine.saved_graph.ROOT", tmp_path)
@@ -136,19 +144,13 @@ def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, 
     import never_traced  # noqa: F401
     import traced_here
 
-    def times_compiled() -> int:
-        said: list[str] = []
-        compiled = CompiledFunction(traced_here.function, "double", said.append, direct=True)
-        assert compiled(Adder(), torch.ones(3)).tolist() == [4.0] * 3
-        return len(said) // 2
-
-    assert times_compiled() == 1 and times_compiled() == 0
+    assert times_compiled(traced_here.function) == 1 and times_compiled(traced_here.function) == 0
     (tmp_path / "never_traced.py").write_text("changed = True\n")
-    assert times_compiled() == 0
+    assert times_compiled(traced_here.function) == 0
     for name in ("traced_here", "only_constants"):
         file = tmp_path / f"{name}.py"
         file.write_text(file.read_text() + "# changed\n")
-        assert times_compiled() == 1 and times_compiled() == 0
+        assert times_compiled(traced_here.function) == 1 and times_compiled(traced_here.function) == 0
     assert len(list((cache / "graphs").glob("*.graph"))) == 1, "the graph of the old sources is replaced"
 
 
@@ -160,17 +162,12 @@ def test_code_that_cannot_be_recognised_later_is_not_saved(cache, tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     import of_a_user
 
-    def times_compiled() -> int:
-        said: list[str] = []
-        compiled = CompiledFunction(of_a_user.function, "double", said.append, direct=True)
-        assert compiled(Adder(), torch.ones(3)).tolist() == [4.0] * 3
-        return len(said) // 2
-
-    assert times_compiled() == times_compiled() == 1 and not list((cache / "graphs").glob("*"))
+    assert times_compiled(of_a_user.function) == times_compiled(of_a_user.function) == 1
+    assert not list((cache / "graphs").glob("*"))
     monkeypatch.setattr("engine.saved_graph.IMPORTED", float("inf"))
-    assert times_compiled() == 1 and times_compiled() == 0
+    assert times_compiled(of_a_user.function) == 1 and times_compiled(of_a_user.function) == 0
     (tmp_path / "of_a_user.py").write_text("# another text\n")
-    assert times_compiled() == 1
+    assert times_compiled(of_a_user.function) == 1
 
 
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "static", "draft-model", "lookahead", "rest"])
