@@ -80,11 +80,28 @@ def default_flags(name: str) -> dict:
     return {flag: default for flag, (default, _) in (method.flags if method else {}).items()}
 
 
+def flag_type(default) -> type:
+    """The type of a flag's values, told by its default: one that has none is text."""
+    return str if default is None else type(default)
+
+
+def check_flags(name: str, flags: dict) -> None:
+    """Raise InputError if a method has no such flag, or a value is of another type."""
+    defaults = default_flags(name)
+    for flag, value in flags.items():
+        if flag not in defaults:
+            own = ", ".join(defaults) or "none"
+            raise InputError(f"flag {flag!r}: {name} has no such flag (it has {own})")
+        kind = flag_type(defaults[flag])
+        if value is not None and not isinstance(value, kind):
+            raise InputError(f"flag {flag!r}: {value!r} is not of type {kind.__name__}")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all methods; None where they are not given."""
     for name, method in METHODS.items():
         for flag, (default, what) in (method.flags if method else {}).items():
-            kind = str if default is None else type(default)
+            kind = flag_type(default)
             shown = "" if default is None else f" (default {default})"
             metavar = kind.__name__.upper()
             parser.add_argument(f"--{flag}", type=kind, metavar=metavar, help=f"{name}: {what}{shown}")

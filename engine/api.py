@@ -20,7 +20,7 @@ import torch
 
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters import build_drafter, default_flags
+from drafters import build_drafter, check_flags, default_flags, known
 from drafters.request import Request
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
 from engine.compiling import prepare_compiling
@@ -65,21 +65,14 @@ class Drafting:
     def __post_init__(self):
         """Read a tree that is written as on the command line. Raises InputError or ValueError on bad values.
         """
-        defaults = default_flags(self.method)
+        known(self.method)
         if isinstance(self.tree, str):
             object.__setattr__(self, "tree", read_tree(self.tree))
         if self.accept not in RULES:
             raise InputError(f"accept {self.accept!r}: unknown; choose from {', '.join(RULES)}")
         if self.method == "none" and (self.draft or self.tree):
             raise InputError("method 'none' drafts nothing: leave out draft and tree, or name a method")
-        for flag, value in self.flags.items():
-            if flag not in defaults:
-                raise InputError(
-                    f"flag {flag!r}: {self.method} has no such flag (it has {', '.join(defaults) or 'none'})"
-                )
-            kind = str if defaults[flag] is None else type(defaults[flag])
-            if value is not None and not isinstance(value, kind):
-                raise InputError(f"flag {flag!r}: {value!r} is not of type {kind.__name__}")
+        check_flags(self.method, self.flags)
 
 
 def load_target(

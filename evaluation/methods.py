@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from checkpoint.loading import identity
 from common.errors import InputError
-from drafters.tree_spec import read_tree
 from engine.api import Drafting, Target, TextDecoder
 from evaluation.table import PLAIN, label
 from sampling.rules import RULES
@@ -52,9 +51,8 @@ def read_draftings(
         if rule not in RULES:
             raise InputError(f"--accept {name}={rule}: choose from {', '.join(RULES)}")
         if name != PLAIN:
-            draftings[label(name, rule)] = Drafting(
-                name, draft_of.get(name), read_tree(tree_of.get(name)), rule, flags=flags[name]
-            )
+            draft, tree = draft_of.get(name), tree_of.get(name)
+            draftings[label(name, rule)] = Drafting(name, draft, tree, rule, flags=flags[name])
     return draftings
 
 
