@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
-from common.errors import InputError
+from common.errors import InputError, first_line
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 CONTROL = 3  # the type of a control token
@@ -78,8 +78,7 @@ def _read(path: Path):
     except NotImplementedError:
         raise InputError(f"{path}: tensors of type {tensor.tensor_type.name} cannot be dequantised") from None
     except Exception as e:
-        reason = str(e).partition("\n")[0]
-        raise InputError(f"{path}: truncated, damaged or not a GGUF file ({reason})") from None
+        raise InputError(f"{path}: truncated, damaged or not a GGUF file ({first_line(e)})") from None
     return reader, fields
 
 

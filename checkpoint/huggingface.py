@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint.folder import CONFIG
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
-from common.errors import InputError
+from common.errors import InputError, first_line
 from common.files import read_json
 
 # In the order of preference: safetensors before pickles, one file before shards.
@@ -171,8 +171,7 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     except (
         RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError
     ) as e:
-        reason = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise InputError(f"{path}: truncated or damaged ({reason})") from None
+        raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
     dense = isinstance(state, dict) and all(
         isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()
     )

@@ -8,7 +8,7 @@ from checkpoint.folder import CONFIG
 from checkpoint.gguf import open_gguf
 from checkpoint.huggingface import WEIGHT_FILES, open_folder, shards
 from checkpoint.source import Source, is_gguf
-from common.errors import InputError
+from common.errors import InputError, first_line
 
 SMALL_FILES = (
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
@@ -53,8 +53,7 @@ def _download(repo: str) -> Path:
     except errors.RepositoryNotFoundError:
         raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
     except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
-        reason = str(e).strip().partition("\n")[0] or type(e).__name__
-        raise InputError(f"{repo}: no such folder, and the hub did not deliver it ({reason})") from None
+        raise InputError(f"{repo}: no such folder, and the hub did not send it ({first_line(e)})") from None
 
 
 def _snapshot(repo: str) -> Path:

@@ -4,3 +4,8 @@ from __future__ import annotations
 
 class InputError(Exception):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, to be quoted in ours; the error's class if it has none."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

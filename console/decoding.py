@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from common.cli import note
-from common.errors import InputError
+from common.errors import InputError, first_line
 from console.show import show
 from console.statistics import as_json, comparison, statistics
 from console.trace import Trace
@@ -22,9 +22,7 @@ def compile_errors() -> Iterator[None]:
     try:
         yield
     except torch._dynamo.exc.TorchDynamoException as e:
-        lines = [line for line in str(e).splitlines() if line.strip()]
-        reason = lines[0] if lines else type(e).__name__
-        raise InputError(f"torch.compile failed ({reason}); try --no-compile") from e
+        raise InputError(f"torch.compile failed ({first_line(e)}); try --no-compile") from e
 
 
 def decode_all(

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from common.dtypes import DTYPES, short_dtype
-from common.errors import InputError
+from common.errors import InputError, first_line
 from engine.saved_graph import READ_ONLY
 
 
@@ -66,7 +66,7 @@ def check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
-        raise InputError(f"--device {device}: {str(e).splitlines()[0]}") from None
+        raise InputError(f"--device {device}: {first_line(e)}") from None
 
 
 def check_compiler() -> None:

@@ -70,9 +70,7 @@ class SavedGraph:
                 if any(_digest(ROOT / name) != digest for name, digest in digests.items()):
                     return None
                 return cls(torch.compiler.load_compiled_function(file))
-        except FileNotFoundError:
-            return None
-        except Exception:  # damaged in whatever way: it is a cache, and made again
+        except Exception:  # not there, or damaged in whatever way: it is a cache, and made again
             return None
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import InputError
+from common.errors import InputError, first_line
 from common.files import atomic_path
 
 FILE = "state.pt"
@@ -19,7 +19,7 @@ def save_state(folder: Path, state: dict) -> None:
             torch.save(state, part)
     except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError if the disk is full
         raise InputError(
-            f"{path}: the state cannot be written ({str(e).splitlines()[0]}); is the disk full?"
+            f"{path}: the state cannot be written ({first_line(e)}); is the disk full?"
         ) from None
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 
 import pytest
+from helpers.refusals import refused
 
 from common.cli import Options, check_writable, count, dtype, one_line, positive, run_command
 from common.dtypes import short_dtype
@@ -55,9 +56,8 @@ def test_rules_are_checked_in_their_order():
         (["--high", "1001"], "--high 1001: must be 0 to 1,000"),
         (["--high=-1", "--low=-2"], "--low -2: must be"),
     ):
-        with pytest.raises(InputError) as error:
+        with refused(words):
             p.read(argv)
-        assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize("kind, value, number", [

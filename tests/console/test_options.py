@@ -2,6 +2,7 @@
 import argparse
 
 import pytest
+from helpers.refusals import refused
 
 import generate
 from common.errors import InputError
@@ -47,9 +48,8 @@ def read(*options: str) -> argparse.Namespace:
 
 @pytest.mark.parametrize("options, words", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
 def test_a_rule_that_is_broken(options, words):
-    with pytest.raises(InputError) as error:
+    with refused(words):
         read(*options)
-    assert str(error.value).startswith(words)
 
 
 @pytest.mark.parametrize("options", ALLOWED, ids=" ".join)
