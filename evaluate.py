@@ -114,7 +114,8 @@ def load(o):
         torch.set_num_threads(o.threads)
     sets = read_sets(o.questions, o.limit)
     draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags)
-    target = load_target(o.checkpoint, Runtime(o.device, o.dtype, o.compile, o.kernels), say)
+    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa)
+    target = load_target(o.checkpoint, runtime, say)
     contenders = load_contenders(target, draftings, o.max_seq_len)
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight
     judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels)

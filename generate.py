@@ -104,7 +104,7 @@ def load(o, prompts: list):
     from engine.runtime import Runtime, check_device
     from sampling.options import Sampling
 
-    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune)
+    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa)
     check_device(runtime.device_name)
     sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
     tree = read_tree(o.tree)  # a mistake shows before a conversion
@@ -112,7 +112,7 @@ def load(o, prompts: list):
     numbers = o.tree_nodes, o.tree_depth, o.tree_width
     if numbers != (None, None, None):
         quantised = "quantization" in read_config(checkpoint, "target")
-        tree = with_numbers(*numbers, default_tree(runtime.device_name, quantised))
+        tree = with_numbers(*numbers, default_tree(runtime.device_name, quantised, runtime.isa_name))
     target = load_target(checkpoint, runtime, note)
     flags = read_flags(o, [o.speculate])[o.speculate]
     ids = tuple(p for p in prompts if isinstance(p, list))

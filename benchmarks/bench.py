@@ -19,6 +19,7 @@ from common.cli import MOST_THREADS, Options, note, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from engine.api import TextDecoder  # noqa: E402
 from evaluation.asking import rotated  # noqa: E402
+from kernels.cpu import isa_in_use  # noqa: E402
 
 
 def options(description: str, name: str, threads: int = 2) -> Options:
@@ -54,10 +55,10 @@ def device_name() -> str:
 
 
 def describe(threads: int) -> dict:
-    """Date, device, threads and torch version: the head of every result file."""
+    """Date, device, threads, instruction set of the kernels, torch version: the head of every result file."""
     return {
         "date": datetime.date.today().isoformat(), "device": device_name(), "threads": threads,
-        "torch": torch.__version__,
+        "isa": isa_in_use(), "torch": torch.__version__,
     }
 
 

@@ -1,11 +1,12 @@
 """Matrix products alone, ours and PyTorch's: every linear layer of a target once, over so many rows.
 
-    python benchmarks/products.py --checkpoint checkpoints/smollm2-135m
+    python benchmarks/products.py --checkpoint checkpoints/smollm2-135m --isa avx2 avx512
 
 All layers are multiplied one after the other, so that weights come from memory and not from a cache. The
-products and the row counts take turns; figures are medians in milliseconds. "PyTorch whole" and "ours whole"
-multiply by bf16 weights, "PyTorch int8pack" is torch._weight_int8pack_mm. On CUDA ours are the Triton
-kernels, and every layer is compiled. Raw figures go to benchmarks/results/NAME.json.
+products and the row counts take turns; figures are medians in milliseconds. "PyTorch whole" and "whole"
+multiply by bf16 weights, "PyTorch int8pack" is torch._weight_int8pack_mm; on a CPU ours are named by their
+instruction set. On CUDA ours are the Triton kernels, and every layer is compiled. Raw figures go to
+benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import bench  # first: it makes the modules below importable
 import torch
@@ -28,6 +30,7 @@ from kernels.cpu import load_kernels
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 
+PAUSE = 0.02  # seconds, in which the threads of PyTorch's products stop waiting at full speed for more
 INT8PACK = "PyTorch int8pack"  # takes inputs without a batch dimension
 
 
@@ -57,27 +60,33 @@ def unquantised(weight: torch.Tensor) -> PackedLinear:
     return PackedLinear(linear, torch.bfloat16)
 
 
-def products_of(weights: list[torch.Tensor], device: str) -> dict[str, list[Callable]]:
-    """By name, a product with every matrix."""
-    on_cpu = device == "cpu"
+class Product(NamedTuple):
+    """One kind of product: what takes rows of x for each matrix."""
 
-    def quantised(mode: str, group: int = 0) -> list[Callable]:
-        layers = [QuantizedLinear.of(w, mode, group) for w in weights]
-        if on_cpu:
-            return [PackedLinear(layer, torch.bfloat16) for layer in layers]
-        return [torch.compile(layer, dynamic=False) for layer in layers]
+    layers: list[Callable]
+    isa: str | None = None  # of our kernels, which have to be in use when it is called
 
-    products: dict[str, list[Callable]] = {
-        "PyTorch whole": [lambda x, w=w: F.linear(x, w) for w in weights],
-        INT8PACK: [int8pack(w) for w in weights],
-    }
-    if on_cpu:
-        products["ours whole"] = [unquantised(w) for w in weights]
-    products["ours int8"] = quantised("int8")
-    if on_cpu:
-        products["ours w8a8"] = quantised("w8a8")
+
+def products_of(weights: list[torch.Tensor], device: str, isas: list[str | None]) -> dict[str, Product]:
+    """By name, a product with every matrix. isas: instruction sets of our CPU kernels, None for the best."""
+    modes = {"int8": 0, "w8a8": 0}
     if all(w.shape[1] % 64 == 0 for w in weights):
-        products["ours int4"] = quantised("int4", 64)
+        modes["int4"] = 64
+    products = {
+        "PyTorch whole": Product([lambda x, w=w: F.linear(x, w) for w in weights]),
+        INT8PACK: Product([int8pack(w) for w in weights]),
+    }
+    if device != "cpu":
+        for mode in modes.keys() - {"w8a8"}:
+            layers = [QuantizedLinear.of(w, mode, modes[mode]) for w in weights]
+            products[f"ours {mode}"] = Product([torch.compile(layer, dynamic=False) for layer in layers])
+        return products
+    for isa in isas:
+        name = load_kernels(note, isa=isa)
+        products[f"{name} whole"] = Product([unquantised(w) for w in weights], name)
+        for mode, group in modes.items():
+            layers = [QuantizedLinear.of(w, mode, group) for w in weights]
+            products[f"{name} {mode}"] = Product([PackedLinear(la, torch.bfloat16) for la in layers], name)
     return products
 
 
@@ -86,9 +95,7 @@ def run(o) -> None:
     """Measure, print, write. Raises InputError."""
     check_device(o.device)
     weights = weights_of(o.checkpoint, o.device)
-    if o.device == "cpu":
-        load_kernels(note)
-    products = products_of(weights, o.device)
+    products = products_of(weights, o.device, o.isa or [None])
     inputs = {
         rows: [torch.randn(1, rows, w.shape[1], dtype=torch.bfloat16, device=o.device) for w in weights]
         for rows in o.rows
@@ -96,11 +103,14 @@ def run(o) -> None:
     times: dict[tuple[str, int], list[float]] = {}
     for repeat in range(o.repeat + 1):  # the first one warms up
         for rows, batched in inputs.items():
-            for name, layers in products.items():
+            for name, product in products.items():
                 layer_inputs = [x[0] for x in batched] if name == INT8PACK else batched
+                if product.isa:
+                    load_kernels(isa=product.isa)
                 settle(o.device)
+                time.sleep(PAUSE)
                 began = time.perf_counter()
-                for layer, x in zip(layers, layer_inputs):
+                for layer, x in zip(product.layers, layer_inputs):
                     layer(x)
                 settle(o.device)
                 if repeat:
@@ -120,6 +130,7 @@ def main(argv: list[str] | None = None) -> int:
     p = bench.options(__doc__, "products")
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target")
+    add("--isa", nargs="+", metavar="NAME", help="instruction sets of our CPU kernels (default: the best)")
     add("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64], metavar="T")
     add("--repeat", type=int, default=15)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -95,6 +95,10 @@ class Options(argparse.ArgumentParser):
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         add("--kernels", action=on_off, default=True,
             help="on a CPU, when compiling: our own products (see kernels/)")
+        add("--isa", metavar="NAME",
+            help="instruction set of the kernels, such as avx2 (default: EAGLE_ISA, or the best one)")
+        self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
+                    lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         return group
 
 

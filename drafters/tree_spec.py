@@ -14,18 +14,22 @@ import torch
 from common.errors import InputError
 from tree import PAPER_TREE, PathTree, TreeShape
 
+NARROW = ("avxvnni", "avx2", "portable")  # instruction sets without AVX-512
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 
-def default_tree(device: str, quantised: bool = False) -> TreeSpec:
+def default_tree(device: str, quantised: bool = False, isa: str | None = None) -> TreeSpec:
     """The tree used when none is asked for.
 
     A GPU verifies 60 rows in the time of one: the paper's tree. A CPU does not: time grows with the rows, and
     every draft level costs a pass of the head, so a CPU wants few nodes and few levels
-    (docs/how-it-works.md). Quantised weights are read sooner, and rows count for more.
+    (docs/how-it-works.md). Quantised weights are read sooner, and rows count for more. isa: the kernels'
+    instruction set, None without kernels; where it is narrow, four rows are as many as cost little.
     """
     if torch.device(device).type == "cuda":
         return "paper"
+    if isa in NARROW:
+        return TreeShape(4, 2, 2)
     return TreeShape(8, 2, 4) if quantised else TreeShape(12, 3, 4)
 
 

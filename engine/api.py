@@ -87,7 +87,7 @@ def load_target(
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     if runtime.on_kernels:
-        load_kernels(say, prepare_compiling)
+        load_kernels(say, prepare_compiling, runtime.isa)
     target.put_on_kernels(model)
     return target
 
@@ -136,7 +136,9 @@ class Target:
     @property
     def default_tree(self) -> TreeSpec:
         """The tree of a drafter that is not told which."""
-        return default_tree(self.runtime.device_name, "quantization" in self.config)
+        return default_tree(
+            self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name
+        )
 
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
         """Put models on the CPU kernels, if this target runs there. int8: quantise bfloat16 ones first."""

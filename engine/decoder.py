@@ -25,6 +25,7 @@ from engine.prefill import prefill
 from engine.run import Output, Run
 from engine.state import State
 from engine.step import step
+from kernels import cpu
 from model import KVCache, Transformer, cache_bytes
 from sampling.noise import seed_keys
 from sampling.options import Sampling
@@ -240,8 +241,8 @@ class Decoder:
         span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.extra_slots)
         with torch.no_grad():
             if self._plain_step is not None and not self.drafter.has_guess(self.state, span):
-                drafter = self._plain_drafter
-                return self._plain_step(self.target, self.caches, drafter, self.state, span, *self._modes)
+                arguments = self.target, self.caches, self._plain_drafter, self.state, span
+                return self._run((), partial(self._plain_step, *arguments, *self._modes))
             return self._launch_step(span)
 
     def _launch_step(self, span: Tensor):
@@ -255,8 +256,11 @@ class Decoder:
         self._run(("prefill", rows, span.shape[0]), partial(self._prefill, *arguments, *self._modes))
 
     def _run(self, key: tuple, call: Callable):
-        """A call, on CUDA as a captured graph."""
-        return self.captured((*key, *self._modes), call) if self.captured else call()
+        """A call, on CUDA as a captured graph, on our kernels with all threads for them."""
+        if self.captured:
+            return self.captured((*key, *self._modes), call)
+        with cpu.alone() if self.target.on_kernels else contextlib.nullcontext():
+            return call()
 
     def _span(self, needed: int) -> Tensor:
         """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph."""

@@ -33,7 +33,8 @@ def prefill(
     ends = state.reading & (last < chunk.shape[0])
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if noisy else None
-    chosen = draw(restrict_logits(target.logits(pick(x, row)), state, restricted), noise)
+    logits = restrict_logits(target.logits(pick(x, row)), state, restricted, target.on_kernels)
+    chosen = draw(logits, noise)
     state.reading.logical_and_(~ends)
     count = state.emit(chosen, ends.long())
     state.hand_over(None if features is None else pick(features, row), count, ends)

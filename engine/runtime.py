@@ -12,6 +12,7 @@ import torch
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, first_line
 from engine.saved_graph import READ_ONLY
+from kernels.isa import choose
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Runtime:
     compile: bool = True  # run through torch.compile
     kernels: bool = True  # on a CPU, when compiling: our own compiled products (see kernels/)
     autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
+    isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
 
     @property
     def device_name(self) -> str:
@@ -43,6 +45,11 @@ class Runtime:
         """Whether modules are put on our CPU kernels, as far as these take them."""
         return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
 
+    @property
+    def isa_name(self) -> str | None:
+        """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
+        return choose(self.isa).name if self.on_kernels else None
+
     def prepare(self, checkpoint: Path) -> None:
         """Check the device and the compiler, and let torch.compile keep its results beside the checkpoint.
 
@@ -50,6 +57,7 @@ class Runtime:
         """
         check_device(self.device_name)
         _ = self.torch_dtype
+        _ = self.isa_name
         if not self.compile:
             return
         if self.autotune:

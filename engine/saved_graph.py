@@ -24,6 +24,7 @@ from torch import Tensor
 
 from common.files import atomic_path
 from kernels.build import processor, sources
+from kernels.cpu import isa_in_use
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = time.time()  # what is changed later is not what this process runs
@@ -128,7 +129,7 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = torch._inductor.config.get_hash().hex()
-    machine = torch.__version__, processor(), os.environ.get("CXX"), torch.get_num_threads()
+    machine = torch.__version__, processor(), isa_in_use(), os.environ.get("CXX"), torch.get_num_threads()
     made_by = function.__qualname__, machine, settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
+from kernels import cpu
 from model import Transformer
 from sampling.acceptance import accept_by
 from sampling.noise import gumbel
@@ -15,9 +16,12 @@ from sampling.restrict import restrict
 from tree import Tree, accept, pick, visible_slots
 
 
-def restrict_logits(logits: Tensor, state: State, restricted: bool) -> Tensor:
+def restrict_logits(logits: Tensor, state: State, restricted: bool, on_kernels: bool = False) -> Tensor:
     """Logits [B, T, V]; where a request restricts them to top-k or top-p, the others are -inf."""
-    return restrict(logits, state.temperature, state.top_k, state.top_p) if restricted else logits
+    if not restricted:
+        return logits
+    function = cpu.restrict if on_kernels else restrict
+    return function(logits, state.temperature, state.top_k, state.top_p)
 
 
 def draw(logits: Tensor, noise: Tensor | None) -> Tensor:
@@ -59,7 +63,7 @@ def step(
         x, features = x[:, :T], None if features is None else features[:, :T]
     # Nodes of one depth stand at one position and share its noise.
     shift = None if noise is None else pick(noise, tree.depth)
-    logits = restrict_logits(target.logits(x), state, restricted)
+    logits = restrict_logits(target.logits(x), state, restricted, target.on_kernels)
     chosen = draw(logits, shift)
 
     if noisy and drafter.rule != "equal":

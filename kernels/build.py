@@ -1,6 +1,7 @@
 """Compiling the CPU kernels (`csrc/`) for this machine, and keeping what was compiled."""
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -8,22 +9,25 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from common.errors import InputError
 from common.files import atomic_path
+from kernels.isa import InstructionSet
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
 # Beside what torch.compile keeps, if that has a place of its own.
 CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden")
 
 
-def build_library(say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
-    """The compiled library of this source, torch, compiler and processor, made now if it is not there.
+def build_library(isa: InstructionSet, say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
+    """The library of this source for an instruction set, torch and compiler, made now if it is not there.
+
+    Its operators are in the namespace `namespace(isa)`.
 
     `say` is told when compiling starts and ends; `meanwhile` is called while the compiler is at work.
     Raises InputError, one line, if there is no C++ compiler or it fails.
@@ -36,34 +40,55 @@ def build_library(say: Callable[[str], None], meanwhile: Callable[[], None]) -> 
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     texts = [(path.name, path.read_bytes()) for path in sources()]
-    key = (texts, torch.__version__, version, " ".join(FLAGS), processor())
-    name = f"cpu-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    flags = (*FLAGS, *isa.flags, f"-DNAMESPACE={namespace(isa)}")
+    key = (texts, torch.__version__, version, flags, platform.machine())
+    name = f"{isa.name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
     folder = _folder()
     if (folder / name).is_file():
         return folder / name
-    say("compiling the kernels ...")
+    say(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
-    command = [
-        compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-        f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", str(SOURCE / "operators.cpp"),
-        f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10",
-    ]
-    # Another process may be doing the same; and a pipe for the errors would fill up.
-    with atomic_path(folder / name) as part, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen([*command, "-o", str(part)], stdout=subprocess.DEVNULL, stderr=errors)
-        try:
+    of_torch = (
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
+        f"-I{root}/include/torch/csrc/api/include",
+    )
+    link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
+    # Another process may be doing the same.
+    with atomic_path(folder / name) as part, tempfile.TemporaryDirectory() as objects:
+        compiled = {path: f"{objects}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
+        with _running([[compiler, *flags, *of_torch, "-c", str(p), "-o", o] for p, o in compiled.items()]):
             meanwhile()
+        with _running([[compiler, "-shared", "-pthread", *compiled.values(), *link, "-o", str(part)]]):
+            pass
+    say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
+    return folder / name
+
+
+@contextlib.contextmanager
+def _running(commands: list[list[str]]) -> Iterator[None]:
+    """Run a compiler's commands side by side; wait for them at the end. Raises InputError if one fails."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for command in commands:
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))  # a pipe would fill up
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            started.append((process, errors))
+        yield
+        for process, errors in started:
             if process.wait():
                 errors.seek(0)
                 lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
-                reason = lines[0].strip()
-                raise InputError(f"{compiler} could not compile the kernels ({reason}); pass --no-kernels")
-        finally:
-            process.kill()
-            process.wait()
-    say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
-    return folder / name
+                raise InputError(
+                    f"{commands[0][0]} could not compile the kernels ({lines[0].strip()}); pass --no-kernels"
+                )
+
+
+def namespace(isa: InstructionSet) -> str:
+    """Where torch.ops has the operators of an instruction set."""
+    return f"eagle_{isa.name}"
 
 
 def _folder() -> Path:
@@ -87,7 +112,7 @@ def sources() -> list[Path]:
 
 
 def processor() -> str:
-    """What -march=native depends on."""
+    """What the code that torch.compile makes depends on."""
     try:
         with open("/proc/cpuinfo") as lines:
             flags = (line for line in lines if line.startswith(("flags", "Features")))

@@ -3,42 +3,85 @@
 Every one is row-invariant: a row's result does not depend, by a single bit, on the rows computed with it.
 That makes speculative text equal plain text in bfloat16 too.
 
-They are PyTorch operators (`torch.ops.eagle`) that torch.compile does not look into, so one compiled step may
-call them. They have no gradient. `kernels.packed` has the modules that use them.
+They are compiled for one instruction set (`kernels.isa`), and for another beside it if asked to. They are
+PyTorch operators (`torch.ops.eagle_avx2` and so on) that torch.compile does not look into, so one compiled
+step may call them. They have no gradient. `kernels.packed` has the modules that use them.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
-from kernels.build import build_library
+from kernels.build import build_library, namespace
+from kernels.isa import choose
 
-COLUMNS = 32  # of one packed block, as in products.h
-_loaded = False
+
+class Layout(NamedTuple):
+    """How an instruction set wants weights packed."""
+
+    columns: int  # of one block
+    bf16_per_word: int  # inputs side by side in a quantised weight, if x is bfloat16
+    bytes_per_word: int  # and in a w8a8 weight
+    byte_offset: int  # added to the values of a w8a8 weight
+
+
+_loaded: dict[str, Layout] = {}  # by instruction set
+_in_use: str | None = None  # the name of the one in use
+_layout: Layout  # its layout
+_ops = None  # its operators
 
 
 def load_kernels(
-    say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None
-) -> None:
-    """Make the operators callable. Compile them if this machine has not had this source and torch before.
+    say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None,
+    isa: str | None = None,
+) -> str:
+    """Make the operators callable, and use those of an instruction set from now on. Returns its name.
 
-    `meanwhile` is called while the compiler is at work.
-    Raises InputError, one line, if there is no C++ compiler or it fails.
+    isa: its name, or None for the one of `kernels.isa.choose`. What is not compiled yet on this machine, for
+    this source and torch, is compiled; `meanwhile` is called while the compiler is at work.
+    Raises InputError, one line, if the processor has not got it, or the C++ compiler is missing or fails.
     """
-    global _loaded
-    if _loaded:
-        return
-    library = build_library(say, meanwhile)
+    global _in_use, _layout, _ops
+    chosen = choose(isa)
+    operators = getattr(torch.ops, namespace(chosen))
+    if chosen.name not in _loaded:
+        library = build_library(chosen, say, meanwhile)
+        try:
+            torch.ops.load_library(str(library))
+        except OSError as e:
+            raise InputError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
+        for name, shapes in SHAPES.items():
+            torch.library.register_fake(f"{namespace(chosen)}::{name}")(shapes)
+        _loaded[chosen.name] = Layout(*operators.layout())
+    _in_use, _layout, _ops = chosen.name, _loaded[chosen.name], operators
+    return chosen.name
+
+
+def isa_in_use() -> str | None:
+    """The name of the instruction set in use, or None before any is loaded."""
+    return _in_use
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A context in which the kernels have PyTorch's number of threads, and PyTorch's own operators have one.
+
+    Two pools of threads would take the processor from each other: those of OpenMP go on waiting, at full
+    speed, long after their work. What PyTorch does between our operators is little.
+    """
+    count = torch.get_num_threads()
+    _ops.use_threads(count)
+    torch.set_num_threads(1)
     try:
-        torch.ops.load_library(str(library))
-    except OSError as e:
-        raise InputError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
-    for name, shapes in SHAPES.items():
-        torch.library.register_fake(f"eagle::{name}")(shapes)
-    _loaded = True
+        yield
+    finally:
+        torch.set_num_threads(count)
+        _ops.use_threads(0)
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -50,50 +93,54 @@ def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack(weight: Tensor, per_word: int) -> Tensor:
-    """Weight [N, K] -> [ceil(N/32), K/w, 32, w]; rows from N on are zero.
+    """Weight [N, K] -> [ceil(N/c), K/w, c, w]; rows from N on are zero.
 
-    w = `per_word` is how many values of x there are in 4 bytes.
-    32 output columns lie side by side, so that a block is read front to back, once per pass. int8 weights are
-    laid out the same way.
+    c output columns lie side by side, so that a block is read front to back, once per pass, and w =
+    `per_word` inputs of each. In a weight that is not quantised, those are what 4 bytes hold.
     """
     return _blocks(weight).unflatten(2, (-1, per_word)).transpose(1, 2).contiguous()
 
 
-def pack_int4(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 in -8..7 -> [ceil(N/32), K/w, 16*w] uint8.
+def quantized_per_word(dtype: torch.dtype) -> int:
+    """`per_word` of int8 and int4 weights, if x has this dtype."""
+    return _layout.bf16_per_word if dtype == torch.bfloat16 else 1
 
-    The low four bits of a byte belong to column c, the high ones to column c + 16.
+
+def pack_int4(values: Tensor, per_word: int) -> Tensor:
+    """Values [N, K] int8 in -8..7 -> [ceil(N/c), K/w, c/2 * w] uint8.
+
+    The low four bits of a byte belong to a column of the block's first half, the high ones to its second.
     """
     low, high = (pack(values, per_word) + 8).to(torch.uint8).flatten(2).chunk(2, dim=2)
     return low | (high << 4)
 
 
-def pack_bytes(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/32), K/4, 32, 4] uint8, 128 added.
+def pack_bytes(values: Tensor) -> Tensor:
+    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/c), K/w, c, w] uint8.
 
-    The processors' product of bytes wants one of the two without a sign. x comes in bytes, four to a word,
-    whatever its dtype.
+    Some products of bytes want one of the two without a sign: 128 is added for those. x comes in integers,
+    w to a word, whatever its dtype.
     """
-    return pack(values, 4).view(torch.uint8) ^ 128
+    return pack(values, _layout.bytes_per_word).view(torch.uint8) ^ _layout.byte_offset
 
 
 def pack_scale(scale: Tensor) -> Tensor:
-    """Scales [N, groups] -> [ceil(N/32), groups, 32]."""
+    """Scales [N, groups] -> [ceil(N/c), groups, c]."""
     return _blocks(scale).transpose(1, 2).contiguous()
 
 
 def interleave(weight: Tensor) -> Tensor:
-    """Gate and up [2*N, K], one above the other -> 16 rows of each in turn.
+    """Gate and up [2*N, K], one above the other -> half a block's rows of each in turn.
 
     A block then holds both, for GATED.
     """
-    half = COLUMNS // 2
+    half = _layout.columns // 2
     gate, up = (_padded(part, half).unflatten(0, (-1, half)) for part in weight.chunk(2))
     return torch.cat((gate, up), dim=1).flatten(0, 1)
 
 
 def _blocks(weight: Tensor) -> Tensor:
-    return _padded(weight, COLUMNS).unflatten(0, (-1, COLUMNS))
+    return _padded(weight, _layout.columns).unflatten(0, (-1, _layout.columns))
 
 
 def _padded(weight: Tensor, multiple: int) -> Tensor:
@@ -117,7 +164,7 @@ def linear(
     once, to x's dtype; FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N]
     comes out.
     """
-    return torch.ops.eagle.linear(x, packed, scale, bias, residual, columns, mode)
+    return _ops.linear(x, packed, scale, bias, residual, columns, mode)
 
 
 def attend(
@@ -130,12 +177,12 @@ def attend(
     and values are stored at slots [B, T] of the caches k, v [B, S, nkv, hd]; then each row attends to those
     of the first n slots that visible [B, T, n] says. Scores, softmax and sums are float32.
     """
-    return torch.ops.eagle.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
+    return _ops.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Each row of x [..., H] divided by its root mean square, times weight [H], in float32, rounded once."""
-    return torch.ops.eagle.rms_norm(x, weight, eps)
+    return _ops.rms_norm(x, weight, eps)
 
 
 def layers(
@@ -151,7 +198,7 @@ def layers(
     bias (float32), q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed,
     its scale. k, v: the caches of each layer. The other arguments are `attend`'s.
     """
-    return torch.ops.eagle.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux)
+    return _ops.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux)
 
 
 def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
@@ -159,7 +206,12 @@ def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
 
     All entries are read before any is written.
     """
-    torch.ops.eagle.move(caches, source, target)
+    _ops.move(caches, source, target)
+
+
+def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`sampling.restrict.restrict` as one operator: logits [B, T, V] float32, the others [B]."""
+    return _ops.restrict(logits, temperature, top_k, top_p)
 
 
 # What torch.compile is told of the operators: the shapes of what they return.
@@ -175,4 +227,5 @@ SHAPES = {
         x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
     ),
     "move": lambda caches, source, target: None,
+    "restrict": lambda logits, temperature, top_k, top_p: logits.new_empty(logits.shape),
 }

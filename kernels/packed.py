@@ -22,17 +22,15 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
-        per_word = 4 // dtype.itemsize
-        weight, scale, pack = linear.weight.detach(), None, cpu.pack
+        weight, scale = linear.weight.detach(), None
         if isinstance(linear, QuantizedLinear):
             weight, scale = linear.values(), linear.scale
-            pack = {"int4": cpu.pack_int4, "w8a8": cpu.pack_bytes}.get(linear.mode, cpu.pack)
         self.columns, self.mode = weight.shape[0], cpu.SAME
         if gated:
             self.columns, self.mode = self.columns // 2, cpu.GATED
             weight, scale = cpu.interleave(weight), scale if scale is None else cpu.interleave(scale)
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        self.packed = _constant(pack(weight, per_word))
+        self.packed = _constant(_packed(weight, linear, dtype))
         self.scale = None if scale is None else _constant(cpu.pack_scale(scale))
         self.bias = None if bias is None else _constant(bias.detach().float())
 
@@ -42,6 +40,16 @@ class PackedLinear(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The same in float32: nothing is rounded to 16 bits after the sums."""
         return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, None, cpu.FLOAT32)
+
+
+def _packed(weight: Tensor, linear: nn.Module, dtype: torch.dtype) -> Tensor:
+    """A layer's weight, or its quantised values, laid out for x of this dtype."""
+    if not isinstance(linear, QuantizedLinear):
+        return cpu.pack(weight, 4 // dtype.itemsize)
+    if linear.mode == "w8a8":
+        return cpu.pack_bytes(weight)
+    per_word = cpu.quantized_per_word(dtype)
+    return cpu.pack_int4(weight, per_word) if linear.mode == "int4" else cpu.pack(weight, per_word)
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:

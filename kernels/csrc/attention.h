@@ -1,26 +1,26 @@
 // Attention of one layer over the live prefix of its cache, after head norms, rotary and the cache write.
 //
-// Sums run over the slots in ascending order, and a slot that a row does not see adds nothing: a row's result
-// depends neither on the rows computed with it nor on the threads.
+// Row-invariant: a row's sums run over the slots it sees in ascending order, in blocks of BLOCK_SLOTS of them
+// that begin from zero and are added in order. Where a slot lies among other rows' slots, what rows there are
+// and which thread takes a block changes nothing. Softmax weights are taken relative to a power of two, so that
+// bringing two blocks to one scale is exact.
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <alloca.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
+#include "kernels.h"
 #include "norm.h"
 #include "team.h"
 #include "vectors.h"
 
-namespace {
-
-using at::Tensor;
+namespace eagle {
 
 // A head [size], normed if there is a weight, then rotated by cos, sin [size / 2] in pairs (i, i + size/2).
 template <class E>
@@ -38,61 +38,153 @@ inline void rotate_head(const Value<E>* head, const float* cosine, const float* 
   }
 }
 
-// What every layer of a pass shares: B sequences of T rows each, their rotations, cache slots and mask. The
-// heads that share a key/value head make per_kv * T query rows, taken in groups of up to 16, one per lane.
-struct Pass {
-  int64_t B, T, heads, kv_heads, hd, per_kv, groups, n;
-  const Tensor cosine, sine, slots, visible;
-  bool split;                                 // whether units are too few for a thread to take whole ones
-  mutable std::vector<float> scores, totals;  // of all units, if so
-  std::vector<std::vector<int32_t>> live;     // by sequence and group: slots that one of its rows attends to
-  std::vector<std::vector<uint16_t>> seen;    // and for each of them, bit r: row r does
+constexpr int64_t BLOCK_SLOTS = 128;  // of one row, that are summed up before they are added to those before
 
-  // x [B, T, ...], the keys of a layer [B, S, kv_heads, hd], and what the operators are given.
-  Pass(const Tensor& x, int64_t heads, const Tensor& keys, const Tensor& cosine, const Tensor& sine,
-       const Tensor& slots, const Tensor& visible)
-      : B(x.size(0)), T(x.size(1)), heads(heads), kv_heads(keys.size(2)), hd(keys.size(3)),
-        per_kv(heads / kv_heads), groups((per_kv * T + LANES - 1) / LANES), n(visible.size(2)),
-        cosine(cosine.contiguous()), sine(sine.contiguous()), slots(slots.contiguous()),
-        visible(visible.contiguous()), live(B * groups), seen(B * groups) {
-    split = at::get_num_threads() > 1 && units() < 4 * at::get_num_threads();
-    if (split) scores.resize(units() * n * LANES), totals.resize(units() * LANES);
+// The slots that the rows of one sequence attend to, by block: entries start[k] .. start[k + 1] are the slots
+// that are in the k-th block of some row. A slot may be in one block for one row and in the next for another.
+struct LiveSlots {
+  std::vector<int32_t> slots;
+  std::vector<int64_t> start;
+  std::vector<uint16_t> seen;  // [groups, entries], bit r: the r-th row of the group sees it, in this block
+
+  int64_t blocks() const { return start.size() - 1; }
+
+  // visible [T, n]; row_of(g, r): which of the T rows is the r-th of a group, of group_size(g).
+  template <class RowOf, class GroupSize>
+  void read(const bool* visible, int64_t T, int64_t n, int64_t groups, const RowOf& row_of,
+            const GroupSize& group_size) {
+    int64_t prefix = n;  // slots that all rows see: there a slot's rank is its number
+    for (int64_t t = 0; t < T; t++)
+      if (const void* hidden = std::memchr(visible + t * n, 0, prefix))
+        prefix = static_cast<const bool*>(hidden) - (visible + t * n);
+    const int64_t tail = n - prefix;
+    std::vector<int32_t> block(T * tail, -1);  // of a row's slot, -1: it does not see it
+    int64_t last = prefix ? (prefix - 1) / BLOCK_SLOTS : 0;
+    for (int64_t t = 0; t < T; t++)
+      for (int64_t j = 0, rank = prefix; j < tail; j++)
+        if (visible[t * n + prefix + j])
+          block[t * tail + j] = rank++ / BLOCK_SLOTS, last = std::max(last, (rank - 1) / BLOCK_SLOTS);
+    const int64_t first = prefix / BLOCK_SLOTS;  // the first block with slots of the tail
+    std::vector<int64_t> of_tail;                // the number in the tail of each entry from `prefix` on
+    for (int64_t k = 0; k <= last; k++) {
+      start.push_back(slots.size());
+      for (int64_t j = k * BLOCK_SLOTS; j < std::min(prefix, (k + 1) * BLOCK_SLOTS); j++) slots.push_back(j);
+      for (int64_t j = 0; k >= first && j < tail; j++)
+        for (int64_t t = 0; t < T; t++)
+          if (block[t * tail + j] == k) {
+            slots.push_back(prefix + j), of_tail.push_back(j);
+            break;
+          }
+    }
+    start.push_back(slots.size());
+    const int64_t entries = slots.size();
+    seen.assign(groups * entries, 0);
+    for (int64_t g = 0; g < groups; g++) {
+      uint16_t* bits = &seen[g * entries];
+      const int size = group_size(g);
+      auto j = of_tail.begin();
+      for (int64_t k = 0; k < blocks(); k++)
+        for (int64_t e = start[k]; e < start[k + 1]; e++) {
+          if (slots[e] < prefix) bits[e] = uint16_t((1u << size) - 1);
+          else {
+            for (int r = 0; r < size; r++) bits[e] |= uint16_t(block[row_of(g, r) * tail + *j] == k) << r;
+            j++;
+          }
+        }
+    }
+  }
+};
+
+// Softmax sums of one group of query rows over some slots, before they are divided by their total.
+struct Sums {
+  Floats *most, *total;  // by row: the power of two that weights are relative to, and the weights' sum
+  float* out;            // [rows, padded]: weighted values, for bfloat16 the even and the odd ones of a vector
+  int64_t padded;
+
+  Sums(float* room, int64_t padded)
+      : most((Floats*)room), total((Floats*)(room + LANES)), out(room + 2 * LANES), padded(padded) {}
+
+  // Add the sums over later slots.
+  void add(const Sums& later, int rows) const {
+    const Floats m = load<Floats>(most), l = load<Floats>(later.most), both = m > l ? m : l;
+    const Floats ours = power(m - both), theirs = power(l - both);
+    store(most, both);
+    store(total, load<Floats>(total) * ours + load<Floats>(later.total) * theirs);
+    for (int r = 0; r < rows; r++) {
+      const Floats a = broadcast(ours[r]), b = broadcast(theirs[r]);
+      for (int64_t d = r * padded; d < (r + 1) * padded; d += LANES)
+        store(out + d, load<Floats>(out + d) * a + load<Floats>(later.out + d) * b);
+    }
   }
 
-  int64_t units() const { return B * kv_heads * groups; }
-  float* scores_of(int64_t unit) const { return &scores[unit * n * LANES]; }
-  int64_t width() const { return (heads + 2 * kv_heads) * hd; }
+  // 2^n for whole n <= 0; 0 below the exponents of floats.
+  static Floats power(Floats n) {
+    const Floats least = n < -126.0f ? broadcast(-126.0f) : n;
+    const Ints bits = (__builtin_convertvector(least, Ints) + 127) << 23;
+    return n < -126.0f ? Floats{} : (Floats)bits;
+  }
+};
+
+// What every layer of a pass shares. The heads that share a key/value head make per_kv * T query rows of a
+// sequence, taken in groups of LANES, one per lane.
+struct Pass : Rows {
+  int64_t per_kv, groups;
+  std::vector<LiveSlots> live;    // by sequence
+  std::unique_ptr<float[]> sums;  // room for those of all units, blocks and groups; few are used
+
+  explicit Pass(const Rows& rows)
+      : Rows(rows), per_kv(heads / kv_heads), groups((per_kv * T + LANES - 1) / LANES), live(B),
+        sums(new float[B * kv_heads * (n / BLOCK_SLOTS + 1) * groups * sums_size()]) {}
+
   int group_size(int64_t group) const { return std::min<int64_t>(LANES, per_kv * T - group * LANES); }
-  // Which query head and which row of the pass the r-th row of a group is.
+  // Which query head and which row of its sequence the r-th row of a group is.
   int64_t head_of(int64_t kv, int64_t group, int r) const { return kv * per_kv + (group * LANES + r) / T; }
-  int64_t row_of(int64_t b, int64_t group, int r) const { return b * T + (group * LANES + r) % T; }
+  int64_t row_of(int64_t group, int r) const { return (group * LANES + r) % T; }
+  // A head's values in sums: whole vectors, which for bfloat16 come in twos.
+  int64_t padded() const { return (hd + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
+  int64_t sums_size() const { return LANES * (2 + padded()); }
+  Sums sums_of(int64_t item, int64_t group) const {
+    return Sums(&sums[(item * groups + group) * sums_size()], padded());
+  }
+  int64_t blocks() const {  // of the sequence that has most
+    int64_t most = 0;
+    for (const LiveSlots& slots : live) most = std::max(most, slots.blocks());
+    return most;
+  }
 
   void read_mask(const Team& team) {
-    team.share(B * groups, [&](int64_t unit) {
-      std::vector<uint16_t> bits(n);
-      for (int r = 0; r < group_size(unit % groups); r++) {
-        const bool* row = visible.const_data_ptr<bool>() + row_of(unit / groups, unit % groups, r) * n;
-        for (int64_t j = 0; j < n; j++) bits[j] |= uint16_t(row[j]) << r;
-      }
-      for (int64_t j = 0; j < n; j++)
-        if (bits[j]) live[unit].push_back(j), seen[unit].push_back(bits[j]);
+    const auto row = [&](int64_t group, int r) { return row_of(group, r); };
+    const auto size = [&](int64_t group) { return group_size(group); };
+    team.share(B, [&](int64_t b) {
+      live[b].read(visible + b * T * n, T, n, groups, row, size);
     });
   }
 };
 
-// Scores, softmax weights and weighted values of one group of query rows.
+// Scores, softmax weights and weighted values of one group of query rows over some entries of LiveSlots.
 template <class E>
 struct QueryGroup {
   static constexpr int W = E::PER_WORD;
   static constexpr int KEYS = 8;    // slots scored together: they share the loads of the queries
   static constexpr int AHEAD = 32;  // how many slots ahead of use their rows are fetched
-  const std::vector<int32_t>& live;
-  const std::vector<uint16_t>& seen;
   const int64_t hd, stride;  // stride: from one slot to the next, in values
-  uint32_t* queries;         // [hd words, 16]
-  float* scores;             // [live, 16]
+  const uint32_t* queries;   // [words of hd, LANES]
+  float* scores;             // [count, LANES]
+  int64_t count = 0;
+  const int32_t* slots = nullptr;  // [count]
+  const uint16_t* seen = nullptr;
 
-  // Products of all queries [words, 16] with KEYS keys -> sums [KEYS, 16]. A function of its own keeps
+  // Of a block, which may be one that this sequence does not have.
+  QueryGroup(const LiveSlots& live, int64_t block, int64_t group, int64_t hd, int64_t stride,
+             const uint32_t* queries, float* scores)
+      : hd(hd), stride(stride), queries(queries), scores(scores) {
+    if (block >= live.blocks()) return;
+    const int64_t first = live.start[block], entries = live.slots.size();
+    count = live.start[block + 1] - first;
+    slots = live.slots.data() + first, seen = live.seen.data() + group * entries + first;
+  }
+
+  // Products of all queries [words, LANES] with KEYS keys -> sums [KEYS, LANES]. A function of its own keeps
   // everything that the loop touches in registers.
   [[gnu::noinline]] static void products(const uint32_t* queries, const uint32_t* const* key, int64_t words,
                                          float* sums) {
@@ -111,19 +203,20 @@ struct QueryGroup {
     store(sums, s4), store(sums + LANES, s5), store(sums + 2 * LANES, s6), store(sums + 3 * LANES, s7);
   }
 
-  // Scores of the live slots `from` to `to`.
-  void score(const Value<E>* keys, float scale, int64_t from, int64_t to) {
+  // Scores times `scale`; -infinity where a row does not see the slot.
+  void score(const Value<E>* keys, float scale) {
     const int64_t words = hd / W;
-    const Words lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const auto row = [&](int64_t j) { return keys + live[std::min(j, to - 1)] * stride; };
+    Words lane;
+    for (int l = 0; l < LANES; l++) lane[l] = l;
+    const auto row = [&](int64_t j) { return keys + slots[std::min(j, count - 1)] * stride; };
     alignas(64) float sums[KEYS * LANES];
-    for (int64_t j = from; j < to; j += KEYS) {
+    for (int64_t j = 0; j < count; j += KEYS) {
       const uint32_t* key[KEYS];
       for (int i = 0; i < KEYS; i++) key[i] = reinterpret_cast<const uint32_t*>(row(j + i));
       for (int i = 0; i < KEYS; i++)  // rows of one head lie apart: the processor does not foresee them
-        for (int64_t w = 0; w < words; w += LANES) __builtin_prefetch(row(j + i + AHEAD) + w * W);
+        for (int64_t w = 0; w < words; w += 16) __builtin_prefetch(row(j + i + AHEAD) + w * W);
       products(queries, key, words, sums);
-      for (int i = 0; i < KEYS && j + i < to; i++) {
+      for (int i = 0; i < KEYS && j + i < count; i++) {
         const Words bits = (broadcast(uint32_t(seen[j + i])) >> lane) & 1u;
         const Floats score = load<Floats>(sums + i * LANES) * scale;
         store(scores + (j + i) * LANES, bits != 0u ? score : broadcast(-INFINITY));
@@ -131,152 +224,164 @@ struct QueryGroup {
     }
   }
 
-  // Scores become softmax weights, unnormalised; returns their sums by lane.
-  Floats weigh() {
-    const int64_t count = live.size();
-    const Floats nothing = broadcast(-INFINITY);
-    Floats most = nothing, total = {};
+  // Scores in powers of two become weights relative to 2^most, and are added up.
+  void weigh(const Sums& sums) {
+    const Floats nearest = broadcast(12582912.0f);  // 1.5 * 2^23 has no fraction: adding it rounds to even
+    Floats most = broadcast(-1e30f), total = {};    // a row that sees none of them keeps this one
     for (int64_t j = 0; j < count; j++) {
       const Floats score = load<Floats>(scores + j * LANES);
       most = score > most ? score : most;
     }
+    most = most > -1e30f ? (most + nearest) - nearest : most;
     for (int64_t j = 0; j < count; j++) {
-      const Floats score = load<Floats>(scores + j * LANES);
-      const Floats weight = score == nothing ? Floats{} : exponential(score - most);
+      const Floats score = load<Floats>(scores + j * LANES), n = (score + nearest) - nearest;
+      const Floats f = score - n;
+      Floats p = broadcast(1.5252734e-5f);  // 2^f: ln(2)^k / k!
+      for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f,
+                      1.0f})
+        p = fma(p, f, broadcast(c));
+      const Floats weight = score > -1e30f ? p * Sums::power(n - most) : Floats{};
       total += weight;
       store(scores + j * LANES, weight);
     }
-    return total;
+    store(sums.most, most), store(sums.total, total);
   }
 
-  // The weighted values of R rows from `row` on, over `total`: one vector's worth of the head, from d on. The
-  // last part of a head may be less than a vector: then not FULL.
+  // The weighted values of R rows from `row` on: one vector's worth of the head, from d on. The last part of a
+  // head may be less than a vector: then not FULL.
   template <int R, bool FULL>
-  void gather(const Value<E>* values, int64_t d, int row, Value<E>* const* out, const float* total) {
-    const int64_t count = live.size(), rest = hd - d;
+  void gather(const Value<E>* values, int64_t d, int row, const Sums& sums) {
+    const int64_t rest = hd - d;
     Floats sum[R][W] = {};
     for (int64_t j = 0; j < count; j++) {
-      __builtin_prefetch(values + live[std::min(j + AHEAD, count - 1)] * stride + d);
+      __builtin_prefetch(values + slots[std::min(j + AHEAD, count - 1)] * stride + d);
       Words words = {};
-      if constexpr (FULL) words = load<Words>(values + live[j] * stride + d);
-      else std::memcpy(&words, values + live[j] * stride + d, rest * sizeof(Value<E>));
+      if constexpr (FULL) words = load<Words>(values + slots[j] * stride + d);
+      else std::memcpy(&words, values + slots[j] * stride + d, rest * sizeof(Value<E>));
       Floats value[W];
       if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
       else value[0] = (Floats)words;
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
         const Floats weight = broadcast(scores[j * LANES + row + r]);
 #pragma GCC unroll 2
         for (int i = 0; i < W; i++) sum[r][i] = fma(weight, value[i], sum[r][i]);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r++) {
-      const float share = total[row + r] > 0 ? 1.0f / total[row + r] : 0.0f;
-      if constexpr (W == 2) {  // even and odd values were summed apart
-        Floats low, high;
-        for (int l = 0; l < LANES / 2; l++) {
-          low[2 * l] = sum[r][0][l], low[2 * l + 1] = sum[r][1][l];
-          high[2 * l] = sum[r][0][LANES / 2 + l], high[2 * l + 1] = sum[r][1][LANES / 2 + l];
-        }
-        E::put(out[row + r] + d, low * share, rest);
-        if (rest > LANES) E::put(out[row + r] + d + LANES, high * share, rest - LANES);
-      } else {
-        E::put(out[row + r] + d, sum[r][0] * share, rest);
-      }
-    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+      for (int i = 0; i < W; i++) store(sums.out + (row + r) * sums.padded + d + i * LANES, sum[r][i]);
   }
 
   // The same for `rows` rows, ROWS_AT_ONCE in a pass over the values.
-  static constexpr int ROWS_AT_ONCE = 8;
+  static constexpr int ROWS_AT_ONCE = ROWS < 8 ? ROWS : 8;
   template <int R = ROWS_AT_ONCE>
-  void gather_rows(int rows, const Value<E>* values, int64_t d, int row, Value<E>* const* out,
-                   const float* total) {
+  void gather_rows(int rows, const Value<E>* values, int64_t d, int row, const Sums& sums) {
     if (rows >= R) {
-      if (hd - d >= W * LANES) gather<R, true>(values, d, row, out, total);
-      else gather<R, false>(values, d, row, out, total);
-      if (rows > R) gather_rows<ROWS_AT_ONCE>(rows - R, values, d, row + R, out, total);
+      if (hd - d >= W * LANES) gather<R, true>(values, d, row, sums);
+      else gather<R, false>(values, d, row, sums);
+      if (rows > R) gather_rows<ROWS_AT_ONCE>(rows - R, values, d, row + R, sums);
     } else if constexpr (R > 1) {
-      gather_rows<R - 1>(rows, values, d, row, out, total);
+      gather_rows<R - 1>(rows, values, d, row, sums);
     }
+  }
+
+  // Everything, of `rows` rows.
+  void attend(const Value<E>* keys, const Value<E>* values, float scale, int rows, const Sums& sums) {
+    score(keys, scale);
+    weigh(sums);
+    for (int64_t d = 0; d < hd; d += W * LANES) gather_rows(rows, values, d, 0, sums);
   }
 };
 
+// One row's sums over their total, into `out` [hd].
+template <class E, class Out>
+inline void finish_row(const Sums& sums, int row, int64_t hd, Value<Out>* out) {
+  constexpr int W = E::PER_WORD;
+  const float total = reinterpret_cast<const float*>(sums.total)[row], share = total > 0 ? 1.0f / total : 0.0f;
+  for (int64_t d = 0; d < hd; d += W * LANES) {
+    const float* from = sums.out + row * sums.padded + d;
+    alignas(64) float values[W * LANES];
+    for (int i = 0; i < W * LANES; i++) values[i] = from[i % W * LANES + i / W] * share;
+    for (int i = 0; i < W * LANES && d + i < hd; i += LANES)
+      Out::put(out + d + i, load<Floats>(values + i), hd - d - i);
+  }
+}
+
 // Everything between wqkv and wo for one layer: rotate queries and keys (into `rotated` and the cache), store
 // the values, attend. qkv [B*T, width], rotated and out [B*T, heads*hd], k and v [B, S, kv_heads, hd].
-template <class E>
-void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Value<E>* q_norm,
-                    const Value<E>* k_norm, float eps, const Tensor& k, const Tensor& v, Value<E>* rotated,
-                    Value<E>* out) {
-  const int64_t heads = pass.heads, kv_heads = pass.kv_heads, groups = pass.groups, hd = pass.hd;
-  const auto *cosine = pass.cosine.const_data_ptr<float>(), *sine = pass.sine.const_data_ptr<float>();
-  const auto* slots = pass.slots.const_data_ptr<int64_t>();
-  auto* keys = static_cast<Value<E>*>(k.mutable_data_ptr());
-  auto* values = static_cast<Value<E>*>(v.mutable_data_ptr());
-  const int64_t sequence = k.stride(0), stride = k.stride(1);
-  team.share(pass.B * pass.T, [&](int64_t row) {
+template <class E, class Out>
+void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Norms& norms, const Cache& k,
+                    const Cache& v, Value<E>* rotated, Value<Out>* out) {
+  const int64_t heads = pass.heads, kv_heads = pass.kv_heads, groups = pass.groups, hd = pass.hd, T = pass.T;
+  const int64_t sequence = k.sequence, stride = k.slot;
+  auto *keys = static_cast<Value<E>*>(k.data), *values = static_cast<Value<E>*>(v.data);
+  const auto *q_norm = static_cast<const Value<E>*>(norms.q), *k_norm = static_cast<const Value<E>*>(norms.k);
+  team.share(pass.B * T, [&](int64_t row) {
     const Value<E>* from = qkv + row * pass.width();
-    const int64_t place = row / pass.T * sequence + slots[row] * stride, turn = row * hd / 2;
+    const int64_t place = row / T * sequence + pass.slots[row] * stride, turn = row * hd / 2;
     for (int64_t h = 0; h < heads + kv_heads; h++) {
       const bool query = h < heads;
       Value<E>* to = query ? rotated + (row * heads + h) * hd : keys + place + (h - heads) * hd;
-      rotate_head<E>(from + h * hd, cosine + turn, sine + turn, query ? q_norm : k_norm, eps, hd, to);
+      rotate_head<E>(from + h * hd, pass.cosine + turn, pass.sine + turn, query ? q_norm : k_norm, norms.eps,
+                     hd, to);
     }
     std::memcpy(values + place, from + (heads + kv_heads) * hd, kv_heads * hd * sizeof(Value<E>));
   });
   team.meet();
-  const int64_t words = hd / E::PER_WORD, units = pass.units(), vector = E::PER_WORD * LANES;
-  const float scale = 1.0f / std::sqrt(float(hd));
-  std::vector<uint32_t> queries(words * LANES);
-  Value<E>* to[LANES];
-  // What a unit, one group of rows of one key/value head, works on. `fill`: with its queries.
-  const auto group_of = [&](int64_t unit, float* scores, bool fill) {
-    const int64_t b = unit / (kv_heads * groups), kv = unit / groups % kv_heads, group = unit % groups;
+  // An item is a block of slots of a unit, which is a key/value head of a sequence. A thread's items follow each
+  // other. Whoever has the first block of a unit adds the next ones to it as far as they are its own; what is
+  // left then is added after all have met.
+  const int64_t words = hd / E::PER_WORD, units = pass.B * kv_heads, blocks = pass.blocks();
+  const float scale = 1.44269504f / std::sqrt(float(hd));
+  const auto begin = [&](int64_t thread) { return units * blocks * thread / team.all; };
+  const auto finish = [&](int64_t unit, int64_t group, const Sums& sums) {
     for (int r = 0; r < pass.group_size(group); r++) {
-      const int64_t place = (pass.row_of(b, group, r) * heads + pass.head_of(kv, group, r)) * hd;
-      for (int64_t w = 0; fill && w < words; w++)
-        std::memcpy(&queries[w * LANES + r], rotated + place + w * E::PER_WORD, 4);
-      to[r] = out + place;
+      const int64_t row = unit / kv_heads * T + pass.row_of(group, r);
+      finish_row<E, Out>(sums, r, hd, out + (row * heads + pass.head_of(unit % kv_heads, group, r)) * hd);
     }
-    const int64_t mask = b * groups + group;
-    return QueryGroup<E>{pass.live[mask], pass.seen[mask], hd, stride, queries.data(), scores};
   };
-  const auto start = [&](int64_t unit) {
-    return unit / (kv_heads * groups) * sequence + unit / groups % kv_heads * hd;
-  };
-  const auto size = [&](int64_t unit) { return pass.group_size(unit % groups); };
-
-  if (!pass.split) {  // enough units for all threads: each does its own, the scores stay in its cache
-    std::vector<float> scores(pass.n * LANES);
-    alignas(64) float total[LANES];
-    team.share(units, [&](int64_t unit) {
-      QueryGroup<E> group = group_of(unit, scores.data(), true);
-      group.score(keys + start(unit), scale, 0, group.live.size());
-      store(total, group.weigh());
-      const Value<E>* from = values + start(unit);
-      for (int64_t d = 0; d < hd; d += vector) group.gather_rows(size(unit), from, d, 0, to, total);
-    });
-    return;
+  std::unique_ptr<float[]> room(new float[pass.sums_size() + BLOCK_SLOTS * 2 * LANES]);
+  const Sums next(room.get(), pass.padded());
+  std::vector<uint32_t> queries(groups * words * LANES);
+  const int64_t end = begin(team.me + 1);
+  for (int64_t item = begin(team.me), before = -1; item < end; item++) {
+    const int64_t unit = item / blocks, block = item % blocks, b = unit / kv_heads, kv = unit % kv_heads;
+    const bool ours = item - block >= begin(team.me);  // the unit's first block is this thread's
+    const LiveSlots& live = pass.live[b];
+    const int64_t from = b * sequence + kv * hd;
+    for (int64_t g = 0; g < groups; g++) {
+      uint32_t* transposed = &queries[g * words * LANES];
+      for (int r = 0; unit != before && r < pass.group_size(g); r++) {
+        const Value<E>* query = rotated + ((b * T + pass.row_of(g, r)) * heads + pass.head_of(kv, g, r)) * hd;
+        for (int64_t w = 0; w < words; w++) std::memcpy(&transposed[w * LANES + r], query + w * E::PER_WORD, 4);
+      }
+      const bool add = ours && block;
+      const Sums sums = add ? next : pass.sums_of(item, g);
+      QueryGroup<E>(live, block, g, hd, stride, transposed, room.get() + pass.sums_size())
+          .attend(keys + from, values + from, scale, pass.group_size(g), sums);
+      if (add) pass.sums_of(item - block, g).add(next, pass.group_size(g));
+      if (ours && block + 1 == blocks) finish(unit, g, pass.sums_of(item - block, g));
+    }
+    before = unit;
   }
-  // Few units, as in plain decoding: the threads share the slots to score and the parts of a head to gather.
-  constexpr int64_t SLOTS = 128;  // that one thread scores at a time
-  const int64_t pieces = (pass.n + SLOTS - 1) / SLOTS, parts = (hd + vector - 1) / vector;
-  team.share(units * pieces, [&](int64_t item) {
-    const int64_t unit = item / pieces, from = item % pieces * SLOTS;
-    QueryGroup<E> group = group_of(unit, pass.scores_of(unit), true);
-    const int64_t count = group.live.size();
-    if (from < count) group.score(keys + start(unit), scale, from, std::min(from + SLOTS, count));
-  });
+  const auto first_end = [&](int64_t unit) {  // of the thread that has a unit's first block
+    int64_t thread = 0;
+    while (begin(thread + 1) <= unit * blocks) thread++;
+    return begin(thread + 1);
+  };
+  bool all_finished = true;
+  for (int64_t unit = 0; unit < units; unit++) all_finished &= first_end(unit) >= (unit + 1) * blocks;
+  if (all_finished) return;
   team.meet();
-  team.share(units, [&](int64_t unit) {
-    store(&pass.totals[unit * LANES], group_of(unit, pass.scores_of(unit), false).weigh());
-  });
-  team.meet();
-  team.share(units * parts, [&](int64_t item) {
-    const int64_t unit = item / parts, d = item % parts * vector;
-    group_of(unit, pass.scores_of(unit), false)
-        .gather_rows(size(unit), values + start(unit), d, 0, to, &pass.totals[unit * LANES]);
+  team.share(units * groups, [&](int64_t i) {
+    const int64_t unit = i / groups, group = i % groups;
+    if (first_end(unit) >= (unit + 1) * blocks) return;
+    const Sums sums = pass.sums_of(unit * blocks, group);
+    for (int64_t item = first_end(unit); item < (unit + 1) * blocks; item++)
+      sums.add(pass.sums_of(item, group), pass.group_size(group));
+    finish(unit, group, sums);
   });
 }
 
-}  // namespace
+}  // namespace eagle

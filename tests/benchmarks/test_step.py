@@ -9,6 +9,8 @@ from shapes import random_models
 
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
+from kernels import isa
+from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from sampling.options import Sampling
 from tree import TreeShape
@@ -81,10 +83,12 @@ def test_contexts_that_do_not_fit_are_left_out(results, capsys):
 
 @pytest.mark.compile
 def test_products_are_timed(golden, results):
-    argv = ["--checkpoint", str(golden), "--rows", "1", "3", "--repeat", "1", "--threads", "1"]
-    assert products.main([*argv, "--device", "cpu"]) == 0
+    best, slowest = isa.available()[0], isa.available()[-1]
+    argv = ["--checkpoint", str(golden), "--rows", "1", "3", "--repeat", "1", "--threads", "1", "--isa", best]
+    assert products.main([*argv, slowest, "--device", "cpu"]) == 0
+    load_kernels()
     milliseconds = json.loads((results / "products.json").read_text())["milliseconds"]
-    assert {"PyTorch whole", "ours whole", "ours int8"} <= set(milliseconds)
+    assert {"PyTorch whole", f"{best} whole", f"{best} int8", f"{slowest} w8a8"} <= set(milliseconds)
     assert all(ms > 0 for row in milliseconds.values() for ms in row)
 
 
@@ -92,4 +96,5 @@ def test_what_products_refuse(golden, int8, refused):
     cpu = ("--threads", "1", "--device", "cpu", "--checkpoint")
     refused(products.main, *cpu, int8, words="is quantised; name the checkpoint before quantisation")
     refused(products.main, *cpu, golden, "--rows", "1", "0", words="--rows and --repeat must be at least 1")
+    refused(products.main, *cpu, golden, "--isa", "sse9", words="--isa sse9: unknown; choose from")
     refused(products.main, *cpu, golden, "--repeat", "0", words="--rows and --repeat must be at least 1")

@@ -28,6 +28,8 @@ REFUSED = (
     ((*PROMPT, "--num-samples", "100001"), "--num-samples 100001: must be 1 to 100,000"),
     ((*PROMPT, "--threads", "0"), "--threads 0: must be 1 to 1,024"),
     ((*PROMPT, "--threads", "1025"), "--threads 1025: must be 1 to 1,024"),
+    ((*PROMPT, "--isa", "avx2", "--no-kernels"), "--isa avx2: is for the kernels; leave out --no-kernels"),
+    ((*PROMPT, "--isa", "avx2", "--no-compile"), "--isa avx2: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--draft", "folder"), "--draft folder: plain decoding uses no head"),
     ((*PROMPT, "--tree", "paper"), "--tree paper: plain decoding drafts no tree"),
     ((*EAGLE3, "--tree", "paper", "--tree-nodes", "8"), f"--tree paper: {TREE}"),

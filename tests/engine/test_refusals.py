@@ -111,6 +111,7 @@ def test_batches_that_do_not_fit(target):
 
 def test_a_cpu_has_a_small_tree():
     assert default_tree("cuda:1") == "paper" and default_tree("cpu").nodes > default_tree("cpu", True).nodes
+    assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
 
 
 @pytest.mark.parametrize("given, words", [

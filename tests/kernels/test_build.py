@@ -12,7 +12,7 @@ def interrupt():
 
 
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "_loaded", False)
+    monkeypatch.setattr(cpu, "_loaded", {})
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
     called: list[str] = []
@@ -29,8 +29,8 @@ def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
 
 def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
     (tmp_path / "cpu.so").write_bytes(b"no library")
-    monkeypatch.setattr(cpu, "_loaded", False)
-    monkeypatch.setattr(cpu, "build_library", lambda say, meanwhile: tmp_path / "cpu.so")
+    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(cpu, "build_library", lambda isa, say, meanwhile: tmp_path / "cpu.so")
     with pytest.raises(InputError, match=r"cpu\.so: cannot be loaded .*delete it, or pass --no-kernels"):
         cpu.load_kernels()
 

@@ -1,9 +1,8 @@
 """The kernels against plain PyTorch in float64, and what they promise: a row's result never depends on its
 company.
 """
-import platform
-import subprocess
-import sys
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ import torch.nn.functional as F
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels import build, cpu
+from kernels import cpu, isa
 from kernels.packed import PackedLinear, pack_models
 from kernels.quantized import QuantizedLinear, round_inputs
 from model import MLP, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
 from sampling.options import Sampling
+from sampling.restrict import restrict
 from tree import TreeShape
 
 pytestmark = pytest.mark.compile
@@ -32,6 +32,16 @@ def compiled():
     cpu.load_kernels()
 
 
+@pytest.fixture(params=isa.available())
+def each_isa(request):
+    yield cpu.load_kernels(isa=request.param)
+    cpu.load_kernels()
+
+
+# For the kernels alone. A whole model runs with the processor's best.
+with_each_isa = pytest.mark.usefixtures("each_isa")
+
+
 def draws(seed: int):
     generator = torch.Generator().manual_seed(seed)
     return lambda *shape, dtype=torch.float32: torch.randn(shape, generator=generator).to(dtype)
@@ -41,6 +51,7 @@ def close(found, expected, dtype):
     assert (found.double() - expected).abs().max() <= ERROR[dtype] * expected.abs().max()
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", (1, 31, 32, 75))
 @pytest.mark.parametrize("rows", (1, 5, 12, 13, 40))
@@ -59,6 +70,7 @@ def test_linear(dtype, columns, rows):
     )
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", (16, 24, 100))
 def test_gated(dtype, inner):
@@ -69,6 +81,7 @@ def test_gated(dtype, inner):
     close(cpu.linear(x, packed, inner, mode=cpu.GATED), F.silu(gate) * up, dtype)
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode, inputs, group", (
     ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
@@ -97,6 +110,7 @@ def test_quantised(dtype, mode, inputs, group, rows, gated):
     assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", (1, 16, 50, 576))
 def test_rms_norm(dtype, size):
@@ -117,6 +131,7 @@ def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
     return args, qkv, k, v, slots, visible, weights
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", (
     (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True),
@@ -154,6 +169,7 @@ def test_attend(dtype, shape):
     assert (found.double() - expected).abs().max() <= 2 * ERROR[dtype] * expected.abs().max()
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_never_depends_on_its_company(dtype):
     """Bit for bit: any subset of rows, any number of threads."""
@@ -175,6 +191,7 @@ def test_a_row_never_depends_on_its_company(dtype):
         assert torch.equal(threaded, whole)
 
 
+@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention_never_depends_on_where_the_slots_lie(dtype):
     """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by
@@ -194,6 +211,119 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype):
             results.append(cpu.attend(qkv, cos, sin, keys.clone(), values.clone(), slots, visible))
         torch.set_num_threads(1)
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("committed", (120, 127, 128, 300))
+def test_a_path_across_blocks_of_slots(dtype, committed):
+    """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
+    paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
+    """
+    parents = (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9, 10)  # of each node; node i is at slot committed + i
+    T, heads, kv_heads, hd, n = len(parents), 6, 2, 32, committed + 40
+    draw = draws(committed)
+    qkv = draw(1, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
+    cos, sin = draw(1, T, hd // 2).cos(), draw(1, T, hd // 2).sin()
+    k, v = draw(1, n, kv_heads, hd, dtype=dtype), draw(1, n, kv_heads, hd, dtype=dtype)
+    visible = torch.zeros(1, T, n, dtype=torch.bool)
+    visible[:, :, :committed] = True
+    paths = []
+    for node in range(T):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        visible[0, node, [committed + i for i in path]] = True
+        paths.append(path)
+    own = torch.arange(committed, committed + T)[None]
+    found = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        found.append(cpu.attend(qkv, cos, sin, k.clone(), v.clone(), own, visible))
+    torch.set_num_threads(1)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    for path in paths:
+        keys, values = k.clone(), v.clone()
+        for depth, node in enumerate(path):
+            seen = torch.zeros(1, 1, n, dtype=torch.bool)
+            seen[:, :, : committed + depth + 1] = True
+            row = slice(node, node + 1)
+            slot = torch.tensor([[committed + depth]])
+            alone = cpu.attend(qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
+        assert torch.equal(alone[0, 0], found[0][0, path[-1]])
+
+
+@with_each_isa
+def test_scores_of_any_size():
+    """Softmax weights that differ by more than floats can tell apart, over several blocks."""
+    draw, n = draws(5), 400
+    qkv = draw(1, 2, 3 * 16) * 30
+    k, v = draw(1, n, 1, 16) * 30, draw(1, n, 1, 16)
+    visible = torch.ones(1, 2, n, dtype=torch.bool)
+    visible[0, 1, 10:] = False
+    zero = torch.zeros(1, 2, 8)
+    slots = torch.tensor([[8, 9]])
+    found = cpu.attend(qkv, zero.cos(), zero, k, v, slots, visible)
+    q = qkv[:, :, :16].double()
+    scores = (q @ k[:, :, 0].double().transpose(1, 2) / 4).masked_fill(~visible, float("-inf"))
+    assert scores.max() > 1000
+    close(found, scores.softmax(-1) @ v[:, :, 0].double(), torch.float32)
+
+
+@with_each_isa
+@pytest.mark.parametrize("top_k", (0, 1, 5, 300, 1000))
+@pytest.mark.parametrize("top_p", (1.0, 0.9, 0.5, 1e-6))
+def test_restrict(top_k, top_p):
+    logits = draws(top_k)(3, 3, 300) * 4
+    logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
+    logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
+    requests = torch.tensor([0.7, 1.3, 0.0]), torch.full((3,), top_k), torch.full((3,), top_p)
+    assert torch.equal(cpu.restrict(logits, *requests), restrict(logits, *requests))
+
+
+def product():
+    """A product that several threads share, and its result."""
+    draw = draws(1)
+    x, packed = draw(5, 256), cpu.pack(draw(900, 256), 1)
+    return lambda: cpu.linear(x, packed, 900)
+
+
+def test_callers_side_by_side():
+    """Several threads of Python call at once, and the number of threads changes meanwhile."""
+    multiply = product()
+    expected = multiply()
+    torch.set_num_threads(3)
+
+    def work(seed):
+        return all(torch.equal(multiply(), expected) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work, i) for i in range(8)]
+        for count in (2, 5, 3, 1):
+            torch.set_num_threads(count)
+            assert torch.equal(multiply(), expected)
+        assert all(result.result(timeout=120) for result in results)
+    torch.set_num_threads(1)
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    multiply = product()
+    torch.set_num_threads(2)
+    expected = multiply()
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(multiply(), expected) else 1)
+    torch.set_num_threads(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_pytorch_has_one_thread_while_ours_have_all():
+    torch.set_num_threads(3)
+    with pytest.raises(KeyboardInterrupt), cpu.alone():
+        assert torch.get_num_threads() == 1
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
 
 
 def tiny(dtype, seed=0, head_dim=32, **options):
@@ -291,18 +421,3 @@ def test_a_compiled_step_on_the_kernels(golden):
     for seed in range(6):
         sampling = Sampling(150, 1.0, seed=seed)
         assert fast.generate([prompt], sampling)[0].ids == plain.generate([prompt], sampling)[0].ids
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
-def test_an_older_processor():
-    """The same code for a processor without AVX512: vectors in halves, bfloat16 by hand."""
-    script = (
-        "import sys, pytest; from kernels import build;"
-        " build.FLAGS = tuple(f.replace('-march=native', '-march=x86-64-v3') for f in build.FLAGS);"
-        " sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', 'tests/kernels/test_cpu_kernels.py', '-k',"
-        " 'linear or gated or quantised or attend or company or slots_lie']))"
-    )
-    root = build.SOURCE.parent.parent
-    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]

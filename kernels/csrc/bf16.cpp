@@ -1,0 +1,5 @@
+#include "layers.h"
+
+namespace eagle {
+template struct Kernels<Bf16>;
+}  // namespace eagle

@@ -1,0 +1,95 @@
+// What the kernels take: pointers and sizes, nothing of PyTorch. operators.cpp calls them with its tensors.
+//
+// Every kernel is row-invariant: what it computes for one row depends on that row's inputs only, bit for bit,
+// not on how many rows are computed with it nor on how many threads. A drafted tree verified in one pass
+// therefore gives each node exactly the numbers that plain decoding would, in any dtype.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace eagle {
+
+// A weight as kernels/cpu.py lays it out (pack, pack_int4, pack_bytes): [blocks, steps, columns], with scales
+// [blocks, groups, columns] if it is quantised: float32 and one group (int8, w8a8), or bfloat16 and a group
+// for every so many inputs (int4).
+struct Weight {
+  enum Format { WHOLE, INT8, INT4, W8A8 } format;
+  const char* data;
+  const void* scales;
+  int64_t blocks, steps, groups, size;  // size: bytes of a block
+
+  const char* block(int64_t b) const { return data + b * size; }
+};
+
+// The keys or values of a layer [B, S, kv_heads, hd]. Strides in values, from sequence to sequence and from
+// slot to slot.
+struct Cache {
+  void* data;
+  int64_t sequence, slot;
+};
+
+// What every layer of a pass shares: B sequences of T rows each, the angles of their rotations [B, T, hd/2], the
+// slots [B, T] that they are stored at, and which of the first n slots each row attends to [B, T, n].
+struct Rows {
+  int64_t B, T, heads, kv_heads, hd, n;
+  const float *cosine, *sine;
+  const int64_t* slots;
+  const bool* visible;
+
+  int64_t width() const { return (heads + 2 * kv_heads) * hd; }
+};
+
+struct Norms {  // of the heads, if they have weights [hd]
+  const void *q, *k;
+  float eps;
+};
+
+struct Layer {
+  const void* attn_norm;
+  Weight wqkv;
+  const float* bias;
+  Norms norms;
+  Weight wo;
+  const void* mlp_norm;
+  Weight gate_up, down;
+  Cache k, v;
+};
+
+struct Fp32;  // dtypes, see vectors.h
+struct Bf16;
+
+// For x of dtype E, on so many threads.
+template <class E>
+struct Kernels {
+  // The values of a row that w is to be multiplied by.
+  static int64_t inputs(const Weight& w);
+
+  // x [M, inputs] times w, plus bias [N], plus residual [M, N], in E -> out [M, N]. `to_float`: out is float32
+  // and there is no residual. `gated`: a block holds as many gate as up columns, and silu(gate) * up comes out.
+  static void linear(int threads, const void* x, int64_t M, const Weight& w, const float* bias,
+                     const void* residual, bool gated, bool to_float, int64_t N, void* out);
+
+  // Everything between wqkv and wo: qkv [B, T, width] -> out [B, T, heads * hd]. Keys and values are stored.
+  static void attend(int threads, const Rows& rows, const void* qkv, const Norms& norms, const Cache& k,
+                     const Cache& v, void* out);
+
+  // Each row of x [M, H] over its root mean square, times weight [H].
+  static void rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out);
+
+  // All layers on x [B, T, H], in place. The streams entering the layers `aux` go side by side into features
+  // [B, T, aux, H]; the number of layers stands for the stream after the last one.
+  static void layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
+                     const std::vector<int64_t>& aux, void* x, void* features);
+};
+
+// Logits [B, T, V] outside top-k (0: off), then outside top-p (1: off) of what remains, become -infinity, where
+// the temperature is above 0: temperature, top_k and top_p are [B].
+void restrict_logits(int threads, const float* logits, int64_t B, int64_t T, int64_t V, const float* temperature,
+                     const int64_t* top_k, const float* top_p, float* out);
+
+// What weights are packed for: columns of a block; inputs in a word of an int8 or int4 weight for x in bfloat16;
+// those in a word of w8a8, and what is added to its values.
+std::vector<int64_t> layout();
+
+}  // namespace eagle

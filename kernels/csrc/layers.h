@@ -1,0 +1,129 @@
+// The kernels, put together from products, attention and norms. Included once for each dtype.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#include "attention.h"
+#include "kernels.h"
+#include "norm.h"
+#include "products.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace eagle {
+
+// Room for values of E that is not set to anything.
+template <class E>
+struct Room {
+  std::unique_ptr<Value<E>[]> data;
+  explicit Room(int64_t size) : data(new Value<E>[size]) {}
+  operator Value<E>*() const { return data.get(); }
+};
+
+template <class E>
+int64_t Kernels<E>::inputs(const Weight& w) {
+  return inputs_of<Read<E>>(w);
+}
+
+template <class E>
+void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, const float* bias,
+                        const void* residual, bool gated, bool to_float, int64_t N, void* out) {
+  using X = Read<E>;
+  constexpr bool widen = !std::is_same_v<X, E>;
+  const int64_t K = inputs_of<X>(w);
+  const auto* from = static_cast<const Value<E>*>(x);
+  const Room<X> wide(widen ? M * K : 0);
+  Rounded rounded(w.format == Weight::W8A8 ? M : 0, K);
+  Team::run(threads, [&](const Team& team) {
+    const Value<X>* input;
+    if constexpr (widen) {
+      team.share(M, [&](int64_t m) {
+        for (int64_t k = m * K; k < (m + 1) * K; k += LANES)
+          X::put(wide + k, E::get(from + k, (m + 1) * K - k), (m + 1) * K - k);
+      });
+      team.meet();
+      input = wide;
+    } else {
+      input = from;
+    }
+    const auto run = [&](auto o) {
+      using Out = decltype(o);
+      linear_part<X, Out>(team, input, M, w, bias, static_cast<const Value<Out>*>(residual), gated, N, rounded,
+                          nullptr, static_cast<Value<Out>*>(out));
+    };
+    if (to_float) run(Fp32());
+    else run(E());
+  });
+}
+
+template <class E>
+void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const Norms& norms, const Cache& k,
+                        const Cache& v, void* out) {
+  Pass pass(rows);
+  const Room<E> rotated(rows.B * rows.T * rows.heads * rows.hd);
+  Team::run(threads, [&](const Team& team) {
+    pass.read_mask(team);  // `attention_part` meets before it is used
+    attention_part<E, E>(team, pass, static_cast<const Value<E>*>(qkv), norms, k, v, rotated,
+                         static_cast<Value<E>*>(out));
+  });
+}
+
+template <class E>
+void Kernels<E>::rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out) {
+  const auto *from = static_cast<const Value<E>*>(x), *w = static_cast<const Value<E>*>(weight);
+  // One thread: waking the others takes longer than a few rows do.
+  for (int64_t m = 0; m < M; m++) norm_row<E>(from + m * H, w, H, eps, static_cast<Value<E>*>(out) + m * H);
+}
+
+template <class E>
+void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
+                        const std::vector<int64_t>& aux, void* x, void* features) {
+  using X = Read<E>;  // what goes into products is written as they read it
+  Pass pass(rows);
+  const int64_t M = rows.B * rows.T, width = rows.width(), inside = rows.heads * rows.hd;
+  const Weight& down = layers[0].down;
+  const int64_t inner = inputs_of<X>(down), L = layers.size(), A = aux.size();
+  Rounded rounded(down.format == Weight::W8A8 ? M : 0, std::max({H, inside, inner}));
+  const Room<E> qkv(M * width), rotated(M * inside);
+  const Room<X> normed(M * H), attended(M * inside), gated(M * inner);
+  auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);
+  const auto norm = [&](const Team& team, const void* weight) {
+    const auto* w = static_cast<const Value<E>*>(weight);
+    team.share(M, [&](int64_t m) { norm_row<E, X>(stream + m * H, w, H, eps, normed + m * H); });
+    team.meet();
+  };
+  const auto keep = [&](const Team& team, int64_t layer) {
+    for (int64_t i = 0; i < A; i++)
+      if (aux[i] == layer)
+        team.share(M, [&](int64_t m) {
+          std::memcpy(kept + (m * A + i) * H, stream + m * H, H * sizeof(Value<E>));
+        });
+  };
+  // One parallel region: the threads only wait for each other between the products.
+  Team::run(threads, [&](const Team& team) {
+    pass.read_mask(team);
+    for (int64_t l = 0; l < L; l++) {
+      const Layer& w = layers[l];
+      const Weight* next = l + 1 < L ? &layers[l + 1].wqkv : nullptr;
+      keep(team, l);
+      norm(team, w.attn_norm);
+      linear_part<X, E>(team, normed, M, w.wqkv, w.bias, nullptr, false, width, rounded, &w.wo, qkv);
+      team.meet();
+      attention_part<E, X>(team, pass, qkv, w.norms, w.k, w.v, rotated, attended);
+      team.meet();
+      linear_part<X, E>(team, attended, M, w.wo, nullptr, stream, false, H, rounded, &w.gate_up, stream);
+      team.meet();
+      norm(team, w.mlp_norm);
+      linear_part<X, X>(team, normed, M, w.gate_up, nullptr, nullptr, true, inner, rounded, &w.down, gated);
+      team.meet();
+      linear_part<X, E>(team, gated, M, w.down, nullptr, stream, false, H, rounded, next, stream);
+      team.meet();
+    }
+    keep(team, L);
+  });
+}
+
+}  // namespace eagle

@@ -1,0 +1,78 @@
+// aarch64: vectors of 4 words in 32 registers; with products of bytes and of bfloat16 where the processor has
+// them.
+#pragma once
+
+#include <arm_neon.h>
+
+namespace eagle {
+
+constexpr int VECTORS = 4;  // of a block's columns side by side
+constexpr int ROWS = 6;     // that share one load of the weights: their 24 sums stay in registers
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+  return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+inline int8x8_t load_four(const void* from) {
+  int32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return vreinterpret_s8_s32(vdup_n_s32(bytes));
+}
+inline Floats floats_of_bytes(const void* from) {
+  return (Floats)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(load_four(from)))));
+}
+inline Words words_of_bytes(const void* from) {
+  return (Words)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_s8(load_four(from)))));
+}
+inline Words words_of_shorts(const void* from) {
+  return (Words)vmovl_u16(vld1_u16(static_cast<const uint16_t*>(from)));
+}
+inline void store_shorts(void* to, Words x) {
+  vst1_u16(static_cast<uint16_t*>(to), vmovn_u32((uint32x4_t)x));
+}
+inline void store_bytes(void* to, Ints x) {
+  const int16x4_t shorts = vmovn_s32((int32x4_t)x);
+  const int32_t bytes = vget_lane_s32(vreinterpret_s32_s8(vmovn_s16(vcombine_s16(shorts, shorts))), 0);
+  std::memcpy(to, &bytes, sizeof bytes);
+}
+inline int32_t largest_lane(Ints x) { return vmaxvq_s32((int32x4_t)x); }
+inline int32_t sum_of_lanes(Ints x) { return vaddvq_s32((int32x4_t)x); }
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define BF16_DOT 1
+inline Floats dot_bf16(Floats sum, Words a, Words b) {
+  return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+// Bytes -> pairs of bfloat16, in which they are exact: the upper halves of floats.
+inline Words pairs_of(int8x8_t bytes) {
+  const int16x8_t shorts = vmovl_s8(bytes);
+  const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(shorts))), high = vcvtq_f32_s32(vmovl_high_s16(shorts));
+  return (Words)vshrn_high_n_u32(vshrn_n_u32(vreinterpretq_u32_f32(low), 16), vreinterpretq_u32_f32(high), 16);
+}
+inline Words pairs_of_bytes(const char* from) { return pairs_of(vld1_s8((const int8_t*)from)); }
+// 2 * LANES bytes of two values -8..7 each, 8 added -> pairs of the low ones and of the high ones.
+inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
+  const uint8x8_t both = vld1_u8((const uint8_t*)from);
+  const int8x8_t eight = vdup_n_s8(8);
+  low = pairs_of(vsub_s8(vreinterpret_s8_u8(vand_u8(both, vdup_n_u8(15))), eight));
+  high = pairs_of(vsub_s8(vreinterpret_s8_u8(vshr_n_u8(both, 4)), eight));
+}
+#endif
+
+constexpr int BYTE_OFFSET = 0;
+#ifdef __ARM_FEATURE_DOTPROD
+constexpr int BYTES_PER_WORD = 4;
+inline Words load_weight_bytes(const void* from) { return load<Words>(from); }
+inline Ints dot_bytes(Ints sum, Words weights, Words values) {
+  return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)values);
+}
+#else
+constexpr int BYTES_PER_WORD = 2;  // 16-bit values
+inline Words load_weight_bytes(const void* from) { return (Words)vmovl_s8(vld1_s8((const int8_t*)from)); }
+inline Ints dot_bytes(Ints sum, Words weights, Words values) {
+  const int16x8_t w = (int16x8_t)weights, v = (int16x8_t)values;
+  const int32x4_t low = vmull_s16(vget_low_s16(w), vget_low_s16(v)), high = vmull_high_s16(w, v);
+  return sum + (Ints)vpaddq_s32(low, high);
+}
+#endif
+
+}  // namespace eagle

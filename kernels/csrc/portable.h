@@ -1,0 +1,52 @@
+// Any processor: vectors of 4 words, and the compiler finds the instructions.
+#pragma once
+
+namespace eagle {
+
+constexpr int VECTORS = 4;  // of a block's columns side by side
+constexpr int ROWS = 2;
+
+inline Floats fma(Floats a, Floats b, Floats c) {  // never a mixture of one rounding and two
+#ifdef __FP_FAST_FMAF
+  for (int l = 0; l < LANES; l++) c[l] = __builtin_fmaf(a[l], b[l], c[l]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+template <class Vector, class From>
+inline Vector convert(const void* from) {
+  From values[LANES];
+  std::memcpy(values, from, sizeof values);
+  Vector x;
+  for (int l = 0; l < LANES; l++) x[l] = values[l];
+  return x;
+}
+template <class To, class Vector>
+inline void convert_to(void* to, Vector x) {
+  To values[LANES];
+  for (int l = 0; l < LANES; l++) values[l] = To(x[l]);
+  std::memcpy(to, values, sizeof values);
+}
+inline Floats floats_of_bytes(const void* from) { return convert<Floats, int8_t>(from); }
+inline Words words_of_bytes(const void* from) { return convert<Words, uint8_t>(from); }
+inline Words words_of_shorts(const void* from) { return convert<Words, uint16_t>(from); }
+inline void store_shorts(void* to, Words x) { convert_to<uint16_t>(to, x); }
+inline void store_bytes(void* to, Ints x) { convert_to<int8_t>(to, x); }
+inline int32_t largest_lane(Ints x) { return std::max(std::max(x[0], x[1]), std::max(x[2], x[3])); }
+inline int32_t sum_of_lanes(Ints x) { return x[0] + x[1] + x[2] + x[3]; }
+
+constexpr int BYTES_PER_WORD = 2, BYTE_OFFSET = 0;
+inline Words load_weight_bytes(const void* from) {  // bytes to pairs of 16-bit values
+  int8_t bytes[2 * LANES];
+  int16_t values[2 * LANES];
+  std::memcpy(bytes, from, sizeof bytes);
+  for (int i = 0; i < 2 * LANES; i++) values[i] = bytes[i];
+  return load<Words>(values);
+}
+inline Ints dot_bytes(Ints sum, Words weights, Words values) {
+  const Ints w = (Ints)weights, v = (Ints)values;
+  return sum + (w << 16 >> 16) * (v << 16 >> 16) + (w >> 16) * (v >> 16);
+}
+
+}  // namespace eagle

@@ -1,0 +1,74 @@
+"""The instruction sets that the kernels are compiled for, and which of them this processor has."""
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from common.errors import InputError
+
+VARIABLE = "EAGLE_ISA"  # of the environment: the instruction set to use instead of the best one
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One way to compile the kernels. `needs`: features of a processor by their names in /proc/cpuinfo."""
+
+    name: str
+    flags: tuple[str, ...]  # of the compiler
+    needs: tuple[str, ...]
+
+
+def _x86(name: str, *more: str, base: InstructionSet | None = None) -> InstructionSet:
+    """`base` and features more. A compiler's flags are named as /proc/cpuinfo names features, without _."""
+    flags, needs = (base.flags, base.needs) if base else (("-march=haswell",), ())
+    switches = tuple("-m" + feature.replace("_", "") for feature in more)
+    return InstructionSet(name, flags + switches, needs + more)
+
+
+_AVX2 = _x86("avx2", "avx2", "fma")
+_AVX512 = _x86("avx512", "avx512f", "avx512bw", "avx512vl", "avx512dq", base=_AVX2)
+_AVX512VNNI = _x86("avx512vnni", "avx512_vnni", base=_AVX512)
+_AVX512BF16 = _x86("avx512bf16", "avx512_bf16", base=_AVX512VNNI)
+SETS = {  # best first
+    isa.name: isa
+    for isa in (
+        _AVX512BF16, _AVX512VNNI, _AVX512, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
+        InstructionSet("portable", (), ()),
+    )
+}
+
+
+@cache
+def features() -> frozenset[str]:
+    """What this processor has, by the names of /proc/cpuinfo."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+def available() -> list[str]:
+    """The instruction sets that this processor has, best first."""
+    return [isa.name for isa in SETS.values() if features().issuperset(isa.needs)]
+
+
+def choose(name: str | None = None) -> InstructionSet:
+    """The instruction set of this name; without one that of EAGLE_ISA; without that the best one.
+
+    Raises InputError if it is unknown or this processor has not got it.
+    """
+    where = "--isa" if name else VARIABLE
+    name = name or os.environ.get(VARIABLE)
+    if not name:
+        return SETS[available()[0]]
+    if name not in SETS:
+        raise InputError(f"{where} {name}: unknown; choose from {', '.join(SETS)}")
+    if missing := set(SETS[name].needs) - features():
+        raise InputError(
+            f"{where} {name}: this processor has no {', '.join(sorted(missing))}; choose from "
+            f"{', '.join(available())}"
+        )
+    return SETS[name]

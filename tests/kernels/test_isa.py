@@ -1,0 +1,46 @@
+"""Which instruction set is chosen."""
+import pytest
+from helpers.refusals import refused
+
+from kernels import isa
+
+ZEN3 = frozenset(("fpu", "sse2", "avx", "avx2", "fma", "f16c", "bmi2"))
+ZEN4 = ZEN3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+ALDER_LAKE = ZEN3 | {"avx_vnni"}
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch):
+    monkeypatch.delenv(isa.VARIABLE, raising=False)
+
+
+def on(monkeypatch, features) -> None:
+    monkeypatch.setattr(isa, "features", lambda: frozenset(features))
+
+
+@pytest.mark.parametrize("features, best", (
+    (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
+    (ZEN4 - {"avx512_vnni", "avx512_bf16"}, "avx512"), (ALDER_LAKE, "avxvnni"),
+    (ZEN3, "avx2"), (ZEN3 - {"fma"}, "portable"), ((), "portable"),
+))
+def test_the_best_one_is_chosen(monkeypatch, features, best):
+    on(monkeypatch, features)
+    assert isa.choose().name == best == isa.available()[0] and isa.available()[-1] == "portable"
+
+
+def test_another_one_can_be_named(monkeypatch):
+    on(monkeypatch, ZEN4)
+    assert isa.choose("avx2").name == "avx2"
+    monkeypatch.setenv(isa.VARIABLE, "avx512")
+    assert isa.choose().name == "avx512" and isa.choose("portable").name == "portable"
+
+
+def test_what_cannot_be_chosen(monkeypatch):
+    on(monkeypatch, ZEN3)
+    with refused("--isa sse9: unknown; choose from avx512bf16, "):
+        isa.choose("sse9")
+    with refused("--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"):
+        isa.choose("avxvnni")
+    monkeypatch.setenv(isa.VARIABLE, "avx512")
+    with refused("EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512vl"):
+        isa.choose()
