@@ -26,7 +26,16 @@ def test_models_of_a_shape_decode(mode):
         Decoder(target, d, compile=False, max_seq_len=100) for d in (Eagle(head, TreeShape(8, 2, 4)), None)
     )
     assert fast.generate([[1, 2, 3]], Sampling(20))[0].ids == plain.generate([[1, 2, 3]], Sampling(20))[0].ids
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("mode", [None, "int8", "int4"])
+def test_models_of_a_shape_go_on_the_kernels(mode):
+    load_kernels()
+    target, head = random_models("tiny", torch.float32, "cpu", mode, 32)
     assert pack_models(target, head)
+    decoder = Decoder(target, Eagle(head, TreeShape(8, 2, 4)), compile=False, max_seq_len=100)
+    assert len(decoder.generate([[1, 2, 3]], Sampling(20))[0].ids) == 20
 
 
 @pytest.mark.slow
