@@ -41,7 +41,7 @@ from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.runtime import check_device
 from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.packed import pack_models, threads_for
 from kernels.quantized import MODES, quantize_linears
 from model import Transformer, cache_bytes
 from networks.head import Head
@@ -130,7 +130,8 @@ class HeldStep:
     def _run(self, name: str, part: Callable[[Tensor], object]) -> None:
         """Run a part; on CUDA as a captured graph, which it is in the step too."""
         if self.decoder.device.type != "cuda" or not self.decoder.compiled:
-            part(self.span)
+            with threads_for(self.decoder.target):
+                part(self.span)
             return
         key = name, self.span.shape[0]
         if key not in self.graphs:

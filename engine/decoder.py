@@ -25,7 +25,7 @@ from engine.prefill import prefill
 from engine.run import Output, Run
 from engine.state import State
 from engine.step import step
-from kernels import cpu
+from kernels.packed import threads_for
 from model import KVCache, Transformer, cache_bytes
 from sampling.noise import seed_keys
 from sampling.options import Sampling
@@ -259,7 +259,7 @@ class Decoder:
         """A call, on CUDA as a captured graph, on our kernels with all threads for them."""
         if self.captured:
             return self.captured((*key, *self._modes), call)
-        with cpu.alone() if self.target.on_kernels else contextlib.nullcontext():
+        with threads_for(self.target):
             return call()
 
     def _span(self, needed: int) -> Tensor:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import pickle
+import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +24,9 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.files import atomic_path
-from kernels.build import processor, sources
+from kernels.build import sources
 from kernels.cpu import isa_in_use
+from kernels.isa import features
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = time.time()  # what is changed later is not what this process runs
@@ -129,7 +131,8 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     settings = torch._inductor.config.get_hash().hex()
-    machine = torch.__version__, processor(), isa_in_use(), os.environ.get("CXX"), torch.get_num_threads()
+    processor = platform.machine(), platform.processor(), sorted(features())
+    machine = torch.__version__, processor, isa_in_use(), os.environ.get("CXX"), torch.get_num_threads()
     made_by = function.__qualname__, machine, settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))

@@ -28,6 +28,7 @@ from drafters.eagle import Eagle
 from engine.compiling import compile_graph, unguarded
 from engine.decoder import SPAN, Decoder
 from engine.run import Run
+from kernels.packed import threads_for
 from model import KVCache, Transformer
 from networks.head import Head
 from sampling.options import Sampling
@@ -184,7 +185,7 @@ class Costs:
                 self.level_pass, *self._rows(rows), self.feature.expand(-1, rows, -1).contiguous()
             )
         times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
-        with torch.no_grad():
+        with torch.no_grad(), threads_for(self.target):
             for call in calls.values():
                 for _ in range(3):
                     call()

@@ -109,13 +109,3 @@ def _folder() -> Path:
 def sources() -> list[Path]:
     """The files that the library is compiled from."""
     return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))
-
-
-def processor() -> str:
-    """What the code that torch.compile makes depends on."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            flags = (line for line in lines if line.startswith(("flags", "Features")))
-            return next(flags, platform.machine())
-    except OSError:
-        return platform.machine() + platform.processor()

@@ -42,12 +42,13 @@ SETS = {  # best first
 
 @cache
 def features() -> frozenset[str]:
-    """What this processor has, by the names of /proc/cpuinfo."""
+    """What this processor has, by the names of /proc/cpuinfo; empty where the system does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return frozenset(listed.partition(":")[2].split())
 
 
 def available() -> list[str]:

@@ -5,6 +5,8 @@ and no `weight`.
 """
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -150,6 +152,11 @@ def pack_models(*models: nn.Module) -> bool:
             else:
                 complete = False
     return complete
+
+
+def threads_for(target: nn.Module) -> contextlib.AbstractContextManager:
+    """A context to compile and run a target's passes in: `cpu.alone` if the target is on the kernels."""
+    return cpu.alone() if target.on_kernels else contextlib.nullcontext()
 
 
 def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:

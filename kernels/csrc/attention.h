@@ -38,6 +38,18 @@ inline void rotate_head(const Value<E>* head, const float* cosine, const float* 
   }
 }
 
+// The query rows of one sequence that share a key/value head: T of each of `per_kv` heads, taken in groups of
+// LANES, one per lane.
+struct Groups {
+  int64_t per_kv, T, count;
+  Groups(int64_t per_kv, int64_t T) : per_kv(per_kv), T(T), count((per_kv * T + LANES - 1) / LANES) {}
+
+  int size(int64_t group) const { return std::min<int64_t>(LANES, per_kv * T - group * LANES); }
+  // Which query head and which row of its sequence the r-th row of a group is.
+  int64_t head_of(int64_t kv, int64_t group, int r) const { return kv * per_kv + (group * LANES + r) / T; }
+  int64_t row_of(int64_t group, int r) const { return (group * LANES + r) % T; }
+};
+
 constexpr int64_t BLOCK_SLOTS = 128;  // of one row, that are summed up before they are added to those before
 
 // The slots that the rows of one sequence attend to, by block: entries start[k] .. start[k + 1] are the slots
@@ -49,10 +61,8 @@ struct LiveSlots {
 
   int64_t blocks() const { return start.size() - 1; }
 
-  // visible [T, n]; row_of(g, r): which of the T rows is the r-th of a group, of group_size(g).
-  template <class RowOf, class GroupSize>
-  void read(const bool* visible, int64_t T, int64_t n, int64_t groups, const RowOf& row_of,
-            const GroupSize& group_size) {
+  // visible [T, n]: what each of the T rows of the sequence sees.
+  void read(const bool* visible, int64_t T, int64_t n, const Groups& groups) {
     int64_t prefix = n;  // slots that all rows see: there a slot's rank is its number
     for (int64_t t = 0; t < T; t++)
       if (const void* hidden = std::memchr(visible + t * n, 0, prefix))
@@ -78,16 +88,16 @@ struct LiveSlots {
     }
     start.push_back(slots.size());
     const int64_t entries = slots.size();
-    seen.assign(groups * entries, 0);
-    for (int64_t g = 0; g < groups; g++) {
+    seen.assign(groups.count * entries, 0);
+    for (int64_t g = 0; g < groups.count; g++) {
       uint16_t* bits = &seen[g * entries];
-      const int size = group_size(g);
+      const int size = groups.size(g);
       auto j = of_tail.begin();
       for (int64_t k = 0; k < blocks(); k++)
         for (int64_t e = start[k]; e < start[k + 1]; e++) {
           if (slots[e] < prefix) bits[e] = uint16_t((1u << size) - 1);
           else {
-            for (int r = 0; r < size; r++) bits[e] |= uint16_t(block[row_of(g, r) * tail + *j] == k) << r;
+            for (int r = 0; r < size; r++) bits[e] |= uint16_t(block[groups.row_of(g, r) * tail + *j] == k) << r;
             j++;
           }
         }
@@ -125,26 +135,21 @@ struct Sums {
   }
 };
 
-// What every layer of a pass shares. The heads that share a key/value head make per_kv * T query rows of a
-// sequence, taken in groups of LANES, one per lane.
+// What every layer of a pass shares.
 struct Pass : Rows {
-  int64_t per_kv, groups;
+  Groups groups;
   std::vector<LiveSlots> live;    // by sequence
   std::unique_ptr<float[]> sums;  // room for those of all units, blocks and groups; few are used
 
   explicit Pass(const Rows& rows)
-      : Rows(rows), per_kv(heads / kv_heads), groups((per_kv * T + LANES - 1) / LANES), live(B),
-        sums(new float[B * kv_heads * (n / BLOCK_SLOTS + 1) * groups * sums_size()]) {}
+      : Rows(rows), groups(heads / kv_heads, T), live(B),
+        sums(new float[B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * sums_size()]) {}
 
-  int group_size(int64_t group) const { return std::min<int64_t>(LANES, per_kv * T - group * LANES); }
-  // Which query head and which row of its sequence the r-th row of a group is.
-  int64_t head_of(int64_t kv, int64_t group, int r) const { return kv * per_kv + (group * LANES + r) / T; }
-  int64_t row_of(int64_t group, int r) const { return (group * LANES + r) % T; }
   // A head's values in sums: whole vectors, which for bfloat16 come in twos.
   int64_t padded() const { return (hd + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
   int64_t sums_size() const { return LANES * (2 + padded()); }
   Sums sums_of(int64_t item, int64_t group) const {
-    return Sums(&sums[(item * groups + group) * sums_size()], padded());
+    return Sums(&sums[(item * groups.count + group) * sums_size()], padded());
   }
   int64_t blocks() const {  // of the sequence that has most
     int64_t most = 0;
@@ -153,11 +158,7 @@ struct Pass : Rows {
   }
 
   void read_mask(const Team& team) {
-    const auto row = [&](int64_t group, int r) { return row_of(group, r); };
-    const auto size = [&](int64_t group) { return group_size(group); };
-    team.share(B, [&](int64_t b) {
-      live[b].read(visible + b * T * n, T, n, groups, row, size);
-    });
+    team.share(B, [&](int64_t b) { live[b].read(visible + b * T * n, T, n, groups); });
   }
 };
 
@@ -226,7 +227,7 @@ struct QueryGroup {
 
   // Scores in powers of two become weights relative to 2^most, and are added up.
   void weigh(const Sums& sums) {
-    const Floats nearest = broadcast(12582912.0f);  // 1.5 * 2^23 has no fraction: adding it rounds to even
+    const Floats nearest = broadcast(ROUND);
     Floats most = broadcast(-1e30f), total = {};    // a row that sees none of them keeps this one
     for (int64_t j = 0; j < count; j++) {
       const Floats score = load<Floats>(scores + j * LANES);
@@ -313,7 +314,7 @@ inline void finish_row(const Sums& sums, int row, int64_t hd, Value<Out>* out) {
 template <class E, class Out>
 void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Norms& norms, const Cache& k,
                     const Cache& v, Value<E>* rotated, Value<Out>* out) {
-  const int64_t heads = pass.heads, kv_heads = pass.kv_heads, groups = pass.groups, hd = pass.hd, T = pass.T;
+  const int64_t heads = pass.heads, kv_heads = pass.kv_heads, groups = pass.groups.count, hd = pass.hd, T = pass.T;
   const int64_t sequence = k.sequence, stride = k.slot;
   auto *keys = static_cast<Value<E>*>(k.data), *values = static_cast<Value<E>*>(v.data);
   const auto *q_norm = static_cast<const Value<E>*>(norms.q), *k_norm = static_cast<const Value<E>*>(norms.k);
@@ -336,9 +337,9 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
   const float scale = 1.44269504f / std::sqrt(float(hd));
   const auto begin = [&](int64_t thread) { return units * blocks * thread / team.all; };
   const auto finish = [&](int64_t unit, int64_t group, const Sums& sums) {
-    for (int r = 0; r < pass.group_size(group); r++) {
-      const int64_t row = unit / kv_heads * T + pass.row_of(group, r);
-      finish_row<E, Out>(sums, r, hd, out + (row * heads + pass.head_of(unit % kv_heads, group, r)) * hd);
+    for (int r = 0; r < pass.groups.size(group); r++) {
+      const int64_t row = unit / kv_heads * T + pass.groups.row_of(group, r);
+      finish_row<E, Out>(sums, r, hd, out + (row * heads + pass.groups.head_of(unit % kv_heads, group, r)) * hd);
     }
   };
   std::unique_ptr<float[]> room(new float[pass.sums_size() + BLOCK_SLOTS * 2 * LANES]);
@@ -352,15 +353,15 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     const int64_t from = b * sequence + kv * hd;
     for (int64_t g = 0; g < groups; g++) {
       uint32_t* transposed = &queries[g * words * LANES];
-      for (int r = 0; unit != before && r < pass.group_size(g); r++) {
-        const Value<E>* query = rotated + ((b * T + pass.row_of(g, r)) * heads + pass.head_of(kv, g, r)) * hd;
+      for (int r = 0; unit != before && r < pass.groups.size(g); r++) {
+        const Value<E>* query = rotated + ((b * T + pass.groups.row_of(g, r)) * heads + pass.groups.head_of(kv, g, r)) * hd;
         for (int64_t w = 0; w < words; w++) std::memcpy(&transposed[w * LANES + r], query + w * E::PER_WORD, 4);
       }
       const bool add = ours && block;
       const Sums sums = add ? next : pass.sums_of(item, g);
       QueryGroup<E>(live, block, g, hd, stride, transposed, room.get() + pass.sums_size())
-          .attend(keys + from, values + from, scale, pass.group_size(g), sums);
-      if (add) pass.sums_of(item - block, g).add(next, pass.group_size(g));
+          .attend(keys + from, values + from, scale, pass.groups.size(g), sums);
+      if (add) pass.sums_of(item - block, g).add(next, pass.groups.size(g));
       if (ours && block + 1 == blocks) finish(unit, g, pass.sums_of(item - block, g));
     }
     before = unit;
@@ -379,7 +380,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     if (first_end(unit) >= (unit + 1) * blocks) return;
     const Sums sums = pass.sums_of(unit * blocks, group);
     for (int64_t item = first_end(unit); item < (unit + 1) * blocks; item++)
-      sums.add(pass.sums_of(item, group), pass.group_size(group));
+      sums.add(pass.sums_of(item, group), pass.groups.size(group));
     finish(unit, group, sums);
   });
 }

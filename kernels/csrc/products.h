@@ -142,7 +142,7 @@ struct Rounded {
   // `size` values, at most GROUP -> as many integers q, the nearest to x in steps of the largest / 127.
   template <class X>
   static void group(const Value<X>* x, int64_t size, char* q, float& scale, int32_t& offset) {
-    const Floats nearest = broadcast(12582912.0f);  // 1.5 * 2^23 has no fraction: adding it rounds to even
+    const Floats nearest = broadcast(ROUND);
     Floats values[GROUP / LANES];
     Ints most = {}, sum = {};
 #pragma GCC unroll 16

@@ -32,6 +32,8 @@ template <class Vector>
 inline void store(void* to, Vector vector) { std::memcpy(to, &vector, sizeof vector); }
 inline Floats broadcast(float x) { return x - Floats{}; }  // not Floats{} + x, which would turn -0 into 0
 inline Words broadcast(uint32_t x) { return Words{} + x; }
+// 1.5 * 2^23: a number of this size has no fraction, so adding it rounds a smaller one, ties to even.
+constexpr float ROUND = 12582912.0f;
 inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 }  // namespace eagle

@@ -117,7 +117,7 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
         m.setattr(torch, "get_num_threads", lambda: 77)
         others.append(where())
     with monkeypatch.context() as m:
-        m.setattr("engine.saved_graph.processor", lambda: "another processor")
+        m.setattr("engine.saved_graph.features", lambda: frozenset({"another"}))
         others.append(where())
     assert len({same, *others}) == len(others) + 1
     assert same == where()
