@@ -59,6 +59,10 @@ def parser() -> Options:
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
     add("--limit", type=int, help="only the first so many of every set")
     p.within("--limit", 1, float("inf"))
+    add("--calibrate", action="store_true",
+        help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
+    p.refuse(lambda o: o.calibrate and "eagle" not in o.speculate,
+             lambda o: f"--calibrate: {o.speculate} has no EAGLE head; add --speculate eagle3")
     add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("--max-new-tokens", type=int, default=512, help="per turn (default 512)")
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
@@ -116,6 +120,10 @@ def load(o):
     draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa)
     target = load_target(o.checkpoint, runtime, say)
+    if o.calibrate:
+        prompts = [question["turns"][0] for group in sets.values() for question in group]
+        for drafting in (d for d in draftings.values() if d.method.startswith("eagle")):
+            say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
     contenders = load_contenders(target, draftings, o.max_seq_len)
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight
     judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels)

@@ -65,12 +65,11 @@ def parser() -> Options:
         help=f"none: not at all (default); {how}")
     add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
-        help="auto (measured, then kept), paper, T,D,K, or a JSON file of paths: a static tree")
-    add("--tree-nodes", type=int,
-        help="nodes of the draft tree, root included (default 12 on CPU, 8 if quantised, 60 on CUDA)")
-    add("--tree-depth", type=int,
-        help="expansions after the first level (default 3 on CPU, 2 if quantised, 7 on CUDA)")
-    add("--tree-width", type=int, help="nodes expanded per level (default 4 on CPU, 10 on CUDA)")
+        help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file of"
+             " paths: a static tree")
+    add("--tree-nodes", type=int, help="nodes of the draft tree, root included")
+    add("--tree-depth", type=int, help="expansions after the first level")
+    add("--tree-width", type=int, help="nodes expanded per level")
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")

@@ -230,9 +230,16 @@ class Pass:
     """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor):
-        self.cos, self.sin = rope_table(args, inv_freq, positions)
+        self._positions = args, inv_freq, positions
         self.slots, self.visible = slots, visible
+        self._angles: tuple[Tensor, Tensor] | None = None
         self._bias: Tensor | None = None
+
+    def angles(self, table: Callable = rope_table) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of the rows' positions by `rope_table`, or a function like it; made once."""
+        if self._angles is None:
+            self._angles = table(*self._positions)
+        return self._angles
 
     def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
         """`visible` as an additive mask [B, 1, groups*T, n], 0 or -inf, made once."""
@@ -248,7 +255,7 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
     qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a key/value
     head become G*T rows of it: keys and values are never repeated in memory.
     """
-    q, k, v = block.split(_rotated(block, qkv, shared.cos, shared.sin))
+    q, k, v = block.split(_rotated(block, qkv, *shared.angles()))
     cache.write(k, v, shared.slots)
     B, T, nh, hd = q.shape
     nkv, n = k.shape[2], shared.visible.shape[-1]
@@ -347,6 +354,12 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
     return block.finish(x, attended)
 
 
+def run_block(block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None) -> Tensor:
+    """`Block.forward`."""
+    qkv = block.project(x if inputs is None else inputs)
+    return block.finish(x, block.attention(block, qkv, cache, shared))
+
+
 class Block(nn.Module):
     """One decoder layer.
 
@@ -360,7 +373,8 @@ class Block(nn.Module):
         self.wqkv = Linear(input_size or H, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
-        self.attention = attention  # may be replaced by another function of the same kind
+        # These may be replaced by other functions of the same kind.
+        self.attention, self.run = attention, run_block
         self.wo = Linear(width, H, bias=False)
         self.mlp_norm = RMSNorm(H, args.norm_eps)
         self.mlp = Experts(args) if args.num_experts else MLP(args)
@@ -370,8 +384,7 @@ class Block(nn.Module):
 
         inputs: what attention reads if it is not x, [B, T, input_size].
         """
-        qkv = self.project(x if inputs is None else inputs)
-        return self.finish(x, self.attention(self, qkv, cache, shared))
+        return self.run(self, x, cache, shared, inputs)
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values of what this layer reads [B, T, input_size]: [B, T, (nh + 2*nkv)*hd]."""

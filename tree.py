@@ -48,11 +48,16 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """Read "nodes,depth,width" as it is typed. Raises ValueError on anything else."""
-        numbers = text.split(",")
+        """Read "nodes,depth,width" as it is typed, or a `name`. Raises ValueError on anything else."""
+        numbers = text.replace("/", ",").split(",")
         if len(numbers) != 3:
             raise ValueError(f"tree: {text!r} is not nodes,depth,width")
         return cls(*map(int, numbers))
+
+    @property
+    def name(self) -> str:
+        """T/D/k, as the documentation writes it."""
+        return f"{self.nodes}/{self.depth}/{self.width}"
 
     @property
     def candidates(self) -> int:

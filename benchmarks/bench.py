@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import platform
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,6 +19,7 @@ from common.errors import InputError  # noqa: E402
 from engine.api import TextDecoder  # noqa: E402
 from evaluation.asking import rotated  # noqa: E402
 from kernels.cpu import isa_in_use  # noqa: E402
+from kernels.isa import processor_name  # noqa: E402
 
 
 def options(description: str, name: str, threads: int = 2) -> Options:
@@ -45,13 +45,7 @@ def run(p: Options, action: Callable, argv: list[str] | None) -> int:
 
 def device_name() -> str:
     """The GPU, or the CPU's model name."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor_name()
 
 
 def describe(threads: int) -> dict:

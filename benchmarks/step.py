@@ -18,6 +18,7 @@ while is slow for all of them. Raw figures go to benchmarks/results/NAME.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import statistics
 import sys
@@ -42,11 +43,12 @@ from engine.memory import bytes_per_step
 from engine.runtime import check_device
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models, threads_for
+from kernels.parts import draw, visible_slots
 from kernels.quantized import MODES, quantize_linears
 from model import Transformer, cache_bytes
 from networks.head import Head
 from sampling.options import Sampling
-from tree import TreeShape, visible_slots
+from tree import TreeShape
 
 # By number of rows: plain decoding, the trees used on CPUs, the paper's.
 TREES = {s[0]: TreeShape(*s) for s in ((1, 0, 0), (8, 2, 4), (12, 3, 4), (16, 3, 4), (32, 4, 8), (60, 7, 10))}
@@ -87,7 +89,7 @@ class HeldStep:
         )
         self.decoder.start([[1]] * batch, Sampling(1))
         self.propose, self.verify = self._propose, self._verify
-        if compiled:
+        if self.decoder.compiled:
             self.propose, self.verify = compile_graph(self._propose), compile_graph(self._verify)
         self.graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
 
@@ -125,7 +127,7 @@ class HeldStep:
         visible = visible_slots(span, d.state.length, sees)
         tokens = torch.zeros_like(positions)
         x, _ = d.target(tokens, positions, positions, visible, d.caches, d.drafter.aux_layers)
-        return d.target.logits(x).argmax(-1)
+        return draw(d.target.logits(x), None)
 
     def _run(self, name: str, part: Callable[[Tensor], object]) -> None:
         """Run a part; on CUDA as a captured graph, which it is in the step too."""
@@ -181,7 +183,7 @@ def measure(steps: list[HeldStep], n: int, repeat: int, roof: float) -> list[dic
             for (held, name), part in parts.items():
                 held.hold(n)
                 settle(device)
-                with unguarded():
+                with unguarded() if held.decoder.compiled else contextlib.nullcontext():
                     began = time.perf_counter()
                     part()
                     settle(device)

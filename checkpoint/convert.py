@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import CONFIG, FORMAT, WEIGHTS, read_config
+from checkpoint.folder import CALIBRATION, CONFIG, FORMAT, WEIGHTS, read_config
 from checkpoint.head_layouts import Answers, kind_of
 from checkpoint.medusa_layouts import MEDUSA2
 from checkpoint.opening import open_source, resolve_source
@@ -79,7 +80,13 @@ def convert(
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
         return written
 
-    has_tokenizer = write_folder(out, config, plan, None if kind else tokenizer, quiet)
+    def calibration(folder: Path) -> bool:
+        """Copy what is known of a head."""
+        if (file := source.path / CALIBRATION).is_file():
+            shutil.copyfile(file, folder / CALIBRATION)
+        return True
+
+    has_tokenizer = write_folder(out, config, plan, calibration if kind else tokenizer, quiet)
     if not has_tokenizer:
         print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
     if not config.get("stop_ids", True):

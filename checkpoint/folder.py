@@ -6,7 +6,8 @@
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
     DIR/eagle3/, DIR/eagle/, DIR/medusa/, DIR/hydra/
-                            heads of that target in the same format; EAGLE-1 and EAGLE-2 share one
+                            heads of that target in the same format; EAGLE-1 and EAGLE-2 share one; also
+                            calibration.json (`engine.calibration`) and costs.json (`engine.costs`)
 """
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from common.files import read_json
 FORMAT = 2
 HEAD_KINDS = ("eagle", "eagle3", "medusa", "hydra")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CALIBRATION = "calibration.json"  # beside a head's weights: what its trees are accepted for
 Shapes = dict[str, tuple[int, ...]]
 
 

@@ -115,7 +115,7 @@ def quantize_folder(
     def others(folder: Path) -> bool:
         """Copy everything else in the folder: tokenizer, template."""
         for item in source.iterdir():
-            if item.is_file() and item.name not in (CONFIG, WEIGHTS, "tree.json"):
+            if item.is_file() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
                 shutil.copy2(item, folder / item.name)
         return True
 

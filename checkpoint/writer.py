@@ -66,12 +66,12 @@ def check_out(out: Path, kind: str, force: bool) -> None:
 
 
 def write_folder(
-    out: Path, config: dict, plan: list[Planned], tokenizer: Callable[[Path], bool] | None, quiet: bool
+    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool
 ) -> bool:
     """Fill a temporary folder beside `out`, then rename it to `out`, which `check_out` has allowed.
 
-    `tokenizer(folder)` writes the tokenizer's files and says whether there were any; None for a head, which
-    has none. Returns what `tokenizer` says, True without one. Raises InputError if there is no space or no
+    `others(folder)` writes what belongs beside the weights, and says whether there was a tokenizer, or none
+    is needed. Returns what it says, True without it. Raises InputError if there is no space or no
     permission. After an error and on Ctrl-C nothing is left on disk.
     """
     parent = out.absolute().parent
@@ -84,7 +84,7 @@ def write_folder(
         if free < need:
             raise InputError(f"{out}: no space: {need:,} bytes are needed, {free:,} are free")
         temporary.mkdir(parents=True)
-        has_tokenizer = tokenizer(temporary) if tokenizer else True
+        has_tokenizer = others(temporary) if others else True
         text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
         (temporary / CONFIG).write_text(text, encoding="utf-8")
         hidden = quiet or not sys.stderr.isatty()

@@ -5,7 +5,7 @@ from collections import Counter
 
 from engine.api import Result
 from engine.decoder import Decoder
-from engine.memory import bytes_per_step, peak_memory
+from engine.memory import peak_memory
 from sampling.rules import LOSSY
 from tokens.ids import common_prefix
 
@@ -25,6 +25,7 @@ def as_json(result: Result, rule: str = "equal", plain: Result | None = None) ->
         "tokens_per_second": result.tokens_per_second,
         "tau": result.tau,
         "accept_lengths": result.accept_lengths,
+        "trees": result.trees,
         "seed": result.seed,
         "finish": result.finish,
         "accept": rule,
@@ -60,14 +61,16 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
         lines.append(f"no step was needed; {memory}")
     else:
         steps = max(len(r.accept_lengths) for r in results)
-        rate = bytes_per_step(decoder.target, decoder.drafter) * steps / seconds / 1e9 if seconds else 0.0
+        rate = decoder.bytes_read() / seconds / 1e9 if seconds else 0.0
+        taken = decoder.trees_taken()
+        which = f" ({', '.join(f'{n} {name}' for name, n in taken.items())})" if len(taken) > 1 else ""
         lines.append(
-            f"{steps} steps, tau {sum(lengths) / len(lengths):.2f} tokens per step;"
+            f"{steps} steps{which}, tau {sum(lengths) / len(lengths):.2f} tokens per step;"
             f" {rate:.1f} GB/s of weights read; {memory}"
         )
         if decoder.drafter.shape.nodes > 1:
             counts = Counter(lengths)
-            for n in range(1, decoder.drafter.shape.window + 1):
+            for n in range(1, decoder.window + 1):
                 share = counts[n] / len(lengths)
                 lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
     return "\n".join(lines)

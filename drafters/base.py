@@ -82,6 +82,7 @@ class Drafter(nn.Module):
     passes = 0  # how often a step reads the weights of its network, for the bandwidth figure
     made_of = ""  # tells drafters without weights apart, in evaluate.py's record of who answered
     cached: tuple[ModelArgs, ...] = ()  # shapes of the models whose keys and values it caches
+    reads = True  # its step reads what was committed before; if not, unread tokens add up
     may_pass = False  # it can have nothing to propose; `has_guess` then says whether it has
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):

@@ -18,8 +18,9 @@ from drafters.base import Proposal
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
+from kernels.parts import gumbel, prune
 from model import KVCache, Transformer
-from sampling.noise import PROPOSING, gumbel, stream
+from sampling.noise import PROPOSING, stream
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
 
@@ -64,10 +65,11 @@ class DraftModel(NetworkDrafter):
             return super().propose(state, slots, noise)
         temperature = state.temperature[:, None, None]
         positions = state.length[:, None] + 1 + torch.arange(self.shape.window - 1, device=slots.device)
-        own = temperature * gumbel(stream(state.key, PROPOSING), positions, self.model.args.vocab_size)
+        key = stream(state.key, PROPOSING)
+        own = gumbel(key, positions, state.temperature, self.model.args.vocab_size)
         logits: list[Tensor] = []
         h = self._catch_up(state, slots)
-        tree = self.grow(h, state, slots, own, self.shape, logits).prune(state.root())
+        tree = prune(self.grow(h, state, slots, own, self.shape, logits), state.root())
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGL
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -14,8 +16,9 @@ from drafters.base import Proposal, StaticLevel, StaticTree
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
+from kernels.parts import visible_slots
 from networks.head import Head
-from tree import EAGLE1_TREE, PathTree, TreeShape, pick, visible_slots
+from tree import EAGLE1_TREE, PathTree, TreeShape, pick
 
 
 class Eagle(NetworkDrafter):
@@ -29,6 +32,14 @@ class Eagle(NetworkDrafter):
         self.head = head
         self.aux_layers = head.args.aux_layers
         self.cached = (head.args,)
+        self.caches = None
+        self.folder: Path | None = None  # that the head was loaded from
+
+    def with_tree(self, shape: TreeShape) -> Eagle:
+        """A drafter that grows other trees with the same head and, if they are allocated, the same caches."""
+        other = Eagle(self.head, shape, self.coupled)
+        other.rule, other.folder, other.caches = self.rule, self.folder, self.caches
+        return other
 
     @property
     def network(self) -> Head:
@@ -49,10 +60,11 @@ class Eagle(NetworkDrafter):
         What the others write is overwritten or never seen.
         """
         head, start = self.head, state.length - state.n_new
-        positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
+        positions = start[:, None] + torch.arange(state.window, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
         visible = slots <= positions[..., None]
-        h = head(next_tokens, head.fuse(state.features), positions, positions, visible, self.caches)
+        features = head.fuse(state.features[:, : state.window])
+        h = head(next_tokens, features, positions, positions, visible, self.caches)
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
 
     def _rows(
@@ -117,11 +129,10 @@ def build(request: Request) -> Eagle:
         )
     head = load_head(folder, request.target, kind)
     request.prepare(head)
-    if request.tree == "auto":
-        tree = request.choose_tree(head, folder)
-    elif request.tree is None and request.method == "eagle":
+    if request.tree is None and request.method == "eagle":
         tree = EAGLE1_TREE
     else:
-        tree = eagle_tree(request.default_tree if request.tree is None else request.tree)
-    drafter = StaticEagle if isinstance(tree, PathTree) else Eagle
-    return drafter(head, tree, request.coupled)
+        tree = eagle_tree(request.default_tree if request.tree in (None, "auto") else request.tree)
+    drafter = (StaticEagle if isinstance(tree, PathTree) else Eagle)(head, tree, request.coupled)
+    drafter.folder = folder
+    return drafter

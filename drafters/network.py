@@ -10,18 +10,8 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Proposal
-from tree import Growth, PathTree, TreeShape, pick, visible_slots
-
-
-def rank(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """The k best ids by logits [..., V], plus noise if there is any, best first.
-
-    Returns their log-probabilities under the shifted logits and their ids, both [..., k].
-    """
-    if noise is not None:
-        logits = logits + noise
-    top, ids = logits.topk(k, dim=-1)
-    return top - logits.logsumexp(-1, keepdim=True), ids
+from kernels.parts import prune, rank, visible_slots
+from tree import Growth, PathTree, TreeShape, pick
 
 
 class NetworkDrafter(Drafter):
@@ -43,9 +33,8 @@ class NetworkDrafter(Drafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self._catch_up(state, slots)
-        return Proposal(
-            self.grow(last, state, slots, self._draft_noise(noise), self.shape).prune(state.root())
-        )
+        grown = self.grow(last, state, slots, self._draft_noise(noise), self.shape)
+        return Proposal(prune(grown, state.root()))
 
     def grow(
         self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,

@@ -5,13 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.nn as nn
-
 from common.errors import InputError
 from drafters.tree_spec import TreeSpec
 from model import Transformer
 from tokens.tokenizer import Tokenizer
-from tree import TreeShape
 
 
 @dataclass(frozen=True)
@@ -30,7 +27,6 @@ class Request:
     rule: str  # how nodes are accepted, see `sampling.rules`
     flags: dict  # all flags of the method's own
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
-    choose_tree: Callable[[nn.Module, Path], TreeShape]  # choose_tree(head, folder) is --tree auto
 
     def refuse(self, **options) -> None:
         """Raise InputError if any of these options, which mean nothing to the method, has a value."""

@@ -12,22 +12,28 @@
 """
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from checkpoint.folder import CALIBRATION
 from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters import build_drafter, check_flags, default_flags, known
+from drafters.base import Drafter
+from drafters.eagle import Eagle
 from drafters.request import Request
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
-from engine.compiling import prepare_compiling
+from engine.calibrating import PROMPTS, calibrate
+from engine.calibration import Calibration
+from engine.costs import measured_once
 from engine.decoder import Decoder
 from engine.run import Run
 from engine.runtime import Runtime
-from engine.tuning import PROMPTS, auto_tree
+from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from kernels.quantized import quantize_linears
@@ -36,7 +42,6 @@ from networks.head import Head
 from sampling.options import Sampling
 from sampling.rules import RULES
 from tokens.tokenizer import Tokenizer
-from tree import TreeShape
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 
@@ -87,7 +92,7 @@ def load_target(
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     if runtime.on_kernels:
-        load_kernels(say, prepare_compiling, runtime.isa)
+        load_kernels(say, isa=runtime.isa)
     target.put_on_kernels(model)
     return target
 
@@ -118,18 +123,13 @@ class Target:
         if max_seq_len is not None and not 2 <= max_seq_len <= longest:
             raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
         max_seq_len = max_seq_len or min(2048, longest)
-        drafter = build_drafter(Request(
-            method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
-            draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
-            default_tree=self.default_tree, coupled=drafting.coupled, max_seq_len=max_seq_len,
-            rule=drafting.accept,
-            flags=default_flags(drafting.method) | drafting.flags,
-            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
-            choose_tree=lambda head, folder: self._choose_tree(head, folder, drafting.tune_on),
-        ))
+        drafter = self._drafter(drafting, max_seq_len)
+        plan = self._plan(drafter, drafting, batch, max_seq_len)
+        if plan and plan.shapes:
+            drafter = drafter.with_tree(plan.shapes[0])
         decoder = Decoder(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.say,
+            compile=self.runtime.compile, say=self.say, plan=plan if self.model.on_kernels else None,
         )
         return TextDecoder(decoder, self.tokenizer)
 
@@ -153,14 +153,65 @@ class Target:
                 " leave plain text at near ties"
             )
 
-    def _choose_tree(self, head: Head, folder: Path, tune_on: tuple[list[int], ...]) -> TreeShape:
-        prompts = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else list(tune_on)
-        if not prompts:
-            raise InputError(
-                "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
-            )
-        stop_ids, compile = self.config["stop_ids"], self.runtime.compile
-        return auto_tree(self.model, head, prompts, stop_ids, folder, compile, self.say)
+    def _drafter(self, drafting: Drafting, max_seq_len: int) -> Drafter | None:
+        return build_drafter(Request(
+            method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
+            draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
+            default_tree=self.default_tree, coupled=drafting.coupled, max_seq_len=max_seq_len,
+            rule=drafting.accept,
+            flags=default_flags(drafting.method) | drafting.flags,
+            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+        ))
+
+    def calibrate(self, drafting: Drafting, prompts: list[Prompt], tokens: int = 128) -> Path:
+        """Measure what an EAGLE head's trees are accepted for, in answers of `tokens` tokens to prompts.
+
+        Writes calibration.json into the head's folder, and returns its path. Raises InputError, one line, if
+        the method has no EAGLE head, prompts and answers are too long or too short, or it cannot be written.
+        """
+        longest = self.model.args.max_seq_len
+        drafter = self._drafter(drafting, longest)
+        if not isinstance(drafter, Eagle):
+            raise InputError(f"--calibrate: {drafting.method} has no EAGLE head to measure the trees of")
+        ids = [encode(self.tokenizer, prompt) for prompt in prompts]
+        fitting = [prompt for prompt in ids if len(prompt) + tokens < longest]
+        if not fitting:
+            raise InputError(f"--calibrate: no prompt and its answer fit in the model's {longest} tokens")
+        found = calibrate(self.model, drafter.head, fitting, self.config["stop_ids"], tokens, self.say)
+        try:
+            found.write(drafter.folder)
+        except OSError as e:
+            raise InputError(f"{drafter.folder}: {CALIBRATION} cannot be written ({e})") from None
+        return drafter.folder / CALIBRATION
+
+    def _plan(self, drafter: Drafter | None, drafting: Drafting, batch: int, longest: int) -> Plan | None:
+        """Which trees to draft, by what they cost here and what they are accepted for.
+
+        None: the drafter's own. Without "auto" that is everywhere but on our kernels, where every tree gives
+        the same text.
+        """
+        free = drafting.tree == "auto" or (drafting.tree is None and self.model.on_kernels)
+        if not free or type(drafter) is not Eagle:
+            return None
+        calibration = Calibration.read(drafter.folder)
+        if calibration is None:
+            ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
+            prompts = ours or list(drafting.tune_on)
+            if not prompts and drafting.tree is None:
+                return None
+            if not prompts:
+                raise InputError(
+                    "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
+                )
+            self.say(f"{drafter.folder}: has no calibration.json, so it is measured now")
+            calibration = calibrate(self.model, drafter.head, prompts, self.config["stop_ids"], say=self.say)
+            with contextlib.suppress(OSError):  # measured again next time
+                calibration.write(drafter.folder)
+        compiled = self.runtime.compile and not self.model.on_kernels
+        costs = measured_once(self.model, drafter.head, compiled, longest, drafter.folder, self.say)
+        plan = make_plan(calibration, costs, batch, longest, drafter.head.args.draft_vocab_size)
+        self.say(str(plan))
+        return plan
 
 
 @dataclass(frozen=True)
@@ -194,6 +245,7 @@ class Result:
     seconds: float
     prefill_seconds: float
     accept_lengths: list[int]
+    trees: dict[str, int]  # steps of its batch by tree, see `Decoder.trees_taken`
     seed: int
 
     @property
@@ -307,7 +359,7 @@ class Job:
             Result(
                 prompt=prompt if isinstance(prompt, str) else None, prompt_ids=prompt_ids, text=decode(o.ids),
                 ids=o.ids, finish=o.finish, seconds=o.seconds, prefill_seconds=o.prefill_seconds,
-                accept_lengths=o.accept_lengths, seed=sampling.seed,
+                accept_lengths=o.accept_lengths, trees=self.run.decoder.trees_taken(), seed=sampling.seed,
             )
             for prompt, prompt_ids, o, sampling in rows
         ]

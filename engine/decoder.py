@@ -8,10 +8,11 @@ one step late.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -20,19 +21,29 @@ from torch import Tensor
 from drafters.base import Drafter
 from engine.capture import CapturedCalls
 from engine.compiling import CompiledFunction
-from engine.memory import free_memory
+from engine.memory import bytes_per_step, free_memory
 from engine.prefill import prefill
 from engine.run import Output, Run
 from engine.state import State
 from engine.step import step
+from engine.switching import Switch
+from engine.tuning import Plan
 from kernels.packed import threads_for
 from model import KVCache, Transformer, cache_bytes
 from sampling.noise import seed_keys
 from sampling.options import Sampling
 from tokens.ids import common_prefix
-from tree import Tree
+from tree import Tree, TreeShape
 
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
+UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one pass
+
+
+class Kind(NamedTuple):
+    """A kind of step: the step of a drafter."""
+
+    drafter: Drafter
+    step: Callable
 
 
 class Decoder:
@@ -41,14 +52,15 @@ class Decoder:
     batch: sequences decoded together. max_seq_len: most tokens of prompt and output. stop_ids: any of them
     ends a text. compile: run prefill and step through torch.compile; on CUDA the step is also captured as one
     graph. say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows
-    per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. Raises
-    ValueError, with the numbers, if the caches do not fit in memory.
+    per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. plan: draft its
+    trees in turn (see `engine.switching`), with `drafter`, which is an `Eagle`. Raises ValueError, with the
+    numbers, if the caches do not fit in memory.
     """
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
         stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
-        chunks: tuple[int, ...] | None = None, lag: int | None = None,
+        chunks: tuple[int, ...] | None = None, lag: int | None = None, plan: Plan | None = None,
     ):
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
@@ -57,12 +69,15 @@ class Decoder:
         self.batch, self.max_seq_len = batch, max_seq_len
         self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
         self.lag = int(on_cuda) if lag is None else lag
-        self.compiled = compile
         self.say = say or (lambda line: None)
         self._observer: Callable[[Tree, Tensor], None] | None = None
 
-        shape = self.drafter.shape
-        self.slots = round_up(max_seq_len + max(self.drafter.extra_slots, self.chunks[-1]) + 1, SPAN)
+        shapes = [self.drafter.shape, *(plan.shapes if plan else ())]
+        self.window = max(shape.window for shape in shapes)
+        # Each tree is drafted after a catch-up of as many rows as the widest window has.
+        self._extra = max(shape.extra_slots - shape.window for shape in shapes) + self.window
+        room = max(self.drafter.extra_slots, self._extra, self.chunks[-1]) + 1
+        self.slots = round_up(max_seq_len + room, SPAN)
         self.cache_bytes = self._check_memory(dtype)
         self.caches = nn.ModuleList(
             KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
@@ -70,28 +85,53 @@ class Decoder:
         self.drafter.allocate(batch, self.slots, dtype, self.device)
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
-        self.state = State(batch, tokens, shape.window, width, stop_ids, dtype, self.device)
+        self.state = State(
+            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plan else 0
+        )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-        # The optimisation, in one place: without these lines everything runs eagerly and gives the same text.
-        self._step, self._prefill = step, prefill
-        if compile:
-            self._step = CompiledFunction(step, "step", self.say, direct=not on_cuda)
-            # On our kernels all layers are one operator: compiling a prompt's pass takes seconds and saves
-            # none.
-            if not target.on_kernels:
-                self._prefill = CompiledFunction(prefill, "prefill", self.say, direct=not on_cuda)
+        # Without compiling everything runs eagerly and gives the same text. On our kernels a step calls few
+        # operators: compiling it would save nothing.
+        self.compiled = compile and not target.on_kernels
+        self._prefill = self._function(prefill, "prefill")
+        self.switch = Switch(plan) if plan else None
+        self._trees = {
+            shape: self._kind(self.drafter.with_tree(shape), f"step {shape.name}")
+            for shape in (plan.shapes if plan else ())
+        }
+        self._usual = self._kind(self.drafter, "step")
+        plain = Drafter()
+        plain.aux_layers, plain.reads = self.drafter.aux_layers if plan else (), False
+        self._plain = self._kind(plain, "step without a guess")
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is asked before each step.
-        self._plain_drafter, self._plain_step = Drafter(), None
-        if not on_cuda and self.drafter.may_pass:
-            self._plain_step = step
-            if compile:
-                self._plain_step = CompiledFunction(step, "step without a guess", self.say, direct=True)
+        self._asks = not on_cuda and self.drafter.may_pass
         self.captured = CapturedCalls(self._still) if compile and on_cuda else None
         self._serial = 0  # of the text at hand
+
+    def _function(self, function: Callable, what: str) -> Callable:
+        """A function of a step, compiled if it is to be."""
+        if not self.compiled:
+            return function
+        return CompiledFunction(function, what, self.say, direct=self.device.type != "cuda")
+
+    def _kind(self, drafter: Drafter, what: str) -> Kind:
+        return Kind(drafter, self._function(step, what))
+
+    def trees_taken(self) -> dict[str, int]:
+        """How many steps of this text took which tree: T/D/k, the nodes of a static tree, or "plain"."""
+        def name(shape) -> str:
+            if shape.nodes == 1:
+                return "plain"
+            return shape.name if isinstance(shape, TreeShape) else f"{shape.nodes} nodes"
+
+        return {name(kind.drafter.shape): count for kind, count in self.taken.most_common()}
+
+    def bytes_read(self) -> int:
+        """Weight bytes that the steps of this text have read."""
+        return sum(bytes_per_step(self.target, kind.drafter) * n for kind, n in self.taken.items())
 
     @property
     def done(self) -> list[bool]:
@@ -174,6 +214,9 @@ class Decoder:
         self.drafter.begin(prompts)
         self._modes = any(s.temperature > 0 for s in sampling), any(s.restricts for s in sampling)
         self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
+        self._shape, self._behind, self.taken = None, self.window, Counter()
+        if self.switch:
+            self.switch.begin([s.temperature for s in sampling])
         self._done = [False] * len(prompts)
 
     def check(self, prompt: list[int], name: str = "the prompt") -> None:
@@ -238,20 +281,45 @@ class Decoder:
 
         Each of the `unread` steps may have committed up to W tokens that the host does not know of.
         """
-        span = self._span(max(self._length) + unread * self.drafter.shape.window + self.drafter.extra_slots)
+        span = self._span(max(self._length) + unread * self.window + self._extra)
         with torch.no_grad():
-            if self._plain_step is not None and not self.drafter.has_guess(self.state, span):
-                arguments = self.target, self.caches, self._plain_drafter, self.state, span
-                return self._run((), partial(self._plain_step, *arguments, *self._modes))
-            return self._launch_step(span)
+            kind = self._choose(span)
+            self.taken[kind] += 1
+            return self._launch_step(span, kind)
 
-    def _launch_step(self, span: Tensor):
-        call = partial(self._step, self.target, self.caches, self.drafter, self.state, span, *self._modes)
+    def _choose(self, span: Tensor) -> Kind:
+        """What kind of step comes next."""
+        if self._asks and not self.drafter.has_guess(self.state, span):
+            return self._plain
+        if self.switch is None or self._observer:
+            return self._usual
+        self._shape = self.switch.next(max(self._length))
+        if self._shape is None and not self.switch.trees:
+            return self._plain  # and never anything else: the head need not keep up
+        if self._behind >= UNREAD if self._shape is None else self._behind > self.window:
+            self._run((), partial(self._read_behind, span))
+            self._behind = 1
+        if self._shape is None:
+            self._behind += 1
+            return self._plain
+        self._behind = self.window
+        return self._trees[self._shape]
+
+    def _read_behind(self, span: Tensor) -> None:
+        """Let the drafter read what plain steps have committed, in one pass."""
+        state = self.state
+        positions = (state.length - state.n_new)[:, None] + self.slot_ids[:UNREAD]
+        self.drafter.read(state, state.features, positions, span <= positions[..., None])
+        state.keep_last_unread()
+
+    def _launch_step(self, span: Tensor, kind: Kind):
+        call = partial(kind.step, self.target, self.caches, kind.drafter, self.state, span, *self._modes)
         return self._run(("step", span.shape[0]), call)
 
     def _launch_prefill(self, span: Tensor, rows: int) -> None:
         chunk = self.chunk_ids[rows]
-        torch._dynamo.mark_static(chunk, 0)
+        if self.compiled:
+            torch._dynamo.mark_static(chunk, 0)
         arguments = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
         self._run(("prefill", rows, span.shape[0]), partial(self._prefill, *arguments, *self._modes))
 
@@ -268,7 +336,8 @@ class Decoder:
         if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
         span = self.slot_ids[: min(size, self.slots)]
-        torch._dynamo.mark_dynamic(span, 0)
+        if self.compiled:
+            torch._dynamo.mark_dynamic(span, 0)
         return span
 
     def _out_to_host(self):
@@ -293,6 +362,8 @@ class Decoder:
                 self.drafted.append(drafted)
                 self._length[i] += count
                 self._done[i] = bool(done)
+            if self.switch:
+                self.switch.record(self._shape, [len(tokens) for tokens in emitted if tokens])
             yield emitted
 
     @contextlib.contextmanager
@@ -316,12 +387,12 @@ class Decoder:
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
-            for prompt in ([0], [0] * 16) if self._plain_step else ([0],):  # the second: there is a guess
+            for prompt in ([0], [0] * 16) if self._asks else ([0],):  # the second: there is a guess
                 self.generate([prompt], replace(sampling, max_new_tokens=2))
             if self.captured and every_length:
                 with self._still(), torch.no_grad():
                     for size in sorted({self._span(n).shape[0] for n in range(1, self.slots + 1, SPAN)}):
-                        self._launch_step(self._span(size))
+                        self._launch_step(self._span(size), self._usual)
                         for rows in self.chunks:
                             if rows <= size:
                                 self._launch_prefill(self._span(size), rows)

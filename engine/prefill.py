@@ -6,7 +6,8 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from engine.step import draw, noise_ahead, restrict_logits
+from engine.step import noise_ahead, restrict_logits
+from kernels.parts import draw
 from model import Transformer
 from tree import pick
 
@@ -33,7 +34,7 @@ def prefill(
     ends = state.reading & (last < chunk.shape[0])
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if noisy else None
-    logits = restrict_logits(target.logits(pick(x, row)), state, restricted, target.on_kernels)
+    logits = restrict_logits(target.logits(pick(x, row)), state, restricted)
     chosen = draw(logits, noise)
     state.reading.logical_and_(~ends)
     count = state.emit(chosen, ends.long())

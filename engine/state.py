@@ -5,6 +5,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from kernels import cpu
+
 
 class State(nn.Module):
     """Where B sequences stand.
@@ -12,7 +14,7 @@ class State(nn.Module):
     tokens [B, S']     prompt and output; tokens[b, N] is the root, emitted but not committed
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
     n_new [B]          how many of the last committed tokens the drafter has not read yet
-    features [B, W, F] the target's features of those
+    features [B, R, F] the target's features of those, R >= W
     limit [B]          the largest N
     done [B]           the sequence moves no more
     reading [B]        its prompt is not read to the end
@@ -22,8 +24,12 @@ class State(nn.Module):
                        (all but the last, unless the text was cut), and whether the sequence is done
     """
 
-    def __init__(self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device):
+    def __init__(
+        self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device, room: int = 0
+    ):
+        """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more."""
         super().__init__()
+        self.window = window
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device), persistent=False)
@@ -33,7 +39,7 @@ class State(nn.Module):
         buffer("limit", batch)
         buffer("done", batch, dtype=torch.bool, fill=True)
         buffer("reading", batch, dtype=torch.bool)
-        buffer("features", batch, window, feature_width, dtype=dtype)
+        buffer("features", batch, max(window, room), feature_width, dtype=dtype)
         buffer("n_new", batch)
         buffer("out", batch, window + 3)
         buffer("key", batch, 2)
@@ -53,6 +59,9 @@ class State(nn.Module):
         Moves `length` so that the last one appended is the new root; sets `done` and `out`. Returns how many
         were appended [B].
         """
+        if cpu.is_alone():
+            buffers = self.tokens, self.length, self.done, self.out, self.limit, self.stop_ids
+            return cpu.emit(tokens, count, *buffers)
         W, drafted = tokens.shape[1], count - 1
         at = torch.arange(W, device=tokens.device)
         count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
@@ -68,13 +77,25 @@ class State(nn.Module):
         self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
         return count
 
-    def hand_over(self, features: Tensor | None, count: Tensor, where: Tensor) -> None:
+    def hand_over(self, features: Tensor | None, count: Tensor, where: Tensor, more: bool = False) -> None:
         """Leave the `count` [B] tokens just committed for the drafter to read.
 
         features [B, <=W, F]: the target's features of them.
-        where [B]: in which sequences.
+        where [B]: in which sequences. more: after those that it has not read yet.
         """
-        if features is not None:
+        if features is not None and more:
+            at = self.n_new[:, None] + torch.arange(features.shape[1], device=features.device)
+            at = at.clamp(max=self.features.shape[1] - 1)[..., None].expand_as(features)
+            old = self.features.gather(1, at)
+            self.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
+        elif features is not None:
             buffer = self.features[:, : features.shape[1]]
             buffer.copy_(torch.where(where[:, None, None], features, buffer))
-        self.n_new.copy_(torch.where(where, count, self.n_new))
+        unread = self.n_new + count if more else count
+        self.n_new.copy_(torch.where(where, unread, self.n_new))
+
+    def keep_last_unread(self) -> None:
+        """The drafter has read all of the unread tokens but the last."""
+        last = (self.n_new - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.features.shape[2])
+        self.features[:, :1] = self.features.gather(1, last)
+        self.n_new.clamp_(max=1)

@@ -8,31 +8,21 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from kernels import cpu
+from kernels.parts import accept, draw, gumbel, restrict, visible_slots
 from model import Transformer
 from sampling.acceptance import accept_by
-from sampling.noise import gumbel
-from sampling.restrict import restrict
-from tree import Tree, accept, pick, visible_slots
+from tree import Tree, pick
 
 
-def restrict_logits(logits: Tensor, state: State, restricted: bool, on_kernels: bool = False) -> Tensor:
+def restrict_logits(logits: Tensor, state: State, restricted: bool) -> Tensor:
     """Logits [B, T, V]; where a request restricts them to top-k or top-p, the others are -inf."""
-    if not restricted:
-        return logits
-    function = cpu.restrict if on_kernels else restrict
-    return function(logits, state.temperature, state.top_k, state.top_p)
-
-
-def draw(logits: Tensor, noise: Tensor | None) -> Tensor:
-    """The target's token at every row: argmax of logits [B, T, V] plus noise [B, T, V]."""
-    return (logits if noise is None else logits + noise).argmax(-1)
+    return restrict(logits, state.temperature, state.top_k, state.top_p) if restricted else logits
 
 
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
     """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
     positions = state.length[:, None] + 1 + torch.arange(count, device=state.length.device)
-    return state.temperature[:, None, None] * gumbel(state.key, positions, vocab_size)
+    return gumbel(state.key, positions, state.temperature, vocab_size)
 
 
 def step(
@@ -61,15 +51,13 @@ def step(
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
-    # Nodes of one depth stand at one position and share its noise.
-    shift = None if noise is None else pick(noise, tree.depth)
-    logits = restrict_logits(target.logits(x), state, restricted, target.on_kernels)
-    chosen = draw(logits, shift)
+    logits = restrict_logits(target.logits(x), state, restricted)
+    chosen = draw(logits, noise, tree.depth)
 
     if noisy and drafter.rule != "equal":
         path, count, tokens = accept_by(
-            drafter.rule, tree, distribution, logits, shift, chosen, state.temperature, state.key,
-            state.length, window
+            drafter.rule, tree, distribution, logits, pick(noise, tree.depth), chosen, state.temperature,
+            state.key, state.length, window
         )
     else:
         path, count = accept(tree, chosen, window)
@@ -79,5 +67,5 @@ def step(
         target.move(caches, state.length[:, None] + path, goal)
     moving = ~state.done
     count = state.emit(tokens, count)
-    state.hand_over(None if features is None else pick(features, path), count, moving)
+    state.hand_over(None if features is None else pick(features, path), count, moving, not drafter.reads)
     return tree, path

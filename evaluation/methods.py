@@ -81,9 +81,10 @@ def load_contenders(
     target_identity = identity(target.model)
     contenders = {}
     for name, model in models.items():
-        drafter, flags = model.decoder.drafter, draftings[name].flags
+        drafter, switch, flags = model.decoder.drafter, model.decoder.switch, draftings[name].flags
         drafter_identity = identity(drafter) + drafter.made_of
+        tree = switch.plan.trees if switch else drafter.shape
         contenders[name] = Contender(
-            model, f"{target_identity} {format_hash} {drafter_identity} {drafter.shape} {flags}"
+            model, f"{target_identity} {format_hash} {drafter_identity} {tree} {flags}"
         )
     return contenders

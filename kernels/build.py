@@ -106,6 +106,11 @@ def _folder() -> Path:
     return folder
 
 
+def digest() -> str:
+    """A digest of the source."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()[:16]
+
+
 def sources() -> list[Path]:
     """The files that the library is compiled from."""
     return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))

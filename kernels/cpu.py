@@ -4,8 +4,9 @@ Every one is row-invariant: a row's result does not depend, by a single bit, on 
 That makes speculative text equal plain text in bfloat16 too.
 
 They are compiled for one instruction set (`kernels.isa`), and for another beside it if asked to. They are
-PyTorch operators (`torch.ops.eagle_avx2` and so on) that torch.compile does not look into, so one compiled
-step may call them. They have no gradient. `kernels.packed` has the modules that use them.
+PyTorch operators (`torch.ops.eagle_avx2` and so on) without a gradient, and do so much at once that a step
+calls few of them: it needs no torch.compile. `kernels.packed` has the modules that use them, `kernels.parts`
+what is beside the modules.
 """
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ class Layout(NamedTuple):
     byte_offset: int  # added to the values of a w8a8 weight
 
 
+_alone = False  # whether `alone` is entered
 _loaded: dict[str, Layout] = {}  # by instruction set
 _in_use: str | None = None  # the name of the one in use
 _layout: Layout  # its layout
@@ -55,8 +57,6 @@ def load_kernels(
             torch.ops.load_library(str(library))
         except OSError as e:
             raise InputError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
-        for name, shapes in SHAPES.items():
-            torch.library.register_fake(f"{namespace(chosen)}::{name}")(shapes)
         _loaded[chosen.name] = Layout(*operators.layout())
     _in_use, _layout, _ops = chosen.name, _loaded[chosen.name], operators
     return chosen.name
@@ -74,14 +74,25 @@ def alone() -> Iterator[None]:
     Two pools of threads would take the processor from each other: those of OpenMP go on waiting, at full
     speed, long after their work. What PyTorch does between our operators is little.
     """
+    global _alone
+    if _alone:
+        yield
+        return
     count = torch.get_num_threads()
     _ops.use_threads(count)
     torch.set_num_threads(1)
+    _alone = True
     try:
         yield
     finally:
+        _alone = False
         torch.set_num_threads(count)
         _ops.use_threads(0)
+
+
+def is_alone() -> bool:
+    """Whether this is within `alone`: the target at work is on the kernels, and so is all of its step."""
+    return _alone
 
 
 def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -188,17 +199,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def layers(
     x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], k: list[Tensor], v: list[Tensor],
     slots: Tensor, visible: Tensor,
-    eps: float, aux: tuple[int, ...],
+    eps: float, aux: tuple[int, ...] = (), read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """All L layers of a target on x [B, T, H].
+    """All L layers of a target, or one of a head, on x [B, T, H].
 
     Returns the residual stream after them [B, T, H], and the streams entering the layers `aux` side by side
     [B, T, len(aux)*H]; L stands for the stream after the last layer.
     weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and
     bias (float32), q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed,
-    its scale. k, v: the caches of each layer. The other arguments are `attend`'s.
+    its scale. k, v: the caches of each layer. read [B, T, inputs]: what the first layer's attention reads, if
+    that is not x, normed. The other arguments are `attend`'s.
     """
-    return _ops.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux)
+    return _ops.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux, read)
 
 
 def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
@@ -214,18 +226,47 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     return _ops.restrict(logits, temperature, top_k, top_p)
 
 
-# What torch.compile is told of the operators: the shapes of what they return.
-SHAPES = {
-    "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
-        (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
-    ),
-    "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible: qkv.new_empty(
-        (*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[2] * k.shape[3])
-    ),
-    "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
-    "layers": lambda x, cos, sin, weights, k, v, slots, visible, eps, aux: (
-        x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
-    ),
-    "move": lambda caches, source, target: None,
-    "restrict": lambda logits, temperature, top_k, top_p: logits.new_empty(logits.shape),
-}
+
+def gumbel(key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:
+    """temperature [B] times `sampling.noise.gumbel` [B, W, V] of key [B, 2] and positions [B, W]."""
+    return _ops.gumbel(key, positions, temperature, vocabulary)
+
+
+def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
+    """The first largest of logits [B, T, V], plus noise [B, W, V] at each row's depth [B, T] -> [B, T]."""
+    return _ops.draw(logits, noise, depth)
+
+
+def rank(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids [B, R, k] of the k largest of logits [B, R, V] plus noise [B, R or 1, V]."""
+    return _ops.rank(logits, noise, k)
+
+
+def see(length: Tensor, local: Tensor, slots: int) -> Tensor:
+    """`tree.visible_slots` [B, T, n] of the slots 0..n-1; length [B], local [B, T, M]."""
+    return _ops.see(length, local, slots)
+
+
+def prune(scores: Tensor, tokens: Tensor, parents: Tensor, root: Tensor, nodes: int) -> tuple[Tensor, ...]:
+    """The fields of the `tree.Tree` of T nodes, the best of candidates [B, C] below root [B]."""
+    return _ops.prune(scores, tokens, parents, root, nodes)
+
+
+def accept(
+    tokens: Tensor, parent: Tensor, depth: Tensor, chosen: Tensor, window: int
+) -> tuple[Tensor, Tensor]:
+    """`tree.accept` -> path [B, W], count [B]."""
+    return _ops.accept(tokens, parent, depth, chosen, window)
+
+
+def emit(
+    tokens: Tensor, count: Tensor, text: Tensor, length: Tensor, done: Tensor, out: Tensor, limit: Tensor,
+    stop_ids: Tensor,
+) -> Tensor:
+    """`engine.state.State.emit` on its buffers, in place -> how many were appended [B]."""
+    return _ops.emit(tokens, count, text, length, done, out, limit, stop_ids)
+
+
+def angles(positions: Tensor, inverse: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [B, T, hd/2] of positions [B, T] times inverse frequencies [hd/2], times factor."""
+    return _ops.angles(positions, inverse, factor)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -41,14 +42,23 @@ SETS = {  # best first
 
 
 @cache
-def features() -> frozenset[str]:
-    """What this processor has, by the names of /proc/cpuinfo; empty where the system does not say."""
+def _cpuinfo(*names: str) -> str:
+    """The first line of /proc/cpuinfo with one of these names, without it; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return frozenset()
-    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return frozenset(listed.partition(":")[2].split())
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+
+def features() -> frozenset[str]:
+    """What this processor has, by the names of /proc/cpuinfo; empty where the system does not say."""
+    return frozenset(_cpuinfo("flags", "Features").split())
+
+
+def processor_name() -> str:
+    """The processor's model name, or at least its family's."""
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def available() -> list[str]:

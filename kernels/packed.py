@@ -6,6 +6,7 @@ and no `weight`.
 from __future__ import annotations
 
 import contextlib
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from kernels import cpu
 from kernels.quantized import QuantizedLinear
-from model import MLP, Block, KVCache, Pass, RMSNorm, Transformer
+from model import MLP, Block, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 
 
 class PackedLinear(nn.Module):
@@ -84,31 +85,60 @@ class PackedNorm(nn.Module):
 def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor:
     """`model.attention` on the kernel, which reads the mask as it is."""
     norms = () if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight, block.q_norm.eps)
-    return cpu.attend(qkv, shared.cos, shared.sin, cache.k, cache.v, shared.slots, shared.visible, *norms)
+    cos, sin = shared.angles(_angles)
+    return cpu.attend(qkv, cos, sin, cache.k, cache.v, shared.slots, shared.visible, *norms)
+
+
+def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`model.rope_table` as one operator."""
+    return cpu.angles(positions, inv_freq, args.rope_factor)
 
 
 def run_layers(
     model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
 ):
     """`model.run_layers` as one operator, for a target of which every layer is packed."""
-    none = x.new_empty(0)
-    weights: list[Tensor | None] = []
-    for layer in model.layers:
-        a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
-        norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
-        weights += [layer.attn_norm.weight, a.packed, a.scale, a.bias, *norms, o.packed, o.scale]
-        weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
-    k, v = [cache.k for cache in caches], [cache.v for cache in caches]
     x, features = cpu.layers(
-        x, shared.cos, shared.sin, [none if w is None else w for w in weights], k, v, shared.slots,
+        x, *shared.angles(_angles), model.packed_weights, *_keys_and_values(caches), shared.slots,
         shared.visible, model.args.norm_eps, aux_layers,
     )
     return x, features if aux_layers else None
 
 
+def run_block(block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None) -> Tensor:
+    """`model.run_block` as one operator, for a packed layer."""
+    read = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
+    x, _ = cpu.layers(
+        x, *shared.angles(_angles), block.packed_weights, [cache.k], [cache.v], shared.slots, shared.visible,
+        block.mlp_norm.eps, read=read,
+    )
+    return x
+
+
+def _weights(layer: Block) -> list[Tensor]:
+    """What `cpu.layers` wants of a layer, collected once: asking modules takes as long as an operator."""
+    a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
+    norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
+    attn_norm = layer.attn_norm.weight if isinstance(layer, TargetBlock) else None
+    weights = [attn_norm, a.packed, a.scale, a.bias, *norms, o.packed, o.scale]
+    weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
+    return [torch.empty(0) if w is None else w for w in weights]
+
+
+_CACHES: WeakKeyDictionary[nn.ModuleList, tuple[list[Tensor], list[Tensor]]] = WeakKeyDictionary()
+
+
+def _keys_and_values(caches: nn.ModuleList) -> tuple[list[Tensor], list[Tensor]]:
+    """The keys and the values of every layer, collected once: they keep their place."""
+    if caches not in _CACHES:
+        _CACHES[caches] = [cache.k for cache in caches], [cache.v for cache in caches]
+    return _CACHES[caches]
+
+
 def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
     """`model.move` as one operator."""
-    cpu.move([t for cache in caches for t in (cache.k, cache.v)], source, target)
+    keys, values = _keys_and_values(caches)
+    cpu.move(keys + values, source, target)
 
 
 def pack_models(*models: nn.Module) -> bool:
@@ -146,9 +176,13 @@ def pack_models(*models: nn.Module) -> bool:
                     name == "lm_head" or not isinstance(child, nn.Embedding)
                 ):
                     setattr(parent, name, packed(child, dtype))
+        for block in model.modules():
+            if isinstance(block, Block) and _is_packed(block):
+                block.run, block.packed_weights = run_block, _weights(block)
         if isinstance(model, Transformer):
             if all(_is_packed(layer) for layer in model.layers):
                 model.run_layers, model.move, model.on_kernels = run_layers, move, True
+                model.packed_weights = [w for layer in model.layers for w in layer.packed_weights]
             else:
                 complete = False
     return complete
@@ -174,5 +208,6 @@ def _takes_mlp(mlp: MLP, dtype: torch.dtype, device: torch.device) -> bool:
 
 def _is_packed(layer: Block) -> bool:
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(layer.wo, PackedLinear)
-    rest = isinstance(layer.mlp, PackedMLP) and isinstance(layer.attn_norm, PackedNorm)
+    norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
+    rest = isinstance(layer.mlp, PackedMLP) and all(isinstance(norm, PackedNorm) for norm in norms)
     return layer.attention is attention and linear and rest

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint.export import ARCHITECTURES, PARTS, export
+from checkpoint.folder import CALIBRATION
 from checkpoint.loading import identity, load_model
 from common.cli import note
 from common.errors import InputError
@@ -230,7 +231,13 @@ class Session:
         )
         if (self.work / CURVES).exists():
             shutil.copyfile(self.work / CURVES, out / CURVES)
-        for file in (out / "README.md", out / CURVES):
+        (out / CALIBRATION).unlink(missing_ok=True)  # of the head that was here before
+        if trainer.validator and o.kind not in MULTI_TOKEN:
+            try:
+                trainer.validator.calibration(head, self.say).write(out)
+            except InputError as e:
+                self.say(f"{out}: gets no {CALIBRATION} ({e})")
+        for file in (out / "README.md", out / CURVES, out / CALIBRATION):
             if both and file.exists():
                 shutil.copyfile(file, speculators / file.name)
         force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""

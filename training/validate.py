@@ -10,6 +10,8 @@ from drafters.base import Drafter
 from drafters.eagle import Eagle
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
+from engine.calibrating import calibrate
+from engine.calibration import Calibration
 from engine.decoder import Decoder
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
@@ -77,7 +79,16 @@ class Validator:
 
     def tau(self, head: Head) -> float | None:
         """The `acceptance` of a copy of the head."""
+        twin = self._twin(head)
+        return acceptance(self.target, twin, self.prompts, self.stop_ids, self.shape, self.tokens)
+
+    def calibration(self, head: Head, say: Callable[[str], None]) -> Calibration:
+        """What the trees of a copy of an EAGLE head are accepted for. Raises InputError as `calibrate`."""
+        tokens = max(self.tokens, 64)
+        return calibrate(self.target, self._twin(head), self.prompts, self.stop_ids, tokens, say)
+
+    def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)
         if self.packed:
             pack_models(twin)
-        return acceptance(self.target, twin, self.prompts, self.stop_ids, self.shape, self.tokens)
+        return twin

@@ -78,15 +78,59 @@ struct Kernels {
   static void rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out);
 
   // All layers on x [B, T, H], in place. The streams entering the layers `aux` go side by side into features
-  // [B, T, aux, H]; the number of layers stands for the stream after the last one.
+  // [B, T, aux, H]; the number of layers stands for the stream after the last one. `read`: what the first layer's
+  // attention reads [B, T, its inputs], if that is not x, normed.
   static void layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
-                     const std::vector<int64_t>& aux, void* x, void* features);
+                     const std::vector<int64_t>& aux, const void* read, void* x, void* features);
 };
 
 // Logits [B, T, V] outside top-k (0: off), then outside top-p (1: off) of what remains, become -infinity, where
 // the temperature is above 0: temperature, top_k and top_p are [B].
 void restrict_logits(int threads, const float* logits, int64_t B, int64_t T, int64_t V, const float* temperature,
                      const int64_t* top_k, const float* top_p, float* out);
+
+// temperature [B] times standard Gumbel noise [B, W, V] for key [B, 2] and positions [B, W].
+void gumbel(int threads, const int64_t* key, const int64_t* positions, const float* temperature, int64_t B,
+            int64_t W, int64_t V, float* out);
+
+// The largest of logits [B, T, V] plus, if there is noise [B, W, V], that of a row's depth [B, T] -> ids [B, T].
+void draw(int threads, const float* logits, const float* noise, const int64_t* depth, int64_t B, int64_t T,
+          int64_t W, int64_t V, int64_t* out);
+
+// The k largest of logits [rows, V], best first -> log-probabilities, ids [rows, k]. Each V numbers of noise, if
+// there is any, are added to `shared` rows.
+void rank(int threads, const float* logits, const float* noise, int64_t rows, int64_t shared, int64_t V, int64_t k,
+          float* scores, int64_t* ids);
+
+// Which of n slots each row sees [B, T, n]: the first `length` [B], and after them as local [B, T, M] says.
+void see(const int64_t* length, const bool* local, int64_t B, int64_t T, int64_t M, int64_t n, bool* out);
+
+struct TreeOut {  // of T nodes
+  int64_t T, *tokens, *parent, *depth;  // [B, T]
+  bool* ancestors;                      // [B, T, T]
+  float* scores;                        // [B, T]
+};
+// The tree of the T - 1 best of `count` candidates below root [B]. scores, tokens, parents [B, count].
+void prune(const float* scores, const int64_t* tokens, const int64_t* parents, const int64_t* root, int64_t B,
+           int64_t count, const TreeOut& tree);
+
+// The deepest path [B, W] on which chosen [B, T] agrees with the tree, and its count [B].
+void accept(const int64_t* tokens, const int64_t* parent, const int64_t* depth, const int64_t* chosen, int64_t B,
+            int64_t T, int64_t W, int64_t* path, int64_t* count);
+
+struct StateOut {  // engine/state.py
+  int64_t *tokens, room, *length, *out, window;
+  const int64_t *limit, *stop_ids;
+  int64_t stops;
+  bool* done;
+};
+// Append the first `count` [B] of tokens [B, W], cut at stop ids and the limit; how many were appended [B].
+void emit(const int64_t* tokens, const int64_t* count, int64_t B, int64_t W, const StateOut& state,
+          int64_t* appended);
+
+// Cosines and sines [rows, half] of positions [rows] times inverse frequencies [half], times factor.
+void angles(const int64_t* positions, const float* inverse, float factor, int64_t rows, int64_t half,
+            float* cosine, float* sine);
 
 // What weights are packed for: columns of a block; inputs in a word of an int8 or int4 weight for x in bfloat16;
 // those in a word of w8a8, and what is added to its values.

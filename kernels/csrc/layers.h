@@ -23,6 +23,16 @@ struct Room {
   operator Value<E>*() const { return data.get(); }
 };
 
+// Rows of x [M, K] as products read them. Then all have met.
+template <class E>
+void as_read(const Team& team, const Value<E>* x, int64_t M, int64_t K, Value<Read<E>>* out) {
+  team.share(M, [&](int64_t m) {
+    for (int64_t k = m * K; k < (m + 1) * K; k += LANES)
+      Read<E>::put(out + k, E::get(x + k, (m + 1) * K - k), (m + 1) * K - k);
+  });
+  team.meet();
+}
+
 template <class E>
 int64_t Kernels<E>::inputs(const Weight& w) {
   return inputs_of<Read<E>>(w);
@@ -39,16 +49,8 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
   Rounded rounded(w.format == Weight::W8A8 ? M : 0, K);
   Team::run(threads, [&](const Team& team) {
     const Value<X>* input;
-    if constexpr (widen) {
-      team.share(M, [&](int64_t m) {
-        for (int64_t k = m * K; k < (m + 1) * K; k += LANES)
-          X::put(wide + k, E::get(from + k, (m + 1) * K - k), (m + 1) * K - k);
-      });
-      team.meet();
-      input = wide;
-    } else {
-      input = from;
-    }
+    if constexpr (widen) as_read<E>(team, from, M, K, wide), input = wide;
+    else input = from;
     const auto run = [&](auto o) {
       using Out = decltype(o);
       linear_part<X, Out>(team, input, M, w, bias, static_cast<const Value<Out>*>(residual), gated, N, rounded,
@@ -80,15 +82,16 @@ void Kernels<E>::rms_norm(const void* x, const void* weight, int64_t M, int64_t 
 
 template <class E>
 void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
-                        const std::vector<int64_t>& aux, void* x, void* features) {
+                        const std::vector<int64_t>& aux, const void* read, void* x, void* features) {
   using X = Read<E>;  // what goes into products is written as they read it
   Pass pass(rows);
   const int64_t M = rows.B * rows.T, width = rows.width(), inside = rows.heads * rows.hd;
   const Weight& down = layers[0].down;
   const int64_t inner = inputs_of<X>(down), L = layers.size(), A = aux.size();
-  Rounded rounded(down.format == Weight::W8A8 ? M : 0, std::max({H, inside, inner}));
+  const int64_t first = inputs_of<X>(layers[0].wqkv);  // more than H if `read` is
+  Rounded rounded(down.format == Weight::W8A8 ? M : 0, std::max({first, inside, inner}));
   const Room<E> qkv(M * width), rotated(M * inside);
-  const Room<X> normed(M * H), attended(M * inside), gated(M * inner);
+  const Room<X> normed(M * first), attended(M * inside), gated(M * inner);
   auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);
   const auto norm = [&](const Team& team, const void* weight) {
     const auto* w = static_cast<const Value<E>*>(weight);
@@ -109,7 +112,8 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
       const Layer& w = layers[l];
       const Weight* next = l + 1 < L ? &layers[l + 1].wqkv : nullptr;
       keep(team, l);
-      norm(team, w.attn_norm);
+      if (read && !l) as_read<E>(team, static_cast<const Value<E>*>(read), M, first, normed);
+      else norm(team, w.attn_norm);
       linear_part<X, E>(team, normed, M, w.wqkv, w.bias, nullptr, false, width, rounded, &w.wo, qkv);
       team.meet();
       attention_part<E, X>(team, pass, qkv, w.norms, w.k, w.v, rotated, attended);

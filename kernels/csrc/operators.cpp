@@ -3,6 +3,8 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -111,10 +113,12 @@ enum Part {  // of a layer's weights, as in Python
 };
 
 // x [B, T, H] -> the residual stream after all layers, and those entering the layers `aux` (L: after all).
+// read [B, T, inputs]: what the first layer's attention reads, if that is not x, normed.
 std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const Tensor& sine,
                                   at::TensorList weights, at::TensorList k, at::TensorList v,
                                   const Tensor& slots, const Tensor& visible, double eps,
-                                  at::IntArrayRef aux) {
+                                  at::IntArrayRef aux, const Maybe& read) {
+  const Tensor inputs = read ? read->contiguous() : Tensor();
   Tensor stream = x.clone(at::MemoryFormat::Contiguous);
   const int64_t H = x.size(2), L = k.size();
   Tensor features = at::empty({x.size(0), x.size(1), int64_t(aux.size()) * H}, x.options());
@@ -128,7 +132,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   by_dtype(x, [&](auto kernels) {
     const int64_t heads = kernels.inputs(all[0].wo) / k[0].size(3);
     const Shared shared(x, heads, k[0], cosine, sine, slots, visible);
-    kernels.layers(threads(), shared.rows, H, all, eps, aux.vec(), stream.mutable_data_ptr(),
+    kernels.layers(threads(), shared.rows, H, all, eps, aux.vec(), data(inputs), stream.mutable_data_ptr(),
                    features.mutable_data_ptr());
   });
   return {stream, features};
@@ -163,6 +167,85 @@ Tensor restrict(const Tensor& logits, const Tensor& temperature, const Tensor& t
   return out;
 }
 
+const int64_t* longs(const Tensor& t) { return t.const_data_ptr<int64_t>(); }
+const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
+
+// The parts of a step, see kernels.h. What is not contiguous is copied; outputs are made here.
+Tensor gumbel_(const Tensor& key, const Tensor& positions, const Tensor& temperature, int64_t V) {
+  const Tensor k = key.contiguous(), p = positions.contiguous(), t = temperature.contiguous();
+  Tensor out = at::empty({p.size(0), p.size(1), V}, t.options());
+  gumbel(threads(), longs(k), longs(p), floats(t), p.size(0), p.size(1), V, out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
+  const Tensor in = logits.contiguous(), n = noise ? noise->contiguous() : Tensor();
+  const Tensor d = depth ? depth->contiguous() : at::zeros({in.size(0), in.size(1)}, at::kLong);
+  Tensor out = at::empty({in.size(0), in.size(1)}, d.options());
+  draw(threads(), floats(in), noise ? floats(n) : nullptr, longs(d), in.size(0), in.size(1),
+       noise ? n.size(1) : 0, in.size(2), out.mutable_data_ptr<int64_t>());
+  return out;
+}
+
+std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64_t k) {
+  const Tensor in = logits.contiguous(), n = noise ? noise->contiguous() : Tensor();
+  Tensor scores = at::empty({in.size(0), in.size(1), k}, in.options());
+  Tensor ids = at::empty(scores.sizes(), in.options().dtype(at::kLong));
+  const int64_t rows = in.size(0) * in.size(1), shared = noise ? rows / (n.size(0) * n.size(1)) : 1;
+  rank(threads(), floats(in), noise ? floats(n) : nullptr, rows, shared, in.size(2), k,
+       scores.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
+  return {scores, ids};
+}
+
+Tensor see_(const Tensor& length, const Tensor& local, int64_t n) {
+  const Tensor l = length.contiguous(), in = local.contiguous();
+  Tensor out = at::empty({in.size(0), in.size(1), n}, in.options());
+  see(longs(l), in.const_data_ptr<bool>(), in.size(0), in.size(1), in.size(2), n, out.mutable_data_ptr<bool>());
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prune_(const Tensor& scores, const Tensor& tokens,
+                                                          const Tensor& parents, const Tensor& root, int64_t T) {
+  const Tensor s = scores.contiguous(), t = tokens.contiguous(), p = parents.contiguous(), r = root.contiguous();
+  const int64_t B = s.size(0);
+  Tensor token = at::empty({B, T}, t.options()), parent = at::empty({B, T}, t.options());
+  Tensor depth = at::empty({B, T}, t.options()), ancestors = at::empty({B, T, T}, t.options().dtype(at::kBool));
+  Tensor of_paths = at::empty({B, T}, s.options());
+  prune(floats(s), longs(t), longs(p), longs(r), B, s.size(1),
+        {T, token.mutable_data_ptr<int64_t>(), parent.mutable_data_ptr<int64_t>(),
+         depth.mutable_data_ptr<int64_t>(), ancestors.mutable_data_ptr<bool>(), of_paths.mutable_data_ptr<float>()});
+  return {token, parent, depth, ancestors, of_paths};
+}
+
+std::tuple<Tensor, Tensor> accept_(const Tensor& tokens, const Tensor& parent, const Tensor& depth,
+                                   const Tensor& chosen, int64_t W) {
+  const Tensor t = tokens.contiguous(), p = parent.contiguous(), d = depth.contiguous(), c = chosen.contiguous();
+  Tensor path = at::empty({t.size(0), W}, t.options()), count = at::empty({t.size(0)}, t.options());
+  accept(longs(t), longs(p), longs(d), longs(c), t.size(0), t.size(1), W, path.mutable_data_ptr<int64_t>(),
+         count.mutable_data_ptr<int64_t>());
+  return {path, count};
+}
+
+Tensor emit_(const Tensor& tokens, const Tensor& count, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
+             const Tensor& limit, const Tensor& stop_ids) {
+  const Tensor t = tokens.contiguous(), c = count.contiguous();
+  Tensor appended = at::empty(c.sizes(), c.options());
+  emit(longs(t), longs(c), t.size(0), t.size(1),
+       {text.mutable_data_ptr<int64_t>(), text.size(1), length.mutable_data_ptr<int64_t>(),
+        out.mutable_data_ptr<int64_t>(), out.size(1) - 3, longs(limit), longs(stop_ids), stop_ids.size(0),
+        done.mutable_data_ptr<bool>()},
+       appended.mutable_data_ptr<int64_t>());
+  return appended;
+}
+
+std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& inverse, double factor) {
+  const Tensor p = positions.contiguous(), f = inverse.contiguous();
+  Tensor cosine = at::empty({p.size(0), p.size(1), f.size(0)}, f.options()), sine = at::empty_like(cosine);
+  angles(longs(p), floats(f), factor, p.numel(), f.size(0), cosine.mutable_data_ptr<float>(),
+         sine.mutable_data_ptr<float>());
+  return {cosine, sine};
+}
+
 }  // namespace eagle
 
 #define LIBRARY(name, m) TORCH_LIBRARY(name, m)  // these expand NAMESPACE
@@ -175,9 +258,19 @@ LIBRARY(NAMESPACE, m) {
         " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, Tensor(a!)[] k, Tensor(b!)[] v,"
-        " Tensor slots, Tensor visible, float eps, int[] aux) -> (Tensor, Tensor)");
+        " Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
   m.def("restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor");
+  m.def("gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor");
+  m.def("draw(Tensor logits, Tensor? noise, Tensor? depth) -> Tensor");
+  m.def("rank(Tensor logits, Tensor? noise, int k) -> (Tensor, Tensor)");
+  m.def("see(Tensor length, Tensor local, int slots) -> Tensor");
+  m.def("prune(Tensor scores, Tensor tokens, Tensor parents, Tensor root, int nodes)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor, Tensor)");
+  m.def("emit(Tensor tokens, Tensor count, Tensor(a!) text, Tensor(b!) length, Tensor(c!) done, Tensor(d!) out,"
+        " Tensor limit, Tensor stop_ids) -> Tensor");
+  m.def("angles(Tensor positions, Tensor inverse, float factor) -> (Tensor, Tensor)");
   m.def("layout() -> int[]");
   m.def("use_threads(int count) -> ()");
 }
@@ -194,4 +287,12 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("layers", &eagle::layers);
   m.impl("move", &eagle::move);
   m.impl("restrict", &eagle::restrict);
+  m.impl("gumbel", &eagle::gumbel_);
+  m.impl("draw", &eagle::draw_);
+  m.impl("rank", &eagle::rank_);
+  m.impl("see", &eagle::see_);
+  m.impl("prune", &eagle::prune_);
+  m.impl("accept", &eagle::accept_);
+  m.impl("emit", &eagle::emit_);
+  m.impl("angles", &eagle::angles_);
 }

@@ -17,8 +17,6 @@ from engine.compiling import CompiledFunction
 from engine.decoder import Decoder
 from engine.runtime import keep_compiled
 from engine.saved_graph import saved_places
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
 from sampling.options import Sampling
 from tree import PathTree, TreeShape
 
@@ -175,9 +173,7 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     """Same texts, same trees for the observer, nothing compiled; another tree is another step."""
     target, _ = load_model(golden)
     head = load_head(golden / "eagle3", target, "eagle3")
-    load_kernels()
     eager = Decoder(target, max_seq_len=100, compile=False).generate([[256, 72, 101]], Sampling(20))[0].ids
-    pack_models(target, head)
     store = torch.tensor([256, *range(90, 120)] * 2, dtype=torch.int32)
     order = torch.tensor(sorted(range(len(store)), key=lambda i: store[i:].tolist()), dtype=torch.int32)
 

@@ -1,107 +1,174 @@
-"""Choosing a tree: the simulated acceptance is the real one, the best ratio wins, a choice is kept as long as
-it holds.
-"""
-import os
+"""Trees by what they cost: costs are measured once, the best plan is made, steps switch as texts change."""
+import itertools
+import json
 
 import pytest
 import torch
 
-from engine import tuning
-from engine.decoder import Decoder
-from engine.run import Run
+from common.errors import InputError
+from drafters.eagle import Eagle
+from engine import costs as costing
+from engine.calibration import TEMPERATURES, Calibration
+from engine.costs import LONG, SHORT, Costs, between, measured_once
+from engine.decoder import UNREAD, Decoder
+from engine.switching import FIRST_REST, PROBE, Switch
+from engine.tuning import Plan, make_plan
 from sampling.options import Sampling
-from tree import TreeShape, accept
+from tree import TreeShape
 
-PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:"), list(b"hello world")]
+SMALL, LARGE = TreeShape(4, 1, 2), TreeShape(60, 7, 10)
+PROMPT = list(b"u:tell me\na:")
 
 
-def test_simulated_acceptance_is_that_of_the_real_tree(models):
-    """For every recorded step and tree: as many accepted as `accept` finds in the tree that is really pruned.
-    """
+def known(small=1.8, large=3.0, ease=(0.8, 1.0, 1.2)) -> Calibration:
+    return Calibration({t: {SMALL: small, LARGE: large} for t in TEMPERATURES}, ease)
+
+
+def flat(row=0.0001, first=0.010, level=0.001) -> Costs:
+    """Passes that cost `first` and `row` for every further row, at any context."""
+    verify = {n: {rows: first + row * (rows - 1) for rows in (1, 8, 64)} for n in (SHORT, LONG)}
+    return Costs(verify, {n: {1: level, 10: level} for n in (SHORT, LONG)})
+
+
+def test_between():
+    assert [between({4: 1.0, 8: 3.0}, n) for n in (4, 5, 8, 12)] == [1.0, 1.5, 3.0, 5.0]
+    assert between({4: 1.0, 8: 3.0}, 1) == 1.0 and between({4: 2.0}, 9) == 2.0
+
+
+def test_the_cost_of_a_step():
+    costs = flat()
+    assert costs.step(None, SHORT) == pytest.approx(0.010)
+    assert costs.step(SMALL, 1000) == pytest.approx(0.010 + 3 * 0.0001 + 2 * 0.001)
+    assert costs.step(SMALL, SHORT, batch=4) == pytest.approx(0.010 + 15 * 0.0001 + 2 * 0.001)
+    long = Costs({SHORT: {1: 1.0, 2: 1.0}, LONG: {1: 3.0, 2: 3.0}}, {SHORT: {1: 0.0, 2: 0.0}})
+    assert long.step(None, (SHORT + LONG) // 2) == pytest.approx(2.0)
+
+
+def test_cheap_rows_want_the_large_tree_and_dear_ones_the_small_one_or_none():
+    assert make_plan(known(), flat(row=1e-6), 1, 4096, 320).trees[False][0] == LARGE
+    assert make_plan(known(), flat(row=0.001), 1, 4096, 320).trees[False] == (SMALL,)
+    plan = make_plan(known(), flat(row=0.01), 1, 4096, 320)
+    assert plan.trees == {False: (), True: ()} and not plan.shapes and "plain decoding" in str(plan)
+    assert make_plan(known(), flat(row=1e-6), 1, 4096, widest=4).shapes == (SMALL,)
+    assert "tree 4/1/2 (1.80 tokens a step" in str(make_plan(known(), flat(row=0.001), 1, 4096, 320))
+
+
+def test_two_trees_where_texts_differ():
+    plan = make_plan(known(2.2, 7.0, ease=(0.3, 0.4, 1.5, 1.6)), flat(row=0.0003), 1, 4096, 320)
+    assert set(plan.trees[False]) == {SMALL, LARGE}
+
+
+def switch(small=1.8, large=3.0, **costs) -> Switch:
+    return Switch(Plan(known(small, large), flat(**costs), 1, {False: (SMALL,), True: (SMALL, LARGE)}))
+
+
+def test_a_hard_text_is_decoded_plainly_and_tried_again_ever_less_often():
+    s = switch(row=0.001)
+    s.begin([0.0])
+    taken = []
+    for _ in range(1200):
+        shape = s.next(100)
+        s.record(shape, [1])
+        taken.append(shape)
+    assert taken[0] == SMALL and None in taken[:20]
+    drafted = [i for i, shape in enumerate(taken) if shape][taken.index(None) :]
+    probes = [i for i in drafted if i - 1 not in drafted]
+    gaps = [b - a for a, b in itertools.pairwise(probes)]
+    assert len(drafted) == PROBE * len(probes) and gaps == sorted(gaps) and gaps[-1] > 4 * FIRST_REST
+
+
+def test_a_text_that_turns_easy_is_drafted_again():
+    s = switch(row=0.001)
+    s.begin([0.0])
+    for _ in range(60):
+        s.record(s.next(100), [1])
+    for _ in range(2 * FIRST_REST):
+        shape = s.next(100)
+        s.record(shape, [3])
+    assert shape == SMALL and s.ease > 1
+
+
+def test_what_a_switch_does_is_forgotten_with_the_text_and_can_be_held():
+    s = switch(row=0.001)
+    first = [s.next(100)]
+    for _ in range(100):
+        s.record(s.next(100), [1])
+    s.begin([0.0])
+    assert s.next(100) == first[0]
+    s.begin([0.0, 1.0])
+    assert s.trees == (SMALL, LARGE)
+
+
+class Every(Switch):
+    """Takes the trees and plain decoding in turn, as long as told."""
+
+    def begin(self, temperatures):
+        super().begin(temperatures)
+        self.turns = iter([LARGE, *[None] * 3, SMALL, *[None] * (2 * UNREAD), SMALL, LARGE, None] * 9)
+
+    def next(self, context):
+        return next(self.turns)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_switching_never_changes_the_text(models, temperature):
+    """Through trees, plain steps, and more plain steps than the head's unread tokens have room for."""
     target, head = models
-    recorder = tuning.Recorder(head)
-    run = Run(Decoder(target, recorder, batch=3, max_seq_len=120, compile=False), PROMPTS, Sampling(60))
-    for _ in run:
-        pass
-    texts = [p + ids for p, ids in zip(PROMPTS, run.ids)]
-    checked = accepted = 0
-    for length, growths in recorder.steps[:12]:
-        rows = [b for b, n in enumerate(length.tolist()) if n + tuning.DEEPEST + 1 < len(texts[b])]
-        if not rows:
-            break
-        truth = torch.tensor(
-            [texts[b][int(length[b]) + 1 : int(length[b]) + tuning.DEEPEST + 2] for b in rows]
-        )
-        for k in (2, 4, 10):
-            grown = growths[k]
-            whole = grown.tokens, grown.scores, grown.parents
-            for shape, count in tuning.count_accepted(grown, truth, rows).items():
-                grown.shape = shape
-                grown.tokens, grown.scores, grown.parents = (x[: shape.depth + 1] for x in whole)
-                tree = grown.prune(torch.zeros(3, dtype=torch.int64))
-                grown.tokens, grown.scores, grown.parents = whole
-                tree = type(tree)(*(None if x is None else x[rows] for x in tree))
-                # What the target draws at each depth.
-                wanted = torch.cat((truth, truth[:, -1:]), 1).gather(1, tree.depth)
-                assert torch.equal(accept(tree, wanted, shape.window)[1] - 1, count.long())
-                checked, accepted = checked + 1, accepted + int(count.sum())
-            grown.shape = TreeShape(2, tuning.DEEPEST, k)
-    assert checked > 500 and accepted > 500
+    plan = Plan(known(), flat(), 2, {False: (SMALL, LARGE), True: (SMALL, LARGE)})
+    decoder = Decoder(target, Eagle(head, SMALL), batch=2, max_seq_len=400, compile=False, plan=plan)
+    decoder.switch = Every(plan)
+    prompts, sampling = [PROMPT, PROMPT[3:]], [Sampling(300, temperature, seed=i) for i in range(2)]
+    outputs = decoder.generate(prompts, sampling)
+    plain = Decoder(target, batch=2, max_seq_len=400, compile=False).generate(prompts, sampling)
+    assert [o.ids for o in outputs] == [o.ids for o in plain]
+    assert sum(decoder.taken.values()) > 2 * UNREAD and len(decoder.taken) == 3
 
 
-def test_predicted_tau_is_close_to_decoding(models):
-    """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
-    from drafters.eagle import Eagle
-
+def test_the_head_reads_what_plain_steps_left(models):
+    """Its cache is that of a head which has always drafted, but for the rounding of other passes."""
     target, head = models
-    taus = tuning.measure_tau(target, head, PROMPTS, [], tokens=120)
-    for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
-        outputs = Decoder(
-            target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False
-        ).generate(PROMPTS, Sampling(120))
-        lengths = [n for o in outputs for n in o.accept_lengths]
-        assert sum(lengths) / len(lengths) == pytest.approx(taus[shape], rel=0.15)
+    plan = Plan(known(), flat(), 1, {False: (SMALL,), True: ()})
+    caches = []
+    for turns in (itertools.repeat(SMALL), iter([None] * (2 * UNREAD + 9) + [SMALL] * 400)):
+        decoder = Decoder(target, Eagle(head, SMALL), max_seq_len=400, compile=False, plan=plan)
+        decoder.switch.next = lambda context, turns=turns: next(turns)
+        decoder.generate([PROMPT], Sampling(2 * UNREAD + 40))
+        caches.append(decoder.drafter.caches[0])
+    committed = len(PROMPT) + 2 * UNREAD + 30
+    for a, b in zip(*([cache.k, cache.v] for cache in caches)):
+        torch.testing.assert_close(a[:, :committed], b[:, :committed], rtol=1e-3, atol=1e-4)
+        assert a[:, :committed].abs().amin(dim=(0, 2, 3)).amax() > 0
 
 
-def test_the_best_ratio_wins():
-    small, large = TreeShape(4, 1, 2), TreeShape(60, 7, 10)
-    taus, level = {small: 1.8, large: 3.0}, {2: 0.001, 10: 0.001}
-    # Rows are nearly free, as on a GPU.
-    assert tuning.choose(taus, {4: 0.010, 60: 0.011}, level)[0].shape == large
-    best = tuning.choose(taus, {4: 0.010, 60: 0.050}, level)[0]
-    assert best.shape == small and best.seconds == pytest.approx(0.010 + 2 * 0.001)
-    assert [tuning.between({4: 1.0, 8: 3.0}, n) for n in (1, 4, 5, 8, 20)] == [1.0, 1.0, 1.5, 3.0, 3.0]
-
-
-def test_a_choice_is_kept_until_something_changes(models, tmp_path, monkeypatch):
+def test_costs_are_measured_once(models, tmp_path, monkeypatch):
     target, head = models
-    (tmp_path / "model.safetensors").touch()
-    said, measured = [], []
-    original = tuning.measure_tau
-    monkeypatch.setattr(tuning, "measure_tau", lambda *a: measured.append(1) or original(*a, tokens=24))
-    monkeypatch.setattr(
-        tuning.Costs, "measure", lambda self, original=tuning.Costs.measure: original(self, repeat=1)
-    )
+    measured, said = [], []
+    original = costing.measure
+    monkeypatch.setattr(costing, "MAX_REPEAT", 1)
+    monkeypatch.setattr(costing, "VERIFY_ROWS", (1, 3))
+    monkeypatch.setattr(costing, "measure", lambda *a: measured.append(1) or original(*a))
 
-    def choose():
-        return tuning.auto_tree(target, head, PROMPTS, [], tmp_path, False, said.append)
+    def costs(compile=False, longest=300):
+        return measured_once(target, head, compile, longest, tmp_path, said.append)
 
-    first = choose()
-    assert isinstance(first, TreeShape) and len(measured) == 1 and any("60/7/10" in line for line in said)
-    assert choose() == first and len(measured) == 1 and "chosen before" in said[-1]
-    os.utime(tmp_path / "model.safetensors", (2e9, 2e9))  # another head came
-    assert choose() and len(measured) == 2
-    (tmp_path / "tree.json").write_text("{")
-    assert choose() and len(measured) == 3
+    first = costs()
+    assert first.verify.keys() == {SHORT, 300} and first.verify[SHORT].keys() == {1, 3} and len(measured) == 1
+    again = costs()
+    assert len(measured) == 1 and again.step(SMALL, 200) == pytest.approx(first.step(SMALL, 200), rel=0.01)
+    monkeypatch.setattr(costing, "processor_name", lambda: "another")
+    assert costs() and len(measured) == 2 and len(json.loads((tmp_path / "costs.json").read_text())) == 2
+    assert costs(longest=40).verify.keys() == {SHORT} and len(measured) == 3
+    (tmp_path / "costs.json").write_text("{")
+    with pytest.raises(InputError, match=r"costs\.json"):
+        costs()
 
 
 @pytest.mark.compile
 @pytest.mark.slow
 def test_compiled_costs(models, monkeypatch):
-    """As users run it: every size compiled on its own."""
-    monkeypatch.setattr(tuning, "VERIFY_ROWS", (1, 3))
-    monkeypatch.setattr(tuning, "LEVEL_ROWS", (2,))
-    verify, level = tuning.Costs(*models, compile=True).measure(repeat=3)
-    assert verify.keys() == {1, 3} and level.keys() == {2} and all(
-        t > 0 for t in [*verify.values(), *level.values()]
-    )
+    """Without kernels: every size compiled on its own."""
+    monkeypatch.setattr(costing, "VERIFY_ROWS", (1, 3))
+    monkeypatch.setattr(costing, "LEVEL_ROWS", (2,))
+    costs = costing.measure(*models, True, (SHORT,))
+    assert costs.verify[SHORT].keys() == {1, 3} and costs.level[SHORT].keys() == {2}
+    assert all(t > 0 for part in (costs.verify, costs.level) for t in part[SHORT].values())

@@ -1,0 +1,136 @@
+"""Measuring what the trees of a head are accepted for.
+
+One growth of width k holds every smaller tree of that width (a level does not depend on those after it,
+pruning only takes the best T-1), so a single run of decoding gives tau for all trees.
+"""
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from common.errors import InputError
+from drafters.base import Proposal
+from drafters.eagle import Eagle
+from engine.calibration import DEEPEST, NODES, TEMPERATURES, USUAL, WIDTHS, Calibration
+from engine.decoder import Decoder
+from engine.run import Run
+from kernels.parts import prune
+from model import Transformer
+from networks.head import Head
+from sampling.options import Sampling
+from tree import Growth, TreeShape
+
+PROMPTS = (  # where a head has no calibration.json
+    "Explain how rain forms, step by step.",
+    "Write a short story about a lighthouse keeper and a lost dog.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "A train travels 60 miles in 90 minutes. What is its average speed in miles per hour?",
+    "Summarize the causes of the French Revolution in three sentences.",
+    "Give me five tips for learning a new language.",
+    "Translate to French: The weather is nice today and we are going to the park.",
+    "What are the differences between a virus and a bacterium?",
+)
+
+
+class Recorder(Eagle):
+    """Drafts as `Eagle` does and keeps, for every step, all candidates of every width."""
+
+    def __init__(self, head: Head):
+        super().__init__(head, TreeShape(8, DEEPEST, 2))
+        self.widths = [k for k in WIDTHS if k <= head.args.draft_vocab_size]
+        # Length [B] before each step, growth by width.
+        self.steps: list[tuple[Tensor, dict[int, Growth]]] = []
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+        last, noise = self._catch_up(state, slots), self._draft_noise(noise)
+        shapes = (TreeShape(2, DEEPEST, k) for k in self.widths)
+        growths = {shape.width: self.grow(last, state, slots, noise, shape) for shape in shapes}
+        self.steps.append((state.length.clone(), growths))
+        growths[2].shape = self.shape
+        return Proposal(prune(growths[2], state.root()))
+
+
+@torch.no_grad()
+def calibrate(
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64,
+    say: Callable[[str], None] = lambda line: None,
+) -> Calibration:
+    """The calibration of a head, on the target's own answers to these prompts (lists of ids).
+
+    tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. Raises InputError if the
+    answers are too short to tell anything.
+    """
+    taus, ease = {}, ()
+    for temperature in TEMPERATURES:
+        say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
+        by_text = _accepted(target, head, prompts, stop_ids, tokens, temperature)
+        if not by_text:
+            raise InputError(f"the answers end within {DEEPEST + 2} tokens: too short to choose a tree on")
+        means = [{shape: statistics.fmean(n) for shape, n in text.items()} for text in by_text]
+        taus[temperature] = {
+            shape: 1 + statistics.fmean(n for text in by_text for n in text[shape]) for shape in by_text[0]
+        }
+        if not ease:
+            mean = max(taus[temperature][USUAL] - 1, 1e-6)
+            ease = tuple(sorted(text[USUAL] / mean for text in means))
+    return Calibration(taus, ease)
+
+
+def _accepted(
+    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int, temperature: float
+) -> list[dict[TreeShape, list[float]]]:
+    """How many drafted tokens of each tree are accepted in every step, by text, if it has any."""
+    texts = []
+    for first in range(0, len(prompts), 8):
+        some = prompts[first : first + 8]
+        recorder = Recorder(head)
+        longest = max(map(len, some)) + tokens + 1
+        decoder = Decoder(
+            target, recorder, batch=len(some), max_seq_len=longest, stop_ids=stop_ids, compile=False
+        )
+        run = Run(decoder, some, [Sampling(tokens, temperature, seed=first + i) for i in range(len(some))])
+        for _ in run:
+            pass
+        whole = [p + ids for p, ids in zip(some, run.ids)]
+        accepted: list[dict[TreeShape, list[float]]] = [{} for _ in some]
+        for length, growths in recorder.steps:
+            # Steps whose true continuation is known to the tree's full depth.
+            ahead = [text[n + 1 : n + DEEPEST + 2] for text, n in zip(whole, length.tolist())]
+            rows = [b for b, known in enumerate(ahead) if len(known) == DEEPEST + 1]
+            if not rows:
+                continue
+            truth = torch.tensor([ahead[b] for b in rows])
+            for growth in growths.values():
+                for shape, counts in count_accepted(growth, truth, rows).items():
+                    for b, count in zip(rows, counts.tolist()):
+                        accepted[b].setdefault(shape, []).append(count)
+        texts += [text for text in accepted if text]
+    return texts
+
+
+def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
+    """How many drafted tokens [R] of each tree of this width are accepted.
+
+    rows: R sequences of the batch. truth [R, DEEPEST+1]: the tokens that follow in each.
+    """
+    k = growth.shape.width
+    tokens, scores, parents = (
+        torch.cat(x, dim=1)[rows].cpu() for x in (growth.tokens, growth.scores, growth.parents)
+    )
+    right = torch.zeros_like(tokens, dtype=torch.bool)
+    right[:, :k] = tokens[:, :k] == truth[:, :1]
+    for level in range(1, DEEPEST + 1):
+        at = slice(k + (level - 1) * k * k, k + level * k * k)
+        right[:, at] = (tokens[:, at] == truth[:, level, None]) & right.gather(1, parents[:, at])
+    counts = {}
+    for depth in range(DEEPEST + 1):
+        size = k + depth * k * k
+        order = scores[:, :size].sort(dim=1, descending=True, stable=True).indices
+        hits = right[:, :size].gather(1, order).cumsum(1)  # [R, size] right ones among the best n
+        for nodes in NODES:
+            if nodes - 1 <= size:
+                counts[TreeShape(nodes, depth, k)] = hits[:, nodes - 2].float()
+    return counts

@@ -1,0 +1,69 @@
+"""What is known of a head: the acceptance length tau of every tree, in calibration.json beside its weights.
+
+`engine.calibrating` measures it.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from checkpoint.folder import CALIBRATION
+from common.errors import InputError
+from common.files import read_json, write_text
+from tree import TreeShape
+
+FORMAT = 1
+WIDTHS = (1, 2, 3, 4, 6, 8, 10)
+NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80)
+DEEPEST = 7
+TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
+USUAL = TreeShape(8, 2, 4)  # how easy texts are is told by this tree
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """tau of every tree, by temperature. `ease`, sorted: how many times as many drafted tokens were accepted
+    in each text as on average.
+    """
+
+    taus: dict[float, dict[TreeShape, float]]
+    ease: tuple[float, ...]
+
+    def tau(self, shape: TreeShape, temperature: float) -> float:
+        """The acceptance length of a tree, between the nearest temperatures that were measured."""
+        low, high = (self.taus[t][shape] for t in TEMPERATURES)
+        share = min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1])
+        return low + (high - low) * share
+
+    def write(self, folder: Path) -> None:
+        """Write FOLDER/calibration.json. Raises OSError if that cannot be."""
+        taus = {
+            f"{t:g}": {shape.name: round(tau, 4) for shape, tau in taus.items()}
+            for t, taus in self.taus.items()
+        }
+        record = {"format": FORMAT, "ease": [round(x, 4) for x in self.ease], "tau": taus}
+        write_text(folder / CALIBRATION, json.dumps(record, indent=0) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Calibration | None:
+        """What `write` wrote, or None if the folder has none. Raises InputError on a damaged file."""
+        file = folder / CALIBRATION
+        if not file.exists():
+            return None
+        record = read_json(file)
+        try:
+            if record["format"] != FORMAT:
+                raise ValueError(f"format {record['format']} is not the {FORMAT} this version reads")
+            taus = {
+                t: {TreeShape.parse(name): float(tau) for name, tau in trees.items()}
+                for t, trees in ((t, record["tau"][f"{t:g}"]) for t in TEMPERATURES)
+            }
+            ease = tuple(float(x) for x in record["ease"])
+            if not ease or any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
+                raise ValueError("it is not complete")
+            if any(not 1 <= tau <= shape.window for trees in taus.values() for shape, tau in trees.items()):
+                raise ValueError("an acceptance length is impossible")
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
+        return cls(taus, ease)

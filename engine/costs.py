@@ -1,0 +1,209 @@
+"""What the passes of a step cost here: the target's over T rows, the head's over k, at two contexts.
+
+They are measured once for a model, its precision, the processor, its instruction set and threads, and kept in
+costs.json beside the head.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import InputError
+from common.files import read_json, write_text
+from engine.compiling import compile_graph, unguarded
+from kernels.build import digest
+from kernels.cpu import isa_in_use
+from kernels.isa import processor_name
+from kernels.packed import threads_for
+from kernels.parts import draw, rank, visible_slots
+from model import KVCache, Transformer
+from networks.head import Head
+from tree import TreeShape
+
+FILE = "costs.json"
+VERIFY_ROWS, LEVEL_ROWS = (1, 2, 4, 6, 8, 12, 16, 32), (1, 4, 10)
+SHORT, LONG = 128, 4096  # tokens of context; between and beyond them a cost is linear in the context
+BUDGET = 2.0  # seconds of measuring, unless that is not enough for MIN_REPEAT turns
+MIN_REPEAT, MAX_REPEAT = 3, 15
+
+Seconds = dict[int, dict[int, float]]  # by context, by rows
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a pass by context and rows: of the target (`verify`) and of the head (`level`)."""
+
+    verify: Seconds
+    level: Seconds
+
+    def step(self, shape: TreeShape | None, context: int, batch: int = 1, reads: int = 0) -> float:
+        """Seconds of a step with a tree of this shape, None: of plain decoding.
+
+        reads: rows of the head's catch-up, if they are more than the tree's window.
+        """
+        if shape is None:
+            return _at(self.verify, context, batch)
+        catch_up = _at(self.level, context, batch * max(reads, shape.window))
+        levels = shape.depth * _at(self.level, context, batch * shape.width)
+        return _at(self.verify, context, batch * shape.nodes) + catch_up + levels
+
+
+def _at(seconds: Seconds, context: int, rows: int) -> float:
+    at = {n: between(by_rows, rows) for n, by_rows in seconds.items()}
+    return at[min(at)] if len(at) == 1 else between(at, context)
+
+
+def between(measured: dict[int, float], at: int) -> float:
+    """A cost, linear between the nearest sizes that were measured, and beyond them; never below the least."""
+    sizes = sorted(measured)
+    if len(sizes) == 1:
+        return measured[sizes[0]]
+    high = next((n for n in sizes[1:] if n >= at), sizes[-1])
+    low = sizes[sizes.index(high) - 1]
+    share = (at - low) / (high - low)
+    return max(measured[low] + (measured[high] - measured[low]) * share, min(measured.values()))
+
+
+class Passes:
+    """The passes of a step alone, over caches of their own that hold `context` tokens."""
+
+    def __init__(self, target: Transformer, head: Head, compile: bool, context: int):
+        self.target, self.head = target, head
+        weight = target.embed.weight
+        self.device, dtype = weight.device, weight.dtype
+        live = context + max(*VERIFY_ROWS, *LEVEL_ROWS)
+        self.slots = torch.arange(live, device=self.device)
+        self.length = torch.full((1,), context, device=self.device)
+        self.caches = nn.ModuleList(
+            KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers)
+        )
+        self.head_caches = head.caches(1, live, dtype, self.device)
+        self.feature = torch.zeros(1, 1, head.args.hidden_size, dtype=dtype, device=self.device)
+        self.verify_pass, self.level_pass = self._verify, self._level
+        if compile:
+            self.verify_pass, self.level_pass = (
+                compile_graph(f, dynamic=False) for f in (self._verify, self._level)
+            )
+
+    def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
+        visible = visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
+        x, _ = self.target(tokens, own, own, visible, self.caches, self.head.args.aux_layers)
+        return draw(self.target.logits(x), None)
+
+    def _level(self, tokens: Tensor, own: Tensor, feature: Tensor):
+        visible = visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
+        h = self.head(tokens, feature, own, own, visible, self.head_caches)
+        logits = self.head.logits(h)
+        return rank(logits, None, min(4, logits.shape[-1]))
+
+    def calls(self) -> dict[tuple[str, int], Callable[[], object]]:
+        """What is timed, by pass and rows."""
+        calls: dict[tuple[str, int], Callable[[], object]] = {}
+        for name, sizes in (("verify", VERIFY_ROWS), ("level", LEVEL_ROWS)):
+            for rows in sizes:
+                own = self.length[:, None] + torch.arange(rows, device=self.device)
+                tokens = torch.zeros_like(own)
+                feature = self.feature.expand(-1, rows, -1).contiguous()
+                calls[name, rows] = (
+                    partial(self.verify_pass, tokens, own) if name == "verify"
+                    else partial(self.level_pass, tokens, own, feature)
+                )
+        return calls
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was asked."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int, ...]) -> Costs:
+    """Time the passes at these contexts.
+
+    They take turns, so that a machine that is slow for a while is slow for all; medians. compile: run them
+    through torch.compile, as a step does that is not on our kernels.
+    """
+    passes = {n: Passes(target, head, compile, n) for n in contexts}
+    calls = {(n, *key): call for n, some in passes.items() for key, call in some.calls().items()}
+    times: dict[tuple[int, str, int], list[float]] = {key: [] for key in calls}
+    settle = next(iter(passes.values())).settle
+    with threads_for(target):
+        for call in calls.values():  # compile, touch the caches
+            call()
+        settle()
+        with unguarded() if compile else contextlib.nullcontext():
+            began = time.perf_counter()
+            for turn in range(MAX_REPEAT):
+                if turn >= MIN_REPEAT and time.perf_counter() - began > BUDGET:
+                    break
+                for key, call in calls.items():
+                    start = time.perf_counter()
+                    call()
+                    settle()
+                    times[key].append(time.perf_counter() - start)
+    medians = {key: statistics.median(t) for key, t in times.items()}
+    verify, level = (
+        {n: {rows: t for (m, name, rows), t in medians.items() if (m, name) == (n, which)} for n in contexts}
+        for which in ("verify", "level")
+    )
+    return Costs(verify, level)
+
+
+def measured_once(
+    target: Transformer, head: Head, compile: bool, longest: int, folder: Path, say: Callable[[str], None]
+) -> Costs:
+    """The costs from FOLDER/costs.json, if they were measured under these conditions; else measured now.
+
+    longest: tokens that a text may have. folder: the head's; if it cannot be written, every start measures.
+    Raises InputError if the file is not what is written here.
+    """
+    contexts = (SHORT, LONG) if longest >= LONG else (SHORT, longest) if longest > 2 * SHORT else (SHORT,)
+    made_by, file = json.dumps(conditions(target, head, compile, contexts)), folder / FILE
+    kept = read_json(file) if file.exists() else {}
+    if made_by in kept:
+        try:
+            return Costs(*(
+                {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
+                for part in (kept[made_by]["verify_ms"], kept[made_by]["level_ms"])
+            ))
+        except (KeyError, TypeError, ValueError, AttributeError) as e:
+            raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
+    say("measuring what the passes of a step cost on this machine ...")
+    costs = measure(target, head, compile, contexts)
+    verify, level = (
+        {n: {rows: round(t * 1e3, 4) for rows, t in by_rows.items()} for n, by_rows in part.items()}
+        for part in (costs.verify, costs.level)
+    )
+    with contextlib.suppress(OSError):  # a cache: measured again next time
+        kept[made_by] = {"verify_ms": verify, "level_ms": level}
+        write_text(file, json.dumps(kept, indent=1) + "\n")
+    return costs
+
+
+def conditions(target: Transformer, head: Head, compile: bool, contexts: tuple[int, ...]) -> dict:
+    """What costs depend on."""
+    weight = target.embed.weight
+    on_cuda = weight.device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(weight.device) if on_cuda else processor_name(),
+        "isa": isa_in_use() if target.on_kernels else None,
+        "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
+        "target": _sizes(target), "head": _sizes(head), "contexts": contexts, "torch": torch.__version__,
+        "kernels": digest(),
+    }
+
+
+def _sizes(model: nn.Module) -> str:
+    """A digest of the names, types and shapes of all weights."""
+    listed = [(name, str(p.dtype), tuple(p.shape)) for name, p in model.named_parameters()]
+    return hashlib.sha256(repr(listed).encode()).hexdigest()[:16]

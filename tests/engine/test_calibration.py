@@ -1,0 +1,110 @@
+"""What trees are accepted for: simulated on recorded steps as in real decoding, kept in a file."""
+import json
+
+import pytest
+import torch
+
+from common.errors import InputError
+from engine.calibrating import Recorder, calibrate, count_accepted
+from engine.calibration import DEEPEST, Calibration
+from engine.decoder import Decoder
+from engine.run import Run
+from sampling.options import Sampling
+from tree import TreeShape, accept
+
+PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:"), list(b"hello world")]
+
+
+def test_simulated_acceptance_is_that_of_the_real_tree(models):
+    """For every recorded step and tree: as many accepted as `accept` finds in the tree that is really pruned.
+    """
+    target, head = models
+    recorder = Recorder(head)
+    run = Run(Decoder(target, recorder, batch=3, max_seq_len=120, compile=False), PROMPTS, Sampling(60))
+    for _ in run:
+        pass
+    texts = [p + ids for p, ids in zip(PROMPTS, run.ids)]
+    checked = accepted = 0
+    for length, growths in recorder.steps[:12]:
+        rows = [b for b, n in enumerate(length.tolist()) if n + DEEPEST + 1 < len(texts[b])]
+        if not rows:
+            break
+        truth = torch.tensor(
+            [texts[b][int(length[b]) + 1 : int(length[b]) + DEEPEST + 2] for b in rows]
+        )
+        for k in (2, 4, 10):
+            grown = growths[k]
+            whole = grown.tokens, grown.scores, grown.parents
+            for shape, count in count_accepted(grown, truth, rows).items():
+                grown.shape = shape
+                grown.tokens, grown.scores, grown.parents = (x[: shape.depth + 1] for x in whole)
+                tree = grown.prune(torch.zeros(3, dtype=torch.int64))
+                grown.tokens, grown.scores, grown.parents = whole
+                tree = type(tree)(*(None if x is None else x[rows] for x in tree))
+                # What the target draws at each depth.
+                wanted = torch.cat((truth, truth[:, -1:]), 1).gather(1, tree.depth)
+                assert torch.equal(accept(tree, wanted, shape.window)[1] - 1, count.long())
+                checked, accepted = checked + 1, accepted + int(count.sum())
+            grown.shape = TreeShape(2, DEEPEST, k)
+    assert checked > 500 and accepted > 500
+
+
+def test_predicted_tau_is_close_to_decoding(models):
+    """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
+    from drafters.eagle import Eagle
+
+    target, head = models
+    taus = calibrate(target, head, PROMPTS, [], tokens=120).taus[0.0]
+    for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
+        outputs = Decoder(
+            target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False
+        ).generate(PROMPTS, Sampling(120))
+        lengths = [n for o in outputs for n in o.accept_lengths]
+        assert sum(lengths) / len(lengths) == pytest.approx(taus[shape], rel=0.15)
+
+
+def test_sampled_acceptance_is_that_of_decoding(models):
+    """As above at temperature 1, where draft and target share their noise."""
+    from drafters.eagle import Eagle
+
+    target, head = models
+    known = calibrate(target, head, PROMPTS, [], tokens=120)
+    shape = TreeShape(8, 2, 4)
+    outputs = Decoder(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(
+        PROMPTS, [Sampling(120, 1.0, seed=i) for i in range(3)]
+    )
+    lengths = [n for o in outputs for n in o.accept_lengths]
+    assert sum(lengths) / len(lengths) == pytest.approx(known.taus[1.0][shape], rel=0.15)
+    assert known.tau(shape, 0.5) == pytest.approx((known.tau(shape, 0) + known.tau(shape, 1)) / 2)
+    assert known.tau(shape, 2.0) == known.taus[1.0][shape]
+
+
+def test_a_calibration_is_written_and_read(models, tmp_path):
+    target, head = models
+    known = calibrate(target, head, PROMPTS[:2], [], tokens=24)
+    known.write(tmp_path)
+    read = Calibration.read(tmp_path)
+    assert read.taus[1.0].keys() == known.taus[1.0].keys() and len(read.ease) == len(known.ease) == 2
+    assert all(read.taus[0.0][s] == pytest.approx(tau, abs=1e-4) for s, tau in known.taus[0.0].items())
+    assert Calibration.read(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize("change", (
+    lambda r: r.pop("tau"), lambda r: r["tau"].pop("1"), lambda r: r.update(format=2),
+    lambda r: r.update(ease=[]), lambda r: r.update(tau=[]), lambda r: r["tau"]["0"].update({"8/2/4": 9.0}),
+    lambda r: r["tau"]["0"].update({"8/2/4": "x"}), lambda r: r["tau"]["0"].update({"8/2": 1.0}),
+    lambda r: r["tau"]["0"].pop("8/2/4"),
+))
+def test_a_damaged_calibration_is_refused(change, tmp_path):
+    record = {"format": 1, "ease": [1.0], "tau": {t: {"8/2/4": 1.5, "4/2/2": 1.4} for t in "01"}}
+    (tmp_path / "calibration.json").write_text(json.dumps(record))
+    assert Calibration.read(tmp_path)
+    change(record)
+    (tmp_path / "calibration.json").write_text(json.dumps(record))
+    with pytest.raises(InputError, match=r"calibration\.json: damaged .*; delete it"):
+        Calibration.read(tmp_path)
+
+
+def test_answers_that_are_too_short_are_refused(models):
+    with pytest.raises(InputError, match="too short"):
+        calibrate(*models, PROMPTS, [], tokens=8)

@@ -1,0 +1,133 @@
+"""The parts of a step as operators: each gives what its definition gives."""
+import pytest
+import torch
+
+from engine.state import State
+from kernels import cpu, parts
+from sampling.noise import seed_keys
+from tree import Growth, TreeShape, chain
+
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("each_isa")]
+
+
+def both(function, *arguments):
+    """What a part returns by its definition and as an operator."""
+    defined = function(*arguments)
+    with cpu.alone():
+        assert cpu.is_alone()
+        found = function(*arguments)
+    assert not cpu.is_alone()
+    return defined, found
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("n", (64, 192))
+def test_visible_slots(n):
+    length = torch.tensor([0, 7, 60, 64])
+    local = random(4, 5, 9) > 0
+    defined, found = both(parts.visible_slots, torch.arange(n), length, local)
+    assert torch.equal(defined, found) and found.any() and not found.all()
+
+
+@pytest.mark.parametrize("V", (7, 320, 4096, 9001))
+@pytest.mark.parametrize("noisy", (False, True))
+def test_draw(V, noisy):
+    logits, depth = random(2, 5, V), torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 3, 1]])
+    logits[0, 0, 3] = logits[0, 0, 5] = 9.0  # a tie: the first
+    logits[1, 2, ::2] = float("-inf")
+    noise = random(2, 4, V, seed=1) if noisy else None
+    defined, found = both(parts.draw, logits, noise, depth)
+    assert torch.equal(defined, found) and (noisy or found[0, 0] == 3)
+
+
+def test_draw_where_everything_is_tied():
+    for logits in (torch.zeros(1, 2, 5000), torch.full((1, 2, 5000), float("-inf"))):
+        defined, found = both(parts.draw, logits, None)
+        assert torch.equal(defined, found) and not found.any()
+
+
+@pytest.mark.parametrize("V, k", ((7, 7), (320, 4), (4097, 10), (9001, 60)))
+@pytest.mark.parametrize("rows", (None, 1, 3))
+def test_rank(V, k, rows):
+    logits = 3 * random(2, 3, V)
+    noise = None if rows is None else random(2, rows, V, seed=1)
+    (scores, ids), (found_scores, found_ids) = both(parts.rank, logits, noise, k)
+    assert torch.equal(ids, found_ids)
+    torch.testing.assert_close(found_scores, scores, rtol=1e-5, atol=2e-6)
+
+
+def test_gumbel_noise():
+    """To a few units of the last place; the largest, which win, relative to themselves."""
+    key, positions = seed_keys([3, 2**40 + 5]), torch.tensor([[0, 1, 2], [7, 8, 2**20]])
+    temperature = torch.tensor([1.0, 0.5])
+    defined, found = both(parts.gumbel, key, positions, temperature, 49157)
+    torch.testing.assert_close(found, defined, rtol=3e-6, atol=2e-6)
+    with cpu.alone():
+        assert torch.equal(parts.gumbel(key, positions[:, 1:], temperature, 49157), found[:, 1:])
+        assert torch.equal(parts.gumbel(key, positions, temperature, 500), found[..., :500])
+
+
+@pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
+def test_prune_and_accept(shape):
+    """Random growths, with equal scores among them."""
+    g = torch.Generator().manual_seed(shape.nodes)
+    for _ in range(20):
+        def children(*size):
+            return -torch.randint(0, 4, size, generator=g).float(), torch.randint(0, 6, size, generator=g)
+
+        B, k = 3, shape.width
+        growth = Growth(shape, *children(B, k))
+        for level in range(shape.depth):
+            if level:
+                growth.advance()
+            growth.extend(*children(B, k, k))
+        root = torch.randint(0, 6, (B,), generator=g)
+        defined, found = both(parts.prune, growth, root)
+        assert all(torch.equal(a, b) for a, b in zip(defined, found))
+        chosen = torch.randint(0, 6, (B, shape.nodes), generator=g)
+        for a, b in zip(*both(parts.accept, defined, chosen, shape.window)):
+            assert torch.equal(a, b)
+
+
+def test_accept_of_a_whole_chain():
+    tree = chain(torch.tensor([[4, 5, 6, 7]]))
+    path, count = both(parts.accept, tree, torch.tensor([[5, 6, 7, 8]]), 4)[1]
+    assert path.tolist() == [[0, 1, 2, 3]] and count.tolist() == [4]
+
+
+def test_emit():
+    """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
+    tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
+    count = torch.tensor([2, 3, 3, 3, 1])
+
+    def step(width):
+        state = State(5, 40, 4, 0, [2, 9], torch.float32, "cpu")
+        state.length.copy_(torch.tensor([3, 4, 5, 6, 7]))
+        state.limit.copy_(torch.tensor([30, 30, 7, 30, 30]))
+        state.done.copy_(torch.tensor([False, False, False, True, False]))
+        state.tokens.copy_(torch.arange(200).view(5, 40))
+        appended = state.emit(tokens[:, :width], count.clamp(max=width))
+        return [appended, *(b for _, b in sorted(state.named_buffers()))]
+
+    for width in (1, 3):
+        defined, found = both(step, width)
+        assert all(torch.equal(a, b) for a, b in zip(defined, found))
+        assert found[0].tolist() == ([2, 2, 2, 0, 1] if width == 3 else [1, 1, 1, 0, 1])
+
+
+def test_angles():
+    from model import ModelArgs, inverse_frequencies, rope_table
+
+    args = ModelArgs(
+        vocab_size=8, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1,
+        head_dim=32,
+    )
+    positions = torch.tensor([[0, 1, 5000]])
+    for a, b in zip(
+        rope_table(args, inverse_frequencies(args), positions),
+        cpu.angles(positions, inverse_frequencies(args), args.rope_factor),
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
