@@ -9,14 +9,16 @@ and a mask, so the same forward serves prefill (causal), plain decoding (one row
 """
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,25 @@ class ModelArgs:
         return magnitude(1.0)
 
 
+class _WithoutValues(TorchFunctionMode):
+    """Leaves out what gives new weights their values."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def blank() -> Iterator[None]:
+    """A context in which modules are made on the meta device, where they have no values and take no memory.
+
+    torch would import all of torch.compile, which takes seconds, to compute there.
+    """
+    with torch.device("meta"), _WithoutValues():
+        yield
+
+
 def inverse_frequencies(args: ModelArgs) -> Tensor:
     """RoPE inverse frequencies [hd/2], float32. Raises ValueError on a scaling we do not have.
 
@@ -106,7 +127,8 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
     (arXiv 2309.00071); see also `ModelArgs.rope_factor`. `divisors`: one divisor per frequency, as GGUF
     stores llama3 scaling (`rope_freqs.weight`).
     """
-    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64).float() / args.head_dim
+    # On the CPU, whatever device modules are being made on: see `blank`.
+    exponents = torch.arange(0, args.head_dim, 2, dtype=torch.int64, device="cpu").float() / args.head_dim
     freq = 1.0 / (args.rope_base ** exponents)
     scaling = args.rope_scaling
     if not scaling:
@@ -118,7 +140,7 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
         if kind == "linear":
             return freq / float(scaling["factor"])
         if kind == "divisors":
-            divisors = torch.tensor(scaling["divisors"], dtype=torch.float32)
+            divisors = torch.tensor(scaling["divisors"], dtype=torch.float32, device="cpu")
             if divisors.shape != freq.shape:
                 raise ValueError(
                     f"config: rope_scaling has {divisors.numel()} divisors for {freq.numel()} frequencies"
@@ -142,7 +164,8 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
             if scaling.get("truncate", True):
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, args.head_dim - 1)
-            ramp = ((torch.arange(args.head_dim // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
+            pairs = torch.arange(args.head_dim // 2, device="cpu")
+            ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
             return ramp * freq / factor + (1 - ramp) * freq
     except KeyError as e:
         raise ValueError(f"config: rope_scaling of type {kind} lacks {e}") from None

@@ -7,7 +7,7 @@ import torch.nn as nn
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from kernels.quantized import quantize_linears
-from model import ModelArgs, Transformer, inverse_frequencies
+from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head, eagle3_aux_layers
 from networks.head import Head, HeadArgs
 
@@ -76,7 +76,7 @@ def models_of(
 
 
 def _random(kind: type[nn.Module], args: ModelArgs, dtype: torch.dtype, device: str) -> nn.Module:
-    with torch.device("meta"):
+    with blank():
         model = kind(args)
     model = model.to(dtype).to_empty(device=device).requires_grad_(False).eval()
     for name, p in model.named_parameters():

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_shapes, read_config
 from common.errors import InputError
 from kernels.quantized import replace_all
-from model import ModelArgs, Transformer, inverse_frequencies
+from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle1Head, Eagle3Head
 from networks.head import Head
 from networks.hydra import HydraHeads
@@ -29,7 +29,7 @@ def build_module(config: dict) -> Transformer | Head:
     if kind != "target" and kind not in HEADS:
         raise InputError(f"config: unknown kind {kind!r}")
     try:
-        with torch.device("meta"):
+        with blank():
             if kind == "target":
                 module = Transformer(ModelArgs.from_config(config))
             else:

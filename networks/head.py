@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import KVCache, Linear, ModelArgs, Transformer, inverse_frequencies
+from model import KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Head(nn.Module):
             args.hidden_size, args.draft_vocab_size, bias=False
         ) if args.own_lm_head else None
         # Target id of each draft id, ascending; the identity when both vocabularies are the same.
-        self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size))
+        self.register_buffer("draft_ids", torch.arange(args.draft_vocab_size, device="cpu"))
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
 
     def use_target(self, target: Transformer) -> None:
@@ -78,13 +78,13 @@ class Head(nn.Module):
 
     def own_state(self) -> dict[str, Tensor]:
         """The state dict without what `use_target` handed over."""
-        with torch.device("meta"):
+        with blank():
             names = type(self)(self.args).state_dict()
         return {name: t for name, t in self.state_dict().items() if name in names}
 
     def twin(self, target: Transformer, dtype: torch.dtype) -> Head:
         """A copy with weights of its own in this dtype, on the target's device. The target lends the rest."""
-        with torch.device("meta"):
+        with blank():
             head = type(self)(self.args)
         device = target.embed.weight.device
         cast = {
