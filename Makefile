@@ -14,7 +14,7 @@ RUN = $(VENV)/bin/python
 
 demo: $(VENV)/ready
 	@case " $(ARGS) " in *" --no-compile "*) ;; *) command -v "$${CXX:-g++}" >/dev/null || { \
-		echo "error: no C++ compiler: torch.compile needs $${CXX:-g++}; install it, set CXX, or run: make demo ARGS=--no-compile" >&2; exit 1; };; esac
+		echo "error: no C++ compiler: the kernels need $${CXX:-g++}; install it, set CXX, or run: make demo ARGS=--no-compile" >&2; exit 1; };; esac
 	@$(MAKE) --no-print-directory fetch
 	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
 

@@ -7,7 +7,6 @@ and calls that.
 """
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from collections.abc import Callable
@@ -31,12 +30,6 @@ def compile_graph(function: Callable, **options) -> Callable:
     # code object of its own.
     graph.__code__ = graph.__code__.replace(co_name=function.__name__)
     return torch.compile(graph, fullgraph=True, **options)
-
-
-def prepare_compiling() -> None:
-    """Do what the first compilation on a CPU begins with: imports, probing the compiler, the headers."""
-    with contextlib.suppress(Exception):  # what fails here fails again, where it is handled
-        torch.compile(lambda x: x + 1)(torch.zeros(64))
 
 
 def unguarded():

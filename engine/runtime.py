@@ -65,7 +65,7 @@ class Runtime:
 
             settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
         keep_compiled(checkpoint)
-        if torch.device(self.device_name).type == "cpu":
+        if torch.device(self.device_name).type == "cpu" and not self.kernels:
             check_compiler()
 
 

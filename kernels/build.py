@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,19 +24,19 @@ CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent /
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden")
 
 
-def build_library(isa: InstructionSet, say: Callable[[str], None], meanwhile: Callable[[], None]) -> Path:
+def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     """The library of this source for an instruction set, torch and compiler, made now if it is not there.
 
     Its operators are in the namespace `namespace(isa)`.
 
-    `say` is told when compiling starts and ends; `meanwhile` is called while the compiler is at work.
+    `say` is told when compiling starts and ends.
     Raises InputError, one line, if there is no C++ compiler or it fails.
     """
     name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:
         raise InputError(
-            f"no C++ compiler: the kernels need {name}; install it, set CXX, or pass --no-kernels"
+            f"no C++ compiler: the kernels need {name}; install it, set CXX, or pass --no-compile"
         )
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     texts = [(path.name, path.read_bytes()) for path in sources()]
@@ -57,17 +57,14 @@ def build_library(isa: InstructionSet, say: Callable[[str], None], meanwhile: Ca
     # Another process may be doing the same.
     with atomic_path(folder / name) as part, tempfile.TemporaryDirectory() as objects:
         compiled = {path: f"{objects}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
-        with _running([[compiler, *flags, *of_torch, "-c", str(p), "-o", o] for p, o in compiled.items()]):
-            meanwhile()
-        with _running([[compiler, "-shared", "-pthread", *compiled.values(), *link, "-o", str(part)]]):
-            pass
+        _run([[compiler, *flags, *of_torch, "-c", str(p), "-o", o] for p, o in compiled.items()])
+        _run([[compiler, "-shared", "-pthread", *compiled.values(), *link, "-o", str(part)]])
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return folder / name
 
 
-@contextlib.contextmanager
-def _running(commands: list[list[str]]) -> Iterator[None]:
-    """Run a compiler's commands side by side; wait for them at the end. Raises InputError if one fails."""
+def _run(commands: list[list[str]]) -> None:
+    """Run a compiler's commands side by side. Raises InputError if one fails."""
     with contextlib.ExitStack() as stack:
         started = []
         for command in commands:
@@ -76,7 +73,6 @@ def _running(commands: list[list[str]]) -> Iterator[None]:
             stack.callback(process.wait)
             stack.callback(process.kill)
             started.append((process, errors))
-        yield
         for process, errors in started:
             if process.wait():
                 errors.seek(0)

@@ -38,21 +38,18 @@ _layout: Layout  # its layout
 _ops = None  # its operators
 
 
-def load_kernels(
-    say: Callable[[str], None] = lambda line: None, meanwhile: Callable[[], None] = lambda: None,
-    isa: str | None = None,
-) -> str:
+def load_kernels(say: Callable[[str], None] = lambda line: None, isa: str | None = None) -> str:
     """Make the operators callable, and use those of an instruction set from now on. Returns its name.
 
     isa: its name, or None for the one of `kernels.isa.choose`. What is not compiled yet on this machine, for
-    this source and torch, is compiled; `meanwhile` is called while the compiler is at work.
+    this source and torch, is compiled.
     Raises InputError, one line, if the processor has not got it, or the C++ compiler is missing or fails.
     """
     global _in_use, _layout, _ops
     chosen = choose(isa)
     operators = getattr(torch.ops, namespace(chosen))
     if chosen.name not in _loaded:
-        library = build_library(chosen, say, meanwhile)
+        library = build_library(chosen, say)
         try:
             torch.ops.load_library(str(library))
         except OSError as e:

@@ -1,5 +1,6 @@
 """Building and loading the library of the CPU kernels: what goes wrong is one line and leaves nothing."""
 import os
+import subprocess
 
 import pytest
 
@@ -7,30 +8,47 @@ from common.errors import InputError
 from kernels import build, cpu
 
 
-def interrupt():
-    raise KeyboardInterrupt
-
-
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu, "_loaded", {})
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
-    called: list[str] = []
     with pytest.raises(InputError, match=r"could not compile the kernels.*--no-kernels"):
-        cpu.load_kernels(meanwhile=lambda: called.append("while the compiler ran"))
-    assert len(called) == 1
-    with pytest.raises(KeyboardInterrupt):
-        cpu.load_kernels(meanwhile=interrupt)
+        cpu.load_kernels()
     assert not list(tmp_path.glob("cache/*"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler"):
         cpu.load_kernels()
 
 
+def test_an_interrupted_build_leaves_nothing(monkeypatch, tmp_path):
+    """Neither files nor compilers at work."""
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+
+        def wait(self, timeout=None):
+            if len(started) > 1 and started[1] is not None:  # the version was asked for first
+                started[1] = None
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cpu.load_kernels()
+    assert not list(tmp_path.glob("cache/*")) and len(started) > 2
+    assert all(process.poll() is not None for process in started if process)
+
+
 def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
     (tmp_path / "cpu.so").write_bytes(b"no library")
     monkeypatch.setattr(cpu, "_loaded", {})
-    monkeypatch.setattr(cpu, "build_library", lambda isa, say, meanwhile: tmp_path / "cpu.so")
+    monkeypatch.setattr(cpu, "build_library", lambda isa, say: tmp_path / "cpu.so")
     with pytest.raises(InputError, match=r"cpu\.so: cannot be loaded .*delete it, or pass --no-kernels"):
         cpu.load_kernels()
 
