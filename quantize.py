@@ -3,9 +3,12 @@
     python quantize.py --checkpoint checkpoints/mine --mode int8            # into checkpoints/mine-int8
     python quantize.py --checkpoint checkpoints/mine --mode int4 --group 64 --text sample.txt
 
-The heads inside a target's folder are quantised the same way; a head's own folder works too. One tensor is in
-memory at a time. Every layer's relative error is reported and, with --text, how often the quantised model's
-next token is the original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
+The heads inside a target's folder are quantised too; a head's own folder works as well. Beside int4, heads
+and the lm_head are int8. The int4 weights of a target are calibrated (GPTQ) on a text that it writes itself,
+or on one of yours. In memory are one tensor at a time or, when calibrating, one layer and what is ready.
+
+The error of the layers is reported and, with --text, how often the quantised model's next token is the
+original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
 """
 from __future__ import annotations
 
@@ -14,10 +17,20 @@ from collections import defaultdict
 from pathlib import Path
 
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, read_config
-from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
-from common.cli import Options, run_command
+from checkpoint.quantizing import (
+    LayerError,
+    check_source,
+    compare,
+    quantize_folder,
+    quantized_module,
+    text_ids,
+)
+from checkpoint.writer import check_out
+from common.cli import Options, note, run_command
 from common.errors import InputError
-from kernels.quantized import GROUPS, MODES
+from kernels.quantized import GROUPS, MODES, Scheme
+
+PIECE = 256  # tokens of a --calibrate text that are read together
 
 
 def parser() -> Options:
@@ -31,27 +44,70 @@ def parser() -> Options:
         "--group", type=int, choices=GROUPS, default=64,
         help="int4: inputs that share a scale (default 64)"
     )
+    add(
+        "--method", choices=("gptq", "nearest"),
+        help="int4: gptq, calibrated (default for a target), or each weight to the nearest value"
+    )
+    add(
+        "--calibrate", metavar="FILE",
+        help="gptq: a text to calibrate on (default: one that the target writes); never that of --text"
+    )
+    add("--lm-head", choices=("int8", "int4"), help="the lm_head's mode (default: --mode's; int8 for int4)")
     add("--keep-lm-head", action="store_true", help="leave the lm_head in 16 bits")
     add(
         "--text", metavar="FILE",
         help="compare with the original on this text: perplexity, next-token agreement"
     )
     add("--force", action="store_true", help="replace an existing output folder")
+    p.refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
+    p.refuse(
+        lambda o: o.method == "gptq" and o.mode != "int4", lambda o: f"--method gptq: not for --mode {o.mode}"
+    )
+    p.refuse(
+        lambda o: o.calibrate and (o.mode != "int4" or o.method == "nearest"),
+        lambda o: "--calibrate: only for --mode int4 --method gptq"
+    )
+    p.refuse(
+        lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
+        lambda o: "--calibrate and --text: a text that was calibrated on says little about another;"
+        " name two files"
+    )
     return p
 
 
-def report(source: Path, out: Path, errors: list[tuple[str, float]]) -> None:
+def schemes(o) -> tuple[Scheme, Scheme]:
+    """How the checkpoint itself and how the heads inside it are quantised."""
+    beside = "int8" if o.mode == "int4" else o.mode
+    lm_head = None if o.keep_lm_head else o.lm_head or beside
+    group = o.group if "int4" in (o.mode, lm_head) else 0
+    return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
+
+
+def calibration_text(o, source: Path):
+    """Token ids [B, T] to calibrate on. Raises InputError if the file or the target cannot give them."""
+    if o.calibrate:
+        ids = text_ids(source, "--calibrate", Path(o.calibrate), 2048, 8192)
+        return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
+    from engine.own_text import own_text
+
+    note(f"{source}: writes a text to calibrate on")
+    return own_text(source)
+
+
+def report(source: Path, out: Path, errors: list[LayerError]) -> None:
     """Print the sizes, and the errors: all layers of a kind in one line."""
     before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, out))
     print(f"{out}: {before:,} -> {after:,} bytes ({after / before:.0%})")
     kinds = defaultdict(list)
-    for layer, error in errors:
-        kinds[layer.split(".")[-1]].append((error, layer))
-    for kind, layers in kinds.items():
+    for layer in errors:
+        kinds[layer.name.split(".")[-1], layer.of_outputs].append((layer.error, layer.name))
+    for (kind, of_outputs), layers in kinds.items():
         mean = sum(error for error, _ in layers) / len(layers)
         worst, layer = max(layers)
+        what = "of outputs" if of_outputs else "of weights"
         print(
-            f"  {kind:10s} {len(layers):3d} layers, relative error {mean:.2%} (worst {worst:.2%}, {layer})"
+            f"  {kind:10s} {len(layers):3d} layers, relative error {what} {mean:.2%}"
+            f" (worst {worst:.2%}, {layer})"
         )
 
 
@@ -62,21 +118,28 @@ def run(o) -> None:
     is_target = read_config(source)["kind"] == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
-    if o.text and not is_target:
-        raise InputError(f"--text compares targets; {source} is a head")
+    for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
+    for flag, given in for_targets.items():
+        if given and not is_target:
+            raise InputError(f"{flag} is for targets; {source} is a head")
     heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
-    ids = text_ids(source, Path(o.text)) if o.text else None
-    folders = [(source, out), *((source / kind, out / kind) for kind in heads)]
-    for folder, _ in folders:  # a mistake shows before anything is written
-        quantized_module(check_source(folder), folder, o.mode, o.group, not o.keep_lm_head)
+    ids = text_ids(source, "--text", Path(o.text), 16, 16384) if o.text else None
+    scheme, of_heads = schemes(o)
+    folders = [(source, out, scheme), *((source / kind, out / kind, of_heads) for kind in heads)]
     stale = [kind for kind in HEAD_KINDS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
         raise InputError(
             f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
             " --out"
         )
-    for folder, into in folders:
-        report(folder, into, quantize_folder(folder, into, o.mode, o.group, not o.keep_lm_head, o.force))
+    for folder, into, how in folders:  # a mistake shows before anything is written
+        config = check_source(folder)
+        quantized_module(config, folder, how)
+        check_out(into, config["kind"], o.force)
+    calibrated = is_target and o.mode == "int4" and o.method != "nearest"
+    text = calibration_text(o, source) if calibrated else None
+    for folder, into, how in folders:
+        report(folder, into, quantize_folder(folder, into, how, o.force, text if folder == source else None))
     if ids is not None:
         result = compare(source, out, ids)
         print(
@@ -87,8 +150,14 @@ def run(o) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    o = parser().parse_args(argv)
-    return run_command(lambda: run(o), OSError)
+    options = parser()
+    o = options.parse_args(argv)
+
+    def action() -> None:
+        options.check(o)
+        run(o)
+
+    return run_command(action, OSError)
 
 
 if __name__ == "__main__":

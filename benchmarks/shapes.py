@@ -6,7 +6,7 @@ import torch.nn as nn
 
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
-from kernels.quantized import quantize_linears
+from kernels.quantized import Scheme, quantize_linears
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head, eagle3_aux_layers
 from networks.head import Head, HeadArgs
@@ -86,6 +86,8 @@ def _random(kind: type[nn.Module], args: ModelArgs, dtype: torch.dtype, device: 
 
 
 def _quantise(target: Transformer, head: Head, mode: str | None, group: int) -> None:
+    """As `quantize.py` does: beside int4 the lm_head and the head are int8."""
     if mode:
-        for model in (target, head):
-            quantize_linears(model, True, mode, group if mode == "int4" else 0)
+        beside = "int8" if mode == "int4" else mode
+        quantize_linears(target, Scheme(mode, group if mode == "int4" else 0, beside))
+        quantize_linears(head, Scheme(beside, 0, beside))

@@ -44,7 +44,7 @@ from engine.runtime import check_device
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models, threads_for
 from kernels.parts import draw, visible_slots
-from kernels.quantized import MODES, quantize_linears
+from kernels.quantized import MODES, Scheme, quantize_linears
 from model import Transformer, cache_bytes
 from networks.head import Head
 from sampling.options import Sampling
@@ -213,7 +213,8 @@ def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
     if torch.device(o.device).type == "cpu" and o.compile:
         load_kernels(note)
         if mode == "none" and not stored and target.embed.weight.dtype == torch.bfloat16:
-            quantize_linears(head, head.args.own_lm_head)  # the default of `engine.api.Drafting`
+            # the default of `engine.api.Drafting`
+            quantize_linears(head, Scheme("int8", 0, "int8" if head.args.own_lm_head else None))
         pack_models(target, head)
     return target, head
 

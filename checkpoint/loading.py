@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_shapes, read_config
 from common.errors import InputError
-from kernels.quantized import replace_all
+from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle1Head, Eagle3Head
 from networks.head import Head
@@ -37,7 +37,7 @@ def build_module(config: dict) -> Transformer | Head:
                 aux_layers = tuple(config.get("aux_layers", ()))
                 module = head(head.Args.from_config({**config, "aux_layers": aux_layers}))
             if "quantization" in config:
-                replace_all(module, **config["quantization"])
+                replace_all(module, Scheme.read(config["quantization"]))
             return module
     except (ValueError, TypeError) as e:
         raise InputError(str(e)) from None

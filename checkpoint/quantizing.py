@@ -1,6 +1,6 @@
 """Quantising a converted checkpoint: the folder that is written, and what it is worth on a text.
 
-One tensor is in memory at a time. `quantize.py` is the command.
+One tensor is in memory at a time, beside the layers that were calibrated. `quantize.py` is the command.
 """
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import math
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from checkpoint.calibrating import calibrate
 from checkpoint.folder import CONFIG, WEIGHTS, check_shapes, read_config
 from checkpoint.loading import build_module, load_model, state_shapes
 from checkpoint.source import Entry
 from checkpoint.writer import WRITTEN_DTYPES, Planned, check_out, write_folder
 from common.errors import InputError
-from kernels.quantized import QuantizedLinear, QuantizedStack, dequantize, scales, to_stored
+from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
 
@@ -52,21 +54,28 @@ def check_source(folder: Path) -> dict:
     return config
 
 
-def quantized_module(
-    config: dict, source: Path, mode: str, group: int, lm_head: bool
-) -> tuple[dict, nn.Module]:
+def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, nn.Module]:
     """(The config.json of a folder once it is quantised, the module that it describes).
 
     Raises InputError if a group does not divide a layer.
     """
-    group = group if mode == "int4" else 0
-    config = {**config, "quantization": {"mode": mode, "group": group, "lm_head": lm_head}}
-    if config["kind"] == "target" and config.get("tie_embeddings") and lm_head:
+    config = {**config, "quantization": asdict(scheme)}
+    if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
     try:
         return config, build_module(config)
     except InputError as e:
         raise InputError(f"{source}: {e}; choose another --group") from None
+
+
+class LayerError(NamedTuple):
+    """How far a quantised layer is off: the relative error of its weight, or of its outputs on the text that
+    it was calibrated on.
+    """
+
+    name: str
+    error: float
+    of_outputs: bool
 
 
 @dataclass
@@ -98,17 +107,19 @@ class _LayerWriter:
 
 
 def quantize_folder(
-    source: Path, out: Path, mode: str, group: int = 64, lm_head: bool = True, force: bool = False
-) -> list[tuple[str, float]]:
-    """Write `source`, one of our folders, quantised to `out` -> (name, relative error) of every such layer.
+    source: Path, out: Path, scheme: Scheme, force: bool = False, text: Tensor | None = None
+) -> list[LayerError]:
+    """Write `source`, one of our folders, quantised to `out` -> the error of every such layer.
 
-    A target's tied lm_head becomes a quantised matrix of its own beside the table. Raises InputError on a
-    folder that is not ours, damaged, quantised already, or whose layers the group does not divide.
+    text [B, T]: token ids; the int4 layers of a target's blocks are calibrated on it. A target's tied lm_head
+    becomes a quantised matrix of its own beside the table. Raises InputError on a folder that is not ours,
+    damaged, quantised already, or whose layers the group does not divide.
     """
-    config = check_source(source)
-    check_out(out, config["kind"], force)
-    names = state_shapes(build_module(config)).keys()
-    config, module = quantized_module(config, source, mode, group, lm_head)
+    exact = check_source(source)
+    check_out(out, exact["kind"], force)
+    names = state_shapes(build_module(exact)).keys()
+    config, module = quantized_module(exact, source, scheme)
+    ready = {} if text is None else calibrate(source, exact, scheme.group, text)
     layers: dict[str, _LayerWriter] = {}
     dtypes = {name: dtype for dtype, name in WRITTEN_DTYPES.items()}
 
@@ -126,36 +137,41 @@ def quantize_folder(
             owner = module.get_submodule(layer)
             if not isinstance(owner, (QuantizedLinear, QuantizedStack)) or leaf == "bias":
                 dtype, read = dtypes[file.get_slice(name).get_dtype()], lambda: file.get_tensor(name)
+            elif layer in ready:
+                dtype, read = tensor.dtype, lambda: getattr(ready[layer], leaf)
             else:
                 if layer not in layers:
                     # A linear layer, a stack of experts, or the tied lm_head, whose weight is the embedding.
-                    exact = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
-                    where = f"{source / WEIGHTS}: tensor {exact}"
-                    layers[layer] = _LayerWriter(lambda: file.get_tensor(exact), where, mode, owner.group)
+                    weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
+                    where = f"{source / WEIGHTS}: tensor {weight}"
+                    read = lambda: file.get_tensor(weight)  # noqa: E731
+                    layers[layer] = _LayerWriter(read, where, owner.mode, owner.group)
                 dtype = tensor.dtype
                 read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
             return Planned(name, tuple(tensor.shape), dtype, [Entry.of(tensor.shape, dtype, read)])
 
         plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
         write_folder(out, config, plan, others, quiet=False)
-    return sorted((name, layer.error) for name, layer in layers.items())
+    errors = [LayerError(name, layer.error, False) for name, layer in layers.items()]
+    return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
 
 
-def text_ids(source: Path, text: Path, tokens: int = 16384) -> Tensor:
-    """The first `tokens` tokens of a text, [N] int64.
+def text_ids(source: Path, flag: str, text: Path, least: int, most: int) -> Tensor:
+    """The first tokens of a text, at most so many, [N] int64.
 
-    Raises InputError if the text is unreadable or too short, or if there is no tokenizer.
+    Raises InputError, naming the flag, if the text is unreadable or has less than `least` tokens, or if there
+    is no tokenizer.
     """
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"--text {text}: cannot be read ({e})") from None
+        raise InputError(f"{flag} {text}: cannot be read ({e})") from None
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
-        raise InputError(f"{source}: comparing on a text needs a tokenizer")
-    ids = torch.tensor(tokenizer.encode(content[: 16 * tokens])[:tokens])
-    if len(ids) < 16:
-        raise InputError(f"--text {text}: {len(ids)} tokens are too few to compare on")
+        raise InputError(f"{source}: {flag} needs a tokenizer")
+    ids = torch.tensor(tokenizer.encode(content[: 16 * most])[:most])
+    if len(ids) < least:
+        raise InputError(f"{flag} {text}: {len(ids)} tokens are too few, at least {least:,} are needed")
     return ids
 
 

@@ -36,7 +36,7 @@ from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
-from kernels.quantized import quantize_linears
+from kernels.quantized import Scheme, quantize_linears
 from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
@@ -146,7 +146,8 @@ class Target:
             return
         if int8 and self.model.embed.weight.dtype == torch.bfloat16:
             for model in models:
-                quantize_linears(model, lm_head=not isinstance(model, Head) or model.args.own_lm_head)
+                own = not isinstance(model, Head) or model.args.own_lm_head
+                quantize_linears(model, Scheme("int8", 0, "int8" if own else None))
         if not pack_models(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"

@@ -1,6 +1,6 @@
 """Quantised weights: the arithmetic, and the linear layer that holds its result.
 
-Weights w = scale * q are symmetric and rounded to the nearest q.
+Weights w = scale * q are symmetric; here they are rounded to the nearest q (`kernels.gptq` does better).
 
 int8   one scale per output row, q in -127..127
 int4   one scale per output row and group of inputs, q in -8..7; files hold two values in a byte
@@ -8,6 +8,8 @@ w8a8   the weights of int8; the inputs of a layer are rounded to int8 too, every
 fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each row by its largest
 """
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
@@ -20,6 +22,36 @@ MODES = ("int8", "w8a8", "int4", "fp8")
 GROUPS = (32, 64, 128)
 INPUTS = 64  # w8a8: so many inputs of a layer share a scale
 FP8_MOST = 448.0  # the largest e4m3
+# int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.
+EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How the layers of a module are quantised, as `quantization` in a config.json says.
+
+    group: in int4, inputs that share a scale. lm_head: its mode; None leaves it as it is.
+    """
+
+    mode: str
+    group: int
+    lm_head: str | None
+
+    @classmethod
+    def read(cls, quantization: dict) -> Scheme:
+        """What a config.json holds. Raises TypeError or ValueError if it is something else.
+
+        Older folders say of the lm_head true, for the mode of the layers, or false.
+        """
+        fields = dict(quantization)
+        if isinstance(fields.get("lm_head"), bool):
+            fields["lm_head"] = fields.get("mode") if fields["lm_head"] else None
+        return cls(**fields)
+
+    def of(self, name: str) -> tuple[str, int]:
+        """(mode, group) of a layer that is quantised."""
+        mode = self.lm_head if name == "lm_head" else self.mode
+        return mode, self.group if mode == "int4" else 0
 
 
 def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
@@ -27,18 +59,36 @@ def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
     weight = weight.float()
     if mode != "int4":
         return weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MOST if mode == "fp8" else 127)
-    # Of several scales for a group, the one with the least squared error is taken: a scale that reaches the
-    # group's extreme exactly serves few weights.
-    parts = weight.unflatten(-1, (-1, group))  # [..., N, K/group, group]
+    return int4_scales(weight.unflatten(-1, (-1, group)))[..., 0]
+
+
+def int4_scales(parts: Tensor, importance: Tensor | float = 1.0) -> Tensor:
+    """Groups [..., group] -> the scale of each [..., 1], bfloat16, that has the least squared error.
+
+    importance [..., group]: what the error of each weight counts.
+    """
     extreme = parts.gather(-1, parts.abs().argmax(-1, keepdim=True))
-    best, least = None, None
-    for steps in (-8.0, -7.4, -6.8, 7.0, 6.4, 5.8):  # a negative scale gives the extreme the longer side, -8
-        scale = (extreme / steps).to(torch.bfloat16)
-        safe = torch.where(scale == 0, 1, scale).float()
-        error = ((parts / safe).round().clamp(-8, 7) * scale.float() - parts).square().sum(-1, keepdim=True)
-        best = scale if best is None else torch.where(error < least, scale, best)
-        least = error if least is None else torch.minimum(error, least)
-    return best[..., 0]
+    best, least, q = None, None, None
+
+    def consider(scale: Tensor) -> None:
+        nonlocal best, least, q
+        scale = scale.to(torch.bfloat16)
+        rounded = (parts / torch.where(scale == 0, 1, scale).float()).round().clamp(-8, 7)
+        error = ((rounded * scale.float() - parts).square() * importance).sum(-1, keepdim=True)
+        better = torch.ones_like(error, dtype=torch.bool) if best is None else error < least
+        best, least, q = (
+            new if old is None else torch.where(better, new, old)
+            for new, old in ((scale, best), (error, least), (rounded, q))
+        )
+
+    # A scale that reaches the group's extreme exactly serves few weights, so others are tried; a negative one
+    # gives the extreme the longer side, -8.
+    for steps in EXTREMES:
+        consider(extreme / steps)
+    for _ in range(2):  # the scale that fits the values best, then the values that fit this scale
+        square = (q.square() * importance).sum(-1, keepdim=True)
+        consider((q * parts * importance).sum(-1, keepdim=True) / square.clamp(min=1e-30))
+    return best
 
 
 def values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
@@ -199,39 +249,33 @@ def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
     return linear_names(module, lm_head) + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
-def replace(module: nn.Module, name: str, mode: str, group: int) -> nn.Module:
-    """Put an empty quantised layer in the place `name`. Raises ValueError if the group does not divide it."""
-    parent, _, attribute = name.rpartition(".")
-    owner, group = module.get_submodule(parent), group if mode == "int4" else 0
-    old = getattr(owner, attribute)
-    if isinstance(old, nn.Parameter):
-        delattr(owner, attribute)
-        new: nn.Module = QuantizedStack(tuple(old.shape), mode, group)
-    else:
-        new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, mode, group)
-    setattr(owner, attribute, new)
-    return new
-
-
-def replace_all(module: nn.Module, mode: str, group: int, lm_head: bool) -> None:
+def replace_all(module: nn.Module, scheme: Scheme) -> None:
     """Put empty quantised layers where `quantized_names` says.
 
     Raises ValueError if a group does not divide a layer's inputs.
     """
-    for name in quantized_names(module, lm_head):
-        replace(module, name, mode, group)
+    for name in quantized_names(module, scheme.lm_head is not None):
+        parent, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        old = getattr(owner, attribute)
+        if isinstance(old, nn.Parameter):
+            delattr(owner, attribute)
+            new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name))
+        else:
+            new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, *scheme.of(name))
+        setattr(owner, attribute, new)
 
 
-def quantize_linears(module: nn.Module, lm_head: bool, mode: str = "int8", group: int = 0) -> None:
+def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
     """Quantise the linear layers of a loaded module in place. Those that are quantised already stay.
 
-    lm_head: quantise it too; a tied one becomes its own. Raises ValueError as `replace_all`.
+    A tied lm_head becomes its own. Raises ValueError as `replace_all`.
     """
-    if lm_head and module.lm_head is None:
-        module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), mode, group)
-    for name in linear_names(module, lm_head):
+    if scheme.lm_head and module.lm_head is None:
+        module.lm_head = QuantizedLinear.of(module.embed.weight.detach(), *scheme.of("lm_head"))
+    for name in linear_names(module, scheme.lm_head is not None):
         parent, _, attribute = name.rpartition(".")
         layer = module.get_submodule(name)
         bias = None if layer.bias is None else layer.bias.detach()
-        quantised = QuantizedLinear.of(layer.weight.detach(), mode, group, bias)
+        quantised = QuantizedLinear.of(layer.weight.detach(), *scheme.of(name), bias)
         setattr(module.get_submodule(parent), attribute, quantised)

@@ -20,6 +20,7 @@ from kernels.quantized import (
     FP8_MOST,
     QuantizedLinear,
     QuantizedStack,
+    Scheme,
     dequantize,
     pack_nibbles,
     quantize_linears,
@@ -32,6 +33,15 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 PROMPT = [256, *b"Once upon a time there was"]
+INT4 = ("--mode", "int4", "--group", 32)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A text that is long enough to calibrate on."""
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("\n".join(f"Item {i}: the square of {i} is {i * i}." for i in range(120)))
+    return path
 
 
 def run(capsys, *args):
@@ -100,15 +110,18 @@ def test_w8a8_rounds_activations_by_64():
 @pytest.mark.parametrize("mode, most", (("int8", 0.01), ("w8a8", 0.01), ("int4", 0.15), ("fp8", 0.05)))
 def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     out = tmp_path / "q"
-    group = ("--group", 32) if mode == "int4" else ()
-    code, printed = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *group)
+    options = ("--group", 32, "--method", "nearest") if mode == "int4" else ()
+    code, printed = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *options)
     assert code == 0
     assert all(text in printed.out for text in (f"{out}: ", f"{out / 'eagle3'}: ", "wqkv"))
     before, after = load_file(golden / "model.safetensors"), load_file(out / "model.safetensors")
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
     exact, _ = load_model(golden)
     model, config = load_model(out)
-    assert config["quantization"]["mode"] == mode and (out / "tokenizer.json").is_file()
+    beside = "int8" if mode == "int4" else mode
+    written = {"mode": mode, "group": 32 if mode == "int4" else 0, "lm_head": beside}
+    assert config["quantization"] == written and (out / "tokenizer.json").is_file()
+    assert model.lm_head.mode == beside
     layer = model.layers[2].wqkv
     assert isinstance(layer, QuantizedLinear)
     assert layer.weight.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
@@ -118,17 +131,18 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     a, b = (m.logits(m.causal(tokens)[0]) for m in (exact, model))
     assert 0 < (a - b).norm() / a.norm() < 10 * most
     head = load_head(out / "eagle3", model, "eagle3")
-    assert isinstance(head.fc, QuantizedLinear) and isinstance(head.lm_head, QuantizedLinear)
+    assert head.fc.mode == head.lm_head.mode == beside
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4"))
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, mode, dtype, temperature):
+def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode, dtype, temperature):
+    """In int4 its layers are calibrated, its lm_head and the head are int8."""
     out = tmp_path / "q"
     command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-    assert quantize.main(command) == 0
+    assert quantize.main(command + (["--calibrate", str(text)] if mode == "int4" else [])) == 0
     from kernels.cpu import load_kernels
     from kernels.packed import pack_models
 
@@ -165,6 +179,7 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     families.make_target(tmp_path / "in", "Qwen3-MoE")
     target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
     options = ("--out", tmp_path / "q", "--mode", mode, "--group", 32)
+    options += ("--method", "nearest") if mode == "int4" else ()
     code, printed = run(capsys, "--checkpoint", target, *options)
     assert code == 0 and "w_gate_up" in printed.out
     exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
@@ -202,6 +217,74 @@ def test_text_is_compared(golden, tmp_path, capsys):
     assert float(line.split("same next token ")[1].rstrip("%")) > 90
 
 
+def test_the_lm_head_beside_int4(golden, tmp_path, capsys):
+    """Is int8, int4 or left; folders of before, which said true or false, mean what they meant."""
+    exact, _ = load_model(golden)
+    for options, mode, before in (
+        (("--lm-head", "int4"), "int4", True), (("--keep-lm-head",), None, False), ((), "int8", None)
+    ):
+        out = tmp_path / str(mode)
+        options = "--checkpoint", golden, "--out", out, *INT4, "--method", "nearest", *options
+        assert run(capsys, *options)[0] == 0
+        model, config = load_model(out)
+        assert config["quantization"]["lm_head"] == mode and getattr(model.lm_head, "mode", None) == mode
+        assert model.layers[0].wo.mode == "int4"
+        if mode is None:
+            assert torch.equal(model.lm_head.weight, exact.lm_head.weight)
+        if before is not None:
+            edit(out, quantization={"mode": "int4", "group": 32, "lm_head": before})
+            again = load_model(out)[0].state_dict()
+            assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    for wrong in ("int3", 3, {}):
+        edit(out, quantization={"mode": "int4", "group": 32, "lm_head": wrong})
+        with pytest.raises(InputError, match="is none of int8, w8a8, int4, fp8"):
+            load_model(out)
+
+
+@torch.no_grad()
+def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, text):
+    """Its folder has the form of a target rounded to nearest."""
+    ids = torch.tensor([list(text.read_bytes()[:256])])
+    exact, _ = load_model(golden)
+    want, off, states = exact.logits(exact.causal(ids)[0]), {}, {}
+    for method in (("nearest",), ("gptq", "--calibrate", text)):
+        out = tmp_path / method[0]
+        code, printed = run(capsys, "--checkpoint", golden, "--out", out, *INT4, "--method", *method)
+        assert code == 0 and ("of outputs" in printed.out) == (method[0] == "gptq")
+        model, config = load_model(out)
+        states[method[0]] = {name: t.dtype for name, t in model.state_dict().items()}, config
+        off[method[0]] = (model.logits(model.causal(ids)[0]) - want).norm() / want.norm()
+    assert states["nearest"] == states["gptq"]
+    assert off["gptq"] < 0.8 * off["nearest"]
+
+
+@pytest.mark.compile
+def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for out in folders:
+        code, printed = run(capsys, "--checkpoint", golden, "--out", out, *INT4)
+        assert code == 0 and "writes a text" in printed.err and "of outputs" in printed.out
+    a, b = (load_file(out / "model.safetensors") for out in folders)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_calibrating_a_mixture_of_experts(tmp_path, monkeypatch):
+    """Attention is calibrated, the experts are rounded to nearest."""
+    from helpers import families
+
+    monkeypatch.setitem(families.SIZES, "hidden_size", 64)
+    monkeypatch.setitem(families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
+    families.make_target(tmp_path / "in", "Qwen3-MoE")
+    target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
+    ids = torch.arange(512).view(2, 256) % 50
+    errors = quantize_folder(target, tmp_path / "q", Scheme("int4", 32, "int8"), text=ids)
+    for layer in errors:
+        assert layer.of_outputs == layer.name.endswith(("wqkv", "wo")) and 0 < layer.error < 0.15
+    exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
+    stack, weight = model.layers[1].mlp.w_down, exact.layers[1].mlp.w_down
+    assert torch.equal(stack.scale, scales(weight, "int4", 32))
+
+
 def test_generate_reads_it(golden, tmp_path):
     assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
     result = load(tmp_path / "q", "eagle3", compile=False).generate("Hello", max_new_tokens=12)
@@ -215,7 +298,7 @@ def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
     target, _ = load_model(golden)
     head, stored = load_head(golden / kind, target), load_head(tmp_path / "q", target)
     before = {name: p.clone() for name, p in target.state_dict().items()}
-    quantize_linears(head, head.args.own_lm_head)
+    quantize_linears(head, Scheme("int8", 0, "int8" if head.args.own_lm_head else None))
     state, expected = head.state_dict(), stored.state_dict()
     assert state.keys() == expected.keys() and any(t.dtype == torch.int8 for t in state.values())
     for name, tensor in state.items():
@@ -279,8 +362,9 @@ def test_nothing_is_lost(golden, tmp_path, capsys):
 
 
 def test_other_refusals(golden, tmp_path, capsys):
-    code, printed = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", "--text", "x")
-    assert code == 1 and "is a head" in printed.err
+    for flag in (("--text", "x"), (*INT4, "--calibrate", "x"), (*INT4, "--method", "gptq")):
+        code, printed = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", *flag)
+        assert code == 1 and "is a head" in printed.err
     (tmp_path / "other").mkdir()
     code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "other")
     assert code == 1 and "not one of our" in printed.err
@@ -288,7 +372,7 @@ def test_other_refusals(golden, tmp_path, capsys):
         with pytest.raises(ValueError, match=r"groups|none of"):
             QuantizedLinear(64, 64, False, *wrong)
     with pytest.raises(InputError, match="does not divide"):
-        quantize_folder(golden, tmp_path / "g", "int4", group=1000)
+        quantize_folder(golden, tmp_path / "g", Scheme("int4", 1000, None))
 
 
 def test_texts_that_nothing_can_be_compared_on(golden, tmp_path, capsys):
@@ -300,9 +384,25 @@ def test_texts_that_nothing_can_be_compared_on(golden, tmp_path, capsys):
         (golden, "none.txt", "cannot be read"), (golden, "binary.txt", "cannot be read"),
         (golden, "short.txt", "are too few"), (tmp_path / "bare", "short.txt", "needs a tokenizer"),
     ):
-        options = ("--checkpoint", checkpoint, "--out", tmp_path / "out", "--text", tmp_path / text)
-        code, printed = run(capsys, *options)
-        assert code == 1 and message in printed.err and not (tmp_path / "out").exists()
+        for flag in (("--text",), (*INT4, "--calibrate")):
+            options = ("--checkpoint", checkpoint, "--out", tmp_path / "out", *flag, tmp_path / text)
+            code, printed = run(capsys, *options)
+            assert code == 1 and message in printed.err and flag[-1] in printed.err
+            assert not (tmp_path / "out").exists()
+    code, printed = run(capsys, "--checkpoint", tmp_path / "bare", "--out", tmp_path / "out", *INT4)
+    assert code == 1 and "it needs a tokenizer" in printed.err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options, words", [
+    (("--keep-lm-head", "--lm-head", "int8"), "choose one"),
+    (("--mode", "int8", "--method", "gptq"), "not for --mode int8"),
+    (("--mode", "int8", "--calibrate", "a"), "only for --mode int4"),
+    (("--mode", "int4", "--method", "nearest", "--calibrate", "a"), "only for --mode int4"),
+    (("--mode", "int4", "--calibrate", "a", "--text", "./a"), "name two files"),
+])
+def test_options_that_do_not_go_together(golden, tmp_path, capsys, options, words):
+    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", *options)
+    assert code == 1 and printed.err.startswith("error: ") and words in printed.err
 
 
 def test_a_head_of_another_checkpoint_is_not_left_inside(golden, tmp_path, capsys):
@@ -316,7 +416,7 @@ def test_scales_of_another_type_are_refused(golden, tmp_path):
     for mode, wrong in (("int8", torch.bfloat16), ("int4", torch.float32)):
         out = tmp_path / mode
         command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-        assert quantize.main(command) == 0
+        assert quantize.main(command + (["--method", "nearest"] if mode == "int4" else [])) == 0
         state = load_file(out / "model.safetensors")
         state = {k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}
         save_file(state, out / "model.safetensors")

@@ -7,7 +7,7 @@ import torch
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels.quantized import quantize_linears
+from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -97,9 +97,9 @@ def test_a_quantised_target(golden, mode, group):
     if mode == "fp8" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU does not multiply fp8")
     target, _ = load_model(golden, "cuda", torch.float32)
-    quantize_linears(target, True, mode, group)
+    quantize_linears(target, Scheme(mode, group, mode))
     head = load_head(golden / "eagle3", target, "eagle3")
-    quantize_linears(head, head.args.own_lm_head, mode, group)
+    quantize_linears(head, Scheme(mode, group, mode))
     options = {"batch": 3, "max_seq_len": 700}
     texts = [
         [o.ids for o in Decoder(target, drafter, **options).generate(PROMPTS, Sampling(100))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from kernels.quantized import QuantizedLinear, QuantizedStack, quantize_linears
+from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, quantize_linears
 
 
 @pytest.mark.parametrize("mode, group, words", [
@@ -22,4 +22,4 @@ def test_modes_and_groups_that_cannot_be(mode, group, words):
         with pytest.raises(ValueError, match=words):
             make()
     with pytest.raises(ValueError, match=words):
-        quantize_linears(nn.Sequential(nn.Linear(48, 8)), False, mode, group)
+        quantize_linears(nn.Sequential(nn.Linear(48, 8)), Scheme(mode, group, None))

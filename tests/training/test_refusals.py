@@ -9,6 +9,7 @@ from helpers.training import options, users
 import train
 from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
+from kernels.quantized import Scheme
 from training.session import check_out
 
 FILES = {
@@ -72,7 +73,7 @@ def test_bad_input_is_one_line(golden, prompt_file, folder, tmp_path, capsys, wo
 
 
 def test_a_quantised_target_is_refused(golden, prompt_file, tmp_path, capsys):
-    quantize_folder(golden, tmp_path / "int8", "int8", 64, True, False)
+    quantize_folder(golden, tmp_path / "int8", Scheme("int8", 0, "int8"))
     shutil.copyfile(golden / "tokenizer_config.json", tmp_path / "int8" / "tokenizer_config.json")
     assert train.main(options(tmp_path / "int8", prompt_file, tmp_path)) == 1
     assert "a head is trained on unquantised weights" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,40 @@
+"""Text that a target writes itself, to calibrate its quantisation on."""
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint.loading import load_model
+from common.errors import InputError
+from engine.api import encode
+from engine.decoder import Decoder
+from engine.run import Run
+from engine.tuning import PROMPTS
+from kernels.cpu import load_kernels
+from kernels.packed import pack_models
+from sampling.options import Sampling
+from tokens.tokenizer import Tokenizer
+
+
+def own_text(checkpoint: Path, rows: int = 32, most: int = 224) -> Tensor:
+    """Texts [rows, T] of token ids, the last `most` or more of them sampled at temperature 1 after `PROMPTS`.
+
+    Where an answer ends the target goes on, with turns of its own. Raises InputError without a tokenizer or a
+    C++ compiler.
+    """
+    tokenizer = Tokenizer.load(checkpoint)
+    if tokenizer is None:
+        raise InputError(f"{checkpoint}: to write a text to calibrate on, it needs a tokenizer")
+    prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
+    length = max(map(len, prompts)) + most
+    model, _ = load_model(checkpoint)
+    load_kernels()
+    pack_models(model)
+    decoder = Decoder(model, batch=rows, max_seq_len=length, compile=False)
+    run = Run(decoder, prompts, [Sampling(length, temperature=1.0, seed=i) for i in range(rows)])
+    for _ in run:
+        pass
+    texts = zip(prompts, run.outputs())
+    return torch.tensor([(prompt + output.ids)[:length] for prompt, output in texts])

@@ -1,0 +1,46 @@
+"""GPTQ against rounding to nearest, and against what it must be where inputs are not correlated."""
+import pytest
+import torch
+
+from kernels.gptq import gptq, output_error
+from kernels.quantized import dequantize, scales, values
+
+
+def correlated(inputs: int, rows: int, seed: int) -> torch.Tensor:
+    """Inputs [rows, inputs] that share a few directions, as those of a language model do."""
+    g = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(rows, inputs // 8, generator=g) @ torch.randn(inputs // 8, inputs, generator=g)
+    return mixed + 0.5 * torch.randn(rows, inputs, generator=g)
+
+
+@pytest.mark.parametrize("inputs, group", [(64, 64), (192, 32), (320, 64), (384, 128)])
+def test_it_keeps_outputs_better_than_the_nearest(inputs, group):
+    """Also on inputs that it has not seen. Blocks of columns end in and after groups."""
+    weight = torch.randn(40, inputs, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    x = correlated(inputs, 4096, seed=0)
+    seen, unseen = x[:2048].T @ x[:2048], x[2048:].T @ x[2048:]
+    q, scale = gptq(weight, seen, group)
+    assert q.dtype == torch.int8 and q.min() >= -8 and q.max() <= 7 and (q[3] == 0).all()
+    assert scale.dtype == torch.bfloat16 and scale.shape == (40, inputs // group)
+    simple = scales(weight, "int4", group)
+    nearest = dequantize(values(weight, simple, "int4"), simple, torch.float32)
+    for hessian in (seen, unseen):
+        error = output_error(weight, dequantize(q, scale, torch.float32), hessian)
+        assert error < 0.75 * output_error(weight, nearest, hessian)
+
+
+def test_where_inputs_are_not_correlated_it_is_the_nearest():
+    weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0))
+    want = scales(weight, "int4", 64)
+    for hessian in (torch.eye(256) * 7, torch.zeros(256, 256)):
+        q, scale = gptq(weight, hessian, 64)
+        assert torch.equal(scale, want) and torch.equal(q, values(weight, want, "int4"))
+
+
+def test_the_output_error_is_that_of_outputs():
+    g = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 32, generator=g), torch.randn(100, 32, generator=g)
+    other = weight + 0.1 * torch.randn(8, 32, generator=g)
+    want = ((x @ other.T - x @ weight.T).norm() / (x @ weight.T).norm()).item()
+    assert output_error(weight, other, x.T @ x) == pytest.approx(want, rel=1e-4)
