@@ -69,8 +69,8 @@ def parser() -> Options:
     )
     p.refuse(
         lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
-        lambda o: "--calibrate and --text: a text that was calibrated on says little about another;"
-        " name two files"
+        lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
+        " others; name two files"
     )
     return p
 
@@ -91,7 +91,10 @@ def calibration_text(o, source: Path):
     from engine.own_text import own_text
 
     note(f"{source}: writes a text to calibrate on")
-    return own_text(source)
+    try:
+        return own_text(source)
+    except InputError as e:
+        raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 
 
 def report(source: Path, out: Path, errors: list[LayerError]) -> None:

@@ -26,7 +26,7 @@ def own_text(checkpoint: Path, rows: int = 32, most: int = 224) -> Tensor:
     """
     tokenizer = Tokenizer.load(checkpoint)
     if tokenizer is None:
-        raise InputError(f"{checkpoint}: to write a text to calibrate on, it needs a tokenizer")
+        raise InputError(f"{checkpoint}: writing a text to calibrate on needs a tokenizer")
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
     length = max(map(len, prompts)) + most
     model, _ = load_model(checkpoint)

@@ -35,7 +35,7 @@ def gptq(weight: Tensor, hessian: Tensor, group: int) -> tuple[Tensor, Tensor]:
         for k in range(start, end):
             if k % group == 0:
                 # An error in column k costs 1 / step[k]^2, once those after it have made up for it.
-                parts = left[k : k + group].t()
+                parts = left[k : k + group].t().contiguous()
                 scale[k // group] = int4_scales(parts, step[k : k + group].reciprocal().square())[:, 0]
             unit = scale[k // group].float()
             q[k] = (left[k] / torch.where(unit == 0, 1, unit)).round().clamp(-8, 7)
