@@ -36,8 +36,8 @@ from common.cli import note
 from common.errors import InputError
 from common.plots import picture
 from engine.api import Drafting, encode, load_target
+from engine.calibrating import PROMPTS
 from engine.runtime import Runtime
-from engine.tuning import PROMPTS
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
 
