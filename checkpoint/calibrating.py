@@ -15,7 +15,7 @@ from checkpoint.folder import WEIGHTS
 from common.errors import InputError
 from kernels.gptq import gptq, output_error
 from kernels.quantized import dequantize, linear_names, pack_nibbles, scales, to_stored
-from model import KVCache, ModelArgs, Pass, TargetBlock, inverse_frequencies
+from model import KVCache, ModelArgs, Pass, TargetBlock, blank, inverse_frequencies
 
 
 class Calibrated(NamedTuple):
@@ -50,7 +50,7 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
 
         x = read("embed.weight")[ids].float()
         for i in tqdm(range(args.num_layers), desc="calibrating", disable=not sys.stderr.isatty()):
-            with torch.device("meta"):
+            with blank():
                 block = TargetBlock(args)
             state = {name: read(f"layers.{i}.{name}").float() for name in block.state_dict()}
             block.load_state_dict(state, assign=True)
