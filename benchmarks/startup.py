@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,13 +30,18 @@ PARTS = {
 READY = r"^ready ([\d.]+) s"
 
 
-def start(o, speculate: str, cache: str, *extra: str) -> dict[str, float]:
+def link(source: str, copy: str) -> None:
+    """Make a link in place of a copy."""
+    os.symlink(os.path.abspath(source), copy)
+
+
+def start(o, checkpoint: str, speculate: str, cache: str, *extra: str) -> dict[str, float]:
     """Run one process: seconds to its first byte of text, and the parts it reported.
 
     cache: the folder for compiled code. extra: more flags. Raises InputError if the process fails.
     """
     command = [
-        sys.executable, str(ROOT / "generate.py"), "--checkpoint", o.checkpoint, "--speculate", speculate,
+        sys.executable, str(ROOT / "generate.py"), "--checkpoint", checkpoint, "--speculate", speculate,
         "--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *extra,
     ]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
@@ -67,10 +73,13 @@ def run(o) -> None:
     record = describe(o.threads)
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:
+            # Without what earlier runs have measured on this machine, and left.
+            left = shutil.ignore_patterns("costs.json", ".compiled")
+            fresh = shutil.copytree(o.checkpoint, f"{cache}/checkpoint", ignore=left, copy_function=link)
             runs = {
-                "cold": [start(o, speculate, cache)],
-                "warm": [start(o, speculate, cache) for _ in range(o.repeat)],
-                "--no-compile": [start(o, speculate, cache, "--no-compile") for _ in range(o.repeat)],
+                "cold": [start(o, fresh, speculate, cache)],
+                "warm": [start(o, fresh, speculate, cache) for _ in range(o.repeat)],
+                "--no-compile": [start(o, fresh, speculate, cache, "--no-compile") for _ in range(o.repeat)],
             }
         for kind, starts in runs.items():
             medians = {part: statistics.median(one[part] for one in starts) for part in starts[0]}

@@ -54,6 +54,8 @@ def load_kernels(say: Callable[[str], None] = lambda line: None, isa: str | None
             torch.ops.load_library(str(library))
         except OSError as e:
             raise InputError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
+        for name, shapes in SHAPES.items():
+            torch.library.register_fake(f"{namespace(chosen)}::{name}")(shapes)
         _loaded[chosen.name] = Layout(*operators.layout())
     _in_use, _layout, _ops = chosen.name, _loaded[chosen.name], operators
     return chosen.name
@@ -106,7 +108,7 @@ def pack(weight: Tensor, per_word: int) -> Tensor:
     c output columns lie side by side, so that a block is read front to back, once per pass, and w =
     `per_word` inputs of each. In a weight that is not quantised, those are what 4 bytes hold.
     """
-    return _blocks(weight).unflatten(2, (-1, per_word)).transpose(1, 2).contiguous()
+    return _ops.pack(weight, _layout.columns, per_word)
 
 
 def quantized_per_word(dtype: torch.dtype) -> int:
@@ -267,3 +269,20 @@ def emit(
 def angles(positions: Tensor, inverse: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, hd/2] of positions [B, T] times inverse frequencies [hd/2], times factor."""
     return _ops.angles(positions, inverse, factor)
+
+
+# A model of which not all is on the kernels (experts, fp8) runs through torch.compile, which is told the
+# shapes of what the operators that it calls return.
+SHAPES = {
+    "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
+        (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
+    ),
+    "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible: qkv.new_empty(
+        (*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[2] * k.shape[3])
+    ),
+    "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
+    "angles": lambda positions, inverse, factor: (
+        inverse.new_empty((*positions.shape, inverse.shape[0])),
+        inverse.new_empty((*positions.shape, inverse.shape[0])),
+    ),
+}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels import cpu
 from kernels.quantized import QuantizedLinear
-from model import MLP, Block, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
+from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 
 
 class PackedLinear(nn.Module):
@@ -162,7 +162,7 @@ def pack_models(*models: nn.Module) -> bool:
         if model.lm_head is None and _takes(model.embed, dtype, device):
             model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
         for parent in list(model.modules()):
-            if parent in replaced:
+            if parent in replaced or isinstance(parent, Experts):
                 continue
             if isinstance(parent, Block) and cpu.takes(parent.head_dim, dtype, device):
                 parent.attention = attention

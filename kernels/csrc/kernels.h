@@ -89,6 +89,10 @@ struct Kernels {
 void restrict_logits(int threads, const float* logits, int64_t B, int64_t T, int64_t V, const float* temperature,
                      const int64_t* top_k, const float* top_p, float* out);
 
+// Rows [N] of `words` words each -> [ceil(N / columns), words, columns] of them, zero for the rows that are missing.
+// size: bytes of a word, 1, 2 or 4.
+void pack(int threads, const void* weight, int64_t N, int64_t words, int64_t size, int64_t columns, void* out);
+
 // temperature [B] times standard Gumbel noise [B, W, V] for key [B, 2] and positions [B, W].
 void gumbel(int threads, const int64_t* key, const int64_t* positions, const float* temperature, int64_t B,
             int64_t W, int64_t V, float* out);

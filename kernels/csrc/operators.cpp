@@ -167,6 +167,15 @@ Tensor restrict(const Tensor& logits, const Tensor& temperature, const Tensor& t
   return out;
 }
 
+// Weight [N, K] -> [ceil(N/columns), K/per_word, columns, per_word].
+Tensor pack_(const Tensor& weight, int64_t columns, int64_t per_word) {
+  const Tensor in = weight.contiguous();
+  const int64_t N = in.size(0), words = in.size(1) / per_word;
+  Tensor out = at::empty({(N + columns - 1) / columns, words, columns, per_word}, in.options());
+  pack(threads(), in.const_data_ptr(), N, words, per_word * in.element_size(), columns, out.mutable_data_ptr());
+  return out;
+}
+
 const int64_t* longs(const Tensor& t) { return t.const_data_ptr<int64_t>(); }
 const float* floats(const Tensor& t) { return t.numel() ? t.const_data_ptr<float>() : nullptr; }
 
@@ -261,6 +270,7 @@ LIBRARY(NAMESPACE, m) {
         " Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
   m.def("restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor");
+  m.def("pack(Tensor weight, int columns, int per_word) -> Tensor");
   m.def("gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor");
   m.def("draw(Tensor logits, Tensor? noise, Tensor? depth) -> Tensor");
   m.def("rank(Tensor logits, Tensor? noise, int k) -> (Tensor, Tensor)");
@@ -287,6 +297,7 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("layers", &eagle::layers);
   m.impl("move", &eagle::move);
   m.impl("restrict", &eagle::restrict);
+  m.impl("pack", &eagle::pack_);
   m.impl("gumbel", &eagle::gumbel_);
   m.impl("draw", &eagle::draw_);
   m.impl("rank", &eagle::rank_);

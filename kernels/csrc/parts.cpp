@@ -1,4 +1,5 @@
-// The parts of a step beside the networks: noise, the likeliest tokens, the tree, what is accepted and emitted.
+// The parts of a step beside the networks (noise, the likeliest tokens, the tree, what is accepted and emitted),
+// and packing.
 // tree.py, sampling/noise.py and drafters/network.py define them. Sums over a vocabulary run over chunks of
 // fixed size, added in order: the threads change nothing.
 #include <algorithm>
@@ -66,6 +67,29 @@ struct Best {  // of a vocabulary's tokens
 };
 
 }  // namespace
+
+void pack(int threads, const void* weight, int64_t N, int64_t words, int64_t size, int64_t columns, void* out) {
+  const auto run = [&](auto word) {
+    using Word = decltype(word);
+    constexpr int64_t TILE = 16;  // words of every row, whose cache lines stay
+    const auto* from = static_cast<const Word*>(weight);
+    auto* to = static_cast<Word*>(out);
+    Team::run(threads, [&](const Team& team) {
+      team.share((N + columns - 1) / columns, [&](int64_t b) {
+        const int64_t rows = std::min(columns, N - b * columns);
+        Word* block = to + b * words * columns;
+        if (rows < columns) std::fill(block, block + words * columns, Word(0));
+        for (int64_t first = 0; first < words; first += TILE)
+          for (int64_t row = 0; row < rows; row++)
+            for (int64_t k = first; k < std::min(words, first + TILE); k++)
+              block[k * columns + row] = from[(b * columns + row) * words + k];
+      });
+    });
+  };
+  if (size == 1) run(uint8_t());
+  else if (size == 2) run(uint16_t());
+  else run(uint32_t());
+}
 
 void gumbel(int threads, const int64_t* key, const int64_t* positions, const float* temperature, int64_t B,
             int64_t W, int64_t V, float* out) {

@@ -394,6 +394,23 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
+@pytest.mark.slow
+def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
+    """Attention and norms on the kernels, experts in PyTorch: in float32 the text of plain PyTorch."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    target = Transformer(ModelArgs(160, 64, 64, 2, 4, 2, 16, num_experts=4, experts_per_token=2))
+    target.requires_grad_(False).eval()
+
+    def decode(compile):
+        decoder = Decoder(target, max_seq_len=80, compile=compile)
+        return decoder.generate([list(range(3, 20))], Sampling(30))[0].ids
+
+    expected = decode(False)
+    assert not pack_models(target) and isinstance(target.layers[0].wo, PackedLinear)
+    assert decode(True) == decode(False) == expected
+
+
 def test_decoding_on_the_kernels(golden):
     """As users run it: in float32 the reference path's text, in bfloat16 plain text. Nothing is compiled."""
     said = []
