@@ -74,6 +74,7 @@ class Decoded(NamedTuple):
     ids: list[int]
     tokens_per_second: float  # tokens after the first over the time after the first; 0 if there is no second
     accept_lengths: list[int]  # tokens emitted by each step; empty if that is not known
+    steps: int = 0  # how many steps that were, if only this is known
 
 
 Contender = Callable[[list[int], int], Decoded]  # takes a prompt as token ids and how many tokens to decode

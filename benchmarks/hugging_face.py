@@ -19,7 +19,9 @@ def as_llama(target: Transformer):
 
     a = target.args
     if a.rope_scaling:
-        raise InputError("--transformers: this target scales its rotary embeddings; that is not handed over")
+        raise InputError("transformers: this target scales its rotary embeddings; that is not handed over")
+    if a.qkv_bias or a.qk_norm or a.num_experts:
+        raise InputError("transformers: this target is no LLaMA; only a LLaMA is handed over")
     weights = {
         "model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight,
         "lm_head.weight": target.lm_rows,

@@ -6,126 +6,157 @@
 ours          plain and EAGLE-3, as stored and (--int8 DIR, --w8a8 DIR) quantised; --ladder: without our
               kernels, and without torch.compile
 transformers  `generate`, plain and with prompt lookup (--transformers)
-llama.cpp     llama-cpp-python, bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights
-              are ours)
+llama.cpp     bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights are ours), by
+              llama-cpp-python or by llama-server (--llama-server); the latter also Q8_0 with EAGLE-3,
+              drafting chains (--llama-head: our head as GGUF)
+OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees (--openvino: a Python that has
+              it; --openvino-target, --openvino-head: our weights as optimum-cli exports them)
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
 
-Speeds are tokens after the first over the time after the first, greedy, one sequence: medians over the
-questions, and medians of the ratios of each question. "its plain" is plain decoding of the same kind and
-precision. tau is over all steps of all questions. On a CPU a bf16 target's head is int8, the default of
-generate.py. Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
+docs/benchmarks.md says how to build the peers. Speeds are tokens after the first over the time after the
+first, greedy, one sequence: medians over the questions, and medians of the ratios of each question.
+llama-server and OpenVINO are loaded once, in processes of their own that keep that time themselves. "its
+plain" is plain decoding of the same kind and precision; a speculative contender's text is compared with it.
+tau is over all steps of all questions. On a CPU a bf16 target's head is int8, the default of generate.py.
+Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+from typing import NamedTuple
 
 import bench  # first: it makes the modules below importable
-from bench import Contender, Decoded, describe, pooled_tau, write
+from bench import Contender, Decoded, describe, write
 
 from checkpoint.folder import read_config
-from common.cli import note
+from common.cli import note, positive
 from common.errors import InputError
 from common.plots import picture
 from engine.api import Drafting, encode, load_target
 from engine.calibrating import PROMPTS
 from engine.runtime import Runtime
+from model import Transformer
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
+from tree import TreeShape
 
 BASES = ("ours plain", "llama.cpp bf16", "transformers")  # what ratios are given to, if it is measured
 UNCOMPILED = Runtime(compile=False)  # the target's modules keep their plain weights
 
 
-class LlamaCpp:
-    """llama.cpp through its C interface: one token after the other, the largest logit each time."""
+class Entry(NamedTuple):
+    """What decodes, and the name of the contender whose text it must write if it is speculative."""
 
-    def __init__(self, file: Path, threads: int, context: int, stop_ids: list[int]):
-        import llama_cpp
-
-        self.api, self.stop_ids = llama_cpp, set(stop_ids)
-        # All layers on the GPU if llama.cpp was built for one.
-        self.llama = llama_cpp.Llama(
-            str(file), n_ctx=context, n_threads=threads, n_threads_batch=threads, n_gpu_layers=-1,
-            verbose=False,
-        )
-
-    def _next(self, ids: list[int]) -> int:
-        import numpy as np
-
-        self.llama.eval(ids)
-        logits = self.api.llama_get_logits_ith(self.llama.ctx, -1)
-        return int(np.ctypeslib.as_array(logits, (self.llama.n_vocab(),)).argmax())
-
-    def decode(self, ids: list[int], tokens: int) -> Decoded:
-        """Decode a prompt."""
-        self.llama.reset()
-        new = [self._next(ids)]
-        began = time.perf_counter()
-        while len(new) < tokens and new[-1] not in self.stop_ids:
-            new.append(self._next(new[-1:]))
-        seconds = time.perf_counter() - began
-        return Decoded(new, (len(new) - 1) / seconds if len(new) > 1 else 0.0, [])
+    decode: Contender
+    plain: str | None = None
 
 
 def check(o) -> None:
-    """Raise InputError if something that the options name is missing or of another kind."""
-    for name, path in (("--gpt-fast", o.gpt_fast), ("--gpt-fast-checkpoint", o.gpt_fast_checkpoint)):
+    """Raise InputError or ValueError if something that the options name is missing or of another kind."""
+    for name, path in (
+        ("--gpt-fast", o.gpt_fast), ("--gpt-fast-checkpoint", o.gpt_fast_checkpoint),
+        ("--llama-head", o.llama_head),
+    ):
         if path and not Path(path).exists():
             raise InputError(f"{name} {path}: is not there")
+    for name, program in (("--llama-server", o.llama_server), ("--openvino", o.openvino)):
+        if program and not shutil.which(program):
+            raise InputError(f"{name} {program}: is not there, or cannot be run; see docs/benchmarks.md")
+    for name, model in (("--openvino-target", o.openvino_target), ("--openvino-head", o.openvino_head)):
+        if model and not (Path(model) / "openvino_model.xml").is_file():
+            raise InputError(f"{name} {model}: holds no openvino_model.xml; see optimum-cli export openvino")
+    for spec in o.openvino_trees:
+        TreeShape.parse(spec)
     for mode, checkpoint in (("int8", o.int8), ("w8a8", o.w8a8)):
         if checkpoint and read_config(checkpoint, "target").get("quantization", {}).get("mode") != mode:
             raise InputError(f"--{mode} {checkpoint}: is not quantised so; see quantize.py --mode {mode}")
     if (o.transformers or o.gguf) and "quantization" in read_config(o.checkpoint, "target"):
         raise InputError(f"{o.checkpoint}: is quantised; name the unquantised one, and this with --int8")
-    if o.gguf:
+    if o.gguf and not o.llama_server:
         try:
             import llama_cpp  # noqa: F401
         except ImportError:
             message = "--gguf: llama-cpp-python is not installed (pip install llama-cpp-python)"
-            raise InputError(message) from None
+            raise InputError(f"{message}; or name --llama-server") from None
 
 
-def load_contenders(o, folder: Path) -> dict[str, Contender]:
-    """Everything that is asked for, by name. folder: for copies of the weights."""
+def load_contenders(o, started: contextlib.ExitStack) -> dict[str, Entry]:
+    """Everything that is asked for, by name. started: ends the peers' processes and removes their files."""
+    load = functools.cache(lambda checkpoint, runtime: load_target(checkpoint, runtime, note))
+    contenders = _ours(o, load)
+    stop_ids = read_config(o.checkpoint, "target")["stop_ids"]
+    if o.transformers:
+        from hugging_face import HuggingFace, as_llama
+
+        model = as_llama(load(o.checkpoint, UNCOMPILED).model)
+        lookup = HuggingFace(model, stop_ids, prompt_lookup_num_tokens=10)
+        contenders["transformers"] = Entry(HuggingFace(model, stop_ids).decode)
+        contenders["transformers, prompt lookup"] = Entry(lookup.decode, "transformers")
+    if o.gguf:
+        contenders |= _llama_cpp(o, load(o.checkpoint, UNCOMPILED).model, stop_ids, started)
+    if o.openvino:
+        contenders |= _openvino(o, stop_ids, started)
+    return contenders
+
+
+def _ours(o, load) -> dict[str, Entry]:
     as_asked = Runtime(compile=o.compile)
     kinds = [(o.checkpoint, as_asked, ""), (o.int8, as_asked, " int8"), (o.w8a8, as_asked, " w8a8")]
     if o.ladder:
         kinds.append((o.checkpoint, UNCOMPILED, ", uncompiled PyTorch"))
         if o.compile:
             kinds.append((o.checkpoint, Runtime(kernels=False), ", torch.compile only"))
-    load = functools.cache(lambda checkpoint, runtime: load_target(checkpoint, runtime, note))
-    contenders: dict[str, Contender] = {}
+    contenders = {}
     for checkpoint, runtime, suffix in kinds:
         if checkpoint:
-            target = load(checkpoint, runtime)
-            for name, method in (("plain", "none"), ("EAGLE-3", "eagle3")):
-                contenders[f"ours {name}{suffix}"] = bench.contender_of(target.decoder(Drafting(method)))
-    if o.transformers:
-        from hugging_face import HuggingFace, as_llama
+            target, plain = load(checkpoint, runtime), f"ours plain{suffix}"
+            decoders = [bench.contender_of(target.decoder(Drafting(method))) for method in ("none", "eagle3")]
+            contenders |= {plain: Entry(decoders[0]), f"ours EAGLE-3{suffix}": Entry(decoders[1], plain)}
+    return contenders
 
-        target = load(o.checkpoint, UNCOMPILED)
-        model, stop_ids = as_llama(target.model), target.config["stop_ids"]
-        lookup = HuggingFace(model, stop_ids, prompt_lookup_num_tokens=10)
-        contenders["transformers"] = HuggingFace(model, stop_ids).decode
-        contenders["transformers, prompt lookup"] = lookup.decode
-    if o.gguf:
-        from gguf_copy import write_gguf
 
-        target = load(o.checkpoint, UNCOMPILED)
-        for kind, name in (("BF16", "bf16"), ("Q8_0", "Q8_0")):
-            note(f"writing the weights as {kind} ...")
-            file = write_gguf(Path(o.gguf), target.model, folder / f"{kind}.gguf", kind)
-            peer = LlamaCpp(file, o.threads, 4096, target.config["stop_ids"])
-            contenders[f"llama.cpp {name}"] = peer.decode
+def _llama_cpp(o, model: Transformer, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
+    from gguf_copy import write_gguf
+    from llama_peer import LlamaCpp, LlamaServer
+
+    folder = Path(started.enter_context(tempfile.TemporaryDirectory()))
+    contenders = {}
+    for kind, name in (("BF16", "llama.cpp bf16"), ("Q8_0", "llama.cpp Q8_0")):
+        note(f"writing the weights as {kind} ...")
+        file = write_gguf(Path(o.gguf), model, folder / f"{kind}.gguf", kind)
+        if not o.llama_server:
+            contenders[name] = Entry(LlamaCpp(file, o.threads, stop_ids).decode)
+            continue
+        start = functools.partial(LlamaServer, o.llama_server, file, o.threads, stop_ids)
+        contenders[name] = Entry(started.enter_context(start()).decode)
+    if o.llama_head:  # `start` is that of Q8_0
+        for chain in o.llama_chains:
+            server = started.enter_context(start(o.llama_head, chain))
+            contenders[f"llama.cpp EAGLE-3 Q8_0, chain of {chain}"] = Entry(server.decode, "llama.cpp Q8_0")
+    return contenders
+
+
+def _openvino(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
+    from openvino_peer import OpenVino, as_chain, as_tree
+
+    peer = OpenVino(o.openvino, o.openvino_target, o.openvino_head, o.threads, stop_ids)
+    started.enter_context(peer)
+    contenders = {"OpenVINO": Entry(peer.contender())}
+    if o.openvino_head:
+        draftings = {f"chain of {n}": as_chain(n) for n in o.openvino_chains}
+        draftings |= {f"tree {spec}": as_tree(TreeShape.parse(spec)) for spec in o.openvino_trees}
+        for name, drafting in draftings.items():
+            contenders[f"OpenVINO EAGLE-3, {name}"] = Entry(peer.contender(**drafting), "OpenVINO")
     return contenders
 
 
@@ -148,10 +179,13 @@ def run(o) -> None:
     questions = read_prompts(o.questions) if o.questions else list(PROMPTS)
     tokenizer = Tokenizer.load(o.checkpoint)
     prompts = [encode(tokenizer, question) for question in questions[: o.limit]]
-    with tempfile.TemporaryDirectory() as folder:
-        answers = bench.time_in_turns(load_contenders(o, Path(folder)), prompts, o.max_new_tokens)
-    rows = [_row(row) for row in answers]
-    summary = summarise(rows)
+    with contextlib.ExitStack() as started:
+        entries = load_contenders(o, started)
+        decoders = {name: entry.decode for name, entry in entries.items()}
+        answers = bench.time_in_turns(decoders, prompts, o.max_new_tokens)
+    plain = {name: entry.plain for name, entry in entries.items() if entry.plain}
+    rows = [_row(row, plain) for row in answers]
+    summary = summarise(rows, plain)
     if o.gpt_fast:
         summary["gpt-fast"] = {"rate": gpt_fast(o)}
     record = describe(o.threads) | {
@@ -165,24 +199,19 @@ def run(o) -> None:
     chart(summary, record, bench.RESULTS / f"{o.name}.png")
 
 
-def plain_of(name: str) -> str:
-    """The contender that decodes plainly what this one decodes with EAGLE-3."""
-    return name.replace("EAGLE-3", "plain")
-
-
-def _row(answers: dict[str, Decoded]) -> dict:
-    """The raw figures of one question."""
-    speculative = {name: answer for name, answer in answers.items() if plain_of(name) != name}
+def _row(answers: dict[str, Decoded], plain: dict[str, str]) -> dict:
+    """The raw figures of one question. plain: see `Entry`."""
     return {
         "rates": {name: answer.tokens_per_second for name, answer in answers.items()},
-        "tau": {name: pooled_tau([answer.accept_lengths]) for name, answer in speculative.items()},
-        "equal": {name: answer.ids == answers[plain_of(name)].ids for name, answer in speculative.items()},
-        "accept_lengths": {name: answer.accept_lengths for name, answer in speculative.items()},
+        "equal": {name: answers[name].ids == answers[base].ids for name, base in plain.items()},
+        "tokens": {name: len(answers[name].ids) for name in plain},
+        "steps": {name: answers[name].steps or len(answers[name].accept_lengths) for name in plain},
+        "accept_lengths": {name: answers[name].accept_lengths for name in plain},
     }
 
 
-def summarise(rows: list[dict]) -> dict[str, dict]:
-    """Medians of speeds and of ratios; tau and equal texts of the speculative contenders."""
+def summarise(rows: list[dict], plain: dict[str, str]) -> dict[str, dict]:
+    """Medians of speeds and of ratios; of the speculative, equal texts, and tau if steps are known."""
     def ratio(name: str, base: str) -> float:
         return statistics.median(row["rates"][name] / row["rates"][base] for row in rows)
 
@@ -190,11 +219,11 @@ def summarise(rows: list[dict]) -> dict[str, dict]:
     for name in rows[0]["rates"]:
         figures = {"rate": statistics.median(row["rates"][name] for row in rows)}
         figures |= {f"x {base}": ratio(name, base) for base in BASES if base in rows[0]["rates"]}
-        if name in rows[0]["equal"]:
-            figures |= {
-                "x its plain": ratio(name, plain_of(name)), "equal": sum(row["equal"][name] for row in rows),
-                "tau": pooled_tau(row["accept_lengths"][name] for row in rows),
-            }
+        if name in plain:
+            figures["x its plain"] = ratio(name, plain[name])
+            figures["equal"] = sum(row["equal"][name] for row in rows)
+            if steps := sum(row["steps"][name] for row in rows):
+                figures["tau"] = sum(row["tokens"][name] - 1 for row in rows) / steps  # the first has no step
         summary[name] = figures
     return summary
 
@@ -242,13 +271,29 @@ def main(argv: list[str] | None = None) -> int:
     add("--ladder", action="store_true", help="also ours without our kernels, and without torch.compile")
     add("--transformers", action="store_true")
     add("--gguf", metavar="FILE", help="compare llama.cpp; FILE is any GGUF of this model")
+    add("--llama-server", metavar="FILE", help="llama.cpp's llama-server, instead of llama-cpp-python")
+    add("--llama-head", metavar="FILE", help="the EAGLE-3 head as GGUF, for llama-server")
+    add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="lengths (default 2)")
+    add("--openvino", metavar="PYTHON", help="compare OpenVINO GenAI; an interpreter that can import it")
+    add("--openvino-target", metavar="DIR", help="the target as optimum-cli exports it")
+    add("--openvino-head", metavar="DIR", help="its EAGLE-3 head, exported so")
+    add("--openvino-chains", type=positive, nargs="*", default=[3], metavar="N", help="lengths (default 3)")
+    add("--openvino-trees", nargs="+", default=[], metavar="T,D,K", help="also trees: nodes,depth,width")
     add("--gpt-fast", metavar="DIR", help="its repository; CUDA")
     add("--gpt-fast-checkpoint", metavar="FILE", help="the model in its format")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
-    p.refuse(
-        lambda o: bool(o.gpt_fast) != bool(o.gpt_fast_checkpoint),
-        lambda o: "--gpt-fast and --gpt-fast-checkpoint go together",
-    )
+    for one, other in (("gpt_fast", "gpt_fast_checkpoint"), ("openvino", "openvino_target")):
+        p.refuse(
+            lambda o, one=one, other=other: bool(getattr(o, one)) != bool(getattr(o, other)),
+            lambda o, words=f"--{one} and --{other} go together".replace("_", "-"): words,
+        )
+    for flag, other in (
+        ("llama_server", "gguf"), ("llama_head", "llama_server"), ("openvino_head", "openvino_target")
+    ):
+        p.refuse(
+            lambda o, flag=flag, other=other: getattr(o, flag) and not getattr(o, other),
+            lambda o, words=f"--{flag} needs --{other}".replace("_", "-"): words,
+        )
     return bench.run(p, run, argv)
 
 
