@@ -44,7 +44,7 @@ def write_csv(name: str, head: list[str], rows: list[list]) -> None:
 
 
 def overview() -> None:
-    """Tokens per second of this project, llama.cpp and transformers on the same weights."""
+    """Tokens per second of this project and its peers on the same weights."""
     def label(name: str) -> str:
         program, _, rest = name.partition(" ")
         if program != "ours":
@@ -53,8 +53,9 @@ def overview() -> None:
         return f"this project {precision or 'bf16'}, {method}"
 
     ranked = sorted(read("peers")["summary"].items(), key=lambda item: item[1]["rate"])
-    colours = [DARK if "EAGLE" in name else LIGHT if name.startswith("ours") else GREY for name, _ in ranked]
-    with picture(RESULTS / "overview.png", 8, 3.6) as figure:
+    ours = {True: DARK, False: LIGHT}
+    colours = [ours["EAGLE" in name] if name.startswith("ours") else GREY for name, _ in ranked]
+    with picture(RESULTS / "overview.png", 8, 0.6 + 0.3 * len(ranked)) as figure:
         axes = figure.add_subplot()
         bars = axes.barh([label(name) for name, _ in ranked], [r["rate"] for _, r in ranked], color=colours)
         axes.bar_label(bars, fmt="%.0f", padding=3)

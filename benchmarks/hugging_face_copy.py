@@ -17,8 +17,8 @@ from hugging_face import as_llama
 from checkpoint.loading import load_model
 from common.cli import Options, run_command
 from common.errors import InputError
-
-TOKENIZER = ("tokenizer.json", "chat_template.jinja")
+from common.files import read_json
+from tokens.tokenizer import copy_files
 
 
 def write_folder(checkpoint: str | Path, out: str | Path) -> Path:
@@ -30,21 +30,20 @@ def write_folder(checkpoint: str | Path, out: str | Path) -> Path:
     if out.exists():
         raise InputError(f"--out {out}: is there already; choose another folder")
     target, config = load_model(checkpoint)
-    model = as_llama(target)
-    model.generation_config.eos_token_id = config["stop_ids"]
-    model.config.eos_token_id, model.config.bos_token_id = config["stop_ids"], config.get("bos_id")
+    model, stop_ids = as_llama(target), config["stop_ids"]
+    model.generation_config.eos_token_id = stop_ids
+    model.config.eos_token_id, model.config.bos_token_id = stop_ids[0], config["bos_id"]
     part = out.with_name(f".{out.name}.partial")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     try:
         model.save_pretrained(part)
-        for name in TOKENIZER:
-            if (checkpoint / name).exists():
-                shutil.copy(checkpoint / name, part)
-        # Without a class, transformers takes a LLaMA's tokenizer for SentencePiece and adds tokens to it.
-        settings = json.loads((checkpoint / "tokenizer_config.json").read_text())
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (part / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
+        copy_files(checkpoint, part)
+        if (part / "tokenizer.json").exists():
+            # Else transformers takes any LLaMA's tokenizer for SentencePiece and adds tokens to it.
+            file = part / "tokenizer_config.json"
+            settings = read_json(file) if file.exists() else {}
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            file.write_text(json.dumps(settings, indent=1) + "\n")
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

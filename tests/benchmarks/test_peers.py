@@ -13,9 +13,12 @@ import tau
 import torch
 from bench import Decoded
 from hugging_face import as_llama
+from hugging_face_copy import main as copy_for_hugging_face
+from llama_peer import LlamaCpp
 
 from checkpoint.loading import load_model
 from common.errors import InputError
+from tokens.tokenizer import Tokenizer
 
 SMALL = ("--threads", "1", "--max-new-tokens", "12")
 
@@ -75,6 +78,15 @@ REFUSED = {  # id: what the error says, and the options; a second --checkpoint i
     "no gpt-fast": ("no: is not there", "--gpt-fast {folder}/no --gpt-fast-checkpoint {folder}"),
     "no gpt-fast checkpoint": ("no: is not there", "--gpt-fast {folder} --gpt-fast-checkpoint {folder}/no"),
     "limit 0": ("--limit 0: must be at least 1", "--limit 0"),
+    "no llama-server": ("no: is not there, or cannot be run", "--gguf x --llama-server {folder}/no"),
+    "llama-server without gguf": ("--llama-server needs --gguf", "--llama-server x"),
+    "llama-head without llama-server": ("--llama-head needs --llama-server", "--gguf x --llama-head x"),
+    "no llama-head": ("no: is not there", "--gguf x --llama-server {python} --llama-head {folder}/no"),
+    "openvino without its target": ("--openvino and --openvino-target go together", "--openvino x"),
+    "openvino-head alone": ("--openvino-head needs --openvino-target", "--openvino-head x"),
+    "no openvino": ("--openvino x/y: is not there", "--openvino x/y --openvino-target {folder}"),
+    "no openvino-target": ("holds no openvino_model.xml", "--openvino {python} --openvino-target {folder}"),
+    "no tree": ("tree: '8,2' is not nodes,depth,width", "--openvino-trees 8,2"),
 }
 
 
@@ -82,7 +94,8 @@ REFUSED = {  # id: what the error says, and the options; a second --checkpoint i
 def test_what_peers_refuse(golden, int8, tmp_path, refused, monkeypatch, words, options):
     monkeypatch.setattr(peers, "load_contenders", None)  # all of this is refused before anything is loaded
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    options = [word.format(golden=golden, int8=int8, folder=tmp_path) for word in options.split()]
+    places = {"golden": golden, "int8": int8, "folder": tmp_path, "python": sys.executable}
+    options = [word.format(**places) for word in options.split()]
     refused(peers.main, "--checkpoint", golden, *SMALL, *options, words=words)
 
 
@@ -117,7 +130,7 @@ def test_llama_cpp_decodes_until_a_stop_id(monkeypatch):
         Llama=Llama, llama_get_logits_ith=lambda ctx, i: np.ctypeslib.as_ctypes(ctx.logits)
     )
     monkeypatch.setitem(sys.modules, "llama_cpp", library)
-    peer = peers.LlamaCpp("file", 1, 64, [7])
+    peer = LlamaCpp("file", 1, [7])
     assert peer.decode([1, 2], 3).ids == [3, 4, 5] and peer.decode([1, 4], 9).ids == [5, 6, 7]
     assert peer.decode([2], 3).tokens_per_second > 0 and peer.decode([6], 3).tokens_per_second == 0
 
@@ -128,6 +141,22 @@ def test_scaled_rotary_embeddings_are_not_handed_over(golden):
     target.args = types.SimpleNamespace(rope_scaling={"factor": 8.0})
     with pytest.raises(InputError, match="scales its rotary embeddings"):
         as_llama(target)
+
+
+@pytest.mark.slow
+def test_a_hugging_face_copy_is_the_target(golden, tmp_path, refused):
+    transformers = pytest.importorskip("transformers")
+    argv = ("--checkpoint", golden, "--out", tmp_path / "copy")
+    assert copy_for_hugging_face([*map(str, argv)]) == 0
+    target, config = load_model(golden)
+    copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype="auto")
+    for name, tensor in as_llama(target).state_dict().items():
+        assert torch.equal(copy.state_dict()[name], tensor), name
+    assert copy.generation_config.eos_token_id == config["stop_ids"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "copy")
+    assert len(tokenizer) == Tokenizer.load(golden).vocab_size
+    refused(copy_for_hugging_face, *argv, words="is there already")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 @pytest.mark.slow
