@@ -1,6 +1,8 @@
 """OpenVINO GenAI's side of openvino_peer.py. It runs in the environment of that library, without ours.
 
-    python openvino_worker.py TARGET HEAD THREADS     (HEAD: "" if nothing is drafted)
+    python openvino_worker.py TARGET HEAD PROPERTIES     (HEAD: "" if nothing is drafted)
+
+PROPERTIES are those of its plugin for a CPU, as JSON: {"INFERENCE_NUM_THREADS": 2}.
 
 A request is a line of JSON on stdin: {"ids": [...], "tokens": 128, "stop_ids": [...], "drafting": {}}, where
 drafting holds what its GenerationConfig needs for the head, such as {"num_assistant_tokens": 3}; {} decodes
@@ -54,11 +56,9 @@ def generate(pipeline, ids, tokens, stop_ids, drafting) -> dict:
     return {"steps": seen.steps, "seconds": seen.times[-1] - seen.times[0]}
 
 
-def main(target: str, head: str, threads: str) -> None:
+def main(target: str, head: str, properties: str) -> None:
     """Load the models, then answer until stdin ends."""
-    # Activations in float32: bf16, its default where the processor has it, was no faster on int8 weights and
-    # took the texts away from the model's own.
-    options = {"INFERENCE_NUM_THREADS": int(threads), "INFERENCE_PRECISION_HINT": "f32"}
+    options = json.loads(properties)
     pipelines = {False: openvino_genai.LLMPipeline(target, "CPU", **options)}
     if head:
         draft = openvino_genai.draft_model(head, "CPU", **options)

@@ -149,7 +149,8 @@ def _llama_cpp(o, model: Transformer, stop_ids: list[int], started: contextlib.E
 def _openvino(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
     from openvino_peer import OpenVino, as_chain, as_tree
 
-    peer = OpenVino(o.openvino, o.openvino_target, o.openvino_head, o.threads, stop_ids)
+    properties = dict(setting.split("=", 1) for setting in o.openvino_set)
+    peer = OpenVino(o.openvino, o.openvino_target, o.openvino_head, o.threads, stop_ids, properties)
     started.enter_context(peer)
     contenders = {"OpenVINO": Entry(peer.contender())}
     if o.openvino_head:
@@ -279,9 +280,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--openvino-head", metavar="DIR", help="its EAGLE-3 head, exported so")
     add("--openvino-chains", type=positive, nargs="*", default=[3], metavar="N", help="lengths (default 3)")
     add("--openvino-trees", nargs="+", default=[], metavar="T,D,K", help="also trees: nodes,depth,width")
+    add("--openvino-set", nargs="+", default=[], metavar="NAME=VALUE", help="properties of its CPU plugin")
     add("--gpt-fast", metavar="DIR", help="its repository; CUDA")
     add("--gpt-fast-checkpoint", metavar="FILE", help="the model in its format")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    p.refuse(
+        lambda o: any("=" not in setting for setting in o.openvino_set),
+        lambda o: f"--openvino-set {' '.join(o.openvino_set)}: must be NAME=VALUE",
+    )
     for one, other in (("gpt_fast", "gpt_fast_checkpoint"), ("openvino", "openvino_target")):
         p.refuse(
             lambda o, one=one, other=other: bool(getattr(o, one)) != bool(getattr(o, other)),

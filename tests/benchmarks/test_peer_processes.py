@@ -78,6 +78,7 @@ def draft_model(path, device, **options):
 class LLMPipeline:
     def __init__(self, path, device, draft_model=None, **options):
         assert options["INFERENCE_NUM_THREADS"] == 1
+        self.offset = 10 * (options["INFERENCE_PRECISION_HINT"] == "bf16")
         self.draft = draft_model
         print("a message on stdout")
         if path.endswith("broken"):
@@ -87,7 +88,7 @@ class LLMPipeline:
         if prompt == [98]:
             raise RuntimeError("out of memory")
         assert self.draft or not config.num_assistant_tokens
-        new = [1000 if len(prompt) > 2 else prompt[-1] + 1]
+        new = [1000 if len(prompt) > 2 else prompt[-1] + 1 + self.offset]
         while len(new) < config.max_new_tokens and new[-1] not in config.stop_token_ids:
             new.append(new[-1] + 1)
         streamer.write(new[:1])
@@ -164,6 +165,9 @@ def test_openvino_is_asked(library):
             plain([98], 3)
         with pytest.raises(InputError, match="out of memory"):
             plain([1], 3)
+    properties = {"INFERENCE_PRECISION_HINT": "bf16"}
+    with OpenVino(sys.executable, "target", None, 1, [7], properties) as peer:
+        assert peer.contender()([1], 1).ids == [12]
     with pytest.raises(InputError, match="no model"):
         OpenVino(sys.executable, "broken", None, 1, [7]).__enter__()
 

@@ -86,6 +86,7 @@ REFUSED = {  # id: what the error says, and the options; a second --checkpoint i
     "openvino-head alone": ("--openvino-head needs --openvino-target", "--openvino-head x"),
     "no openvino": ("--openvino x/y: is not there", "--openvino x/y --openvino-target {folder}"),
     "no openvino-target": ("holds no openvino_model.xml", "--openvino {python} --openvino-target {folder}"),
+    "no property": ("must be NAME=VALUE", "--openvino-set A=1 B"),
     "no tree": ("tree: '8,2' is not nodes,depth,width", "--openvino-trees 8,2"),
 }
 
