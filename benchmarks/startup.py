@@ -70,6 +70,8 @@ def parts_of(notes: str) -> dict[str, float]:
 
 def run(o) -> None:
     """Start plainly and with EAGLE-3, cold and warm; print medians, write all runs."""
+    if not os.path.isdir(o.checkpoint):
+        raise InputError(f"--checkpoint {o.checkpoint}: not a folder; give a converted one")
     record = describe(o.threads)
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:

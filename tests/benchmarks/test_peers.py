@@ -210,7 +210,8 @@ def test_startup_runs_cold_and_warm(results, tmp_path, monkeypatch, refused):
     script = tmp_path / "generate.py"
     script.write_text(f"import sys\nsys.stderr.write({NOTES!r})\nprint('text')")
     monkeypatch.setattr(startup, "ROOT", tmp_path)
-    assert startup.main(["--checkpoint", "x", "--repeat", "1", "--threads", "1"]) == 0
+    (tmp_path / "x").mkdir()
+    assert startup.main(["--checkpoint", str(tmp_path / "x"), "--repeat", "1", "--threads", "1"]) == 0
     record = json.loads((results / "startup.json").read_text())
     assert {*record["eagle3"]} == {"cold", "warm", "--no-compile"}
     assert record["none"]["cold"][0]["load"] == 1.5 and record["none"]["cold"][0]["first token"] > 0
