@@ -216,8 +216,9 @@ def test_startup_runs_cold_and_warm(results, tmp_path, monkeypatch, refused):
     assert {*record["eagle3"]} == {"cold", "warm", "--no-compile"}
     assert record["none"]["cold"][0]["load"] == 1.5 and record["none"]["cold"][0]["first token"] > 0
     script.write_text("raise SystemExit('note\\nerror: no such folder')")
-    argv = ("--checkpoint", "x", "--repeat", "1", "--threads", "1")
+    argv = ("--checkpoint", tmp_path / "x", "--repeat", "1", "--threads", "1")
     refused(startup.main, *argv, words="generate.py --speculate none failed (error: no such folder)")
+    refused(startup.main, "--checkpoint", "x", words="--checkpoint x: not a folder; give a converted one")
 
 
 def test_threads_are_set(golden, monkeypatch, refused):
