@@ -14,7 +14,8 @@ import torch
 from common.errors import InputError
 from tree import PAPER_TREE, PathTree, TreeShape
 
-NARROW = ("avxvnni", "avx2", "portable")  # instruction sets without AVX-512
+# Instruction sets without AVX-512.
+NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 

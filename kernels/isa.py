@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +30,11 @@ def _x86(name: str, *more: str, base: InstructionSet | None = None) -> Instructi
     return InstructionSet(name, flags + switches, needs + more)
 
 
+def _arm(name: str, march: str, *more: str) -> InstructionSet:
+    """aarch64 with vectors, which all have, and features more."""
+    return InstructionSet(name, (f"-march={march}",), ("asimd", *more))
+
+
 _AVX2 = _x86("avx2", "avx2", "fma")
 _AVX512 = _x86("avx512", "avx512f", "avx512bw", "avx512vl", "avx512dq", base=_AVX2)
 _AVX512VNNI = _x86("avx512vnni", "avx512_vnni", base=_AVX512)
@@ -36,9 +43,16 @@ SETS = {  # best first
     isa.name: isa
     for isa in (
         _AVX512BF16, _AVX512VNNI, _AVX512, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
-        InstructionSet("portable", (), ()),
+        _arm("neoni8mm", "armv8.2-a+dotprod+bf16+i8mm", "asimddp", "bf16", "i8mm"),
+        _arm("neonbf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),
+        _arm("neondot", "armv8.2-a+dotprod", "asimddp"), _arm("neon", "armv8-a"),
+        InstructionSet("portable", ("-DPORTABLE",), ()),
     )
 }
+
+
+# What macOS calls the features of aarch64.
+SYSCTL = {"neon": "asimd", "arm.FEAT_DotProd": "asimddp", "arm.FEAT_BF16": "bf16", "arm.FEAT_I8MM": "i8mm"}
 
 
 @cache
@@ -51,8 +65,21 @@ def _cpuinfo(*names: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
+@cache
+def _sysctl() -> frozenset[str]:
+    """What macOS' sysctl says that this processor has."""
+    try:
+        command = ["/usr/sbin/sysctl", "hw.optional"]
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(line[len("hw.optional.") : -len(": 1")] for line in lines if line.endswith(": 1"))
+
+
 def features() -> frozenset[str]:
-    """What this processor has, by the names of /proc/cpuinfo; empty where the system does not say."""
+    """What this processor has, by Linux' names (/proc/cpuinfo); empty where the system does not say."""
+    if sys.platform == "darwin":
+        return frozenset(SYSCTL[name] for name in SYSCTL.keys() & _sysctl())
     return frozenset(_cpuinfo("flags", "Features").split())
 
 

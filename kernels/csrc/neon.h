@@ -1,5 +1,5 @@
-// aarch64: vectors of 4 words in 32 registers; with products of bytes and of bfloat16 where the processor has
-// them.
+// aarch64: vectors of 4 words in 32 registers; with products of bytes, of bfloat16 and of matrices of bytes
+// where the processor has them.
 #pragma once
 
 #include <arm_neon.h>
@@ -45,9 +45,11 @@ inline Floats dot_bf16(Floats sum, Words a, Words b) {
 // Bytes -> pairs of bfloat16, in which they are exact: the upper halves of floats.
 inline Words pairs_of(int8x8_t bytes) {
   const int16x8_t shorts = vmovl_s8(bytes);
-  const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(shorts))), high = vcvtq_f32_s32(vmovl_high_s16(shorts));
-  return (Words)vshrn_high_n_u32(vshrn_n_u32(vreinterpretq_u32_f32(low), 16), vreinterpretq_u32_f32(high), 16);
+  const float32x4_t low = vcvtq_f32_s32(vmovl_s16(vget_low_s16(shorts)));
+  const float32x4_t high = vcvtq_f32_s32(vmovl_high_s16(shorts));
+  return (Words)vuzp2q_u16((uint16x8_t)low, (uint16x8_t)high);
 }
+// 2 * LANES bytes -> pairs.
 inline Words pairs_of_bytes(const char* from) { return pairs_of(vld1_s8((const int8_t*)from)); }
 // 2 * LANES bytes of two values -8..7 each, 8 added -> pairs of the low ones and of the high ones.
 inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
@@ -72,6 +74,25 @@ inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   const int16x8_t w = (int16x8_t)weights, v = (int16x8_t)values;
   const int32x4_t low = vmull_s16(vget_low_s16(w), vget_low_s16(v)), high = vmull_high_s16(w, v);
   return sum + (Ints)vpaddq_s32(low, high);
+}
+#endif
+
+#ifdef __ARM_FEATURE_MATMUL_INT8
+#define BYTES_BY_TWOS 1
+// A word of each of two rows (or columns), and their next words -> each one's two words together.
+inline Words two_rows(const uint32_t* words, const uint32_t* next) {
+  return (Words)vcombine_u32(vzip1_u32(vld1_u32(words), vld1_u32(next)), vzip2_u32(vld1_u32(words), vld1_u32(next)));
+}
+inline Words first_two(Words words, Words next) { return (Words)vzip1q_u32((uint32x4_t)words, (uint32x4_t)next); }
+inline Words last_two(Words words, Words next) { return (Words)vzip2q_u32((uint32x4_t)words, (uint32x4_t)next); }
+// Two rows times two columns: a row's sums side by side.
+inline Ints dot_twos(Ints sum, Words rows, Words columns) {
+  return (Ints)vmmlaq_s32((int32x4_t)sum, (int8x16_t)rows, (int8x16_t)columns);
+}
+// The sums of one of the two rows, 0 or 1, from those of the first two columns and of the last two.
+inline Ints sums_of_row(int row, Ints first, Ints last) {
+  const int64x2_t a = (int64x2_t)first, b = (int64x2_t)last;
+  return (Ints)(row ? vzip2q_s64(a, b) : vzip1q_s64(a, b));
 }
 #endif
 

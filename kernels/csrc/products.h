@@ -218,7 +218,40 @@ template <class X, template <class> class Weights, int R>
   }
 }
 
-// The same of a tile of rounded rows. A group is summed in integers, exactly; groups in order.
+#ifdef BYTES_BY_TWOS
+// The sums of R rounded rows over the steps from p to `end`, but for the last one if their number is odd: two
+// rows, columns and steps at a time. They are exact, so it is all one in which order they are added.
+template <int R>
+inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, const char*& next,
+                        Ints (&sum)[R][VECTORS]) {
+  constexpr int64_t BYTES = VECTORS * sizeof(Words);
+  constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
+  constexpr int TWOS = (R + 1) / 2;
+  static_assert(BYTES_PER_WORD == 4 && BYTE_OFFSET == 0);
+  Ints sums[TWOS][VECTORS][2] = {};
+  for (; end - p >= 2 * BYTES; p += 2 * BYTES, value += 2 * R) {
+    fetch<2 * BYTES>(next);
+    Words rows[TWOS];
+#pragma GCC unroll 3
+    for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + R + first(i));
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+      const Words words = load<Words>(p + v * sizeof(Words)), more = load<Words>(p + BYTES + v * sizeof(Words));
+      const Words columns[2] = {first_two(words, more), last_two(words, more)};
+#pragma GCC unroll 3
+      for (int i = 0; i < TWOS; i++)
+        for (int c = 0; c < 2; c++) sums[i][v][c] = dot_twos(sums[i][v][c], rows[i], columns[c]);
+    }
+  }
+#pragma GCC unroll 3
+  for (int i = 0; i < TWOS; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++)
+      for (int r = 0; r < 2; r++) sum[first(i) + r][v] = sums_of_row(r, sums[i][v][0], sums[i][v][1]);
+}
+#endif
+
+// The same as `block_product` of a tile of rounded rows. A group is summed in integers, exactly; groups in order.
 template <int R>
 [[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b,
                                        const char* next, float* sums) {
@@ -234,7 +267,11 @@ template <int R>
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++) sum[r][v] = Ints{} + offsets[g * R + r];
-    for (const char* end = p + std::min(PER_GROUP, w.steps - g * PER_GROUP) * BYTES; p < end; p += BYTES) {
+    const char* end = p + std::min(PER_GROUP, w.steps - g * PER_GROUP) * BYTES;
+#ifdef BYTES_BY_TWOS
+    if constexpr (R > 1) sum_by_twos<R>(p, end, value, next, sum);
+#endif
+    for (; p < end; p += BYTES) {
       fetch<BYTES>(next);
       Words columns[VECTORS];
       for (int v = 0; v < VECTORS; v++) columns[v] = load_weight_bytes(p + v * WIDTH);

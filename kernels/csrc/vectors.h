@@ -11,9 +11,9 @@
 
 namespace eagle {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(PORTABLE)
 constexpr int LANES = 16;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(PORTABLE)
 constexpr int LANES = 8;
 #else
 constexpr int LANES = 4;
@@ -38,14 +38,16 @@ inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
 
 }  // namespace eagle
 
-#if defined(__AVX512F__)
+#if defined(PORTABLE)
+#include "portable.h"
+#elif defined(__AVX512F__)
 #include "avx512.h"
 #elif defined(__AVX2__)
 #include "avx2.h"
 #elif defined(__aarch64__)
 #include "neon.h"
 #else
-#include "portable.h"
+#error "kernels/isa.py names no such instruction set"
 #endif
 
 namespace eagle {

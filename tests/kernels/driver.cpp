@@ -1,0 +1,509 @@
+// The kernels without PyTorch: each against a plain loop in double precision, and bit for bit against itself with
+// fewer rows and other threads. With the argument `packing` it prints how it packs weights instead, for
+// test_alone.py, which compiles and runs this.
+#include <algorithm>
+#include <cmath>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+using namespace eagle;
+
+namespace {
+
+int checks = 0, failures = 0;
+
+void check(bool good, const char* format, ...) {
+  checks++;
+  if (good || ++failures > 20) return;
+  va_list values;
+  va_start(values, format);
+  std::vprintf(format, values);
+  va_end(values);
+  std::puts("");
+}
+
+template <class E> struct Dtype;
+template <> struct Dtype<Fp32> {
+  using Value = float;
+  static constexpr const char* NAME = "float32";
+  static constexpr double ERROR = 2e-6;  // of one product, relative to the largest
+  static float of(double x) { return float(x); }
+  static double get(float x) { return x; }
+};
+template <> struct Dtype<Bf16> {
+  using Value = uint16_t;
+  static constexpr const char* NAME = "bfloat16";
+  static constexpr double ERROR = 6e-3;
+  static uint16_t of(double x) {
+    const float rounded = float(x);
+    uint32_t bits;
+    std::memcpy(&bits, &rounded, sizeof bits);
+    return (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  }
+  static double get(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  }
+};
+template <class E> using Values = std::vector<typename Dtype<E>::Value>;
+using Doubles = std::vector<double>;
+
+std::mt19937 source(1);
+double draw() {  // about normal
+  double sum = -2;
+  for (int i = 0; i < 4; i++) sum += source() * 0x1p-32;
+  return sum * 1.7;
+}
+template <class E>
+Values<E> draws(int64_t count) {
+  Values<E> values(count);
+  for (auto& value : values) value = Dtype<E>::of(draw());
+  return values;
+}
+
+template <class V>
+bool same(const V& a, const V& b) {
+  return a.size() == b.size() && !std::memcmp(a.data(), b.data(), a.size() * sizeof a[0]);
+}
+template <class V>
+V part_of(const V& all, int64_t first, int64_t count) { return V(all.begin() + first, all.begin() + first + count); }
+
+// The largest difference, relative to the largest expected.
+template <class E>
+double error(const Values<E>& found, const Doubles& expected) {
+  double most = 1e-30, apart = 0;
+  for (size_t i = 0; i < expected.size(); i++) {
+    const double difference = std::abs(Dtype<E>::get(found[i]) - expected[i]);
+    if (!(difference <= apart)) apart = difference;  // a NaN too
+    most = std::max(most, std::abs(expected[i]));
+  }
+  return apart / most;
+}
+
+// How weights are packed: by the rules of kernels/cpu.py.
+struct Packing {
+  int64_t columns, bf16_per_word, bytes_per_word, byte_offset;
+};
+const Packing& packing() {
+  static const std::vector<int64_t> numbers = layout();
+  static const Packing all{numbers[0], numbers[1], numbers[2], numbers[3]};
+  return all;
+}
+template <class T>
+struct Matrix {  // [rows, K]
+  int64_t rows, K;
+  std::vector<T> values;
+};
+template <class T>
+std::vector<T> pack(const Matrix<T>& m, int64_t w) {  // -> [blocks, K/w, columns, w]
+  const int64_t c = packing().columns;
+  std::vector<T> out((m.rows + c - 1) / c * c * m.K);
+  for (int64_t n = 0; n < m.rows; n++)
+    for (int64_t k = 0; k < m.K; k++)
+      out[((n / c * (m.K / w) + k / w) * c + n % c) * w + k % w] = m.values[n * m.K + k];
+  return out;
+}
+std::vector<int8_t> pack_int4(const Matrix<int8_t>& m, int64_t w) {  // -> [blocks, K/w, columns/2 * w]
+  const std::vector<int8_t> bytes = pack(m, w);
+  const int64_t half = packing().columns / 2 * w;
+  std::vector<int8_t> out(bytes.size() / 2);
+  for (int64_t i = 0; i < int64_t(out.size()); i++) {
+    const int8_t* low = &bytes[i / half * 2 * half + i % half];
+    out[i] = int8_t((low[0] + 8) | (low[half] + 8) << 4);
+  }
+  return out;
+}
+std::vector<int8_t> pack_bytes(const Matrix<int8_t>& m) {
+  std::vector<int8_t> out = pack(m, packing().bytes_per_word);
+  for (int8_t& byte : out) byte = int8_t(byte ^ packing().byte_offset);
+  return out;
+}
+template <class T>
+Matrix<T> interleave(const Matrix<T>& m) {  // gate above up -> half a block of each in turn
+  const int64_t half = packing().columns / 2, N = m.rows / 2, blocks = (N + half - 1) / half;
+  Matrix<T> out{blocks * 2 * half, m.K, std::vector<T>(blocks * 2 * half * m.K)};
+  for (int64_t n = 0; n < N; n++)
+    for (int64_t up = 0; up < 2; up++)
+      std::copy_n(&m.values[(up * N + n) * m.K], m.K, &out.values[(n / half * 2 * half + up * half + n % half) * m.K]);
+  return out;
+}
+
+template <class T>
+std::vector<char> bytes_of(const std::vector<T>& values) {
+  const char* from = reinterpret_cast<const char*>(values.data());
+  return {from, from + values.size() * sizeof(T)};
+}
+
+// A random weight [N, K], packed for x in E, and the numbers that it stands for.
+struct Packed {
+  std::vector<char> data, scales;
+  Doubles numbers;  // [N, K], gate above up
+  Weight weight;
+};
+template <class E>
+Packed random_weight(Weight::Format format, int64_t N, int64_t K, bool gated = false) {
+  using D = Dtype<E>;
+  Packed p;
+  p.numbers.resize(N * K);
+  const auto whole = [&](const auto& m) { return gated ? interleave(m) : m; };
+  int64_t steps = K * int64_t(sizeof(typename D::Value)) / 4, groups = 1;
+  if (format == Weight::WHOLE) {
+    const Matrix<typename D::Value> m{N, K, draws<E>(N * K)};
+    std::transform(m.values.begin(), m.values.end(), p.numbers.begin(), D::get);
+    p.data = bytes_of(pack(whole(m), K / steps));
+  } else {
+    const int64_t size = format == Weight::INT4 ? 32 : K, most = format == Weight::INT4 ? 8 : 127;
+    Matrix<int8_t> q{N, K, std::vector<int8_t>(N * K)};
+    groups = K / size;
+    Matrix<float> scales{N, groups, draws<Fp32>(N * groups)};
+    Matrix<uint16_t> rounded{N, groups, Values<Bf16>(N * groups)};
+    for (size_t i = 0; i < scales.values.size(); i++) {
+      rounded.values[i] = Dtype<Bf16>::of(scales.values[i]);
+      if (format == Weight::INT4) scales.values[i] = Dtype<Bf16>::get(rounded.values[i]);
+    }
+    for (int64_t i = 0; i < N * K; i++) {
+      q.values[i] = int8_t(int64_t(source() % (2 * most)) - most);
+      p.numbers[i] = double(q.values[i]) * scales.values[i / size];
+    }
+    const int64_t w = format == Weight::W8A8 ? packing().bytes_per_word
+                      : std::is_same_v<E, Bf16> ? packing().bf16_per_word : 1;
+    steps = K / w;
+    p.data = bytes_of(format == Weight::W8A8   ? pack_bytes(whole(q))
+                      : format == Weight::INT4 ? pack_int4(whole(q), w) : pack(whole(q), w));
+    p.scales = format == Weight::INT4 ? bytes_of(pack(whole(rounded), 1)) : bytes_of(pack(whole(scales), 1));
+  }
+  const int64_t width = gated ? packing().columns / 2 : packing().columns;
+  const int64_t blocks = ((gated ? N / 2 : N) + width - 1) / width;
+  p.weight = {format, nullptr, nullptr, blocks, steps, groups, int64_t(p.data.size()) / blocks};
+  return p;
+}
+const Weight& weight_of(Packed& p) {  // with where its numbers lie now
+  p.weight.data = p.data.data(), p.weight.scales = p.scales.data();
+  return p.weight;
+}
+
+const char* const NAMES[] = {"whole", "int8", "int4", "w8a8"};
+
+// Every 64 of a row in steps of their largest / 127, in floats as kernels/quantized.py has it.
+template <class E>
+void round_inputs(Doubles& x, int64_t K) {
+  for (int64_t row = 0; row < int64_t(x.size()); row += K)
+    for (int64_t k = 0; k < K; k += 64) {
+      float most = 0;
+      const int64_t end = row + std::min(K, k + 64);
+      for (int64_t i = row + k; i < end; i++) most = std::max(most, std::abs(float(x[i])));
+      const float scale = most / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
+      for (int64_t i = row + k; i < end; i++) x[i] = double(std::nearbyint(float(x[i]) * inverse)) * scale;
+    }
+}
+
+template <class E>
+void check_linear(Weight::Format format, bool gated, int64_t N, int64_t K) {
+  constexpr int64_t M = 21;
+  Packed packed = random_weight<E>(format, gated ? 2 * N : N, K, gated);
+  const Weight& w = weight_of(packed);
+  Values<E> x = draws<E>(M * K);
+  std::fill_n(x.begin(), 64, typename Dtype<E>::Value(0));
+  const Values<Fp32> bias = draws<Fp32>(N);
+  const Values<E> residual = draws<E>(M * N);
+  Doubles read(M * K), plain(M * N);
+  std::transform(x.begin(), x.end(), read.begin(), Dtype<E>::get);
+  if (format == Weight::W8A8) round_inputs<E>(read, K);
+  const auto dot = [&](int64_t m, int64_t n) {
+    double sum = 0;
+    for (int64_t k = 0; k < K; k++) sum += read[m * K + k] * packed.numbers[n * K + k];
+    return sum;
+  };
+  for (int64_t m = 0; m < M; m++)
+    for (int64_t n = 0; n < N; n++) {
+      const double sum = dot(m, n);
+      plain[m * N + n] = gated ? sum / (1 + std::exp(-sum)) * dot(m, N + n) : sum;
+    }
+  check(Kernels<E>::inputs(w) == K, "%s %s: inputs", Dtype<E>::NAME, NAMES[format]);
+
+  const auto compare = [&]<class Out>(Dtype<Out>, const char* name, const float* add, const Values<E>& onto) {
+    Doubles expected = plain;
+    for (int64_t i = 0; i < M * N; i++)
+      expected[i] += (add ? add[i % N] : 0) + (onto.empty() ? 0 : Dtype<E>::get(onto[i]));
+    const auto run = [&](int threads, int64_t first, int64_t rows) {
+      Values<Out> out(rows * N);
+      Kernels<E>::linear(threads, &x[first * K], rows, w, add, onto.empty() ? nullptr : &onto[first * N], gated,
+                         !std::is_same_v<Out, E>, N, out.data());
+      return out;
+    };
+    const char *dtype = Dtype<E>::NAME, *gate = gated ? "gated " : "", *format_name = NAMES[format];
+    const Values<Out> all = run(1, 0, M);
+    const double apart = error<Out>(all, expected);
+    check(apart <= Dtype<Out>::ERROR, "%s %s %s%s: off by %g", dtype, format_name, gate, name, apart);
+    for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 21})
+      for (int64_t first : {int64_t(0), (M - rows) / 2})
+        check(same(run(1 + int(rows + first) % 3, first, rows), part_of(all, first * N, rows * N)),
+              "%s %s %s%s: %d rows from %d on differ", dtype, format_name, gate, name, int(rows), int(first));
+  };
+  compare(Dtype<E>(), "alone", nullptr, {});
+  compare(Dtype<E>(), "with bias and residual", bias.data(), residual);
+  if (!gated) compare(Dtype<Fp32>(), "to float32", bias.data(), {});
+}
+
+template <class E>
+Doubles rms_norm(const Doubles& x, const Values<E>& weight, double eps) {  // x [..., H]
+  const int64_t H = weight.size();
+  Doubles out(x.size());
+  for (int64_t row = 0; row < int64_t(x.size()); row += H) {
+    double sum = 0;
+    for (int64_t i = 0; i < H; i++) sum += x[row + i] * x[row + i];
+    const double share = 1 / std::sqrt(sum / H + eps);
+    for (int64_t i = 0; i < H; i++) out[row + i] = x[row + i] * share * Dtype<E>::get(weight[i]);
+  }
+  return out;
+}
+
+template <class E>
+void check_rms_norm(int64_t H) {
+  const Values<E> x = draws<E>(5 * H), weight = draws<E>(H);
+  Values<E> out(5 * H);
+  Doubles read(x.size());
+  std::transform(x.begin(), x.end(), read.begin(), Dtype<E>::get);
+  Kernels<E>::rms_norm(x.data(), weight.data(), 5, H, 1e-5f, out.data());
+  const double apart = error<E>(out, rms_norm<E>(read, weight, 1e-5));
+  check(apart <= Dtype<E>::ERROR, "%s rms_norm of %d: off by %g", Dtype<E>::NAME, int(H), apart);
+}
+
+// T rows of B sequences at the end of n slots; each sees some slots, and of its sequence's rows those up to itself.
+struct Scene {
+  Rows rows;
+  Values<Fp32> cosine, sine;
+  std::vector<int64_t> slots;
+  std::vector<char> visible;
+
+  Scene(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t n) : visible(B * T * n) {
+    for (int64_t row = 0; row < B * T; row++) {
+      const int64_t own = n - T + row % T;
+      slots.push_back(own);
+      for (int64_t j = 0; j <= own; j++) visible[row * n + j] = j == own || draw() > -0.5;
+      for (int64_t i = 0; i < hd / 2; i++) {
+        const double angle = draw() * 3;
+        cosine.push_back(float(std::cos(angle))), sine.push_back(float(std::sin(angle)));
+      }
+    }
+    rows = {B, T, heads, kv_heads, hd, n, cosine.data(), sine.data(), slots.data(),
+            reinterpret_cast<const bool*>(visible.data())};
+  }
+  // The t-th row of a scene of one sequence, alone.
+  Rows alone(int64_t t) const {
+    Rows one = rows;
+    one.T = 1, one.cosine += t * rows.hd / 2, one.sine += t * rows.hd / 2, one.slots += t, one.visible += t * rows.n;
+    return one;
+  }
+};
+
+template <class E>
+void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t n, bool normed) {
+  using D = Dtype<E>;
+  const Scene scene(B, T, heads, kv_heads, hd, n);
+  const Rows& rows = scene.rows;
+  const int64_t S = n + 3, stride = kv_heads * hd, width = rows.width();
+  const Values<E> qkv = draws<E>(B * T * width), keys = draws<E>(B * S * stride), values = draws<E>(B * S * stride);
+  const Values<E> q_norm = draws<E>(hd), k_norm = draws<E>(hd);
+  const Norms norms{normed ? q_norm.data() : nullptr, normed ? k_norm.data() : nullptr, 1e-5f};
+  Values<E> k = keys, v = values;
+  const auto run = [&](int threads, const Rows& rows, const Values<E>& qkv) {
+    Values<E> out(rows.B * rows.T * heads * hd);
+    Kernels<E>::attend(threads, rows, qkv.data(), norms, {k.data(), S * stride, stride}, {v.data(), S * stride, stride},
+                       out.data());
+    return out;
+  };
+  char name[99];
+  std::snprintf(name, sizeof name, "%s attend %dx%d, %d heads of %d", D::NAME, int(B), int(T), int(heads), int(hd));
+  const Values<E> found = run(1, rows, qkv);
+  // Queries [B*T, heads, hd] and keys as they should be, and what is stored.
+  Doubles rotated, stored_keys;
+  Values<E> cached;
+  for (int64_t row = 0; row < B * T; row++)
+    for (int64_t h = 0; h < heads + kv_heads; h++) {
+      Doubles head(hd);
+      std::transform(&qkv[row * width + h * hd], &qkv[row * width + (h + 1) * hd], head.begin(), D::get);
+      if (normed) head = rms_norm<E>(head, h < heads ? q_norm : k_norm, 1e-5);
+      Doubles& to = h < heads ? rotated : stored_keys;
+      for (int64_t i = 0; i < hd; i++) {
+        const double c = scene.cosine[row * hd / 2 + i % (hd / 2)], s = scene.sine[row * hd / 2 + i % (hd / 2)];
+        to.push_back(i < hd / 2 ? head[i] * c - head[i + hd / 2] * s : head[i] * c + head[i - hd / 2] * s);
+      }
+      const int64_t place = (row / T * S + scene.slots[row]) * stride + (h - heads) * hd;
+      if (h >= heads) cached.insert(cached.end(), &k[place], &k[place + hd]);
+    }
+  const double keys_apart = error<E>(cached, stored_keys);
+  check(keys_apart <= D::ERROR, "%s: stored keys are off by %g", name, keys_apart);
+  for (int64_t b = 0, row = 0; b < B; b++)
+    for (int64_t t = 0; t < T; t++, row++)
+      check(!std::memcmp(&v[(b * S + scene.slots[row]) * stride], &qkv[(row + 1) * width - stride],
+                         stride * sizeof v[0]), "%s: stored values of row %d", name, int(row));
+  Doubles expected;
+  for (int64_t row = 0; row < B * T; row++)
+    for (int64_t h = 0; h < heads; h++) {
+      const int64_t cache = row / T * S * stride + h / (heads / kv_heads) * hd;
+      Doubles sum(hd);
+      double total = 0;
+      for (int64_t j = 0; j < n; j++) {
+        if (!scene.visible[row * n + j]) continue;
+        double score = 0;
+        for (int64_t i = 0; i < hd; i++)
+          score += rotated[(row * heads + h) * hd + i] * D::get(k[cache + j * stride + i]);
+        const double weight = std::exp(score / std::sqrt(double(hd)));
+        total += weight;
+        for (int64_t i = 0; i < hd; i++) sum[i] += weight * D::get(v[cache + j * stride + i]);
+      }
+      for (double value : sum) expected.push_back(value / total);
+    }
+  const double apart = error<E>(found, expected);
+  check(apart <= 2 * D::ERROR, "%s: off by %g", name, apart);
+  for (int threads : {2, 3, 5}) check(same(run(threads, rows, qkv), found), "%s: %d threads", name, threads);
+  for (int64_t t = 0; B == 1 && t < T; t++)
+    check(same(run(1 + t % 3, scene.alone(t), part_of(qkv, t * width, width)),
+               part_of(found, t * heads * hd, heads * hd)), "%s: row %d alone", name, int(t));
+}
+
+// All layers at once are the kernels one after the other, and a tree is its rows one by one, bit for bit.
+template <class E>
+void check_layers(Weight::Format format) {
+  constexpr int64_t T = 7, heads = 4, kv_heads = 2, hd = 16, n = 140, H = heads * hd, inner = 96, L = 2;
+  constexpr int64_t stride = kv_heads * hd;
+  const Scene scene(1, T, heads, kv_heads, hd, n);
+  const Rows& rows = scene.rows;
+  const int64_t width = rows.width();
+  const Values<Fp32> bias = draws<Fp32>(width);
+  struct Weights {
+    Values<E> attn_norm, mlp_norm, q_norm, k_norm, k, v;
+    Packed wqkv, wo, gate_up, down;
+  };
+  std::vector<Weights> weights(L);
+  for (Weights& w : weights) {
+    w.attn_norm = draws<E>(H), w.mlp_norm = draws<E>(H), w.q_norm = draws<E>(hd), w.k_norm = draws<E>(hd);
+    w.k = draws<E>(n * stride), w.v = draws<E>(n * stride);
+    w.wqkv = random_weight<E>(format, width, H), w.wo = random_weight<E>(format, H, H);
+    w.gate_up = random_weight<E>(format, 2 * inner, H, true), w.down = random_weight<E>(format, H, inner);
+  }
+  const auto layers_of = [&](std::vector<Weights>& all) {
+    std::vector<Layer> layers;
+    for (Weights& w : all)
+      layers.push_back({w.attn_norm.data(), weight_of(w.wqkv), bias.data(), {w.q_norm.data(), w.k_norm.data(), 1e-5f},
+                        weight_of(w.wo), w.mlp_norm.data(), weight_of(w.gate_up), weight_of(w.down),
+                        {w.k.data(), n * stride, stride}, {w.v.data(), n * stride, stride}});
+    return layers;
+  };
+  const Values<E> x = draws<E>(T * H);
+  std::vector<Weights> once = weights;
+  Values<E> expected = x, features(T * 2 * H), normed(T * H), qkv(T * width), attended(T * H), gated(T * inner);
+  const auto keep = [&](int64_t which) {
+    for (int64_t t = 0; t < T; t++) std::copy_n(&expected[t * H], H, &features[(t * 2 + which) * H]);
+  };
+  const auto linear = [&](const Values<E>& x, const Weight& w, const float* bias, bool gated, bool onto, Values<E>& out) {
+    Kernels<E>::linear(1, x.data(), T, w, bias, onto ? out.data() : nullptr, gated, false, out.size() / T, out.data());
+  };
+  for (const Layer& l : layers_of(once)) {
+    if (l.k.data == once[1].k.data()) keep(0);
+    Kernels<E>::rms_norm(expected.data(), l.attn_norm, T, H, 1e-5f, normed.data());
+    linear(normed, l.wqkv, l.bias, false, false, qkv);
+    Kernels<E>::attend(1, rows, qkv.data(), l.norms, l.k, l.v, attended.data());
+    linear(attended, l.wo, nullptr, false, true, expected);
+    Kernels<E>::rms_norm(expected.data(), l.mlp_norm, T, H, 1e-5f, normed.data());
+    linear(normed, l.gate_up, nullptr, true, false, gated);
+    linear(gated, l.down, nullptr, false, true, expected);
+  }
+  keep(1);
+  for (bool together : {true, false})
+    for (int threads : {1, 2, 3}) {
+      std::vector<Weights> mine = weights;
+      Values<E> out = x, kept(T * 2 * H);
+      const std::vector<Layer> layers = layers_of(mine);
+      if (together) Kernels<E>::layers(threads, rows, H, layers, 1e-5f, {1, L}, out.data(), kept.data());
+      for (int64_t t = 0; !together && t < T; t++)
+        Kernels<E>::layers(threads, scene.alone(t), H, layers, 1e-5f, {1, L}, &out[t * H], &kept[t * 2 * H]);
+      bool caches = true;
+      for (int64_t l = 0; l < L; l++) caches &= same(mine[l].k, once[l].k) && same(mine[l].v, once[l].v);
+      check(same(out, expected) && same(kept, features) && caches, "%s layers, %s, %s, %d threads: other bits",
+            Dtype<E>::NAME, NAMES[format], together ? "all rows" : "row by row", threads);
+    }
+}
+
+void check_restrict(int64_t top_k, float top_p) {
+  constexpr int64_t B = 3, T = 3, V = 300;
+  Values<Fp32> logits = draws<Fp32>(B * T * V);
+  for (float& logit : logits) logit *= 4;
+  std::fill_n(logits.begin(), 7, 9.0f);  // ties
+  const float warm[B] = {0.7f, 1.3f, 0};
+  const std::vector<int64_t> k(B, top_k);
+  const std::vector<float> p(B, top_p);
+  Values<Fp32> expected = logits;
+  for (int64_t row = 0; row < 2 * T; row++) {  // the third sequence is greedy
+    float* x = &expected[row * V];
+    std::vector<float> order(x, x + V);
+    std::sort(order.rbegin(), order.rend());
+    const float least = top_k ? order[top_k - 1] : order.back();
+    double total = 0, above = 0;
+    const auto mass = [&](float logit) { return std::exp(double(logit - order[0]) / warm[row / T]); };
+    for (float logit : order) total += logit >= least ? mass(logit) : 0;
+    float last = order[0];  // the least likely one that is needed
+    for (int64_t i = 0; i < V && above < total * top_p && order[i] >= least; i++) above += mass(last = order[i]);
+    for (int64_t i = 0; i < V; i++)
+      if (x[i] < (top_p < 1 ? last : least)) x[i] = -INFINITY;
+  }
+  for (int threads : {1, 2, 3}) {
+    Values<Fp32> out(logits.size());
+    restrict_logits(threads, logits.data(), B, T, V, warm, k.data(), p.data(), out.data());
+    check(same(out, expected), "restrict to %d and %g, %d threads", int(top_k), top_p, threads);
+  }
+}
+
+template <class T>
+void print(const char* name, const std::vector<T>& values) {
+  std::printf("%s ", name);
+  for (char byte : bytes_of(values)) std::printf("%02x", uint8_t(byte));
+  std::puts("");
+}
+
+// For test_alone.py, which packs the same numbers with kernels/cpu.py.
+void print_packing() {
+  const auto [columns, bf16_per_word, bytes_per_word, byte_offset] = packing();
+  std::printf("layout %d %d %d %d\n", int(columns), int(bf16_per_word), int(bytes_per_word), int(byte_offset));
+  Matrix<int8_t> m{74, 8, {}};
+  for (int i = 0; i < 74 * 8; i++) m.values.push_back(int8_t(i * 7 % 16 - 8));
+  print("pack", pack(m, bf16_per_word));
+  print("pack_int4", pack_int4(m, bf16_per_word));
+  print("pack_bytes", pack_bytes(m));
+  print("pack_scale", pack(m, 1));
+  print("interleave", interleave(m).values);
+}
+
+template <class E>
+void check_dtype() {
+  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8})
+    for (bool gated : {false, true}) check_linear<E>(format, gated, gated ? 45 : 75, 160);
+  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::W8A8})
+    check_linear<E>(format, false, 33, 100);  // a part of 64 inputs, and an odd number of words
+  for (int64_t size : {1, 50, 576}) check_rms_norm<E>(size);
+  check_attend<E>(1, 1, 4, 4, 32, 5, false), check_attend<E>(2, 7, 6, 2, 64, 70, false);
+  check_attend<E>(1, 16, 9, 3, 64, 300, true), check_attend<E>(3, 5, 8, 1, 128, 33, true);
+  check_attend<E>(1, 5, 3, 1, 100, 140, false), check_attend<E>(1, 2, 2, 2, 6, 9, true);
+  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8}) check_layers<E>(format);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count > 1 && !std::strcmp(arguments[1], "packing")) return print_packing(), 0;
+  check_dtype<Fp32>();
+  check_dtype<Bf16>();
+  for (int64_t top_k : {0, 1, 5, 300})
+    for (float top_p : {1.0f, 0.9f, 0.5f, 1e-6f}) check_restrict(top_k, top_p);
+  std::printf("%d checks, %d failed\n", checks, failures);
+  return failures != 0;
+}
