@@ -59,4 +59,6 @@ def test_what_is_expected_depends_on_the_machine(monkeypatch):
     monkeypatch.setattr("helpers.skips.X86", False)
     assert expected("Triton is not installed") and expected("names an x86 processor")
     monkeypatch.setattr("helpers.skips.no_gpu", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: None if name == "qemu-aarch64" else name)
+    assert expected("aarch64 needs a compiler and an emulator") and not expected("clang++ is not installed")
     assert not expected("the demo checkpoint is not there")

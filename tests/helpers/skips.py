@@ -5,6 +5,7 @@ This is a pytest plugin; `tests/conftest.py` loads it.
 import os
 import platform
 import re
+import shutil
 import sys
 
 import pytest
@@ -25,6 +26,8 @@ EXPECTED = (
     (r"could not import 'transformers'", lambda: sys.version_info < (3, 11)),
     (r"names an x86 processor", lambda: not X86),
     (r"no /proc here|needs Linux' high-water mark", lambda: not os.access("/proc/self/clear_refs", os.W_OK)),
+    (r"aarch64 needs ", lambda: not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64"))),
+    (r"clang\+\+ is not installed", lambda: not shutil.which("clang++")),
     (r"the files of .* cannot be had here", lambda: True),  # no network, or no npm
     (r"the files of .* carry no template", lambda: True),  # the publisher left it out
 )

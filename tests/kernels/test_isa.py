@@ -1,4 +1,6 @@
 """Which instruction set is chosen."""
+import subprocess
+
 import pytest
 from helpers.refusals import refused
 
@@ -7,6 +9,9 @@ from kernels import isa
 ZEN3 = frozenset(("fpu", "sse2", "avx", "avx2", "fma", "f16c", "bmi2"))
 ZEN4 = ZEN3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
 ALDER_LAKE = ZEN3 | {"avx_vnni"}
+CORTEX_A72 = frozenset(("fp", "asimd", "aes", "crc32"))
+NEOVERSE_N1 = CORTEX_A72 | {"asimddp", "asimdhp"}
+NEOVERSE_V1 = NEOVERSE_N1 | {"bf16", "i8mm", "sve"}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +27,8 @@ def on(monkeypatch, features) -> None:
     (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
     (ZEN4 - {"avx512_vnni", "avx512_bf16"}, "avx512"), (ALDER_LAKE, "avxvnni"),
     (ZEN3, "avx2"), (ZEN3 - {"fma"}, "portable"), ((), "portable"),
+    (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neonbf16"), (NEOVERSE_N1, "neondot"),
+    (CORTEX_A72, "neon"),
 ))
 def test_the_best_one_is_chosen(monkeypatch, features, best):
     on(monkeypatch, features)
@@ -44,3 +51,25 @@ def test_what_cannot_be_chosen(monkeypatch):
     monkeypatch.setenv(isa.VARIABLE, "avx512")
     with refused("EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512vl"):
         isa.choose()
+
+
+@pytest.mark.parametrize("says, best", (
+    ("hw.optional.neon: 1\nhw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_BF16: 1\n"
+     "hw.optional.arm.FEAT_I8MM: 1\nhw.optional.arm.FEAT_SME: 0\n", "neoni8mm"),  # as an M2
+    ("hw.optional.neon: 1\nhw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_BF16: 0\n"
+     "hw.optional.arm.FEAT_I8MM: 0\n", "neondot"),  # as an M1
+    ("hw.optional.floatingpoint: 1\nhw.optional.neon: 1\n", "neon"),  # macOS 11
+    ("", "portable"), (None, "portable"),
+))
+def test_macos(monkeypatch, says, best):
+    def sysctl(command, **options):
+        if says is None:
+            raise FileNotFoundError(command[0])
+        assert command == ["/usr/sbin/sysctl", "hw.optional"]
+        return subprocess.CompletedProcess(command, 0, says)
+
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("subprocess.run", sysctl)
+    isa._sysctl.cache_clear()
+    assert isa.choose().name == best
+    isa._sysctl.cache_clear()
