@@ -11,7 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -36,14 +36,19 @@ SHORT, LONG = 128, 4096  # tokens of context; between and beyond them a cost is 
 BUDGET = 2.0  # seconds of measuring, unless that is not enough for MIN_REPEAT turns
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
+PASSES = ("verify", "read", "level")  # in the order of `Costs`
 Seconds = dict[int, dict[int, float]]  # by context, by rows
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a pass by context and rows: of the target (`verify`) and of the head (`level`)."""
+    """Seconds of a pass by context and rows: of the target (`verify`) and of the head.
+
+    The head's first pass of a step (`read`) finds its weights far away, the others (`level`) in a cache.
+    """
 
     verify: Seconds
+    read: Seconds
     level: Seconds
 
     def step(self, shape: TreeShape | None, context: int, batch: int = 1, reads: int = 0) -> float:
@@ -53,7 +58,7 @@ class Costs:
         """
         if shape is None:
             return _at(self.verify, context, batch)
-        catch_up = _at(self.level, context, batch * max(reads, shape.window))
+        catch_up = _at(self.read, context, batch * max(reads, shape.window))
         levels = shape.depth * _at(self.level, context, batch * shape.width)
         return _at(self.verify, context, batch * shape.nodes) + catch_up + levels
 
@@ -135,8 +140,15 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
     """
     passes = {n: Passes(target, head, compile, n) for n in contexts}
     calls = {(n, *key): call for n, some in passes.items() for key, call in some.calls().items()}
-    times: dict[tuple[int, str, int], list[float]] = {key: [] for key in calls}
+    times: dict[tuple[int, str, int], list[float]] = {}
     settle = next(iter(passes.values())).settle
+
+    def timed(context: int, name: str, rows: int, call: Callable[[], object]) -> None:
+        start = time.perf_counter()
+        call()
+        settle()
+        times.setdefault((context, name, rows), []).append(time.perf_counter() - start)
+
     with threads_for(target):
         for call in calls.values():  # compile, touch the caches
             call()
@@ -146,17 +158,16 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
             for turn in range(MAX_REPEAT):
                 if turn >= MIN_REPEAT and time.perf_counter() - began > BUDGET:
                     break
-                for key, call in calls.items():
-                    start = time.perf_counter()
-                    call()
-                    settle()
-                    times[key].append(time.perf_counter() - start)
+                for (context, name, rows), call in calls.items():
+                    if name == "level":
+                        calls[context, "verify", VERIFY_ROWS[0]]()
+                        timed(context, "read", rows, call)
+                    timed(context, name, rows, call)
     medians = {key: statistics.median(t) for key, t in times.items()}
-    verify, level = (
+    return Costs(*(
         {n: {rows: t for (m, name, rows), t in medians.items() if (m, name) == (n, which)} for n in contexts}
-        for which in ("verify", "level")
-    )
-    return Costs(verify, level)
+        for which in PASSES
+    ))
 
 
 def measured_once(
@@ -174,18 +185,17 @@ def measured_once(
         try:
             return Costs(*(
                 {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
-                for part in (kept[made_by]["verify_ms"], kept[made_by]["level_ms"])
+                for part in (kept[made_by][f"{name}_ms"] for name in PASSES)
             ))
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
     say("measuring what the passes of a step cost on this machine ...")
     costs = measure(target, head, compile, contexts)
-    verify, level = (
-        {n: {rows: round(t * 1e3, 4) for rows, t in by_rows.items()} for n, by_rows in part.items()}
-        for part in (costs.verify, costs.level)
-    )
+    kept[made_by] = {
+        f"{name}_ms": {n: {r: round(t * 1e3, 4) for r, t in by_rows.items()} for n, by_rows in part.items()}
+        for name, part in asdict(costs).items()
+    }
     with contextlib.suppress(OSError):  # a cache: measured again next time
-        kept[made_by] = {"verify_ms": verify, "level_ms": level}
         write_text(file, json.dumps(kept, indent=1) + "\n")
     return costs
 

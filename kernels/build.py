@@ -78,8 +78,8 @@ def _run(commands: list[list[str]]) -> None:
                 errors.seek(0)
                 lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
                 raise InputError(
-                    f"{commands[0][0]} could not compile the kernels ({lines[0].strip()}); set CXX to a newer "
-                    "one, name another --isa, or pass --no-kernels"
+                    f"{commands[0][0]} could not compile the kernels ({lines[0].strip()}); set CXX to a"
+                    " newer one, name another --isa, or pass --no-kernels"
                 )
 
 

@@ -27,7 +27,8 @@ def known(small=1.8, large=3.0, ease=(0.8, 1.0, 1.2)) -> Calibration:
 def flat(row=0.0001, first=0.010, level=0.001) -> Costs:
     """Passes that cost `first` and `row` for every further row, at any context."""
     verify = {n: {rows: first + row * (rows - 1) for rows in (1, 8, 64)} for n in (SHORT, LONG)}
-    return Costs(verify, {n: {1: level, 10: level} for n in (SHORT, LONG)})
+    head = {n: {1: level, 10: level} for n in (SHORT, LONG)}
+    return Costs(verify, head, head)
 
 
 def test_between():
@@ -40,7 +41,8 @@ def test_the_cost_of_a_step():
     assert costs.step(None, SHORT) == pytest.approx(0.010)
     assert costs.step(SMALL, 1000) == pytest.approx(0.010 + 3 * 0.0001 + 2 * 0.001)
     assert costs.step(SMALL, SHORT, batch=4) == pytest.approx(0.010 + 15 * 0.0001 + 2 * 0.001)
-    long = Costs({SHORT: {1: 1.0, 2: 1.0}, LONG: {1: 3.0, 2: 3.0}}, {SHORT: {1: 0.0, 2: 0.0}})
+    free = {SHORT: {1: 0.0, 2: 0.0}}
+    long = Costs({SHORT: {1: 1.0, 2: 1.0}, LONG: {1: 3.0, 2: 3.0}}, free, free)
     assert long.step(None, (SHORT + LONG) // 2) == pytest.approx(2.0)
 
 
