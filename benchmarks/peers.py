@@ -28,6 +28,7 @@ import functools
 import os
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -304,4 +305,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no peer's process is left behind
     sys.exit(main())
