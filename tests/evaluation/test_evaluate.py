@@ -6,10 +6,12 @@ import pytest
 
 import evaluate
 from engine.api import Drafting, load_target
+from engine.calibration import Calibration
 from engine.runtime import Runtime
 from evaluation import session
 from evaluation.answers import Answer
 from evaluation.methods import load_contenders
+from tree import TreeShape
 
 # In one group, the run that most tests begin with is made once.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("evaluate")]
@@ -234,3 +236,19 @@ def test_other_rules_are_named_and_not_judged(run, golden, capsys):
         "--tree lookup=4,1,2": "none of",
     }.items():
         assert go(*draft, *wrong.split(), out="no") == 1 and message in capsys.readouterr().err
+
+
+def test_calibrating_a_head(golden, tmp_path, capsys):
+    """On the questions' own answers; what is written is what `--tree auto` goes by."""
+    shutil.copytree(golden, tmp_path / "t")
+    (tmp_path / "one.jsonl").write_text('{"turns": ["what is 3?"]}\n{"turns": ["count to 7"]}\n')
+    assert evaluate.main([
+        "--checkpoint", str(tmp_path / "t"), "--out", str(tmp_path / "out"), "--questions", str(tmp_path),
+        "--no-compile", "--threads", "1", "--max-new-tokens", "40", "--observe", "0", "--calibrate",
+        "--speculate", "eagle3,lookup",
+    ]) == 0
+    head = tmp_path / "t" / "eagle3"
+    assert f"wrote {head / 'calibration.json'}" in capsys.readouterr().err
+    known = Calibration.read(head)
+    taus = known.taus[0.0]
+    assert len(known.ease) <= 2 and taus[TreeShape(60, 7, 10)] > taus[TreeShape(2, 0, 1)]

@@ -19,6 +19,7 @@ BAD_INPUT = {  # id: what the error says, and the option that is changed
     "folder without questions": ("holds no question files", "--questions", "{folder}/empty"),
     "unknown tree": ("none of auto, paper", "--tree", "bush"),
     "head that is not there": ("no draft head", "--draft", "{folder}/no"),
+    "calibrating a head that is none": ("has no EAGLE head; add", "--speculate", "lookup --calibrate"),
     "no chat template": ("need a tokenizer and a chat template", "--checkpoint", "{folder}/mute"),
 }
 
@@ -36,7 +37,7 @@ def folder(golden, tmp_path_factory) -> Path:
 def test_bad_input_is_one_line(golden, folder, tmp_path, capsys, words, flag, value):
     given = {"--checkpoint": golden, "--out": tmp_path / "out", "--limit": 1}
     given[flag] = value.format(folder=folder)
-    argv = [str(word) for pair in given.items() for word in pair]
+    argv = [word for pair in given.items() for text in pair for word in str(text).split()]
     assert evaluate.main(["--no-compile", *argv]) == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and words in lines[0], lines

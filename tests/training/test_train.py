@@ -10,6 +10,7 @@ from helpers.training import log_of, options
 import train
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
+from engine.calibration import Calibration
 from engine.decoder import Decoder
 from sampling.options import Sampling
 from training.plan import SHORT
@@ -45,6 +46,7 @@ def test_trains_exports_and_decodes(golden, prompt_file, tmp_path, kind):
     card = (tmp_path / "head" / "README.md").read_text()
     assert card.startswith(TITLES[kind])
     assert "answers" in card and "| 6 |" in card and "python train.py" in card
+    assert (Calibration.read(folder) is not None) == (kind in ("eagle", "eagle3"))
     assert (tmp_path / "head" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
