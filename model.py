@@ -216,16 +216,17 @@ def cache_bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> 
 class KVCache(nn.Module):
     """Keys and values of one layer: two buffers [B, S, nkv, hd] that keep their address.
 
-    Slots before heads, so that the live prefix and the rows of one token are both contiguous.
+    In memory heads come before slots, so that the live prefix of a head is contiguous.
     """
 
     def __init__(
         self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
     ):
         super().__init__()
-        shape = (batch, slots, args.num_kv_heads, args.head_dim)
-        self.register_buffer("k", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
-        self.register_buffer("v", torch.zeros(shape, dtype=dtype, device=device), persistent=False)
+        shape = (batch, args.num_kv_heads, slots, args.head_dim)
+        for name in ("k", "v"):
+            buffer = torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
+            self.register_buffer(name, buffer, persistent=False)
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k, v [B, T, nkv, hd] at slots [B, T] (each sequence has its own)."""

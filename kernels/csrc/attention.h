@@ -1,9 +1,13 @@
 // Attention of one layer over the live prefix of its cache, after head norms, rotary and the cache write.
 //
-// Row-invariant: a row's sums run over the slots it sees in ascending order, in blocks of BLOCK_SLOTS of them
-// that begin from zero and are added in order. Where a slot lies among other rows' slots, what rows there are
-// and which thread takes a block changes nothing. Softmax weights are taken relative to a power of two, so that
-// bringing two blocks to one scale is exact.
+// Row-invariant: a row counts the slots that it sees, in ascending order; a slot's number is its rank for this
+// row. Sums run over ranks, in blocks of BLOCK_SLOTS that begin from zero and are added in order. Where a slot
+// lies among other rows' slots, what rows there are and which thread takes a block changes nothing. Softmax
+// weights are taken relative to a power of two, so that bringing two blocks to one scale is exact.
+//
+// Scores and weighted values are products like those of a linear layer: rows of a group times a tile of BLOCK
+// columns, which are slots for scores and places in a head for values. Keys and values are brought to that
+// layout a block at a time, once for all rows.
 #pragma once
 
 #include <alloca.h>
@@ -17,7 +21,9 @@
 
 #include "kernels.h"
 #include "norm.h"
+#include "products.h"
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace eagle {
@@ -38,333 +44,359 @@ inline void rotate_head(const Value<E>* head, const float* cosine, const float* 
   }
 }
 
-// The query rows of one sequence that share a key/value head: T of each of `per_kv` heads, taken in groups of
-// LANES, one per lane.
-struct Groups {
-  int64_t per_kv, T, count;
-  Groups(int64_t per_kv, int64_t T) : per_kv(per_kv), T(T), count((per_kv * T + LANES - 1) / LANES) {}
-
-  int size(int64_t group) const { return std::min<int64_t>(LANES, per_kv * T - group * LANES); }
-  // Which query head and which row of its sequence the r-th row of a group is.
-  int64_t head_of(int64_t kv, int64_t group, int r) const { return kv * per_kv + (group * LANES + r) / T; }
-  int64_t row_of(int64_t group, int r) const { return (group * LANES + r) % T; }
-};
-
 constexpr int64_t BLOCK_SLOTS = 128;  // of one row, that are summed up before they are added to those before
 
-// The slots that the rows of one sequence attend to, by block: entries start[k] .. start[k + 1] are the slots
-// that are in the k-th block of some row. A slot may be in one block for one row and in the next for another.
-struct LiveSlots {
-  std::vector<int32_t> slots;
-  std::vector<int64_t> start;
-  std::vector<uint16_t> seen;  // [groups, entries], bit r: the r-th row of the group sees it, in this block
+// The slots that one row attends to: all before `prefix`, then those of the tail, in ascending order.
+struct Seen {
+  int64_t prefix = 0;
+  std::vector<int32_t> tail;
 
-  int64_t blocks() const { return start.size() - 1; }
+  int64_t count() const { return prefix + tail.size(); }
+  int64_t slot(int64_t rank) const { return rank < prefix ? rank : tail[rank - prefix]; }
+  int64_t in(int64_t block) const {  // how many of them are
+    return std::clamp<int64_t>(count() - block * BLOCK_SLOTS, 0, BLOCK_SLOTS);
+  }
 
-  // visible [T, n]: what each of the T rows of the sequence sees.
-  void read(const bool* visible, int64_t T, int64_t n, const Groups& groups) {
-    int64_t prefix = n;  // slots that all rows see: there a slot's rank is its number
-    for (int64_t t = 0; t < T; t++)
-      if (const void* hidden = std::memchr(visible + t * n, 0, prefix))
-        prefix = static_cast<const bool*>(hidden) - (visible + t * n);
-    const int64_t tail = n - prefix;
-    std::vector<int32_t> block(T * tail, -1);  // of a row's slot, -1: it does not see it
-    int64_t last = prefix ? (prefix - 1) / BLOCK_SLOTS : 0;
-    for (int64_t t = 0; t < T; t++)
-      for (int64_t j = 0, rank = prefix; j < tail; j++)
-        if (visible[t * n + prefix + j])
-          block[t * tail + j] = rank++ / BLOCK_SLOTS, last = std::max(last, (rank - 1) / BLOCK_SLOTS);
-    const int64_t first = prefix / BLOCK_SLOTS;  // the first block with slots of the tail
-    std::vector<int64_t> of_tail;                // the number in the tail of each entry from `prefix` on
-    for (int64_t k = 0; k <= last; k++) {
-      start.push_back(slots.size());
-      for (int64_t j = k * BLOCK_SLOTS; j < std::min(prefix, (k + 1) * BLOCK_SLOTS); j++) slots.push_back(j);
-      for (int64_t j = 0; k >= first && j < tail; j++)
-        for (int64_t t = 0; t < T; t++)
-          if (block[t * tail + j] == k) {
-            slots.push_back(prefix + j), of_tail.push_back(j);
-            break;
-          }
-    }
-    start.push_back(slots.size());
-    const int64_t entries = slots.size();
-    seen.assign(groups.count * entries, 0);
-    for (int64_t g = 0; g < groups.count; g++) {
-      uint16_t* bits = &seen[g * entries];
-      const int size = groups.size(g);
-      auto j = of_tail.begin();
-      for (int64_t k = 0; k < blocks(); k++)
-        for (int64_t e = start[k]; e < start[k + 1]; e++) {
-          if (slots[e] < prefix) bits[e] = uint16_t((1u << size) - 1);
-          else {
-            for (int r = 0; r < size; r++) bits[e] |= uint16_t(block[groups.row_of(g, r) * tail + *j] == k) << r;
-            j++;
-          }
-        }
-    }
+  void read(const bool* visible, int64_t n) {
+    const void* hidden = std::memchr(visible, 0, n);
+    prefix = hidden ? static_cast<const bool*>(hidden) - visible : n;
+    for (int64_t j = prefix; j < n; j++)
+      if (visible[j]) tail.push_back(j);
+  }
+};
+
+// The query rows of one sequence that share a key/value head: `per_kv` heads of each of T rows, in this order,
+// taken in groups of nearly equal size.
+struct Groups {
+  int64_t per_kv, rows, size, count;
+  Groups(int64_t per_kv, int64_t T)
+      : per_kv(per_kv), rows(per_kv * T), size(tile_size(rows)), count(tiles_of(rows)) {}
+
+  int64_t begin(int64_t group) const { return std::min(rows, group * size); }
+  int rows_of(int64_t group) const { return begin(group + 1) - begin(group); }
+  // The first of a group's rows after `row` that is another row of the sequence, or the group's end.
+  int64_t next(int64_t group, int64_t row) const {
+    return std::min(begin(group + 1), (row / per_kv + 1) * per_kv);
   }
 };
 
 // Softmax sums of one group of query rows over some slots, before they are divided by their total.
 struct Sums {
-  Floats *most, *total;  // by row: the power of two that weights are relative to, and the weights' sum
-  float* out;            // [rows, padded]: weighted values, for bfloat16 the even and the odd ones of a vector
-  int64_t padded;
+  // By row: the power of two that weights are relative to; LANES parts of the weights' sum; weighted values.
+  float *most, *total, *out;
+  int64_t padded;  // size of a row of `out`
 
   Sums(float* room, int64_t padded)
-      : most((Floats*)room), total((Floats*)(room + LANES)), out(room + 2 * LANES), padded(padded) {}
+      : most(room), total(room + ROWS), out(total + ROWS * LANES), padded(padded) {}
+  static int64_t size(int64_t padded) { return ROWS * (1 + LANES + padded); }
 
   // Add the sums over later slots.
   void add(const Sums& later, int rows) const {
-    const Floats m = load<Floats>(most), l = load<Floats>(later.most), both = m > l ? m : l;
-    const Floats ours = power(m - both), theirs = power(l - both);
-    store(most, both);
-    store(total, load<Floats>(total) * ours + load<Floats>(later.total) * theirs);
     for (int r = 0; r < rows; r++) {
-      const Floats a = broadcast(ours[r]), b = broadcast(theirs[r]);
-      for (int64_t d = r * padded; d < (r + 1) * padded; d += LANES)
-        store(out + d, load<Floats>(out + d) * a + load<Floats>(later.out + d) * b);
+      const float both = std::max(most[r], later.most[r]);
+      const Floats ours = power(most[r] - both), theirs = power(later.most[r] - both);
+      const auto merge = [&](float* to, const float* from) {
+        store(to, fma(load<Floats>(from), theirs, load<Floats>(to) * ours));
+      };
+      most[r] = both;
+      merge(total + r * LANES, later.total + r * LANES);
+      for (int64_t d = r * padded; d < (r + 1) * padded; d += LANES) merge(out + d, later.out + d);
     }
   }
 
   // 2^n for whole n <= 0; 0 below the exponents of floats.
-  static Floats power(Floats n) {
-    const Floats least = n < -126.0f ? broadcast(-126.0f) : n;
-    const Ints bits = (__builtin_convertvector(least, Ints) + 127) << 23;
-    return n < -126.0f ? Floats{} : (Floats)bits;
+  static Floats power(float n) {
+    const uint32_t bits = n < -126.0f ? 0 : uint32_t(int32_t(n) + 127) << 23;
+    return (Floats)broadcast(bits);
+  }
+
+  // One row's weighted values over its total, into `to` [hd].
+  template <class Out>
+  void finish(int row, int64_t hd, Value<Out>* to) const {
+    float sum = 0;
+    for (int l = 0; l < LANES; l++) sum += total[row * LANES + l];
+    const float share = sum > 0 ? 1.0f / sum : 0.0f;
+    for (int64_t d = 0; d < hd; d += LANES)
+      Out::put(to + d, load<Floats>(out + row * padded + d) * share, hd - d);
   }
 };
 
 // What every layer of a pass shares.
 struct Pass : Rows {
   Groups groups;
-  std::vector<LiveSlots> live;    // by sequence
+  std::vector<Seen> seen;         // [B, T]
   std::unique_ptr<float[]> sums;  // room for those of all units, blocks and groups; few are used
 
   explicit Pass(const Rows& rows)
-      : Rows(rows), groups(heads / kv_heads, T), live(B),
-        sums(new float[B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * sums_size()]) {}
+      : Rows(rows), groups(heads / kv_heads, T), seen(B * T),
+        sums(new float[B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * Sums::size(padded())]) {}
 
-  // A head's values in sums: whole vectors, which for bfloat16 come in twos.
-  int64_t padded() const { return (hd + 2 * LANES - 1) / (2 * LANES) * (2 * LANES); }
-  int64_t sums_size() const { return LANES * (2 + padded()); }
+  int64_t padded() const { return (hd + BLOCK - 1) / BLOCK * BLOCK; }  // a head's values in sums: whole tiles
   Sums sums_of(int64_t item, int64_t group) const {
-    return Sums(&sums[(item * groups.count + group) * sums_size()], padded());
+    return Sums(&sums[(item * groups.count + group) * Sums::size(padded())], padded());
   }
-  int64_t blocks() const {  // of the sequence that has most
-    int64_t most = 0;
-    for (const LiveSlots& slots : live) most = std::max(most, slots.blocks());
-    return most;
+  int64_t blocks() const {  // of the row that has most
+    int64_t most = 1;
+    for (const Seen& row : seen) most = std::max(most, row.count());
+    return (most + BLOCK_SLOTS - 1) / BLOCK_SLOTS;
   }
-
   void read_mask(const Team& team) {
-    team.share(B, [&](int64_t b) { live[b].read(visible + b * T * n, T, n, groups); });
+    team.share(B * T, [&](int64_t row) { seen[row].read(visible + row * n, n); });
   }
 };
 
-// Scores, softmax weights and weighted values of one group of query rows over some entries of LiveSlots.
+// One layer's keys and values of one head of one sequence, and the rows that attend to them.
 template <class E>
-struct QueryGroup {
-  static constexpr int W = E::PER_WORD;
-  static constexpr int KEYS = 8;    // slots scored together: they share the loads of the queries
-  static constexpr int AHEAD = 32;  // how many slots ahead of use their rows are fetched
-  const int64_t hd, stride;  // stride: from one slot to the next, in values
-  const uint32_t* queries;   // [words of hd, LANES]
-  float* scores;             // [count, LANES]
-  int64_t count = 0;
-  const int32_t* slots = nullptr;  // [count]
-  const uint16_t* seen = nullptr;
+struct Attention {
+  using X = Read<E>;  // products multiply words of these
+  static constexpr int W = X::PER_WORD;
+  static constexpr int64_t SCORES = BLOCK_SLOTS + BLOCK;  // of a row: a tile may begin at any slot of a block
+  const int64_t hd, words, padded;
+  static constexpr int64_t VALUE_WORDS = BLOCK_SLOTS / W;
+  // queries [groups, words, ROWS]; tiles of keys [words, BLOCK] and of values [VALUE_WORDS, BLOCK], of a block
+  // and of slots that are a row's own; scores [ROWS, SCORES], of which weights take the place. Products read
+  // up to ROWS rows after the last.
+  const std::unique_ptr<uint32_t[]> queries, keys, own_keys, values, own_values;
+  const std::unique_ptr<float[]> scores;
+  Ahead next_keys, next_values;
 
-  // Of a block, which may be one that this sequence does not have.
-  QueryGroup(const LiveSlots& live, int64_t block, int64_t group, int64_t hd, int64_t stride,
-             const uint32_t* queries, float* scores)
-      : hd(hd), stride(stride), queries(queries), scores(scores) {
-    if (block >= live.blocks()) return;
-    const int64_t first = live.start[block], entries = live.slots.size();
-    count = live.start[block + 1] - first;
-    slots = live.slots.data() + first, seen = live.seen.data() + group * entries + first;
+  // padded: hd in whole tiles.
+  Attention(int64_t hd, int64_t padded, int64_t groups)
+      : hd(hd), words(hd / W), padded(padded), queries(new uint32_t[(groups * words + 1) * ROWS]),
+        keys(new uint32_t[BLOCK_SLOTS * words]), own_keys(new uint32_t[BLOCK * words]),
+        values(new uint32_t[VALUE_WORDS * padded]), own_values(new uint32_t[VALUE_WORDS * padded]),
+        scores(new float[2 * ROWS * SCORES]) {}
+
+  // LANES words of a row from the w-th on.
+  Words words_of(const Value<E>* row, int64_t w) const {
+    if constexpr (W == 2) return (Words)Fp32::get(reinterpret_cast<const float*>(row) + w, words - w);
+    else return (Words)E::get(row + w, words - w);
   }
 
-  // Products of all queries [words, LANES] with KEYS keys -> sums [KEYS, LANES]. A function of its own keeps
-  // everything that the loop touches in registers.
-  [[gnu::noinline]] static void products(const uint32_t* queries, const uint32_t* const* key, int64_t words,
-                                         float* sums) {
-    const uint32_t *k0 = key[0], *k1 = key[1], *k2 = key[2], *k3 = key[3];
-    const uint32_t *k4 = key[4], *k5 = key[5], *k6 = key[6], *k7 = key[7];
-    Floats s0 = {}, s1 = {}, s2 = {}, s3 = {}, s4 = {}, s5 = {}, s6 = {}, s7 = {};
-    for (int64_t w = 0; w < words; w++) {
-      const Words query = load<Words>(queries + w * LANES);
-      s0 = E::dot(s0, query, broadcast(k0[w])), s1 = E::dot(s1, query, broadcast(k1[w]));
-      s2 = E::dot(s2, query, broadcast(k2[w])), s3 = E::dot(s3, query, broadcast(k3[w]));
-      s4 = E::dot(s4, query, broadcast(k4[w])), s5 = E::dot(s5, query, broadcast(k5[w]));
-      s6 = E::dot(s6, query, broadcast(k6[w])), s7 = E::dot(s7, query, broadcast(k7[w]));
+  void set_query(int64_t group, int row, const Value<E>* query) {
+    for (int64_t w = 0; w < words; w += LANES) {
+      const Words some = words_of(query, w);
+      uint32_t* to = &queries[(group * words + w) * ROWS + row];
+      for (int64_t i = 0; i < LANES && w + i < words; i++) to[i * ROWS] = some[i];
     }
-    store(sums, s0), store(sums + LANES, s1), store(sums + 2 * LANES, s2), store(sums + 3 * LANES, s3);
-    sums += 4 * LANES;
-    store(sums, s4), store(sums + LANES, s5), store(sums + 2 * LANES, s6), store(sums + 3 * LANES, s7);
   }
 
-  // Scores times `scale`; -infinity where a row does not see the slot.
-  void score(const Value<E>* keys, float scale) {
-    const int64_t words = hd / W;
-    Words lane;
-    for (int l = 0; l < LANES; l++) lane[l] = l;
-    const auto row = [&](int64_t j) { return keys + slots[std::min(j, count - 1)] * stride; };
-    alignas(64) float sums[KEYS * LANES];
-    for (int64_t j = 0; j < count; j += KEYS) {
-      const uint32_t* key[KEYS];
-      for (int i = 0; i < KEYS; i++) key[i] = reinterpret_cast<const uint32_t*>(row(j + i));
-      for (int i = 0; i < KEYS; i++)  // rows of one head lie apart: the processor does not foresee them
-        for (int64_t w = 0; w < words; w += 16) __builtin_prefetch(row(j + i + AHEAD) + w * W);
-      products(queries, key, words, sums);
-      for (int i = 0; i < KEYS && j + i < count; i++) {
-        const Words bits = (broadcast(uint32_t(seen[j + i])) >> lane) & 1u;
-        const Floats score = load<Floats>(sums + i * LANES) * scale;
-        store(scores + (j + i) * LANES, bits != 0u ? score : broadcast(-INFINITY));
+  // `count` keys, row(i) the i-th -> tiles [words, BLOCK].
+  template <class Row>
+  void pack_keys(int64_t count, const Row& row, uint32_t* to) const {
+    for (int64_t j = 0; j < count; j += LANES)
+      for (int64_t w = 0; w < words; w += LANES) {
+        Words some[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) some[i] = words_of(row(std::min(j + i, count - 1)), w);
+        transpose(some);
+        uint32_t* place = to + (j / BLOCK * words + w) * BLOCK + j % BLOCK;
+        for (int64_t i = 0; i < LANES && w + i < words; i++) store(place + i * BLOCK, some[i]);
+      }
+  }
+
+  // `count` values -> tiles [VALUE_WORDS, BLOCK]. A pair is of the values of two slots; the last one may be
+  // of one slot twice.
+  template <class Row>
+  void pack_values(int64_t count, const Row& row, uint32_t* to) const {
+    for (int64_t k = 0; k * W < count; k++) {
+      const Value<E>* from[W];
+      for (int i = 0; i < W; i++) from[i] = row(std::min(k * W + i, count - 1));
+      for (int64_t d = 0; d < padded; d += W * LANES) {
+        Words some[W] = {};
+        for (int i = 0; i < W && d < hd; i++)
+          some[i] = W == 2 ? (Words)Fp32::get((const float*)(from[i] + d), (hd - d) / 2)
+                           : (Words)E::get(from[i] + d, hd - d);
+        if constexpr (W == 2) zip(some[0], some[1]);
+        uint32_t* place = to + (d / BLOCK * VALUE_WORDS + k) * BLOCK + d % BLOCK;
+        for (int i = 0; i < W; i++) store(place + i * LANES, some[i]);
       }
     }
   }
 
-  // Scores in powers of two become weights relative to 2^most, and are added up.
-  void weigh(const Sums& sums) {
+  // `rows` of a group's rows from `row` on: their scores with a tile of keys, from `place` of the block on.
+  void score(int64_t group, int row, int rows, const uint32_t* tile, int64_t place) {
+    by_rows(rows, [&](auto R) {
+      tile_product<X, 1, ROWS, R>(&queries[group * words * ROWS + row], rows, tile, words, false,
+                                  &scores[row * SCORES + place], SCORES, next_keys);
+    });
+  }
+
+  // The same: their weighted values, over `count` words of weights from `first` on. All that is before `first`
+  // is in the sums already.
+  void gather(int row, int rows, const uint32_t* tiles, int64_t first, int64_t count, const Sums& sums) {
+    const auto* weights = reinterpret_cast<const uint32_t*>(&scores[row * SCORES]) + first;
+    float* out = sums.out + row * padded;
+    for (int64_t d = 0; d < padded; d += BLOCK)
+      by_rows(rows, [&](auto R) {
+        tile_product<X, SCORES, 1, R>(weights, rows, tiles + d * VALUE_WORDS, count, first > 0, out + d, padded,
+                                      next_values);
+      });
+  }
+
+  // The `count` scores of a row times `scale`, in powers of two, become weights relative to 2^most, with zeros
+  // up to a whole word. For bfloat16 they are rounded to it where pairs are multiplied; their total is not.
+  void weigh(float* row, int64_t count, float scale, float& most, float* total) const {
     const Floats nearest = broadcast(ROUND);
-    Floats most = broadcast(-1e30f), total = {};    // a row that sees none of them keeps this one
-    for (int64_t j = 0; j < count; j++) {
-      const Floats score = load<Floats>(scores + j * LANES);
-      most = score > most ? score : most;
-    }
-    most = most > -1e30f ? (most + nearest) - nearest : most;
-    for (int64_t j = 0; j < count; j++) {
-      const Floats score = load<Floats>(scores + j * LANES), n = (score + nearest) - nearest;
-      const Floats f = score - n;
-      Floats p = broadcast(1.5252734e-5f);  // 2^f: ln(2)^k / k!
-      for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f,
-                      1.0f})
-        p = fma(p, f, broadcast(c));
-      const Floats weight = score > -1e30f ? p * Sums::power(n - most) : Floats{};
-      total += weight;
-      store(scores + j * LANES, weight);
-    }
-    store(sums.most, most), store(sums.total, total);
-  }
-
-  // The weighted values of R rows from `row` on: one vector's worth of the head, from d on. The last part of a
-  // head may be less than a vector: then not FULL.
-  template <int R, bool FULL>
-  void gather(const Value<E>* values, int64_t d, int row, const Sums& sums) {
-    const int64_t rest = hd - d;
-    Floats sum[R][W] = {};
-    for (int64_t j = 0; j < count; j++) {
-      __builtin_prefetch(values + slots[std::min(j + AHEAD, count - 1)] * stride + d);
-      Words words = {};
-      if constexpr (FULL) words = load<Words>(values + slots[j] * stride + d);
-      else std::memcpy(&words, values + slots[j] * stride + d, rest * sizeof(Value<E>));
-      Floats value[W];
-      if constexpr (W == 2) value[0] = even(words), value[1] = odd(words);
-      else value[0] = (Floats)words;
-#pragma GCC unroll 12
-      for (int r = 0; r < R; r++) {
-        const Floats weight = broadcast(scores[j * LANES + row + r]);
+    for (int64_t j = count; j < BLOCK_SLOTS && j % (W * LANES); j++) row[j] = -INFINITY;
+    Floats top = broadcast(-1e30f), sum = {};
+    for (int64_t j = 0; j < count; j += LANES) top = larger(load<Floats>(row + j), top);
+    top = (larger(top * scale, broadcast(-4e6f)) + nearest) - nearest;
+    most = count ? largest_lane(__builtin_convertvector(top, Ints)) : -1e30f;
+    const Floats relative = broadcast(-most), factor = broadcast(scale);
+    for (int64_t j = 0; j < count; j += W * LANES)
 #pragma GCC unroll 2
-        for (int i = 0; i < W; i++) sum[r][i] = fma(weight, value[i], sum[r][i]);
+      for (int i = 0; i < W; i++) {
+        const Floats x = fma(load<Floats>(row + j + i * LANES), factor, relative);
+        const Floats n = x + nearest, f = x - (n - nearest);
+        const Floats scaled = (Floats)((Ints)power(f) + ((Ints)n << 23));
+        const Floats weight = x > -125.0f ? scaled : Floats{};
+        sum += weight;
+        if constexpr (W == 2) Bf16::put(reinterpret_cast<uint16_t*>(row) + j + i * LANES, weight);
+        else store(row + j, weight);
       }
-    }
-#pragma GCC unroll 12
-    for (int r = 0; r < R; r++)
-      for (int i = 0; i < W; i++) store(sums.out + (row + r) * sums.padded + d + i * LANES, sum[r][i]);
+    store(total, sum);
   }
 
-  // The same for `rows` rows, ROWS_AT_ONCE in a pass over the values.
-  static constexpr int ROWS_AT_ONCE = ROWS < 8 ? ROWS : 8;
-  template <int R = ROWS_AT_ONCE>
-  void gather_rows(int rows, const Value<E>* values, int64_t d, int row, const Sums& sums) {
-    if (rows >= R) {
-      if (hd - d >= W * LANES) gather<R, true>(values, d, row, sums);
-      else gather<R, false>(values, d, row, sums);
-      if (rows > R) gather_rows<ROWS_AT_ONCE>(rows - R, values, d, row + R, sums);
-    } else if constexpr (R > 1) {
-      gather_rows<R - 1>(rows, values, d, row, sums);
+  static Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+  // 2^f for f in -0.5 .. 0.5: to a relative 1e-7, or 1e-4, a twentieth of the rounding of bfloat16.
+  static Floats power(Floats f) {
+    if constexpr (sizeof(Value<E>) == 2) {
+      const Floats p = fma(broadcast(C3), f, broadcast(C2));
+      return fma(fma(p, f, broadcast(C1)), f, broadcast(C0));
+    }
+    Floats p = broadcast(1.5252734e-5f);  // ln(2)^k / k!
+    for (float c : {1.5403530e-4f, 1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f,
+                    1.0f})
+      p = fma(p, f, broadcast(c));
+    return p;
+  }
+
+  // The block's sums of the rows of all groups. k, v: of this head, `stride` from slot to slot. seen: of the
+  // rows of this sequence. use(group) says where a group's sums go, done(group) that they are there.
+  template <class Use, class Done>
+  void attend(const Groups& groups, int64_t block, const Seen* seen, const Value<E>* k, const Value<E>* v,
+              int64_t stride, const Use& use, const Done& done) {
+    const float scale = 1.44269504f / std::sqrt(float(hd));
+    const int64_t first = block * BLOCK_SLOTS;
+    const auto shared_by = [&](int64_t group) {  // slots of the block that have one rank for all rows
+      int64_t prefix = INT64_MAX;
+      for (int64_t row = groups.begin(group); row < groups.begin(group + 1); row = groups.next(group, row))
+        prefix = std::min(prefix, seen[row / groups.per_kv].prefix);
+      return std::clamp<int64_t>(prefix - first, 0, BLOCK_SLOTS);
+    };
+    int64_t packed = 0;
+    for (int64_t g = 0; g < groups.count; g++) packed = std::max(packed, shared_by(g));
+    pack_keys(packed, [&](int64_t i) { return k + (first + i) * stride; }, keys.get());
+    pack_values(packed, [&](int64_t i) { return v + (first + i) * stride; }, values.get());
+    for (int64_t g = 0; g < groups.count; g++) {
+      const Sums sums = use(g);
+      const int64_t shared = shared_by(g), begin = groups.begin(g), end = groups.begin(g + 1);
+      const int rows = groups.rows_of(g);
+      // own(row, rows, seen, count) for every row of the sequence that has more slots than it shares.
+      const auto each = [&](const auto& own) {
+        for (int64_t row = begin; row < end; row = groups.next(g, row)) {
+          const Seen& slots = seen[row / groups.per_kv];
+          own(int(row - begin), int(groups.next(g, row) - row), slots, slots.in(block));
+        }
+      };
+      for (int64_t j = 0; j < shared; j += BLOCK) score(g, 0, rows, &keys[j * words], j);
+      each([&](int row, int rows, const Seen& slots, int64_t count) {
+        for (int64_t j = shared; j < count; j += BLOCK) {
+          const auto key = [&](int64_t i) { return k + slots.slot(first + j + i) * stride; };
+          pack_keys(std::min<int64_t>(BLOCK, count - j), key, own_keys.get());
+          score(g, row, rows, own_keys.get(), j);
+        }
+      });
+      each([&](int row, int rows, const Seen&, int64_t count) {
+        for (int r = row; r < row + rows; r++)
+          weigh(&scores[r * SCORES], count, scale, sums.most[r], sums.total + r * LANES);
+      });
+      const int64_t whole = shared / W;  // words
+      gather(0, rows, values.get(), 0, whole, sums);
+      each([&](int row, int rows, const Seen& slots, int64_t count) {
+        if (count <= whole * W) return;
+        const auto value = [&](int64_t i) { return v + slots.slot(first + whole * W + i) * stride; };
+        pack_values(count - whole * W, value, own_values.get());
+        gather(row, rows, own_values.get(), whole, (count - whole * W + W - 1) / W, sums);
+      });
+      done(g, sums);
     }
   }
 
-  // Everything, of `rows` rows.
-  void attend(const Value<E>* keys, const Value<E>* values, float scale, int rows, const Sums& sums) {
-    score(keys, scale);
-    weigh(sums);
-    for (int64_t d = 0; d < hd; d += W * LANES) gather_rows(rows, values, d, 0, sums);
-  }
+ private:
+  static constexpr float C0 = 0.99992807f, C1 = 0.69326099f, C2 = 0.24261113f, C3 = 0.055171669f;
 };
-
-// One row's sums over their total, into `out` [hd].
-template <class E, class Out>
-inline void finish_row(const Sums& sums, int row, int64_t hd, Value<Out>* out) {
-  constexpr int W = E::PER_WORD;
-  const float total = reinterpret_cast<const float*>(sums.total)[row], share = total > 0 ? 1.0f / total : 0.0f;
-  for (int64_t d = 0; d < hd; d += W * LANES) {
-    const float* from = sums.out + row * sums.padded + d;
-    alignas(64) float values[W * LANES];
-    for (int i = 0; i < W * LANES; i++) values[i] = from[i % W * LANES + i / W] * share;
-    for (int i = 0; i < W * LANES && d + i < hd; i += LANES)
-      Out::put(out + d + i, load<Floats>(values + i), hd - d - i);
-  }
-}
 
 // Everything between wqkv and wo for one layer: rotate queries and keys (into `rotated` and the cache), store
 // the values, attend. qkv [B*T, width], rotated and out [B*T, heads*hd], k and v [B, S, kv_heads, hd].
 template <class E, class Out>
 void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, const Norms& norms, const Cache& k,
                     const Cache& v, Value<E>* rotated, Value<Out>* out) {
-  const int64_t heads = pass.heads, kv_heads = pass.kv_heads, groups = pass.groups.count, hd = pass.hd, T = pass.T;
-  const int64_t sequence = k.sequence, stride = k.slot;
+  const Groups& groups = pass.groups;
+  const int64_t heads = pass.heads, kv_heads = pass.kv_heads, hd = pass.hd, T = pass.T;
   auto *keys = static_cast<Value<E>*>(k.data), *values = static_cast<Value<E>*>(v.data);
   const auto *q_norm = static_cast<const Value<E>*>(norms.q), *k_norm = static_cast<const Value<E>*>(norms.k);
   team.share(pass.B * T, [&](int64_t row) {
     const Value<E>* from = qkv + row * pass.width();
-    const int64_t place = row / T * sequence + pass.slots[row] * stride, turn = row * hd / 2;
+    const int64_t turn = row * hd / 2;
     for (int64_t h = 0; h < heads + kv_heads; h++) {
       const bool query = h < heads;
-      Value<E>* to = query ? rotated + (row * heads + h) * hd : keys + place + (h - heads) * hd;
+      Value<E>* to = query ? rotated + (row * heads + h) * hd
+                           : keys + k.place(row / T, pass.slots[row], h - heads);
       rotate_head<E>(from + h * hd, pass.cosine + turn, pass.sine + turn, query ? q_norm : k_norm, norms.eps,
                      hd, to);
     }
-    std::memcpy(values + place, from + (heads + kv_heads) * hd, kv_heads * hd * sizeof(Value<E>));
+    for (int64_t h = 0; h < kv_heads; h++)
+      std::memcpy(values + v.place(row / T, pass.slots[row], h), from + (heads + kv_heads + h) * hd,
+                  hd * sizeof(Value<E>));
   });
   team.meet();
   // An item is a block of slots of a unit, which is a key/value head of a sequence. A thread's items follow each
   // other. Whoever has the first block of a unit adds the next ones to it as far as they are its own; what is
   // left then is added after all have met.
-  const int64_t words = hd / E::PER_WORD, units = pass.B * kv_heads, blocks = pass.blocks();
-  const float scale = 1.44269504f / std::sqrt(float(hd));
+  const int64_t units = pass.B * kv_heads, blocks = pass.blocks();
   const auto begin = [&](int64_t thread) { return units * blocks * thread / team.all; };
   const auto finish = [&](int64_t unit, int64_t group, const Sums& sums) {
-    for (int r = 0; r < pass.groups.size(group); r++) {
-      const int64_t row = unit / kv_heads * T + pass.groups.row_of(group, r);
-      finish_row<E, Out>(sums, r, hd, out + (row * heads + pass.groups.head_of(unit % kv_heads, group, r)) * hd);
+    for (int r = 0; r < groups.rows_of(group); r++) {
+      const int64_t row = groups.begin(group) + r, of_row = unit / kv_heads * T + row / groups.per_kv;
+      const int64_t head = unit % kv_heads * groups.per_kv + row % groups.per_kv;
+      sums.finish<Out>(r, hd, out + (of_row * heads + head) * hd);
     }
   };
-  std::unique_ptr<float[]> room(new float[pass.sums_size() + BLOCK_SLOTS * 2 * LANES]);
+  Attention<E> attention(hd, pass.padded(), groups.count);
+  const std::unique_ptr<float[]> room(new float[Sums::size(pass.padded())]);
   const Sums next(room.get(), pass.padded());
-  std::vector<uint32_t> queries(groups * words * LANES);
   const int64_t end = begin(team.me + 1);
   for (int64_t item = begin(team.me), before = -1; item < end; item++) {
     const int64_t unit = item / blocks, block = item % blocks, b = unit / kv_heads, kv = unit % kv_heads;
     const bool ours = item - block >= begin(team.me);  // the unit's first block is this thread's
-    const LiveSlots& live = pass.live[b];
-    const int64_t from = b * sequence + kv * hd;
-    for (int64_t g = 0; g < groups; g++) {
-      uint32_t* transposed = &queries[g * words * LANES];
-      for (int r = 0; unit != before && r < pass.groups.size(g); r++) {
-        const Value<E>* query = rotated + ((b * T + pass.groups.row_of(g, r)) * heads + pass.groups.head_of(kv, g, r)) * hd;
-        for (int64_t w = 0; w < words; w++) std::memcpy(&transposed[w * LANES + r], query + w * E::PER_WORD, 4);
-      }
-      const bool add = ours && block;
-      const Sums sums = add ? next : pass.sums_of(item, g);
-      QueryGroup<E>(live, block, g, hd, stride, transposed, room.get() + pass.sums_size())
-          .attend(keys + from, values + from, scale, pass.groups.size(g), sums);
-      if (add) pass.sums_of(item - block, g).add(next, pass.groups.size(g));
-      if (ours && block + 1 == blocks) finish(unit, g, pass.sums_of(item - block, g));
-    }
+    if (unit != before)
+      for (int64_t g = 0; g < groups.count; g++)
+        for (int r = 0; r < groups.rows_of(g); r++) {
+          const int64_t row = groups.begin(g) + r, head = kv * groups.per_kv + row % groups.per_kv;
+          attention.set_query(g, r, rotated + ((b * T + row / groups.per_kv) * heads + head) * hd);
+        }
     before = unit;
+    if (item + 1 < end) {
+      const int64_t unit = (item + 1) / blocks, slot = (item + 1) % blocks * BLOCK_SLOTS;
+      const auto ahead = [&](const Cache& cache) {
+        const auto* from = static_cast<const Value<E>*>(cache.data);
+        from += cache.place(unit / kv_heads, slot, unit % kv_heads);
+        return Ahead{(const char*)from, (const char*)(from + std::min(BLOCK_SLOTS, pass.n - slot) * hd)};
+      };
+      attention.next_keys = ahead(k), attention.next_values = ahead(v);
+    }
+    const bool add = ours && block;
+    attention.attend(
+        groups, block, &pass.seen[b * T], keys + k.place(b, 0, kv), values + v.place(b, 0, kv), k.slot,
+        [&](int64_t group) { return add ? next : pass.sums_of(item, group); },
+        [&](int64_t group, const Sums& sums) {
+          const Sums first = add ? pass.sums_of(item - block, group) : sums;
+          if (add) first.add(sums, groups.rows_of(group));
+          if (ours && block + 1 == blocks) finish(unit, group, first);
+        });
   }
   const auto first_end = [&](int64_t unit) {  // of the thread that has a unit's first block
     int64_t thread = 0;
@@ -375,12 +407,12 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
   for (int64_t unit = 0; unit < units; unit++) all_finished &= first_end(unit) >= (unit + 1) * blocks;
   if (all_finished) return;
   team.meet();
-  team.share(units * groups, [&](int64_t i) {
-    const int64_t unit = i / groups, group = i % groups;
+  team.share(units * groups.count, [&](int64_t i) {
+    const int64_t unit = i / groups.count, group = i % groups.count;
     if (first_end(unit) >= (unit + 1) * blocks) return;
     const Sums sums = pass.sums_of(unit * blocks, group);
     for (int64_t item = first_end(unit); item < (unit + 1) * blocks; item++)
-      sums.add(pass.sums_of(item, group), pass.groups.size(group));
+      sums.add(pass.sums_of(item, group), groups.rows_of(group));
     finish(unit, group, sums);
   });
 }

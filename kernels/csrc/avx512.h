@@ -32,6 +32,11 @@ inline int32_t sum_of_lanes(Ints x) { return _mm512_reduce_add_epi32((__m512i)x)
 inline Floats dot_bf16(Floats sum, Words a, Words b) {
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 }
+// As in vectors.h, but that numbers below the exponents of floats become 0.
+#define BF16_STORE 1
+inline void store_bf16(void* to, Floats x) {
+  _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
 // 2 * LANES bytes -> pairs of bfloat16, in which a byte is exact.
 inline Words pairs_of_bytes(const char* from) {
   return (Words)_mm512_cvtne2ps_pbh((__m512)floats_of_bytes(from + LANES), (__m512)floats_of_bytes(from));

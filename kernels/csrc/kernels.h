@@ -22,11 +22,13 @@ struct Weight {
   const char* block(int64_t b) const { return data + b * size; }
 };
 
-// The keys or values of a layer [B, S, kv_heads, hd]. Strides in values, from sequence to sequence and from
-// slot to slot.
+// The keys or values of a layer [B, S, kv_heads, hd]. Strides in values, from sequence to sequence, from slot to
+// slot and from head to head. Reading is fastest where the slots of a head lie side by side.
 struct Cache {
   void* data;
-  int64_t sequence, slot;
+  int64_t sequence, slot, head;
+
+  int64_t place(int64_t b, int64_t s, int64_t h) const { return b * sequence + s * slot + h * head; }
 };
 
 // What every layer of a pass shares: B sequences of T rows each, the angles of their rotations [B, T, hd/2], the

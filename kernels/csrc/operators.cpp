@@ -45,7 +45,7 @@ inline Weight weight(const Tensor& t, const Tensor& scale) {
   return {format, static_cast<const char*>(t.const_data_ptr()), data(scale), t.size(0), t.size(1),
           format == Weight::INT4 ? scale.size(1) : 1, t.stride(0) * int64_t(t.element_size())};
 }
-inline Cache cache(const Tensor& t) { return {t.mutable_data_ptr(), t.stride(0), t.stride(1)}; }
+inline Cache cache(const Tensor& t) { return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
 
 // Contiguous copies, where needed, and what the kernels are told of them.
 struct Shared {
@@ -145,14 +145,15 @@ void move(at::TensorList caches, const Tensor& source, const Tensor& target) {
   const int64_t B = from.size(0), W = from.size(1);
   const auto *f = from.const_data_ptr<int64_t>(), *t = to.const_data_ptr<int64_t>();
   for (const Tensor& cache : caches) {
-    const int64_t size = cache.stride(1) * cache.element_size();
+    const int64_t size = cache.size(3) * cache.element_size(), slot = cache.stride(1) * cache.element_size();
     std::vector<char> kept(W * size);
     auto* base = static_cast<char*>(cache.mutable_data_ptr());
-    for (int64_t b = 0; b < B; b++) {
-      char* sequence = base + b * cache.stride(0) * cache.element_size();
-      for (int64_t i = 0; i < W; i++) std::memcpy(&kept[i * size], sequence + f[b * W + i] * size, size);
-      for (int64_t i = 0; i < W; i++) std::memcpy(sequence + t[b * W + i] * size, &kept[i * size], size);
-    }
+    for (int64_t b = 0; b < B; b++)
+      for (int64_t h = 0; h < cache.size(2); h++) {
+        char* head = base + (b * cache.stride(0) + h * cache.stride(2)) * cache.element_size();
+        for (int64_t i = 0; i < W; i++) std::memcpy(&kept[i * size], head + f[b * W + i] * slot, size);
+        for (int64_t i = 0; i < W; i++) std::memcpy(head + t[b * W + i] * slot, &kept[i * size], size);
+      }
   }
 }
 

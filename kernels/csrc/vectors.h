@@ -60,6 +60,9 @@ inline Words to_bf16(Floats x) {
   const Words bits = (Words)x, rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
   return x == x ? rounded : broadcast(0x7FC0u);
 }
+#ifndef BF16_STORE  // an instruction set may have one of its own
+inline void store_bf16(void* to, Floats x) { store_shorts(to, to_bf16(x)); }
+#endif
 
 // What a dtype is to the loops. `dot` multiplies words and adds them to float sums; `get` and `put` move up to
 // LANES values to floats and back.
@@ -95,9 +98,9 @@ struct Bf16 {
     return (Floats)(words_of_shorts(values) << 16);
   }
   static void put(Value* to, Floats x, int64_t count = LANES) {
-    if (count >= LANES) return store_shorts(to, to_bf16(x));
+    if (count >= LANES) return store_bf16(to, x);
     Value values[LANES];
-    store_shorts(values, to_bf16(x));
+    store_bf16(values, x);
     std::memcpy(to, values, count * sizeof(Value));  // of variable size, it is a call
   }
 };

@@ -1,6 +1,7 @@
-"""step.py, the random models it measures, and products.py. Speeds themselves are not tested."""
+"""step.py, the random models it measures, products.py and attention.py. Speeds themselves are not tested."""
 import json
 
+import attention
 import products
 import pytest
 import step
@@ -99,6 +100,20 @@ def test_products_are_timed(golden, results):
     milliseconds = json.loads((results / "products.json").read_text())["milliseconds"]
     assert {"PyTorch whole", f"{best} whole", f"{best} int8", f"{slowest} w8a8"} <= set(milliseconds)
     assert all(ms > 0 for row in milliseconds.values() for ms in row)
+
+
+@pytest.mark.compile
+def test_passes_over_context_are_timed(golden, results, refused):
+    """Every size, with each instruction set; and what is refused."""
+    argv = ["--checkpoint", str(golden), "--threads", "1", "--repeat", "1", "--isa", "portable"]
+    assert attention.main([*argv, "--rows", "1", "5", "--context", "3", "200"]) == 0
+    rows = json.loads((results / "attention.json").read_text())["rows"]
+    assert [(row["isa"], row["rows"], row["context"]) for row in rows] == [
+        ("portable", rows, context) for rows in (1, 5) for context in (3, 200)
+    ]
+    assert all(row["ms"] > 0 for row in rows)
+    refused(attention.main, *argv, "--context", "0", words="--context and --repeat must be at least 1")
+    load_kernels()
 
 
 def test_what_products_refuse(golden, int8, refused):

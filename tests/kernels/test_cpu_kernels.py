@@ -131,7 +131,7 @@ def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
     (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True),
     (3, 5, 8, 1, 128, 33, True),
     (1, 3, 5, 5, 96, 8, False), (2, 6, 4, 2, 16, 40, True), (1, 4, 2, 1, 80, 20, False),
-    (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False),
+    (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False), (2, 4, 6, 3, 64, 430, False),
 ))
 def test_attend(dtype, shape):
     args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
@@ -152,10 +152,11 @@ def test_attend(dtype, shape):
     ours, theirs = Cache(k, v), Cache(k.double(), v.double())
     shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
     torch.set_num_threads(2)
-    found = cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
+    cos, sin = shared.angles()
+    found = cpu.attend(qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
     torch.set_num_threads(1)
     assert torch.equal(
-        found, cpu.attend(qkv, shared.cos, shared.sin, ours.k, ours.v, slots, visible, *weights)
+        found, cpu.attend(qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
     )
     expected = attention(block.double(), qkv.double(), theirs, shared)
     assert torch.equal(ours.v.double(), theirs.v)
@@ -210,12 +211,13 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype):
 @with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("committed", (120, 127, 128, 300))
-def test_a_path_across_blocks_of_slots(dtype, committed):
+@pytest.mark.parametrize("heads, kv_heads", ((6, 2), (8, 1)))  # groups that end between rows, and within one
+def test_a_path_across_blocks_of_slots(dtype, committed, heads, kv_heads):
     """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
     paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
     """
     parents = (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9, 10)  # of each node; node i is at slot committed + i
-    T, heads, kv_heads, hd, n = len(parents), 6, 2, 32, committed + 40
+    T, hd, n = len(parents), 32, committed + 40
     draw = draws(committed)
     qkv = draw(1, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
     cos, sin = draw(1, T, hd // 2).cos(), draw(1, T, hd // 2).sin()
@@ -245,6 +247,27 @@ def test_a_path_across_blocks_of_slots(dtype, committed):
             slot = torch.tensor([[committed + depth]])
             alone = cpu.attend(qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
         assert torch.equal(alone[0, 0], found[0][0, path[-1]])
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_before_or_after_slots(dtype):
+    """In memory, as a cache's strides say: attention and moves are the same."""
+    args, qkv, k, v, slots, visible, _ = attend_case(dtype, 2, 5, 6, 2, 32, 150, False)
+    shared = Pass(args, inverse_frequencies(args), slots, slots, visible)
+    source, target = torch.tensor([[3, 9, 4], [7, 8, 0]]), torch.tensor([[9, 1, 2], [8, 7, 5]])
+    found = []
+    for caches in ([k.clone(), v.clone()], [c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v)]):
+        attended = cpu.attend(qkv, *shared.angles(), *caches, slots, visible)
+        before = [c.clone() for c in caches]
+        cpu.move(caches, source, target)
+        for cache, old in zip(caches, before):
+            expected = old.clone()
+            for b in range(2):
+                expected[b, target[b]] = old[b, source[b]]
+            assert torch.equal(cache, expected)
+        found.append((attended, *caches))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @with_each_isa

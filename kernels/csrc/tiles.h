@@ -1,0 +1,87 @@
+// Products with tiles that are made while a pass runs, and what brings vectors to the layout of a tile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "products.h"
+#include "vectors.h"
+
+namespace eagle {
+
+// The memory that is read next, fetched a little at a time.
+struct Ahead {
+  const char *next = nullptr, *end = nullptr;
+};
+
+// Rows of a, word k of row r at a[r * ROW + k * STEP], times a tile b [words, BLOCK] -> sums [rows, BLOCK],
+// `stride` apart, or added to them. Up to R rows; those from `rows` on are read and not kept. A sum runs over
+// the words in ascending order, whatever R is.
+template <class X, int ROW, int STEP, int R>
+[[gnu::noinline]] void tile_product(const uint32_t* a, int rows, const uint32_t* b, int64_t words, bool add,
+                                    float* sums, int64_t stride, Ahead& ahead) {
+  Floats sum[R][VECTORS];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++)
+      sum[r][v] = add && r < rows ? load<Floats>(sums + r * stride + v * LANES) : Floats{};
+  const char *next = ahead.next, *const last = ahead.end;
+  for (const uint32_t* end = b + words * BLOCK; b < end; b += BLOCK, a += STEP) {
+    if (next < last) fetch<128>(next);
+    Words columns[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) columns[v] = load<Words>(b + v * LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Words value = broadcast(a[r * ROW]);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = X::dot(sum[r][v], columns[v], value);
+    }
+  }
+  ahead.next = next;
+#pragma GCC unroll 12
+  for (int r = 0; r < R; r++)
+    if (r < rows)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) store(sums + r * stride + v * LANES, sum[r][v]);
+}
+
+// Lanes LANE... of a and b, those of b numbered after those of a.
+template <int... LANE, class Vector>
+inline Vector pick(Vector a, Vector b) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, LANE...);
+#else  // GCC before 12
+  return __builtin_shuffle(a, b, Vector{LANE...});
+#endif
+}
+
+// LANES vectors, transposed. Each of log2(LANES) steps lets the off-diagonal quarters of every square of
+// 2 * HALF change places.
+template <int HALF, size_t... L>
+inline void transpose(Words* rows, std::index_sequence<L...> lanes) {
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; i++) {
+    if (i & HALF) continue;
+    const Words a = rows[i], b = rows[i + HALF];
+    rows[i] = pick<(L & HALF ? LANES + L - HALF : L)...>(a, b);
+    rows[i + HALF] = pick<(L & HALF ? LANES + L : L + HALF)...>(a, b);
+  }
+  if constexpr (HALF > 1) transpose<HALF / 2>(rows, lanes);
+}
+inline void transpose(Words* rows) { transpose<LANES / 2>(rows, std::make_index_sequence<LANES>()); }
+
+// Pairs of the i-th 16 bits of a and those of b: for the lower half of all i into a, for the upper into b.
+template <size_t... I>
+inline void zip(Words& a, Words& b, std::index_sequence<I...>) {
+  typedef uint16_t Shorts __attribute__((vector_size(4 * LANES)));
+  constexpr int ALL = 2 * LANES;
+  const Shorts x = (Shorts)a, y = (Shorts)b;
+  a = (Words)pick<(I / 2 + I % 2 * ALL)...>(x, y);
+  b = (Words)pick<(I / 2 + I % 2 * ALL + LANES)...>(x, y);
+}
+inline void zip(Words& a, Words& b) { zip(a, b, std::make_index_sequence<2 * LANES>()); }
+
+}  // namespace eagle
