@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine import costs as costing
@@ -13,6 +14,8 @@ from engine.costs import LONG, SHORT, Costs, between, measured_once
 from engine.decoder import UNREAD, Decoder
 from engine.switching import FIRST_REST, PROBE, Switch
 from engine.tuning import Plan, make_plan
+from kernels.cpu import load_kernels
+from kernels.packed import pack_models
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -112,10 +115,25 @@ class Every(Switch):
         return next(self.turns)
 
 
+KERNELS = pytest.param(torch.bfloat16, marks=pytest.mark.compile)
+
+
+@pytest.fixture(params=(None, KERNELS), ids=("torch", "kernels"))
+def either(request, golden, models):
+    """(target, EAGLE-3 head): in float32, and in bfloat16 on the kernels."""
+    if request.param is None:
+        return models
+    target, _ = load_model(golden, dtype=request.param)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    load_kernels()
+    assert pack_models(target, head)
+    return target, head
+
+
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_switching_never_changes_the_text(models, temperature):
+def test_switching_never_changes_the_text(either, temperature):
     """Through trees, plain steps, and more plain steps than the head's unread tokens have room for."""
-    target, head = models
+    target, head = either
     plan = Plan(known(), flat(), 2, {False: (SMALL, LARGE), True: (SMALL, LARGE)})
     decoder = Decoder(target, Eagle(head, SMALL), batch=2, max_seq_len=400, compile=False, plan=plan)
     decoder.switch = Every(plan)
