@@ -50,7 +50,10 @@ class SavedGraph:
         Where that cannot be written, the next process compiles again.
         """
         # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
-        settings = torch._dynamo.config.patch(dont_skip_tracing=True, enable_aot_compile=True)
+        # Our operators take numbers, not what dynamo makes of one that was another in an earlier graph.
+        settings = torch._dynamo.config.patch(
+            dont_skip_tracing=True, enable_aot_compile=True, specialize_float=True
+        )
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         with settings:
             compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))

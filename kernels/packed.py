@@ -91,7 +91,7 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
 
 def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """`model.rope_table` as one operator."""
-    return cpu.angles(positions, inv_freq, args.rope_factor)
+    return cpu.angles(positions, inv_freq.float(), args.rope_factor)
 
 
 def run_layers(

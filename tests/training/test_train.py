@@ -153,7 +153,7 @@ def test_the_default_folders(golden, prompt_file, tmp_path, monkeypatch):
     assert train.main(argv) == 0
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["mine", "mine-work"]
     files = sorted(p.name for p in (tmp_path / "runs" / "mine").iterdir())
-    assert files == ["README.md", "config.json", "curves.png", "model.safetensors"]
+    assert files == ["README.md", "calibration.json", "config.json", "curves.png", "model.safetensors"]
     assert train.main(argv) == 0
     other = options(golden, prompt_file, tmp_path, out="runs/mine", work="w", kind="eagle", epochs=1)
     assert train.main(other) == 1

@@ -133,7 +133,7 @@ void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t
   Values<E> k = keys, v = values;
   const auto run = [&](int threads, const Rows& rows, const Values<E>& qkv) {
     Values<E> out(rows.B * rows.T * heads * hd);
-    Kernels<E>::attend(threads, rows, qkv.data(), norms, {k.data(), S * stride, stride}, {v.data(), S * stride, stride},
+    Kernels<E>::attend(threads, rows, qkv.data(), norms, {k.data(), S * stride, stride, hd}, {v.data(), S * stride, stride, hd},
                        out.data());
     return out;
   };
@@ -212,7 +212,7 @@ void check_layers(Weight::Format format) {
     for (Weights& w : all)
       layers.push_back({w.attn_norm.data(), weight_of(w.wqkv), bias.data(), {w.q_norm.data(), w.k_norm.data(), 1e-5f},
                         weight_of(w.wo), w.mlp_norm.data(), weight_of(w.gate_up), weight_of(w.down),
-                        {w.k.data(), n * stride, stride}, {w.v.data(), n * stride, stride}});
+                        {w.k.data(), n * stride, stride, hd}, {w.v.data(), n * stride, stride, hd}});
     return layers;
   };
   const Values<E> x = draws<E>(T * H);
