@@ -19,6 +19,7 @@ CASES |= dict.fromkeys((CROSS, name) for name in isa.SETS if name.startswith(("n
 
 def same_packing(printed: str, monkeypatch) -> bool:
     """Whether the driver has packed its numbers as kernels/cpu.py packs the same ones."""
+    cpu.load_kernels()
     found = dict(line.split(" ", 1) for line in printed.splitlines())
     layout = cpu.Layout(*map(int, found.pop("layout").split()))
     monkeypatch.setattr(cpu, "_layout", layout, raising=False)
