@@ -39,8 +39,8 @@ def test_a_dtype_without_a_name():
 
 
 def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
-    monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
-    with pytest.raises(InputError, match=r"Python.h is missing.*--no-compile"):
+    with monkeypatch.context() as m, pytest.raises(InputError, match=r"Python.h is missing.*--no-compile"):
+        m.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
         check_compiler()
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler.*--no-compile"):
