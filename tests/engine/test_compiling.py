@@ -9,8 +9,7 @@ from helpers import ROOT
 from helpers.compiling import Adder, add, check, span
 
 from checkpoint.loading import load_head, load_model
-from drafters.draft_model import DraftModel
-from drafters.eagle import Eagle, StaticEagle
+from drafters.eagle import Eagle
 from drafters.lookahead import Lookahead
 from drafters.rest import Rest
 from engine.compiling import CompiledFunction
@@ -18,7 +17,7 @@ from engine.decoder import Decoder
 from engine.runtime import keep_compiled
 from engine.saved_graph import saved_places
 from sampling.options import Sampling
-from tree import PathTree, TreeShape
+from tree import TreeShape
 
 pytestmark = [pytest.mark.compile, pytest.mark.slow]
 
@@ -168,7 +167,7 @@ def test_code_that_cannot_be_recognised_later_is_not_saved(cache, tmp_path, monk
     assert times_compiled(of_a_user.function) == 1
 
 
-@pytest.mark.parametrize("drafter", ["plain", "eagle", "static", "draft-model", "lookahead", "rest"])
+@pytest.mark.parametrize("drafter", ["plain", "eagle", "lookahead", "rest"])
 def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     """Same texts, same trees for the observer, nothing compiled; another tree is another step."""
     target, _ = load_model(golden)
@@ -178,10 +177,8 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     order = torch.tensor(sorted(range(len(store)), key=lambda i: store[i:].tolist()), dtype=torch.int32)
 
     def decode(shape, said: list[str]):
-        static = PathTree(((0,), (1,), (0, 0)))
         made = {
-            "plain": None, "eagle": Eagle(head, shape), "static": StaticEagle(head, static),
-            "draft-model": DraftModel(target, shape),
+            "plain": None, "eagle": Eagle(head, shape),
             "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2),
             "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
         }[drafter]
