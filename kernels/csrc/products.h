@@ -201,6 +201,7 @@ template <class X, template <class> class Weights, int R>
         }
       }
     }
+#pragma GCC unroll 4  // Clang keeps sums in memory if it does not know every index
     for (int v = 0; v < VECTORS; v++) {
       Floats scale = {};
       if (w.format == Weight::INT8)
