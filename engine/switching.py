@@ -5,9 +5,6 @@ same text takes the same steps. It never changes the text.
 """
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 from engine.tuning import Plan
 from tree import TreeShape
 
@@ -23,7 +20,6 @@ class Switch:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self._held: tuple[TreeShape | None] | None = None
         self.begin([0.0])
 
     def begin(self, temperatures: list[float]) -> None:
@@ -41,19 +37,8 @@ class Switch:
         """How many times as many drafted tokens were accepted of late as of an average text."""
         return self._accepted / self._expected
 
-    @contextlib.contextmanager
-    def hold(self, shape: TreeShape | None) -> Iterator[None]:
-        """A context in which every step takes this tree."""
-        before, self._held = self._held, (shape,)
-        try:
-            yield
-        finally:
-            self._held = before
-
     def next(self, context: int) -> TreeShape | None:
         """The tree for the next step, at a context of so many tokens."""
-        if self._held:
-            return self._held[0]
         if not self.trees:
             return None
         speeds = {

@@ -1,4 +1,4 @@
-"""Which trees are worth compiling, and which of them is fastest where: tau over seconds.
+"""Which trees are worth having, and which of them is fastest where: tau over seconds.
 
 A tree of T nodes, depth D and width k emits tau(T, D, k) tokens in verify(T) + catch-up + D * level(k)
 seconds. `engine.calibration` knows the former, `engine.costs` the latter. Plain decoding is a candidate too.
@@ -8,18 +8,19 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
+from functools import cached_property
 
 from engine.calibration import TEMPERATURES, Calibration
 from engine.costs import LONG, SHORT, Costs
 from tree import TreeShape
 
-MOST_TREES = 2  # each is compiled
+MOST_TREES = 2  # that a decoder moves between
 WORTH = 1.02  # how much faster the mean of all situations must be for one tree more
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The trees that a decoder compiles, greedy and sampling, and how fast each is expected to be.
+    """The trees that a decoder moves between, greedy and sampling, and how fast each is expected to be.
 
     trees: noisy or not: the trees, that of most use first; none where plain decoding is faster everywhere.
     """
@@ -29,10 +30,15 @@ class Plan:
     batch: int
     trees: dict[bool, tuple[TreeShape, ...]]
 
-    @property
+    @cached_property
     def shapes(self) -> tuple[TreeShape, ...]:
         """All trees, each once, that of most use first."""
         return tuple(dict.fromkeys((*self.trees[False], *self.trees[True])))
+
+    @cached_property
+    def _window(self) -> int:
+        """The widest window of all trees: as many rows the head's catch-up has."""
+        return max((shape.window for shape in self.shapes), default=1)
 
     def tau(self, shape: TreeShape | None, temperature: float, ease: float = 1.0) -> float:
         """Tokens per step of a text whose drafts are accepted `ease` times as often as on average."""
@@ -42,8 +48,7 @@ class Plan:
 
     def speed(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
         """Steps' tokens per second, of each sequence, at this context. shape: None is plain decoding."""
-        reads = max((s.window for s in self.shapes), default=1)
-        seconds = self.costs.step(shape, context, self.batch, reads)
+        seconds = self.costs.step(shape, context, self.batch, self._window)
         return self.tau(shape, temperature, ease) / seconds
 
     def __str__(self) -> str:

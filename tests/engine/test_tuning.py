@@ -93,7 +93,7 @@ def test_a_text_that_turns_easy_is_drafted_again():
     assert shape == SMALL and s.ease > 1
 
 
-def test_what_a_switch_does_is_forgotten_with_the_text_and_can_be_held():
+def test_what_a_switch_does_is_forgotten_with_the_text():
     s = switch(row=0.001)
     first = [s.next(100)]
     for _ in range(100):

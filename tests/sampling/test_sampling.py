@@ -11,7 +11,8 @@ import torch
 from helpers.statistics import chi_square, chi_square_limit
 
 from engine.state import State
-from engine.step import draw, noise_ahead, restrict_logits
+from engine.step import noise_ahead, restrict_logits
+from kernels.parts import draw
 from sampling.noise import gumbel, random_bits, seed_keys
 from sampling.options import Sampling
 from sampling.restrict import restrict
