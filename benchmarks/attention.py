@@ -17,7 +17,7 @@ from collections.abc import Callable
 import bench  # first: it makes the modules below importable
 import torch
 import torch.nn as nn
-from bench import describe, write
+from bench import describe, table_head, write
 from torch import Tensor
 
 from checkpoint.loading import load_model
@@ -81,8 +81,7 @@ def run(o) -> None:
                     times[(isa, *size)].append(time.perf_counter() - began)
     medians = {key: statistics.median(t) * 1e3 for key, t in times.items()}
     record = describe(o.threads) | {"checkpoint": o.checkpoint, "rows": []}
-    heads = [f"{record['device']}, {o.threads} threads, ms", *(f"{n} tokens" for n in o.context)]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    table_head(record, *(f"{n} tokens" for n in o.context))
     for name in dict.fromkeys(isa for isa, *_ in passes):
         for rows in o.rows:
             row = " | ".join(f"{medians[name, rows, n]:.1f}" for n in o.context)

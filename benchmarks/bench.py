@@ -56,6 +56,12 @@ def describe(threads: int) -> dict:
     }
 
 
+def table_head(record: dict, *columns: str) -> None:
+    """Print the head of a table of milliseconds. record: what `describe` gave."""
+    heads = [f"{record['device']}, {record['threads']} threads, ms", *columns]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+
+
 def write(name: str, record: dict) -> None:
     """Write benchmarks/results/NAME.json."""
     RESULTS.mkdir(parents=True, exist_ok=True)

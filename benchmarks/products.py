@@ -20,7 +20,7 @@ import bench  # first: it makes the modules below importable
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from bench import describe, settle, write
+from bench import describe, settle, table_head, write
 
 from checkpoint.loading import load_model
 from common.cli import note
@@ -116,8 +116,7 @@ def run(o) -> None:
                 if repeat:
                     times.setdefault((name, rows), []).append(time.perf_counter() - began)
     record = describe(o.threads) | {"checkpoint": o.checkpoint, "rows": o.rows, "milliseconds": {}}
-    heads = [f"{record['device']}, {o.threads} threads, ms", *(f"{rows} rows" for rows in o.rows)]
-    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    table_head(record, *(f"{rows} rows" for rows in o.rows))
     for name in products:
         medians = [statistics.median(times[name, rows]) * 1e3 for rows in o.rows]
         record["milliseconds"][name] = medians
