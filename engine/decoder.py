@@ -8,6 +8,7 @@ one step late.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -36,6 +37,7 @@ from tokens.ids import common_prefix
 from tree import Tree, TreeShape
 
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
+REHEARSAL = 5  # steps of each kind at warm-up
 UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one pass
 
 
@@ -285,7 +287,11 @@ class Decoder:
         with torch.no_grad():
             kind = self._choose(span)
             self.taken[kind] += 1
-            return self._launch_step(span, kind)
+            began = time.perf_counter()
+            result = self._launch_step(span, kind)
+            if self.switch and not self._observer:
+                self.switch.time(self._shape, max(self._length), time.perf_counter() - began)
+            return result
 
     def _choose(self, span: Tensor) -> Kind:
         """What kind of step comes next."""
@@ -389,6 +395,7 @@ class Decoder:
         try:
             for prompt in ([0], [0] * 16) if self._asks else ([0],):  # the second: there is a guess
                 self.generate([prompt], replace(sampling, max_new_tokens=2))
+            self._rehearse(sampling)
             if self.captured and every_length:
                 with self._still(), torch.no_grad():
                     for size in sorted({self._span(n).shape[0] for n in range(1, self.slots + 1, SPAN)}):
@@ -398,6 +405,17 @@ class Decoder:
                                 self._launch_prefill(self._span(size), rows)
         finally:
             self.state.stop_ids.copy_(stop_ids)
+
+    def _rehearse(self, sampling: Sampling) -> None:
+        """Take every kind of step a few times, so that the switch knows what they cost now."""
+        if self.switch is None:
+            return
+        self.start([[0]], replace(sampling, max_new_tokens=self.max_seq_len))
+        self.switch.rehearse(REHEARSAL)
+        steps = self.steps()
+        while self.switch.rehearsing and next(steps, None):
+            pass
+        self.switch.rehearse(0)
 
     def generate(
         self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling()

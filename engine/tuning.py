@@ -48,8 +48,11 @@ class Plan:
 
     def speed(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
         """Steps' tokens per second, of each sequence, at this context. shape: None is plain decoding."""
-        seconds = self.costs.step(shape, context, self.batch, self._window)
-        return self.tau(shape, temperature, ease) / seconds
+        return self.tau(shape, temperature, ease) / self.seconds(shape, context)
+
+    def seconds(self, shape: TreeShape | None, context: int) -> float:
+        """What a step is expected to take."""
+        return self.costs.step(shape, context, self.batch, self._window)
 
     def __str__(self) -> str:
         """One line: which trees, and why."""

@@ -1,6 +1,7 @@
 """Trees by what they cost: costs are measured once, the best plan is made, steps switch as texts change."""
 import itertools
 import json
+from collections import Counter
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from drafters.eagle import Eagle
 from engine import costs as costing
 from engine.calibration import TEMPERATURES, Calibration
 from engine.costs import LONG, SHORT, Costs, between, measured_once
-from engine.decoder import UNREAD, Decoder
-from engine.switching import FIRST_REST, PROBE, Switch
+from engine.decoder import REHEARSAL, UNREAD, Decoder
+from engine.switching import CHECK, CHECK_EVERY, FIRST_REST, PROBE, Switch
 from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
@@ -102,6 +103,69 @@ def test_what_a_switch_does_is_forgotten_with_the_text():
     assert s.next(100) == first[0]
     s.begin([0.0, 1.0])
     assert s.trees == (SMALL, LARGE)
+
+
+def take(s: Switch, steps: int, slow: dict) -> list:
+    """What a switch takes on an average text, where steps take so many times what is expected of them."""
+    taken = []
+    for i in range(steps):
+        shape = s.next(100)
+        s.time(shape, 100, slow.get(shape, 1.0) * s.plan.seconds(shape, 100))
+        s.record(shape, [2 if i % 5 else 1])
+        taken.append(shape)
+    return taken
+
+
+def test_a_tree_that_is_slower_than_expected_is_left_and_taken_again_when_it_is_not():
+    s = switch(row=0.001)
+    s.begin([0.0])
+    taken = take(s, 100, {SMALL: 2.0})
+    assert taken[0] == SMALL and taken.count(None) > 70
+    s.begin([0.0])  # the next text knows
+    assert s.next(100) is None and s.next(100) is None
+    assert take(s, 300, {})[-1] == SMALL
+    assert take(switch(row=0.001), 100, {SMALL: 2.0, None: 2.0}).count(None) <= 1 + CHECK  # all is slow
+
+
+def test_plain_decoding_is_timed_now_and_then_where_it_may_be_faster():
+    s = switch(small=1.8, row=0.0015)  # 1.09 x plain
+    s.begin([0.0])
+    taken = take(s, 2 * CHECK_EVERY, {})
+    assert 0 < taken.count(None) <= 2 * CHECK and taken[-1] == SMALL
+    assert take(s, 4 * CHECK_EVERY, {None: 0.5}).count(None) > CHECK_EVERY
+    sure = switch(small=1.9, row=0.0001)
+    assert None not in take(sure, 2 * CHECK_EVERY, {})
+
+
+def test_a_rehearsal_takes_every_kind_of_step():
+    s = switch()
+    s.begin([1.0])
+    s.rehearse(2)
+    assert s.rehearsing and [s.next(9) for _ in range(6)] == [None, SMALL, LARGE] * 2 and not s.rehearsing
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_warming_up_times_every_kind_of_step(models, temperature):
+    target, head = models
+    plan = Plan(known(), flat(), 1, {False: (SMALL,), True: (SMALL, LARGE)})
+    decoder = Decoder(target, Eagle(head, SMALL), max_seq_len=400, compile=False, plan=plan)
+    decoder.switch = Timed(plan)
+    decoder.warm_up(Sampling(9, temperature))
+    kinds = {None, SMALL, LARGE} if temperature else {None, SMALL}
+    timed = Counter(shape for shape, context, seconds in decoder.switch.times if seconds > 0)
+    assert timed.keys() == kinds and min(timed.values()) >= REHEARSAL and not decoder.switch.rehearsing
+
+
+class Timed(Switch):
+    """Remembers what it is told of time."""
+
+    def __init__(self, plan):
+        super().__init__(plan)
+        self.times = []
+
+    def time(self, *step):
+        super().time(*step)
+        self.times.append(step)
 
 
 class Every(Switch):
