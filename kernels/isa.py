@@ -1,6 +1,7 @@
-"""The instruction sets that the kernels are compiled for, and which of them this processor has."""
+"""The instruction sets that the kernels are compiled for, and which of them can be used here."""
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
@@ -24,9 +25,9 @@ class InstructionSet:
 
 
 def _x86(name: str, *more: str, base: InstructionSet | None = None) -> InstructionSet:
-    """`base` and features more. A compiler's flags are named as /proc/cpuinfo names features, without _."""
+    """`base` and features more. A compiler's flags are named as /proc/cpuinfo names features, but for _."""
     flags, needs = (base.flags, base.needs) if base else (("-march=haswell",), ())
-    switches = tuple("-m" + feature.replace("_", "") for feature in more)
+    switches = tuple("-m" + feature.replace("amx_", "amx-").replace("_", "") for feature in more)
     return InstructionSet(name, flags + switches, needs + more)
 
 
@@ -39,10 +40,11 @@ _AVX2 = _x86("avx2", "avx2", "fma")
 _AVX512 = _x86("avx512", "avx512f", "avx512bw", "avx512vl", "avx512dq", base=_AVX2)
 _AVX512VNNI = _x86("avx512vnni", "avx512_vnni", base=_AVX512)
 _AVX512BF16 = _x86("avx512bf16", "avx512_bf16", base=_AVX512VNNI)
+_AMX = _x86("amx", "amx_tile", "amx_bf16", "amx_int8", base=_AVX512BF16)
 SETS = {  # best first
     isa.name: isa
     for isa in (
-        _AVX512BF16, _AVX512VNNI, _AVX512, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
+        _AMX, _AVX512BF16, _AVX512VNNI, _AVX512, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
         _arm("neoni8mm", "armv8.2-a+dotprod+bf16+i8mm", "asimddp", "bf16", "i8mm"),
         _arm("neonbf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),
         _arm("neondot", "armv8.2-a+dotprod", "asimddp"), _arm("neon", "armv8-a"),
@@ -88,15 +90,31 @@ def processor_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
+@cache
+def _tiles_granted() -> bool:
+    """Whether Linux lets this process, from now on, use the tiles of AMX."""
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
+    return not ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
+
+
+def _lacking(isa: InstructionSet) -> str:
+    """Why an instruction set cannot be used here; empty if it can."""
+    if missing := set(isa.needs) - features():
+        return f"this processor has no {', '.join(sorted(missing))}"
+    if "amx_tile" in isa.needs and not _tiles_granted():
+        return "Linux refuses this process the tiles (it grants them from 5.16 on)"
+    return ""
+
+
 def available() -> list[str]:
-    """The instruction sets that this processor has, best first."""
-    return [isa.name for isa in SETS.values() if features().issuperset(isa.needs)]
+    """The instruction sets that can be used here, best first."""
+    return [isa.name for isa in SETS.values() if not _lacking(isa)]
 
 
 def choose(name: str | None = None) -> InstructionSet:
     """The instruction set of this name; without one that of EAGLE_ISA; without that the best one.
 
-    Raises InputError if it is unknown or this processor has not got it.
+    Raises InputError if it is unknown or cannot be used here.
     """
     where = "--isa" if name else VARIABLE
     name = name or os.environ.get(VARIABLE)
@@ -104,9 +122,6 @@ def choose(name: str | None = None) -> InstructionSet:
         return SETS[available()[0]]
     if name not in SETS:
         raise InputError(f"{where} {name}: unknown; choose from {', '.join(SETS)}")
-    if missing := set(SETS[name].needs) - features():
-        raise InputError(
-            f"{where} {name}: this processor has no {', '.join(sorted(missing))}; choose from "
-            f"{', '.join(available())}"
-        )
+    if reason := _lacking(SETS[name]):
+        raise InputError(f"{where} {name}: {reason}; choose from {', '.join(available())}")
     return SETS[name]

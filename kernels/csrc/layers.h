@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "kernels.h"
+#include "linear.h"
 #include "norm.h"
 #include "products.h"
 #include "team.h"

@@ -1,4 +1,5 @@
-// Linear layers: rows of x times a packed weight: whole, int8, int4 or w8a8 (int8 times x rounded to bytes).
+// The loops of linear layers: rows of x times a block of a packed weight, which is whole, int8, int4 or w8a8 (int8
+// times x rounded to bytes).
 //
 // A row's sums run over the inputs in ascending order, whatever rows and threads there are.
 #pragma once
@@ -79,10 +80,18 @@ template <class X> inline int64_t inputs_of(const Weight& w) {
   return w.steps * (w.format == Weight::WHOLE ? Whole<X>::STEP : 1) * X::PER_WORD;
 }
 
-// Rows are taken in tiles of nearly equal size, at most ROWS. The loops are compiled for a few counts of rows:
+#ifdef TILES
+constexpr int TILE_ROWS = 32;  // that share one load of the weights where AMX' tiles multiply them
+#else
+constexpr int TILE_ROWS = 0;
+#endif
+
+// Rows are taken in tiles of nearly equal size, at most `most`. The loops are compiled for a few counts of rows:
 // the smallest that is large enough serves a tile.
-constexpr int64_t tiles_of(int64_t M) { return (M + ROWS - 1) / ROWS; }
-constexpr int64_t tile_size(int64_t M) { return M ? (M + tiles_of(M) - 1) / tiles_of(M) : 0; }
+constexpr int64_t tiles_of(int64_t M, int64_t most = ROWS) { return (M + most - 1) / most; }
+constexpr int64_t tile_size(int64_t M, int64_t most = ROWS) {
+  return M ? (M + tiles_of(M, most) - 1) / tiles_of(M, most) : 0;
+}
 constexpr int loop_rows(int64_t rows) {
   return rows <= 2 || ROWS <= 6 ? rows : rows <= 8 ? (rows + 1) / 2 * 2 : ROWS;
 }
@@ -103,11 +112,13 @@ inline void by_rows(int rows, const Product& product) {  // product(R) with the 
   }
 }
 
-// Rows of x rounded to bytes, by tiles: words [words of K, loop rows], so that one address serves all rows.
-// A word has BYTES_PER_WORD values. Every GROUP inputs, fewer at the end, have a scale and an offset [groups,
-// loop rows]. An offset is -BYTE_OFFSET times their sum: it takes back what was added to the weights.
+// Rows of x rounded to bytes, by tiles: words [words of K, loop rows], so that one address serves all rows; for
+// AMX [groups, rows, words of a group], zero at the end. A word has BYTES_PER_WORD values. Every GROUP inputs,
+// fewer at the end, have a scale and an offset [groups, loop rows]. An offset is -BYTE_OFFSET times their sum: it
+// takes back what was added to the weights.
 struct Rounded {
   static constexpr int64_t GROUP = 64;  // as in quantized.py
+  static constexpr int64_t MOST = TILE_ROWS ? TILE_ROWS : ROWS;
   std::vector<uint32_t> words;
   std::vector<float> scales;
   std::vector<int32_t> offsets;
@@ -115,25 +126,27 @@ struct Rounded {
 
   // Room for M rows of at most K values.
   Rounded(int64_t M, int64_t K)
-      : words(tiles_of(M) * ROWS * K / BYTES_PER_WORD), scales(tiles_of(M) * ROWS * groups(K)),
+      : words(tiles_of(M, MOST) * MOST * room(K) / BYTES_PER_WORD), scales(tiles_of(M, MOST) * MOST * groups(K)),
         offsets(scales.size()) {}
 
-  uint32_t* words_of(int64_t tile, int64_t K) { return &words[tile * ROWS * K / BYTES_PER_WORD]; }
-  int64_t group_of(int64_t tile, int64_t K) const { return tile * ROWS * groups(K); }
+  static int64_t room(int64_t K) { return TILE_ROWS ? groups(K) * GROUP : K; }  // of a row
+  uint32_t* words_of(int64_t tile, int64_t K) { return &words[tile * MOST * room(K) / BYTES_PER_WORD]; }
+  int64_t group_of(int64_t tile, int64_t K) const { return tile * MOST * groups(K); }
 
   // Each thread its share of x [M, K], whole groups of a tile: what threads write lies apart. Then all meet.
   template <class X>
   void round(const Team& team, const Value<X>* x, int64_t M, int64_t K) {
-    const int64_t tall = tile_size(M), all = loop_rows(tall);
-    team.share(tiles_of(M) * groups(K), [&](int64_t item) {
+    const int64_t tall = tile_size(M, MOST), all = TILE_ROWS ? tall : loop_rows(tall);
+    team.share(tiles_of(M, MOST) * groups(K), [&](int64_t item) {
       const int64_t tile = item / groups(K), g = item % groups(K), from = g * GROUP;
       const int64_t rows = std::min(tall, M - tile * tall), size = std::min(GROUP, K - from);
       for (int64_t r = 0; r < rows; r++) {
         const int64_t place = group_of(tile, K) + g * all + r;
         alignas(64) char q[4 * GROUP];
         group<X>(x + (tile * tall + r) * K + from, size, q, scales[place], offsets[place]);
-        uint32_t* to = words_of(tile, K) + from / BYTES_PER_WORD * all + r;
-        for (int64_t k = 0; k < size / BYTES_PER_WORD; k++) std::memcpy(to + k * all, q + 4 * k, 4);
+        uint32_t* to = words_of(tile, K) + from / BYTES_PER_WORD * all;
+        if constexpr (TILE_ROWS) std::memcpy(to + r * GROUP / BYTES_PER_WORD, q, GROUP);
+        else for (int64_t k = 0; k < size / BYTES_PER_WORD; k++) std::memcpy(to + r + k * all, q + 4 * k, 4);
       }
     });
     team.meet();
@@ -297,47 +310,6 @@ template <int R>
   const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
   for (int i = 0; i < R * BLOCK; i += LANES)
     store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
-}
-
-template <class X, template <class> class Weights>
-void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, const char* next, float* sums) {
-  by_rows(rows, [&](auto R) { block_product<X, Weights, R>(x, rows, w, b, next, sums); });
-}
-
-// x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a
-// block holds as many gate as up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w is
-// W8A8. `after`: the weight that is read next, if any.
-template <class X, class Out>
-void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w, const float* bias,
-                 const Value<Out>* residual, bool gated, int64_t N, Rounded& rounded, const Weight* after,
-                 Value<Out>* out) {
-  const int64_t K = inputs_of<X>(w);
-  if (w.format == Weight::W8A8) rounded.round<X>(team, x, M, K);
-  const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
-                       : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
-  const int64_t width = gated ? BLOCK / 2 : BLOCK, tall = tile_size(M);
-  alignas(64) float sums[ROWS * BLOCK];
-  const Weight& then = after ? *after : w;
-  const char* first_after = then.block(then.blocks * team.me / team.all);
-  team.deal(w.blocks, [&](int64_t b, bool last) {
-    for (int64_t m = 0; m < M; m += tall) {
-      const int rows = std::min(tall, M - m);
-      const char* next = m ? w.block(b) : last ? first_after : w.block(b + 1);
-      if (w.format == Weight::W8A8)
-        by_rows(tall, [&](auto R) { rounded_product<R>(rounded, m / tall, w, b, next, sums); });
-      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
-      for (int r = 0; r < rows; r++)
-        for (int64_t c = 0; c < width; c += LANES) {
-          const int64_t column = b * width + c, place = (m + r) * N + column;
-          if (column >= N) break;
-          Floats sum = load<Floats>(sums + r * BLOCK + c);
-          if (gated) sum = silu(sum) * load<Floats>(sums + r * BLOCK + width + c);
-          if (bias) sum += Fp32::get(bias + column, N - column);
-          if (residual) sum += Out::get(residual + place, N - column);
-          Out::put(out + place, sum, N - column);
-        }
-    }
-  });
 }
 
 }  // namespace eagle

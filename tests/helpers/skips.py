@@ -17,6 +17,12 @@ def no_gpu() -> bool:
     return not torch.cuda.is_available()
 
 
+def no_avx512bf16() -> bool:
+    from kernels import isa
+
+    return "avx512bf16" not in isa.available()
+
+
 X86 = platform.machine() == "x86_64"
 # A pattern of the reason, and whether (or when) this machine has it.
 EXPECTED = (
@@ -28,6 +34,7 @@ EXPECTED = (
     (r"no /proc here|needs Linux' high-water mark", lambda: not os.access("/proc/self/clear_refs", os.W_OK)),
     (r"aarch64 needs ", lambda: not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64"))),
     (r"clang\+\+ is not installed", lambda: not shutil.which("clang++")),
+    (r"tiles in software need AVX512-BF16", no_avx512bf16),
     (r"the files of .* cannot be had here", lambda: True),  # no network, or no npm
     (r"the files of .* carry no template", lambda: True),  # the publisher left it out
 )

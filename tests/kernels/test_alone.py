@@ -1,5 +1,9 @@
-"""The kernels without PyTorch: the program in `driver/` checks them, aarch64's in an emulator."""
+"""The kernels without PyTorch: the program in `driver/` checks them.
+
+aarch64's run in an emulator, AMX' with tiles in software.
+"""
 import os
+import platform
 import shutil
 import subprocess
 
@@ -11,6 +15,7 @@ from kernels import build, cpu, isa
 
 CROSS = "aarch64-linux-gnu-g++"
 EMULATOR = ("qemu-aarch64", "-cpu", "max")
+DRIVER = ROOT / "tests/kernels/driver"
 NATIVE = os.environ.get("CXX", "g++")
 # The other instruction sets of this processor are run with the compiler in use by test_cpu_kernels.py.
 CASES = dict.fromkeys([(NATIVE, isa.available()[0]), *(("clang++", name) for name in isa.available())])
@@ -38,25 +43,61 @@ def objects(tmp_path_factory):
     return tmp_path_factory.mktemp("objects")
 
 
+def compile_driver(objects, compiler, *flags):
+    """The program of the driver and the kernels, these compiled with `flags`."""
+    kernels = [path for path in build.sources() if path.suffix == ".cpp" and path.name != "operators.cpp"]
+    main, source = objects / f"{compiler}.o", DRIVER / "main.cpp"
+    if not main.exists():
+        command = [compiler, "-O1", "-std=c++20", f"-I{build.SOURCE}", "-c", source, "-o", main]
+        subprocess.run(command, check=True, timeout=300)
+    driver = objects / f"driver{len(list(objects.iterdir()))}"
+    subprocess.run([compiler, *build.FLAGS, *flags, *kernels, main, "-o", driver], check=True, timeout=300)
+    return driver
+
+
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
-def test_kernels_alone(compiler, name, objects, tmp_path, monkeypatch):
+def test_kernels_alone(compiler, name, objects, monkeypatch):
     """Every kernel against double precision, and its rows' independence, with this compiler."""
     if compiler == CROSS and not (shutil.which(CROSS) and shutil.which(EMULATOR[0])):
         pytest.skip(f"aarch64 needs {CROSS} and {EMULATOR[0]}")
     if not shutil.which(compiler):
         pytest.skip(f"{compiler} is not installed")
-    driver, static = tmp_path / "driver", ("-static",) if compiler == CROSS else ()
-    kernels = [path for path in build.sources() if path.suffix == ".cpp" and path.name != "operators.cpp"]
-    main, source = objects / f"{compiler}.o", ROOT / "tests/kernels/driver/main.cpp"
-    if not main.exists():
-        command = [compiler, "-O1", "-std=c++20", f"-I{build.SOURCE}", "-c", source, "-o", main]
-        subprocess.run(command, check=True, timeout=300)
-    command = [compiler, *build.FLAGS, *isa.SETS[name].flags, *static, *kernels, main, "-o", driver]
-    subprocess.run(command, check=True, timeout=300)
-    command = (*(EMULATOR if compiler == CROSS else ()), driver)
+    static, emulator = (("-static",), EMULATOR) if compiler == CROSS else ((), ())
+    command = (*emulator, compile_driver(objects, compiler, *isa.SETS[name].flags, *static))
     checked = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     packed = subprocess.run([*command, "packing"], capture_output=True, text=True, timeout=60, check=True)
     assert same_packing(packed.stdout, monkeypatch)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_tiles_in_software(objects):
+    """The loops for AMX, its instructions replaced: right, row-invariant, w8a8 as exact as with AVX-512."""
+    if "avx512bf16" not in isa.available():
+        pytest.skip("tiles in software need AVX512-BF16")
+    software = *isa.SETS["avx512bf16"].flags, f"-I{DRIVER}", '-DTILES="software_tiles.h"'
+    tiles = compile_driver(objects, NATIVE, *software)
+    checked = subprocess.run([tiles], capture_output=True, text=True, timeout=300)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    drivers = tiles, compile_driver(objects, NATIVE, *isa.SETS["avx512vnni"].flags)
+    rounded = [subprocess.run([d, "rounded"], capture_output=True, timeout=60, check=True) for d in drivers]
+    assert rounded[0].stdout == rounded[1].stdout != b""
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
+@pytest.mark.parametrize("compiler", dict.fromkeys((NATIVE, "clang++")))
+def test_amx_compiles(compiler, tmp_path):
+    """The compiler and its assembler take the instructions themselves, sources and sums in their order."""
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    flags = *build.FLAGS, *isa.SETS["amx"].flags, "-save-temps=obj"
+    command = [compiler, *flags, "-c", build.SOURCE / "bf16.cpp", "-o", tmp_path / "bf16.o"]
+    subprocess.run(command, check=True, timeout=300)
+    assembly = (tmp_path / "bf16.s").read_text().split("\n")
+    found = {" ".join(line.split()) for line in assembly}
+    assert {"tdpbf16ps %tmm7, %tmm5, %tmm3", "tdpbsud %tmm6, %tmm4, %tmm0", "tilerelease"} <= found

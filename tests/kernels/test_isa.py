@@ -1,13 +1,17 @@
 """Which instruction set is chosen."""
+import platform
 import subprocess
+import sys
 
 import pytest
+from helpers import ROOT
 from helpers.refusals import refused
 
 from kernels import isa
 
 ZEN3 = frozenset(("fpu", "sse2", "avx", "avx2", "fma", "f16c", "bmi2"))
 ZEN4 = ZEN3 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
+SAPPHIRE_RAPIDS = ZEN4 | {"avx_vnni", "amx_tile", "amx_bf16", "amx_int8"}
 ALDER_LAKE = ZEN3 | {"avx_vnni"}
 CORTEX_A72 = frozenset(("fp", "asimd", "aes", "crc32"))
 NEOVERSE_N1 = CORTEX_A72 | {"asimddp", "asimdhp"}
@@ -17,6 +21,7 @@ NEOVERSE_V1 = NEOVERSE_N1 | {"bf16", "i8mm", "sve"}
 @pytest.fixture(autouse=True)
 def no_variable(monkeypatch):
     monkeypatch.delenv(isa.VARIABLE, raising=False)
+    monkeypatch.setattr(isa, "_tiles_granted", lambda: True)
 
 
 def on(monkeypatch, features) -> None:
@@ -24,7 +29,7 @@ def on(monkeypatch, features) -> None:
 
 
 @pytest.mark.parametrize("features, best", (
-    (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
+    (SAPPHIRE_RAPIDS, "amx"), (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
     (ZEN4 - {"avx512_vnni", "avx512_bf16"}, "avx512"), (ALDER_LAKE, "avxvnni"),
     (ZEN3, "avx2"), (ZEN3 - {"fma"}, "portable"), ((), "portable"),
     (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neonbf16"), (NEOVERSE_N1, "neondot"),
@@ -44,13 +49,29 @@ def test_another_one_can_be_named(monkeypatch):
 
 def test_what_cannot_be_chosen(monkeypatch):
     on(monkeypatch, ZEN3)
-    with refused("--isa sse9: unknown; choose from avx512bf16, "):
+    with refused("--isa sse9: unknown; choose from amx, avx512bf16, "):
         isa.choose("sse9")
     with refused("--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"):
         isa.choose("avxvnni")
     monkeypatch.setenv(isa.VARIABLE, "avx512")
     with refused("EAGLE_ISA avx512: this processor has no avx512bw, avx512dq, avx512f, avx512vl"):
         isa.choose()
+
+
+def test_tiles_that_linux_refuses(monkeypatch):
+    on(monkeypatch, SAPPHIRE_RAPIDS)
+    monkeypatch.setattr(isa, "_tiles_granted", lambda: False)
+    assert isa.choose().name == isa.available()[0] == "avx512bf16"
+    with refused("--isa amx: Linux refuses this process the tiles (it grants them from 5.16 on); choose "):
+        isa.choose("amx")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
+def test_linux_is_asked_for_tiles():
+    """In a process of its own: permission stays. A processor without tiles is never granted them."""
+    code = "from kernels import isa; print(isa._tiles_granted(), 'amx_tile' in isa.features())"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert asked.stdout in ("True True\n", "False True\n", "False False\n")
 
 
 @pytest.mark.parametrize("says, best", (

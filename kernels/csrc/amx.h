@@ -1,0 +1,42 @@
+// AMX: eight tiles of up to 16 rows of 64 bytes, and products of them, which read a block of a packed weight as
+// it lies. Linux gives a process the tiles if it asks for them, as kernels/isa.py does.
+//
+// Not Intel's intrinsics: GCC 12's do not tell the compiler that they read or write memory.
+#pragma once
+
+#include <cstdint>
+
+namespace eagle {
+
+// As LDTILECFG reads them.
+struct TileShapes {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64);
+
+inline void shape_tiles(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes)); }
+inline void release_tiles() { asm volatile("tilerelease"); }  // from here on a thread has fewer registers to save
+
+template <int T>
+inline void zero_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(T)); }
+template <int T>
+inline void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
+}
+template <int T>
+inline void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
+}
+// SUM += A times B: pairs of bfloat16, added to floats, or signed bytes times bytes without a sign, to integers.
+template <int SUM, int A, int B>
+inline void dot_tiles_bf16() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+template <int SUM, int A, int B>
+inline void dot_tiles_bytes() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+}
+
+}  // namespace eagle

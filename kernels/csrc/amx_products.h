@@ -1,0 +1,151 @@
+// The loops of a linear layer with tiles (amx.h). 16 steps of a block, LANES columns of them, are one tile.
+//
+// A product of tiles adds in an order of its own: even and odd values of a row apart, then both together to the
+// sum. A row's bits do not depend on how many rows its tile has, but they are not those of `Bf16::dot`. So
+// bfloat16 goes through tiles for any number of rows, not from some number on.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "products.h"
+#include TILES
+
+namespace eagle {
+
+constexpr int TILE = 16;  // rows of a tile, and words of a row
+static_assert(LANES == TILE && BLOCK == 2 * TILE && TILE_ROWS == 2 * TILE && BYTE_OFFSET == 128);
+constexpr int64_t SIDE = BLOCK * sizeof(uint32_t);  // bytes from one row to the next, of a block and of sums
+
+// The tiles of this thread, while this lives: 0..3 are sums (two of rows, two of columns), 4 and 5 rows of x,
+// 6 and 7 columns of a block.
+class Tiles {
+ public:
+  ~Tiles() {
+    if (rows) release_tiles();
+  }
+  void shape(int for_rows) {
+    if (rows == for_rows) return;  // it takes as long as some products
+    rows = for_rows;
+    TileShapes shapes;
+    for (int t = 0; t < 8; t++) {
+      const int first = t < 6 ? (t < 4 ? t / 2 : t - 4) * TILE : 0, all = t < 6 ? rows : TILE;
+      shapes.rows[t] = std::clamp(all - first, 0, TILE);
+      shapes.row_bytes[t] = shapes.rows[t] ? 64 : 0;
+    }
+    shape_tiles(shapes);
+  }
+
+ private:
+  int rows = 0;
+};
+
+template <int HALVES>  // of 16 rows each
+inline void zero_sums() {
+  zero_tile<0>(), zero_tile<1>();
+  if constexpr (HALVES == 2) zero_tile<2>(), zero_tile<3>();
+}
+template <int HALVES>
+inline void store_sums(void* to) {  // [rows, BLOCK]
+  char* p = static_cast<char*>(to);
+  store_tile<0>(p, SIDE), store_tile<1>(p + 64, SIDE);
+  if constexpr (HALVES == 2) store_tile<2>(p + TILE * SIDE, SIDE), store_tile<3>(p + TILE * SIDE + 64, SIDE);
+}
+template <bool BYTES, int SUM, int A, int B>
+inline void dot_tiles() {
+  if constexpr (BYTES) dot_tiles_bytes<SUM, A, B>();
+  else dot_tiles_bf16<SUM, A, B>();
+}
+// To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block.
+template <int HALVES, bool BYTES>
+inline void add_products(const uint32_t* rows, int64_t apart, const void* steps) {
+  const char *a = reinterpret_cast<const char*>(rows), *b = static_cast<const char*>(steps);
+  load_tile<6>(b, SIDE), load_tile<7>(b + 64, SIDE);
+  load_tile<4>(a, apart);
+  dot_tiles<BYTES, 0, 4, 6>(), dot_tiles<BYTES, 1, 4, 7>();
+  if constexpr (HALVES == 2) {
+    load_tile<5>(a + TILE * apart, apart);
+    dot_tiles<BYTES, 2, 5, 6>(), dot_tiles<BYTES, 3, 5, 7>();
+  }
+}
+
+// As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
+template <template <class> class Weights, int HALVES>
+[[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, const char* next,
+                                     float* sums) {
+  using W = Weights<Bf16>;
+  static_assert(W::STEP == 1);
+  // Steps that are not as a tile wants them, and the last words of x: zeros follow where there are fewer than 16.
+  Words unpacked[TILE * VECTORS];
+  alignas(64) uint32_t few[TILE_ROWS][TILE];
+  alignas(64) float of_group[TILE_ROWS * BLOCK];
+  const char* p = w.block(b);
+  const int64_t group = w.steps / w.groups;
+  for (int64_t g = 0; g < w.groups; g++) {
+    zero_sums<HALVES>();
+    for (int64_t k = 0; k < group; k += TILE) {
+      const int count = std::min<int64_t>(TILE, group - k);
+      const uint32_t* from = x + g * group + k;
+      int64_t apart = w.steps * sizeof(uint32_t);
+      const void* steps = p;
+      if (count < TILE || !std::is_same_v<W, Whole<Bf16>>) {
+        for (int i = 0; i < count; i++) W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
+        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
+        steps = unpacked;
+      }
+      if (count < TILE) {
+        std::memset(few, 0, sizeof few);
+        for (int r = 0; r < rows; r++) std::memcpy(few[r], from + r * w.steps, count * sizeof(uint32_t));
+        from = few[0], apart = sizeof few[0];
+      }
+      for (int i = 0; i < count; i++) fetch<W::BYTES>(next);
+      add_products<HALVES, false>(from, apart, steps);
+      p += count * W::BYTES;
+    }
+    if (w.format == Weight::WHOLE) return store_sums<HALVES>(sums);
+    store_sums<HALVES>(of_group);
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t place = (b * w.groups + g) * BLOCK + v * LANES;
+      const Floats scale = w.format == Weight::INT4 ? Bf16::get(static_cast<const uint16_t*>(w.scales) + place)
+                                                    : load<Floats>(static_cast<const float*>(w.scales) + place);
+      for (int i = v * LANES; i < rows * BLOCK; i += BLOCK)
+        store(sums + i, fma(load<Floats>(of_group + i), scale, g ? load<Floats>(sums + i) : Floats{}));
+    }
+  }
+}
+
+// As `rounded_product`, with the same bits, as integers are summed exactly: a group of 64 inputs is one tile.
+template <int HALVES>
+[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
+                                             int64_t b, const char* next, float* sums) {
+  static_assert(Rounded::GROUP == TILE * BYTES_PER_WORD);
+  alignas(64) char few[TILE * SIDE];
+  alignas(64) int32_t of_group[TILE_ROWS * BLOCK];
+  const int64_t K = w.steps * BYTES_PER_WORD, groups = Rounded::groups(K), at = x.group_of(tile, K);
+  const char* p = w.block(b);
+  for (int64_t g = 0; g < groups; g++, p += TILE * SIDE) {
+    const int64_t count = std::min<int64_t>(TILE, w.steps - g * TILE);
+    for (int64_t i = 0; i < count; i++) fetch<SIDE>(next);
+    const char* steps = p;
+    if (count < TILE) {
+      std::memset(few, 0, sizeof few);
+      steps = static_cast<char*>(std::memcpy(few, p, count * SIDE));
+    }
+    zero_sums<HALVES>();
+    add_products<HALVES, true>(x.words_of(tile, K) + g * tall * TILE, Rounded::GROUP, steps);
+    store_sums<HALVES>(of_group);
+    for (int r = 0; r < rows; r++) {
+      const Floats scale = broadcast(x.scales[at + g * tall + r]);
+      for (int i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
+        store(sums + i, fma(to_floats(load<Ints>(of_group + i) + x.offsets[at + g * tall + r]), scale,
+                            g ? load<Floats>(sums + i) : Floats{}));
+    }
+  }
+  const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
+  for (int i = 0; i < rows * BLOCK; i += LANES)
+    store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
+}
+
+}  // namespace eagle

@@ -1,0 +1,81 @@
+// A linear layer: its blocks dealt out to threads, and what follows the product of one.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels.h"
+#include "products.h"
+#include "team.h"
+#include "vectors.h"
+#ifdef TILES
+#include "amx_products.h"
+#endif
+
+namespace eagle {
+
+#ifndef TILES
+struct Tiles {
+  void shape(int) {}
+};
+#endif
+
+template <class X, template <class> class Weights>
+void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, const char* next, float* sums) {
+#ifdef TILES
+  if constexpr (std::is_same_v<X, Bf16>)
+    (rows > TILE ? tiled_product<Weights, 2> : tiled_product<Weights, 1>)(x, rows, w, b, next, sums);
+  else
+#endif
+    by_rows(rows, [&](auto R) { block_product<X, Weights, R>(x, rows, w, b, next, sums); });
+}
+
+inline void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b,
+                         const char* next, float* sums) {
+#ifdef TILES
+  (rows > TILE ? tiled_rounded_product<2> : tiled_rounded_product<1>)(x, tile, tall, rows, w, b, next, sums);
+#else
+  by_rows(tall, [&](auto R) { rounded_product<R>(x, tile, w, b, next, sums); });
+#endif
+}
+
+// x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a
+// block holds as many gate as up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w is
+// W8A8. `after`: the weight that is read next, if any.
+template <class X, class Out>
+void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w, const float* bias,
+                 const Value<Out>* residual, bool gated, int64_t N, Rounded& rounded, const Weight* after,
+                 Value<Out>* out) {
+  const int64_t K = inputs_of<X>(w);
+  if (w.format == Weight::W8A8) rounded.round<X>(team, x, M, K);
+  const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
+                       : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
+  const bool tiled = TILE_ROWS && (w.format == Weight::W8A8 || std::is_same_v<X, Bf16>);
+  const int64_t width = gated ? BLOCK / 2 : BLOCK, tall = tile_size(M, tiled ? TILE_ROWS : ROWS);
+  alignas(64) float sums[std::max(TILE_ROWS, ROWS) * BLOCK];
+  Tiles tiles;
+  const Weight& then = after ? *after : w;
+  const char* first_after = then.block(then.blocks * team.me / team.all);
+  team.deal(w.blocks, [&](int64_t b, bool last) {
+    for (int64_t m = 0; m < M; m += tall) {
+      const int rows = std::min(tall, M - m);
+      const char* next = m ? w.block(b) : last ? first_after : w.block(b + 1);
+      if (tiled) tiles.shape(rows);
+      if (w.format == Weight::W8A8) rounded_rows(rounded, m / tall, tall, rows, w, b, next, sums);
+      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
+      for (int r = 0; r < rows; r++)
+        for (int64_t c = 0; c < width; c += LANES) {
+          const int64_t column = b * width + c, place = (m + r) * N + column;
+          if (column >= N) break;
+          Floats sum = load<Floats>(sums + r * BLOCK + c);
+          if (gated) sum = silu(sum) * load<Floats>(sums + r * BLOCK + width + c);
+          if (bias) sum += Fp32::get(bias + column, N - column);
+          if (residual) sum += Out::get(residual + place, N - column);
+          Out::put(out + place, sum, N - column);
+        }
+    }
+  });
+}
+
+}  // namespace eagle
