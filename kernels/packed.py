@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels import cpu
+from kernels.large_pages import in_large_pages
 from kernels.quantized import QuantizedLinear
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 
@@ -33,7 +34,7 @@ class PackedLinear(nn.Module):
             self.columns, self.mode = self.columns // 2, cpu.GATED
             weight, scale = cpu.interleave(weight), scale if scale is None else cpu.interleave(scale)
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        self.packed = _constant(_packed(weight, linear, dtype))
+        self.packed = _constant(in_large_pages(_packed(weight, linear, dtype)))
         self.scale = None if scale is None else _constant(cpu.pack_scale(scale))
         self.bias = None if bias is None else _constant(bias.detach().float())
 
