@@ -60,15 +60,11 @@ def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     say(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
-    of_torch = (
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
-        f"-I{root}/include/torch/csrc/api/include",
-    )
     link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
     # Another process may be doing the same.
     with atomic_path(folder / name) as part, tempfile.TemporaryDirectory() as objects:
         compiled = {path: f"{objects}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
-        _run([[compiler, *flags, *of_torch, "-c", str(p), "-o", o] for p, o in compiled.items()])
+        _run([[compiler, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
         _run([[compiler, "-shared", "-pthread", *compiled.values(), *link, "-o", str(part)]])
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return folder / name

@@ -211,20 +211,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layers(
-    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], k: list[Tensor], v: list[Tensor],
-    slots: Tensor, visible: Tensor,
-    eps: float, aux: tuple[int, ...] = (), read: Tensor | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], parts: list[int], k: list[Tensor],
+    v: list[Tensor], slots: Tensor, visible: Tensor, eps: float, aux: tuple[int, ...] = (),
+    read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All L layers of a target, or one of a head, on x [B, T, H].
 
     Returns the residual stream after them [B, T, H], and the streams entering the layers `aux` side by side
     [B, T, len(aux)*H]; L stands for the stream after the last layer.
-    weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and
-    bias (float32), q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed,
-    its scale. k, v: the caches of each layer. read [B, T, inputs]: what the first layer's attention reads, if
-    that is not x, normed. The other arguments are `attend`'s.
+    weights: of each layer those that it has of thirteen: norm, wqkv packed, its scale and bias (float32),
+    q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed, its scale.
+    parts: for each layer which, a bit for each. k, v: the caches of each layer. read [B, T, inputs]: what the
+    first layer's attention reads, if that is not x, normed. The other arguments are `attend`'s.
     """
-    return _ops.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux, read)
+    return _ops.layers(x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read)
 
 
 def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
