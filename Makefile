@@ -2,7 +2,7 @@
 # make test        set everything up and run all tests, on two cores
 # make test-fast   only the quick ones: nothing slow, nothing compiled, no network
 # make lint        set everything up and run the linter
-# Needs Python >= 3.10 with venv and make; a C++ compiler makes it several times faster. Nothing is installed outside .venv.
+# Needs Python >= 3.10 with venv and make, and for full speed a C++ compiler. Nothing is installed outside .venv.
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in a few sentences why the sky is blue.

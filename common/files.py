@@ -17,7 +17,8 @@ def writing(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        e.filename = e.filename or str(path)
+        if e.errno is not None:  # else it has its own words, which a name would replace
+            e.filename = e.filename or str(path)
         raise
 
 

@@ -64,6 +64,9 @@ def test_a_full_disk_is_named():
     with pytest.raises(OSError) as error, writing("it"):
         Path("/nowhere/else").read_text()
     assert "/nowhere/else" in one_line(error.value)  # that has named its own
+    with pytest.raises(OSError) as error, writing("it"):
+        raise OSError("own words")
+    assert one_line(error.value) == "own words"
 
 
 @pytest.mark.parametrize("content, words", [
