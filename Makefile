@@ -2,7 +2,7 @@
 # make test        set everything up and run all tests, on two cores
 # make test-fast   only the quick ones: nothing slow, nothing compiled, no network
 # make lint        set everything up and run the linter
-# Needs Python >= 3.10 with venv, make and a C++ compiler. Nothing is installed outside .venv.
+# Needs Python >= 3.10 with venv and make, and for full speed a C++ compiler. Nothing is installed outside .venv.
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in a few sentences why the sky is blue.
@@ -13,8 +13,6 @@ RUN = $(VENV)/bin/python
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
-	@case " $(ARGS) " in *" --no-compile "*) ;; *) command -v "$${CXX:-g++}" >/dev/null || { \
-		echo "error: no C++ compiler: the kernels need $${CXX:-g++}; install it, set CXX, or run: make demo ARGS=--no-compile" >&2; exit 1; };; esac
 	@$(MAKE) --no-print-directory fetch
 	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
 

@@ -18,6 +18,7 @@ from checkpoint.head_layouts import Answers
 from common.cli import Options, run_command
 from common.dtypes import DTYPES
 from common.errors import InputError
+from common.threads import use_threads
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:
@@ -64,6 +65,7 @@ def parser() -> Options:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
+    use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:
         convert(o.checkpoint, o.out, o.target, o.dtype, answers, o.template, o.force)

@@ -105,6 +105,7 @@ def load(o):
 
     import torch
 
+    from common.threads import use_threads
     from engine.api import load_target
     from engine.runtime import Runtime
     from evaluation.answers import Book
@@ -114,8 +115,7 @@ def load(o):
     from evaluation.session import Evaluation
     from evaluation.table import PLAIN
 
-    if o.threads is not None:
-        torch.set_num_threads(o.threads)
+    use_threads(o.threads, say)
     sets = read_sets(o.questions, o.limit)
     draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa)
@@ -130,7 +130,7 @@ def load(o):
     book = Book(Path(o.out), {
         "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed,
         "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": o.compile,
+        "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
         "kernels": o.kernels,
     })
     return Evaluation(contenders, sets, book, judge, temperatures, o.max_new_tokens, o.seed, say)

@@ -132,13 +132,11 @@ def run(o) -> int:
         if len(prompts) * o.num_samples != 1:
             raise InputError("--trace records one sequence: give one prompt and one sample")
         check_writable("--trace", o.trace)
-    import torch
-
+    from common.threads import use_threads
     from console.chat import chat
     from console.decoding import compile_errors, decode_all
 
-    if o.threads:
-        torch.set_num_threads(o.threads)
+    use_threads(o.threads, note)
     count = max(1, len(prompts) * o.num_samples)
     size = {"batch": min(count, o.batch_size or 16), "max_seq_len": o.max_seq_len}
     began = time.perf_counter()

@@ -28,6 +28,7 @@ from checkpoint.quantizing import (
 from checkpoint.writer import check_out
 from common.cli import Options, note, run_command
 from common.errors import InputError
+from common.threads import use_threads
 from kernels.quantized import GROUPS, MODES, Scheme
 
 PIECE = 256  # tokens of a --calibrate text that are read together
@@ -92,7 +93,7 @@ def calibration_text(o, source: Path):
 
     note(f"{source}: writes a text to calibrate on")
     try:
-        return own_text(source)
+        return own_text(source, note)
     except InputError as e:
         raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 
@@ -116,6 +117,7 @@ def report(source: Path, out: Path, errors: list[LayerError]) -> None:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
+    use_threads()
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
     is_target = read_config(source)["kind"] == "target"

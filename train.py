@@ -24,6 +24,7 @@ from pathlib import Path
 
 from checkpoint.export import LAYOUTS
 from common.cli import Options, count, dtype, positive, run_command
+from common.threads import use_threads
 from engine.runtime import Runtime
 from training.plan import SHORT
 from training.processes import Processes
@@ -186,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     def train() -> None:
         nonlocal processes
         options.check(o)
+        use_threads()
         check_machine(o)
         processes = Processes.from_environment(o.device)
         o.device = processes.own_device(o.device)

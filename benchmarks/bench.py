@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))  # the project, for this file and for those that i
 
 from common.cli import MOST_THREADS, Options, note, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
+from common.threads import use_threads  # noqa: E402
 from engine.api import TextDecoder  # noqa: E402
 from evaluation.asking import rotated  # noqa: E402
 from kernels.cpu import isa_in_use  # noqa: E402
@@ -37,7 +38,8 @@ def run(p: Options, action: Callable, argv: list[str] | None) -> int:
 
     def checked() -> None:
         p.check(o)
-        torch.set_num_threads(o.threads)
+        use_threads(o.threads, note)
+        o.threads = torch.get_num_threads()
         action(o)
 
     return run_command(checked, OSError, ValueError)

@@ -23,6 +23,7 @@ from checkpoint.folder import WEIGHTS, read_config
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, run_command
 from common.errors import InputError
+from common.files import writing
 from networks.eagle import Eagle1Head
 from networks.head import Head, HeadArgs
 from networks.medusa import MedusaHeads, MultiTokenHeads
@@ -43,7 +44,7 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
 
     What belongs to the target is left out. target_config: the target's config.json, for the speculators
     layout, which names the target. Each file is written under a temporary name and renamed. Raises InputError
-    if the layout cannot hold this head.
+    if the layout cannot hold this head, and OSError.
     """
     if isinstance(head, (Eagle1Head, MultiTokenHeads)):
         if layout != "sglang":
@@ -59,11 +60,16 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
     }
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    # Not save_file, which makes a file that only its owner can read.
-    (folder / PARTS[0]).write_bytes(save(tensors, metadata={"format": "pt"}))
-    (folder / PARTS[1]).write_text(json.dumps(config, indent=1) + "\n")
-    for part in PARTS:
-        os.replace(folder / part, (folder / part).with_suffix(""))
+    try:
+        # Not save_file, which makes a file that only its owner can read.
+        with writing(folder):
+            (folder / PARTS[0]).write_bytes(save(tensors, metadata={"format": "pt"}))
+            (folder / PARTS[1]).write_text(json.dumps(config, indent=1) + "\n")
+        for part in PARTS:
+            os.replace(folder / part, (folder / part).with_suffix(""))
+    finally:
+        for part in PARTS:
+            (folder / part).unlink(missing_ok=True)
     return folder
 
 

@@ -5,6 +5,7 @@ A rule stands beside the flag that it is about: `Options.refuse` takes a test an
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -23,6 +24,8 @@ def note(line: str) -> None:
 
 def one_line(error: BaseException) -> str:
     """The message of an error on one line."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{error.filename or 'the output'}: no space left on the device; make room and try again"
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -90,7 +93,8 @@ class Options(argparse.ArgumentParser):
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
         add("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
-        add("--threads", type=int, help="CPU threads (default: PyTorch's)")
+        add("--threads", type=int,
+            help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         self.within("--threads", 1, MOST_THREADS)
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         add("--kernels", action=on_off, default=True,

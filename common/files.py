@@ -12,6 +12,17 @@ from common.errors import InputError
 
 
 @contextlib.contextmanager
+def writing(path: str | Path) -> Iterator[None]:
+    """A context in which an OSError names this file: writing to an open file names none."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno is not None:  # else it has its own words, which a name would replace
+            e.filename = e.filename or str(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to. At the end the file takes the place of `path`.
 
@@ -20,13 +31,15 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        yield path
+        with writing(path):
+            yield path
         return
     # Another process or thread may be writing the same file.
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
     try:
-        yield part
-        os.replace(part, path)
+        with writing(path):
+            yield part
+            os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from checkpoint.folder import read_config
 from common.cli import run_command
 from common.errors import InputError
+from common.files import writing
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 
@@ -73,7 +74,8 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
     part = out.with_name(f".{out.name}.{os.getpid()}")
     part.mkdir(parents=True)  # better now than when everything is sorted
     try:
-        about = _fill(part, files, tokenizer, vocab_size, divsufsort)
+        with writing(out):
+            about = _fill(part, files, tokenizer, vocab_size, divsufsort)
         if there:
             shutil.rmtree(out)
         elif out.exists():
@@ -105,8 +107,8 @@ def _fill(
         "vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens),
         "suffixes": str(suffixes.dtype)
     }
-    tokens.tofile(folder / "tokens.bin")
-    suffixes.tofile(folder / "suffixes.bin")
+    (folder / "tokens.bin").write_bytes(tokens)  # not `tofile`, which does not say that the disk is full
+    (folder / "suffixes.bin").write_bytes(suffixes)
     (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -34,7 +34,7 @@ from engine.decoder import Decoder
 from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan
-from kernels.cpu import load_kernels
+from kernels.cpu import try_kernels
 from kernels.packed import pack_models
 from kernels.quantized import Scheme, quantize_linears
 from model import Transformer
@@ -85,14 +85,15 @@ def load_target(
 ) -> Target:
     """Load a converted target. `say` is called with one line when something slow starts or ends.
 
+    Where our kernels cannot be compiled or loaded it runs without `Runtime.compile`, and `say` is told why.
     Raises InputError, one line, if anything is missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare(checkpoint)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
+    if runtime.on_kernels and not try_kernels(say, runtime.isa):
+        runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
-    if runtime.on_kernels:
-        load_kernels(say, isa=runtime.isa)
     target.put_on_kernels(model)
     return target
 

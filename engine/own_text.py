@@ -1,6 +1,7 @@
 """Text that a target writes itself, to calibrate its quantisation on."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,17 +13,17 @@ from engine.api import encode
 from engine.calibrating import PROMPTS
 from engine.decoder import Decoder
 from engine.run import Run
-from kernels.cpu import load_kernels
+from kernels.cpu import try_kernels
 from kernels.packed import pack_models
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
 
-def own_text(checkpoint: Path, rows: int = 32, most: int = 224) -> Tensor:
+def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most: int = 224) -> Tensor:
     """Texts [rows, T] of token ids, the last `most` or more of them sampled at temperature 1 after `PROMPTS`.
 
-    Where an answer ends the target goes on, with turns of its own. Raises InputError without a tokenizer or a
-    C++ compiler.
+    Where an answer ends the target goes on, with turns of its own. `say` is told if our kernels cannot be
+    used. Raises InputError without a tokenizer.
     """
     tokenizer = Tokenizer.load(checkpoint)
     if tokenizer is None:
@@ -30,8 +31,8 @@ def own_text(checkpoint: Path, rows: int = 32, most: int = 224) -> Tensor:
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
     length = max(map(len, prompts)) + most
     model, _ = load_model(checkpoint)
-    load_kernels()
-    pack_models(model)
+    if try_kernels(say):
+        pack_models(model)
     decoder = Decoder(model, batch=rows, max_seq_len=length, compile=False)
     run = Run(decoder, prompts, [Sampling(length, temperature=1.0, seed=i) for i in range(rows)])
     for _ in run:

@@ -11,6 +11,7 @@ import torch
 
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, first_line
+from common.threads import use_threads
 from engine.saved_graph import READ_ONLY
 from kernels.isa import choose
 
@@ -53,8 +54,10 @@ class Runtime:
     def prepare(self, checkpoint: Path) -> None:
         """Check the device and the compiler, and let torch.compile keep its results beside the checkpoint.
 
-        Raises InputError if something is missing.
+        The number of threads is that of `common.threads.use_threads`. Raises InputError if something is
+        missing.
         """
+        use_threads()
         check_device(self.device_name)
         _ = self.torch_dtype
         _ = self.isa_name

@@ -5,6 +5,7 @@ seconds. `engine.calibration` knows the former, `engine.costs` the latter. Plain
 """
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from dataclasses import dataclass
@@ -81,12 +82,18 @@ def make_plan(calibration: Calibration, costs: Costs, batch: int, longest: int, 
     eases = statistics.quantiles(ease, n=4, method="inclusive") if len(ease) > 1 else ease
     situations = [(n, e) for n in contexts for e in eases]
 
+    @functools.cache  # asked for every temperature and ease
+    def seconds(shape: TreeShape | None, context: int) -> float:
+        return costs.step(shape, context, batch)
+
     def choose(temperature: float) -> tuple[TreeShape, ...]:
-        plain = [whole.speed(None, temperature, n, e) for n, e in situations]
+        def speed(shape: TreeShape | None, context: int, ease: float) -> float:
+            return whole.tau(shape, temperature, ease) / seconds(shape, context)
+
+        plain = [speed(None, n, e) for n, e in situations]
         gains = {
             shape: [
-                math.log(max(whole.speed(shape, temperature, n, e) / p, 1.0))
-                for (n, e), p in zip(situations, plain)
+                math.log(max(speed(shape, n, e) / p, 1.0)) for (n, e), p in zip(situations, plain)
             ]
             for shape in calibration.taus[temperature] if shape.width <= widest
         }

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.errors import InputError
-from common.files import write_text
+from common.files import write_text, writing
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Book:
     def add(self, answer: Answer) -> None:
         """Keep an answer."""
         self.answers[answer.key] = answer
-        with open(self.path, "a", encoding="utf-8") as file:
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
 
     def write_fastchat(self, answers: Iterable[Answer]) -> None:

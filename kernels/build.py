@@ -21,7 +21,11 @@ from kernels.isa import InstructionSet
 SOURCE = Path(__file__).resolve().with_name("csrc")
 # Beside what torch.compile keeps, if that has a place of its own.
 CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
-FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden", "-pipe")
+
+
+class NoKernels(InputError):
+    """The kernels cannot be had on this machine, for a reason that is not in the request."""
 
 
 def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
@@ -30,41 +34,44 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     Its operators are in the namespace `namespace(isa)`.
 
     `say` is told when compiling starts and ends.
-    Raises InputError, one line, if there is no C++ compiler or it fails.
+    Raises NoKernels, one line, if there is no C++ compiler, it fails, or there is no place for the library.
     """
+    try:
+        return _build_library(isa, say)
+    except OSError as e:
+        raise NoKernels(f"the kernels cannot be compiled ({e})") from None
+
+
+def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     name = os.environ.get("CXX", "g++")
     compiler = shutil.which(name)
     if compiler is None:
-        raise InputError(
-            f"no C++ compiler: the kernels need {name}; install it, set CXX, or pass --no-compile"
-        )
+        raise NoKernels(f"no C++ compiler: the kernels need {name}; install it or set CXX")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
     texts = [(path.name, path.read_bytes()) for path in sources()]
     flags = (*FLAGS, *isa.flags, f"-DNAMESPACE={namespace(isa)}")
     key = (texts, torch.__version__, version, flags, platform.machine())
     name = f"{isa.name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
+    if (CACHE / name).is_file():
+        return CACHE / name
     folder = _folder()
     if (folder / name).is_file():
         return folder / name
     say(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
-    of_torch = (
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-I{root}/include",
-        f"-I{root}/include/torch/csrc/api/include",
-    )
     link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
     # Another process may be doing the same.
     with atomic_path(folder / name) as part, tempfile.TemporaryDirectory() as objects:
         compiled = {path: f"{objects}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
-        _run([[compiler, *flags, *of_torch, "-c", str(p), "-o", o] for p, o in compiled.items()])
+        _run([[compiler, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
         _run([[compiler, "-shared", "-pthread", *compiled.values(), *link, "-o", str(part)]])
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
     return folder / name
 
 
 def _run(commands: list[list[str]]) -> None:
-    """Run a compiler's commands side by side. Raises InputError if one fails."""
+    """Run a compiler's commands side by side. Raises NoKernels if one fails."""
     with contextlib.ExitStack() as stack:
         started = []
         for command in commands:
@@ -76,11 +83,17 @@ def _run(commands: list[list[str]]) -> None:
         for process, errors in started:
             if process.wait():
                 errors.seek(0)
-                lines = [line for line in errors if "error" in line] or [f"status {process.returncode}"]
-                raise InputError(
-                    f"{commands[0][0]} could not compile the kernels ({lines[0].strip()}); set CXX to a"
-                    " newer one, name another --isa, or pass --no-kernels"
-                )
+                raise NoKernels(f"{commands[0][0]} could not compile the kernels {_reason([*errors])}")
+
+
+def _reason(lines: list[str]) -> str:
+    """Why a compiler has failed, in its own words, and what to do."""
+    newer = "set CXX to a newer one or name another --isa"
+    for words, advice in (("No space left", "make room or set TMPDIR"), ("error", newer)):
+        for line in lines:
+            if words in line:
+                return f"({line.strip()}); {advice}"
+    return "and does not say why; set CXX to another one"
 
 
 def namespace(isa: InstructionSet) -> str:
@@ -99,7 +112,7 @@ def _folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"eagle-kernels-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
     if folder.stat().st_uid != os.getuid():  # someone else's code is not to be loaded
-        raise InputError(f"{folder}: belongs to another user; remove it, or pass --no-kernels")
+        raise NoKernels(f"{folder}: belongs to another user; remove it")
     return folder
 
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from common.errors import InputError
-from kernels.build import build_library, namespace
+from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import choose
 
 
@@ -43,7 +42,8 @@ def load_kernels(say: Callable[[str], None] = lambda line: None, isa: str | None
 
     isa: its name, or None for the one of `kernels.isa.choose`. What is not compiled yet on this machine, for
     this source and torch, is compiled.
-    Raises InputError, one line, if the processor has not got it, or the C++ compiler is missing or fails.
+    Raises InputError, one line, if the processor has not got it, and NoKernels, which is one, if the C++
+    compiler is missing or fails.
     """
     global _in_use, _layout, _ops
     chosen = choose(isa)
@@ -53,12 +53,27 @@ def load_kernels(say: Callable[[str], None] = lambda line: None, isa: str | None
         try:
             torch.ops.load_library(str(library))
         except OSError as e:
-            raise InputError(f"{library}: cannot be loaded ({e}); delete it, or pass --no-kernels") from None
+            raise NoKernels(f"{library}: cannot be loaded ({e}); delete it") from None
         for name, shapes in SHAPES.items():
             torch.library.register_fake(f"{namespace(chosen)}::{name}")(shapes)
         _loaded[chosen.name] = Layout(*operators.layout())
     _in_use, _layout, _ops = chosen.name, _loaded[chosen.name], operators
     return chosen.name
+
+
+def try_kernels(say: Callable[[str], None], isa: str | None = None) -> bool:
+    """`load_kernels`; or False, and `say` is told why, if this machine cannot have them.
+
+    Raises InputError if the processor has not got the instruction set, or if one was named: it was asked for.
+    """
+    try:
+        load_kernels(say, isa)
+    except NoKernels as e:
+        if isa is not None:
+            raise
+        say(f"{e}. Until then PyTorch decodes alone, which is slower")
+        return False
+    return True
 
 
 def isa_in_use() -> str | None:
@@ -196,20 +211,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def layers(
-    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], k: list[Tensor], v: list[Tensor],
-    slots: Tensor, visible: Tensor,
-    eps: float, aux: tuple[int, ...] = (), read: Tensor | None = None,
+    x: Tensor, cos: Tensor, sin: Tensor, weights: list[Tensor], parts: list[int], k: list[Tensor],
+    v: list[Tensor], slots: Tensor, visible: Tensor, eps: float, aux: tuple[int, ...] = (),
+    read: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """All L layers of a target, or one of a head, on x [B, T, H].
 
     Returns the residual stream after them [B, T, H], and the streams entering the layers `aux` side by side
     [B, T, len(aux)*H]; L stands for the stream after the last layer.
-    weights: thirteen of each layer, an empty tensor for what it has not: norm, wqkv packed, its scale and
-    bias (float32), q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed,
-    its scale. k, v: the caches of each layer. read [B, T, inputs]: what the first layer's attention reads, if
-    that is not x, normed. The other arguments are `attend`'s.
+    weights: of each layer those that it has of thirteen: norm, wqkv packed, its scale and bias (float32),
+    q_norm, k_norm, wo packed, its scale, norm, gate and up packed, their scale, down packed, its scale.
+    parts: for each layer which, a bit for each. k, v: the caches of each layer. read [B, T, inputs]: what the
+    first layer's attention reads, if that is not x, normed. The other arguments are `attend`'s.
     """
-    return _ops.layers(x, cos, sin, weights, k, v, slots, visible, eps, aux, read)
+    return _ops.layers(x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read)
 
 
 def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:

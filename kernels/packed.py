@@ -100,7 +100,7 @@ def run_layers(
 ):
     """`model.run_layers` as one operator, for a target of which every layer is packed."""
     x, features = cpu.layers(
-        x, *shared.angles(_angles), model.packed_weights, *_keys_and_values(caches), shared.slots,
+        x, *shared.angles(_angles), *model.packed_weights, *_keys_and_values(caches), shared.slots,
         shared.visible, model.args.norm_eps, aux_layers,
     )
     return x, features if aux_layers else None
@@ -110,20 +110,21 @@ def run_block(block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Ten
     """`model.run_block` as one operator, for a packed layer."""
     read = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
     x, _ = cpu.layers(
-        x, *shared.angles(_angles), block.packed_weights, [cache.k], [cache.v], shared.slots, shared.visible,
-        block.mlp_norm.eps, read=read,
+        x, *shared.angles(_angles), *block.packed_weights, [cache.k], [cache.v], shared.slots,
+        shared.visible, block.mlp_norm.eps, read=read,
     )
     return x
 
 
-def _weights(layer: Block) -> list[Tensor]:
+def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     """What `cpu.layers` wants of a layer, collected once: asking modules takes as long as an operator."""
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
     norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
     attn_norm = layer.attn_norm.weight if isinstance(layer, TargetBlock) else None
     weights = [attn_norm, a.packed, a.scale, a.bias, *norms, o.packed, o.scale]
     weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
-    return [torch.empty(0) if w is None else w for w in weights]
+    given = [w is not None for w in weights]
+    return [w for w in weights if w is not None], [sum(1 << i for i, there in enumerate(given) if there)]
 
 
 _CACHES: WeakKeyDictionary[nn.ModuleList, tuple[list[Tensor], list[Tensor]]] = WeakKeyDictionary()
@@ -183,7 +184,8 @@ def pack_models(*models: nn.Module) -> bool:
         if isinstance(model, Transformer):
             if all(_is_packed(layer) for layer in model.layers):
                 model.run_layers, model.move, model.on_kernels = run_layers, move, True
-                model.packed_weights = [w for layer in model.layers for w in layer.packed_weights]
+                each = [layer.packed_weights for layer in model.layers]
+                model.packed_weights = tuple([x for of in lists for x in of] for lists in zip(*each))
             else:
                 complete = False
     return complete

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.files import write_text
+from common.files import write_text, writing
 
 
 def chain_tau(accuracy: list[float]) -> float:
@@ -64,7 +64,8 @@ class TrainingLog:
 
     def _write(self, entry: dict) -> None:
         self.entries.append(entry)
-        self.file.write(json.dumps(entry) + "\n")
+        with writing(self.path):
+            self.file.write(json.dumps(entry) + "\n")
 
     def close(self) -> None:
         """End the live line and close the file."""

@@ -23,6 +23,7 @@ from common.cli import note
 from common.errors import InputError
 from common.files import write_text
 from engine.runtime import Runtime, check_compiler, check_device
+from kernels.cpu import try_kernels
 from training import corpus, figures
 from training.card import write_card
 from training.features import Features, StoredFeatures
@@ -64,7 +65,7 @@ def check_machine(o: argparse.Namespace) -> None:
     """Raise InputError unless the folder, the device and the compiler can be used. Nothing slow is done."""
     check_out(Path(o.out), o.kind, Path(o.work))
     check_device(o.device)
-    if torch.device(o.device).type == "cpu" and (o.compile or o.compile_loss):
+    if torch.device(o.device).type == "cpu" and o.compile_loss:
         check_compiler()
 
 
@@ -95,7 +96,9 @@ class Session:
         if o.kind not in MULTI_TOKEN:  # a shape that cannot be shows before anything slow is done
             head_args(self.target.args, o.kind, self.target.args.vocab_size, self.shape)
         self.work.mkdir(parents=True, exist_ok=True)
-        self.decoding = decoding_copy(self.target, note) if o.compile else self.target
+        if o.compile and torch.device(o.device).type == "cpu":
+            o.compile = try_kernels(note)
+        self.decoding = decoding_copy(self.target) if o.compile else self.target
 
     def run(self, command: list[str]) -> None:
         """Collect, train, export. command: the arguments of the command line, for the model card.

@@ -13,7 +13,6 @@ from drafters.medusa import Medusa
 from engine.calibrating import calibrate
 from engine.calibration import Calibration
 from engine.decoder import Decoder
-from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from model import Transformer
 from networks.head import Head
@@ -23,15 +22,15 @@ from sampling.options import Sampling
 from tree import TreeShape, likely_tree
 
 
-def decoding_copy(target: Transformer, say: Callable[[str], None]) -> Transformer:
+def decoding_copy(target: Transformer) -> Transformer:
     """The target for decoding: on a CPU a second copy on our kernels, more than twice as fast; elsewhere the
     target itself.
 
-    Training needs the weights as they are, and a packed model has none.
+    Training needs the weights as they are, and a packed model has none. On a CPU `kernels.cpu.load_kernels`
+    must have been called.
     """
     if target.embed.weight.device.type != "cpu":
         return target
-    load_kernels(say)
     twin = copy.deepcopy(target)
     pack_models(twin)
     return twin

@@ -17,6 +17,7 @@ from hugging_face_copy import main as copy_for_hugging_face
 from llama_peer import LlamaCpp
 
 from checkpoint.loading import load_model
+from common import threads
 from common.errors import InputError
 from tokens.tokenizer import Tokenizer
 
@@ -223,6 +224,7 @@ def test_startup_runs_cold_and_warm(results, tmp_path, monkeypatch, refused):
 
 def test_threads_are_set(golden, monkeypatch, refused):
     before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "processors", lambda: 3)
     try:
         assert bench.run(bench.options("", "x"), lambda o: None, ["--threads", "3"]) == 0
         assert torch.get_num_threads() == 3

@@ -1,8 +1,10 @@
 """The export command, and what it refuses. The layouts have their tests with the heads and the training."""
 import copy
 import dataclasses
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,17 @@ def test_the_command(golden, tmp_path, capsys):
     assert main(command) == 1
     assert capsys.readouterr().err.count("replace it with --force") == 1
     assert main([*command, "--force", "--layout", "speculators"]) == 0
+
+
+def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch):
+    def full(self, text):
+        self.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError) as error:
+        export(models[1], tmp_path)
+    assert error.value.filename == str(tmp_path) and not list(tmp_path.iterdir())
 
 
 def test_a_quantised_head_is_not_exported(golden, tmp_path, capsys):

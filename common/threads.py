@@ -1,0 +1,72 @@
+"""How many processors this process may use, and so how many threads."""
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+_decided = False  # whether `use_threads` was called
+
+
+def processors(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """How many processors this process may use, at least 1.
+
+    They are those that it may run on (taskset, a container's cpuset), and no more than the share of time that
+    its cgroups allow, rounded up (a container's CPU quota). cgroups: where they are mounted. own: the file
+    that names those of this process.
+    """
+    on = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, math.ceil(min(on, _quota(cgroups, own))))
+
+
+def _quota(cgroups: Path, own: Path) -> float:
+    """The least share of processors that a cgroup of this process, or one above it, is held to."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:  # no Linux
+        return math.inf
+    shares = [math.inf]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):  # in a container without a namespace only the top is mounted
+            shares.append(_share(cgroups / "cpu" / folder) if controllers else _share_v2(cgroups / folder))
+    return min(shares)
+
+
+def _share_v2(group: Path) -> float:
+    """The share of a cgroup of version 2, infinite where it has none."""
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):  # "max"
+        return math.inf
+
+
+def _share(group: Path) -> float:
+    """The share of a cgroup of version 1, infinite where it has none."""
+    try:
+        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+    except (OSError, ValueError):
+        return math.inf
+    return quota / period if quota > 0 else math.inf
+
+
+def use_threads(count: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:
+    """Let PyTorch, and our kernels with it, have so many threads, but no more than `processors`.
+
+    More would take the processors from each other, and wait. `say` is told if `count` is too many. None:
+    PyTorch's number, unless an earlier call has decided.
+    """
+    import torch
+
+    global _decided
+    if count is None and _decided:
+        return
+    wanted, most, _decided = count or torch.get_num_threads(), processors(), True
+    torch.set_num_threads(min(wanted, most))
+    if count is not None and count > most:
+        say(f"--threads {count}: this process may use fewer processors; it runs with {most}")

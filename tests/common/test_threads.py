@@ -1,0 +1,110 @@
+"""How many threads there are by default: no more than the processors that this process may use."""
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+from common import threads
+from common.threads import processors, use_threads
+
+
+@pytest.fixture
+def eight(monkeypatch):
+    """Eight processors to run on."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+
+
+def written(folder: Path, files: dict[str, str]) -> tuple[Path, Path]:
+    """A folder of cgroups, and the file that names ours."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    return folder, folder / "own"
+
+
+V1 = "3:memory:/elsewhere\n1:cpu,cpuacct:"
+CASES = {
+    "no quota": (8, {"own": "0::/", "cpu.max": "max 100000"}),
+    "one": (1, {"own": "0::/", "cpu.max": "100000 100000"}),
+    "a half is one": (1, {"own": "0::/", "cpu.max": "50000 100000"}),
+    "one and a half are two": (2, {"own": "0::/", "cpu.max": "150000 100000"}),
+    "more than there are": (8, {"own": "0::/", "cpu.max": "6400000 100000"}),
+    "of a group": (3, {"own": "0::/a/b", "a/b/cpu.max": "300000 100000"}),
+    "of the group above": (
+        2, {"own": "0::/a/b", "a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}
+    ),
+    "not of another group": (8, {"own": "0::/a", "b/cpu.max": "100000 100000"}),
+    "only the top is mounted": (2, {"own": "0::/docker/1234", "cpu.max": "200000 100000"}),
+    "version 1": (
+        2, {"own": V1 + "/a", "cpu/a/cpu.cfs_quota_us": "200000", "cpu/a/cpu.cfs_period_us": "100000"}
+    ),
+    "version 1, no quota": (
+        8, {"own": V1 + "/", "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
+    ),
+    "unreadable": (8, {"own": "0::/", "cpu.max": "what is this"}),
+    "no cgroups": (8, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quotas(eight, tmp_path, case):
+    count, files = CASES[case]
+    assert processors(*written(tmp_path, files)) == count
+
+
+def test_processors_that_it_may_run_on(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5}, raising=False)
+    assert processors(*written(tmp_path, {"own": "0::/", "cpu.max": "400000 100000"})) == 1
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert processors(*written(tmp_path, {})) == 4  # the quota
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert processors(*written(tmp_path, {})) == 1
+
+
+@pytest.fixture
+def counted(monkeypatch) -> list[int]:
+    """The numbers of threads that PyTorch is given; before it has 8, and 3 processors may be used."""
+    given = [8]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: given[-1])
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(threads, "processors", lambda: 3)
+    monkeypatch.setattr(threads, "_decided", False)
+    return given
+
+
+def test_the_first_call_decides(counted):
+    use_threads()
+    assert counted[-1] == 3
+    counted.append(8)  # somebody's own choice
+    use_threads()
+    assert counted[-1] == 8
+
+
+def test_a_number_that_was_asked_for_stays(counted):
+    lines = []
+    use_threads(2, lines.append)
+    counted.append(8)
+    use_threads()
+    assert counted[-2:] == [2, 8] and not lines
+    use_threads(16, lines.append)
+    assert counted[-1] == 3 and len(lines) == 1 and lines[0].startswith("--threads 16: ")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="only Linux binds processes to processors")
+def test_a_process_on_one_processor_has_one_thread():
+    """For real; PyTorch is asked for more by the environment."""
+    code = (
+        f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}});"
+        " from common.threads import use_threads; use_threads();"
+        " import torch; print(torch.get_num_threads())"
+    )
+    asked = os.environ | {"OMP_NUM_THREADS": "4"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=asked, check=True, capture_output=True, text=True
+    )
+    assert found.stdout == "1\n"

@@ -1,0 +1,76 @@
+"""A machine that cannot have our kernels: one line, and the text of PyTorch alone."""
+import pytest
+from helpers.decoding import load
+
+from common.errors import InputError
+from engine.api import load_target
+from engine.own_text import own_text
+from engine.runtime import Runtime
+from kernels import build, cpu
+
+TREE = {"tree": "8,2,4"}
+
+
+def failing(error: str):
+    """Makes a compiler that has a version and no more."""
+    def write(folder) -> str:
+        script = folder / "bad-g++"
+        script.write_text(f"#!/bin/sh\n[ $1 = --version ] || {{ echo 'error: {error}' >&2; exit 1; }}\n")
+        script.chmod(0o755)
+        return str(script)
+
+    return write
+
+
+def not_a_program(folder) -> str:
+    (folder / "text").write_bytes(b"\0")
+    (folder / "text").chmod(0o755)
+    return str(folder / "text")
+
+
+MACHINES = {  # what $CXX is, and what is said about it
+    "no compiler": (lambda folder: "no-such", "no C++ compiler: the kernels need no-such; install it or set"),
+    "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set CXX to a newer one or name"),
+    "no program": (not_a_program, "the kernels cannot be compiled ([Errno 8] Exec format error"),
+    "no room": (failing("No space left"), "(error: No space left); make room or set TMPDIR"),
+}
+
+
+@pytest.fixture(params=MACHINES)
+def words(request, monkeypatch, tmp_path) -> str:
+    """The kernels cannot be compiled; what is said about it."""
+    compiler, words = MACHINES[request.param]
+    monkeypatch.setenv("CXX", compiler(tmp_path))
+    monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(cpu, "_loaded", {})
+    return words
+
+
+def said(lines: list[str]) -> list[str]:
+    """What was said but that compiling has begun."""
+    return [line for line in lines if not line.startswith("compiling the kernels for ")]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_one_line_and_the_text_of_pytorch(golden, words, dtype):
+    lines = []
+    model = load(golden, "eagle3", dtype=dtype, say=lines.append, **TREE)
+    text = model.generate("Hello", max_new_tokens=24)
+    (line,) = said(lines)
+    assert words in line and line.endswith(". Until then PyTorch decodes alone, which is slower")
+    same = load(golden, "eagle3", dtype=dtype, compile=False, **TREE).generate("Hello", max_new_tokens=24)
+    assert text.ids == same.ids and text.accept_lengths == same.accept_lengths and text.tau > 1
+    if dtype == "fp32":
+        assert text.ids == load(golden, dtype=dtype).generate("Hello", max_new_tokens=24).ids
+
+
+def test_a_named_instruction_set_is_an_error(golden, words):
+    with pytest.raises(InputError) as error:
+        load_target(golden, Runtime(device="cpu", isa="portable"))
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_text_to_calibrate_on(golden, words):
+    lines = []
+    assert own_text(golden, lines.append, rows=2, most=8).shape[0] == 2
+    assert len(said(lines)) == 1 and words in said(lines)[0]
