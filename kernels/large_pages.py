@@ -1,7 +1,7 @@
 """Memory in large pages, where the system has them.
 
-A pass reads every weight. Each small page of 4 KB costs it a walk through the page tables, and a processor does
-not fetch ahead beyond the page.
+A pass reads every weight. Each small page of 4 KB costs it a walk through the page tables, and a processor
+does not fetch ahead beyond the page.
 """
 from __future__ import annotations
 
