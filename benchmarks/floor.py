@@ -58,22 +58,30 @@ def run(o) -> None:
     length = {"max_seq_len": max(o.context) + 1024 + o.max_new_tokens}
     fast, plain = (target.decoder(drafting, **length) for drafting in (Drafting("eagle3"), Drafting()))
     record = describe(o.threads) | {"checkpoint": o.checkpoint, "tokens": o.max_new_tokens, "cells": []}
-    print(f"| {record['device']}, {record['isa']}, context, temperature | "
-          f"{' | '.join(file.stem for file in files)} | least |\n{'|---' * (len(files) + 2)}|")
     for temperature in o.temperature:
         for model in (fast, plain):
             model.warm_up(Sampling(8, temperature))
-        for context in o.context:
-            ratios = []
-            for file in files:
-                cell = measure(o, target, (fast.decoder, plain.decoder), file, context, temperature)
-                where = {"set": file.stem, "context": context, "temperature": temperature}
-                record["cells"].append(where | cell)
-                ratios.append(cell["speedup"])
-                note(f"  {where | cell}")
-            row = " | ".join(f"{ratio:.2f}" for ratio in (*ratios, min(ratios)))
-            print(f"| {context}, {temperature:g} | {row} |", flush=True)
+    for context in o.context:
+        for file in files:
+            for temperature in o.temperature:  # the caches hold what stands before the questions of a set
+                cell = {"set": file.stem, "context": context, "temperature": temperature}
+                cell |= measure(o, target, (fast.decoder, plain.decoder), file, context, temperature)
+                record["cells"].append(cell)
+                note(f"  {cell}")
+    print_table(record, [file.stem for file in files])
     write(o.name, record)
+
+
+def print_table(record: dict, sets: list[str]) -> None:
+    """A row for each context and temperature."""
+    print(f"| {record['device']}, {record['isa']}: context, temperature | {' | '.join(sets)} | least |")
+    print("|---" * (len(sets) + 2) + "|")
+    rows: dict[tuple, list[float]] = {}
+    for cell in record["cells"]:
+        rows.setdefault((cell["context"], cell["temperature"]), []).append(cell["speedup"])
+    for (context, temperature), ratios in rows.items():
+        cells = " | ".join(f"{ratio:.2f}" for ratio in (*ratios, min(ratios)))
+        print(f"| {context}, {temperature:g} | {cells} |")
 
 
 def measure(
