@@ -2,8 +2,9 @@
 
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 
-Each question is answered plainly and with EAGLE-3 on the trees that were chosen here, in turns. A cell is the
-median of a set's speedups: the plain answer's decoding time over EAGLE's, whose text is the same.
+Each question is answered plainly and with EAGLE-3 on the trees that were chosen here, both at once: whoever has
+fewer tokens takes the next step, so that both meet the same moods of the machine. A cell is the median of a set's
+speedups: the plain answer's decoding time over EAGLE's, whose text is the same.
 --context N puts other questions of the set before a question, up to N tokens; 0 asks the question alone.
 
 The cells, texts that differ, and which trees were taken go to benchmarks/results/NAME.json.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +43,26 @@ def prompts_of(target: Target, questions: list[str], count: int, context: int) -
     yield from (encode(target.tokenizer, before + question) for question in questions[:count])
 
 
-def answer(decoder: Decoder, prompt: list[int], sampling: Sampling) -> Output:
-    """One answer. What the cache holds of the prompt from the question before is not read again."""
-    run = Run(decoder, [prompt], [sampling], reuse=True)
-    for _ in run:
-        pass
-    return run.outputs()[0]
+def answer_at_once(
+    decoders: tuple[Decoder, ...], prompt: list[int], sampling: Sampling
+) -> list[tuple[Output, float]]:
+    """The answer of each decoder, and the seconds that it took after the first token.
+
+    What the cache holds of the prompt, from the question before, is not read again.
+    """
+    runs = [Run(decoder, [prompt], [sampling], reuse=True) for decoder in decoders]
+    steps, seconds = [iter(run) for run in runs], [0.0] * len(runs)
+    for run, step in zip(runs, steps):
+        while not run.ids[0]:
+            next(step)
+    left = [*range(len(runs))]
+    while left:
+        i = min(left, key=lambda i: len(runs[i].ids[0]))
+        began = time.perf_counter()
+        if next(steps[i], None) is None:
+            left.remove(i)
+        seconds[i] += time.perf_counter() - began
+    return [(run.outputs()[0], took) for run, took in zip(runs, seconds)]
 
 
 def run(o) -> None:
@@ -90,13 +106,11 @@ def measure(
     """One cell."""
     ratios, equal, lengths, trees = [], 0, [], Counter()
     for i, prompt in enumerate(prompts_of(target, read_prompts(file), o.limit, context)):
-        sampling, answers = Sampling(o.max_new_tokens, temperature, seed=i), {}
-        for decoder in decoders if i % 2 else decoders[::-1]:
-            answers[decoder] = answer(decoder, prompt, sampling)
-        fast, plain = (answers[decoder] for decoder in decoders)
+        sampling = Sampling(o.max_new_tokens, temperature, seed=i)
+        (fast, seconds), (plain, plain_seconds) = answer_at_once(decoders, prompt, sampling)
         equal += fast.ids == plain.ids
         if fast.accept_lengths:
-            ratios.append(plain.seconds / fast.seconds)
+            ratios.append(plain_seconds / seconds)
             lengths.append(fast.accept_lengths)
         trees.update(decoders[0].trees_taken())
     if not ratios:
