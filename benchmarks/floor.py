@@ -2,9 +2,9 @@
 
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 
-Each question is answered plainly and with EAGLE-3 on the trees that were chosen here, both at once: whoever has
-fewer tokens takes the next step, so that both meet the same moods of the machine. A cell is the median of a set's
-speedups: the plain answer's decoding time over EAGLE's, whose text is the same.
+Each question is answered plainly and with EAGLE-3 on the trees that were chosen here, both at once: whoever
+has fewer tokens takes the next step, so that both meet the same moods of the machine. A cell is the median of
+a set's speedups: the plain answer's decoding time over EAGLE's, whose text is the same.
 --context N puts other questions of the set before a question, up to N tokens; 0 asks the question alone.
 
 The cells, texts that differ, and which trees were taken go to benchmarks/results/NAME.json.
