@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <stdexcept>
 #include <tuple>
 #include <vector>
 
@@ -43,8 +44,9 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
   AtenTensorHandle made;
   const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code,
-                                                         aoti_torch_device_type_cpu(), 0, &made));
+  if (aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code, aoti_torch_device_type_cpu(),
+                               0, &made))
+    throw std::runtime_error("there is no memory for what a kernel computes");
   return Tensor(made);
 }
 
