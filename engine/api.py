@@ -35,7 +35,7 @@ from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
 from model import Transformer
 from networks.head import Head
@@ -94,6 +94,13 @@ def load_target(
     if runtime.on_kernels:
         load_kernels(say, isa=runtime.isa)
     target.put_on_kernels(model)
+    if runtime.kv == "int8":
+        if not model.on_kernels:
+            raise InputError(
+                f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts); leave it"
+                " out"
+            )
+        model.Cache = ByteCache
     return target
 
 
