@@ -15,7 +15,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <memory>
 
 #include "in_bytes.h"
 #include "in_dtype.h"
@@ -52,12 +51,12 @@ struct Attention {
   using Values = typename Stored::Values;
   static constexpr int W = Stored::W;  // slots in a word of weights
   Stored stored;
-  const std::unique_ptr<float[]> scores;  // [ROWS, SCORES], of which weights take the place
+  const Lines<float> scores;  // [ROWS, SCORES], of which weights take the place
   Ahead next_keys, next_values;
 
   // padded: hd in whole tiles.
   Attention(int64_t hd, int64_t padded, int64_t groups)
-      : stored(hd, padded, groups), scores(new float[2 * ROWS * SCORES]) {}
+      : stored(hd, padded, groups), scores(lines<float>(2 * ROWS * SCORES)) {}
 
   // `rows` of a group's rows from `row` on: their scores with a tile of keys, from `place` of the block on.
   void score(int64_t group, int row, int rows, const char* tile, int64_t place) {
@@ -109,9 +108,11 @@ struct Attention {
         for (int64_t j = shared; j < count; j += BLOCK)
           score(g, row, rows, stored.own_key_tile(slots, j, std::min<int64_t>(BLOCK, count - j)), j);
       });
-      each([&](int row, int rows, const Seen& slots, int64_t count) {
+      const auto weigh = [&](int row, int rows, const Seen& slots, int64_t count) {
         stored.weigh(g, row, rows, slots, shared, count, scale, scores.get(), sums);
-      });
+      };
+      if (shared == BLOCK_SLOTS) weigh(0, rows, seen[begin / groups.per_kv], shared);
+      else each(weigh);
       const int64_t whole = shared / W;  // words
       gather(0, rows, stored.value_tiles(), 0, whole, sums);
       each([&](int row, int rows, const Seen& slots, int64_t count) {
@@ -161,7 +162,7 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     }
   };
   Attention<Stored> attention(hd, pass.padded(), groups.count);
-  const std::unique_ptr<float[]> room(new float[Sums::size(pass.padded())]);
+  const Lines<float> room = lines<float>(Sums::size(pass.padded()));
   const Sums next(room.get(), pass.padded());
   const int64_t end = begin(team.me + 1);
   for (int64_t item = begin(team.me), before = -1; item < end; item++) {

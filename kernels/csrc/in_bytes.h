@@ -14,7 +14,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 
 #include "kernels.h"
 #include "pass.h"
@@ -96,18 +95,18 @@ struct InBytes {
   const int64_t hd, words, padded;
   // Queries [groups, words, ROWS]; by row of a group its step and what takes back the offset of keys; tiles of
   // slots that are a row's own, and steps of all of its slots.
-  const std::unique_ptr<uint32_t[]> queries;
-  const std::unique_ptr<float[]> query_steps;
-  const std::unique_ptr<int32_t[]> offsets;
-  const std::unique_ptr<char[]> own_keys, own_values;
-  float key_steps[BLOCK_SLOTS] = {}, value_steps[BLOCK_SLOTS] = {}, weight_steps[ROWS];
+  const Lines<uint32_t> queries;
+  const Lines<float> query_steps;
+  const Lines<int32_t> offsets;
+  const Lines<char> own_keys, own_values;
+  alignas(64) float key_steps[BLOCK_SLOTS], value_steps[BLOCK_SLOTS], weight_steps[ROWS];
   const Cache *of_keys = nullptr, *of_values = nullptr;
   int64_t b = 0, h = 0, block = 0;
 
   InBytes(int64_t hd, int64_t padded, int64_t groups)
-      : hd(hd), words(ByteBlock::words(hd)), padded(padded), queries(new uint32_t[(groups * words + 1) * ROWS]),
-        query_steps(new float[groups * ROWS]), offsets(new int32_t[groups * ROWS]),
-        own_keys(new char[BLOCK * words * W]), own_values(new char[BLOCK_SLOTS * padded]) {}
+      : hd(hd), words(ByteBlock::words(hd)), padded(padded), queries(lines<uint32_t>((groups * words + 1) * ROWS)),
+        query_steps(lines<float>(groups * ROWS)), offsets(lines<int32_t>(groups * ROWS)),
+        own_keys(lines<char>(BLOCK * words * W)), own_values(lines<char>(BLOCK_SLOTS * padded)) {}
 
   template <class Rotate>
   static void store_key(const Cache& cache, int64_t b, int64_t slot, int64_t h, int64_t hd, const Rotate& rotate) {
@@ -173,63 +172,73 @@ struct InBytes {
   void weigh(int64_t group, int row, int rows, const Seen& slots, int64_t shared, int64_t count, float scale,
              float* scores, const Sums& sums) {
     const float *keys = &key_block().step(), *values = &value_block().step();
-    if (count > shared) {
+    const int64_t end = (count + LANES - 1) / LANES * LANES;
+    if (end > shared) {
       std::copy_n(keys, shared, key_steps), std::copy_n(values, shared, value_steps);
       for (int64_t i = shared; i < count; i++) {
         const int64_t slot = slots.slot(block * BLOCK_SLOTS + i);
         key_steps[i] = ByteBlock(*of_keys, b, slot, h).step();
         value_steps[i] = ByteBlock(*of_values, b, slot, h).step();
       }
+      for (int64_t i = count; i < end; i++) {  // no slots: below all scores, and of no weight
+        key_steps[i] = 1e25f, value_steps[i] = 0;
+        for (int r = row; r < row + rows; r++) {
+          const int32_t least = -(1 << 30);
+          std::memcpy(&scores[r * SCORES + i], &least, sizeof least);
+        }
+      }
       keys = key_steps, values = value_steps;
     }
-    for (int r = row; r < row + rows; r++) {
-      const int64_t query = group * ROWS + r;
-      weight_steps[r] = weigh_row(scores + r * SCORES, count, query_steps[query] * scale, offsets[query], keys,
-                                  values, sums.most[r], sums.total + r * LANES);
-    }
+    // Row after row for each part, so that what one waits for is done meanwhile for the next.
+    for (int r = row; r < row + rows; r++)
+      sums.most[r] = scale_scores(scores + r * SCORES, end, query_steps[group * ROWS + r] * scale,
+                                  offsets[group * ROWS + r], keys);
+    for (int r = row; r < row + rows; r++)
+      weight_steps[r] = weights(scores + r * SCORES, end, sums.most[r], values, sums.total + r * LANES) / MOST_WEIGHT;
+    for (int r = row; r < row + rows; r++) round_weights(scores + r * SCORES, end, weight_steps[r]);
   }
 
-  // A row's scores -> weights as integers, and their step.
-  static float weigh_row(float* row, int64_t count, float scale, int32_t offset, const float* keys,
-                         const float* values, float& most, float* total) {
-    Floats all[BLOCK_SLOTS / LANES];
-    const Floats nearest = broadcast(ROUND);
-    const Floats factor = broadcast(std::max(scale, 1e-20f));  // above 0: it must not bring back what is left out
-    const auto leave_out = [&](int64_t j, Floats& x, float with) {  // of the vector at j, what is beyond the last slot
-      for (int64_t l = count - j; l < LANES; l++) x[l] = with;
-    };
-    Floats top = broadcast(-1e30f), sum = {}, largest = {};
-    for (int64_t j = 0; j < count; j += LANES) {
-      Floats& x = all[j / LANES];
-      x = to_floats(load<Ints>(row + j) + offset) * load<Floats>(keys + j);
-      if (j + LANES > count) leave_out(j, x, -1e30f);
+  // A row's sums of integers -> scores in powers of two. Returns the power that weights are relative to.
+  static float scale_scores(float* row, int64_t end, float scale, int32_t offset, const float* keys) {
+    const Floats factor = broadcast(std::max(scale, 1e-20f));  // above 0: what is below all scores stays there
+    Floats top = broadcast(-1e30f);
+    for (int64_t j = 0; j < end; j += LANES) {
+      const Floats x = to_floats(load<Ints>(row + j) + offset) * (load<Floats>(keys + j) * factor);
+      store(row + j, x);
       top = larger(x, top);
     }
-    top = (larger(top * factor, broadcast(-4e6f)) + nearest) - nearest;
-    most = count ? largest_lane(__builtin_convertvector(top, Ints)) : -1e30f;
-    const Floats relative = broadcast(-most), least = broadcast(-100.0f);
-    for (int64_t j = 0; j < count; j += LANES) {
-      Floats& value = all[j / LANES];
-      const Floats x = larger(fma(value, factor, relative), least), n = x + nearest, f = x - (n - nearest);
+    const Floats nearest = broadcast(ROUND);
+    top = (larger(top, broadcast(-4e6f)) + nearest) - nearest;
+    return end ? largest_lane(__builtin_convertvector(top, Ints)) : -1e30f;
+  }
+
+  // Scores -> weights relative to 2^most, whose total this is, times the steps of their values. Returns the largest.
+  static float weights(float* row, int64_t end, float most, const float* values, float* total) {
+    const Floats nearest = broadcast(ROUND), relative = broadcast(most), least = broadcast(-100.0f);
+    Floats sum = {}, largest = {};
+    for (int64_t j = 0; j < end; j += LANES) {
+      const Floats x = larger(load<Floats>(row + j) - relative, least), n = x + nearest, f = x - (n - nearest);
       const Floats weight = (Floats)((Ints)power_of_two<false>(f) + ((Ints)n << 23));
+      const Floats product = weight * load<Floats>(values + j);
       sum += weight;
-      value = weight * load<Floats>(values + j);
-      if (j + LANES > count) leave_out(j, value, 0.0f);
-      largest = larger(value, largest);
+      store(row + j, product);
+      largest = larger(product, largest);
     }
     store(total, sum);
-    float step;
-    const int32_t bits = largest_lane((Ints)largest);
-    std::memcpy(&step, &bits, sizeof step);
-    step /= MOST_WEIGHT;
-    const Floats inverse = broadcast(step > 1e-30f ? 1.0f / step : 0.0f);
+    float found;
+    const int32_t bits = largest_lane((Ints)largest);  // ordered as positive floats are
+    std::memcpy(&found, &bits, sizeof found);
+    return found;
+  }
+
+  static void round_weights(float* row, int64_t end, float step) {
+    const Floats inverse = broadcast(step > 1e-30f ? 1.0f / step : 0.0f), nearest = broadcast(ROUND);
     auto* to = reinterpret_cast<char*>(row);
-    for (int64_t j = 0; j < count; j += LANES) {
-      const Ints rounded = (Ints)fma(all[j / LANES], inverse, nearest);  // in its lowest bits
+    for (int64_t j = 0; j < end; j += LANES) {
+      const Ints rounded = (Ints)fma(load<Floats>(row + j), inverse, nearest);  // in the lowest bits
       if constexpr (W == 4) store_bytes(to + j, rounded);
       else store_shorts(to + 2 * j, (Words)rounded);
     }
-    return step;
   }
 
   // Sums of integers become what they stand for.

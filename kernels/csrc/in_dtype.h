@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 
 #include "kernels.h"
 #include "pass.h"
@@ -26,14 +25,14 @@ struct InDtype {
   const int64_t hd, words, padded;
   // Queries [groups, words, ROWS]; tiles of keys [words, BLOCK] and of values [VALUE_WORDS, BLOCK], of a block
   // and of slots that are a row's own. Products read up to ROWS rows after the last.
-  const std::unique_ptr<uint32_t[]> queries, keys, own_keys, values, own_values;
+  const Lines<uint32_t> queries, keys, own_keys, values, own_values;
   const Value<E>*k = nullptr, *v = nullptr;
   int64_t k_stride = 0, v_stride = 0, first = 0;  // from slot to slot; of the block
 
   InDtype(int64_t hd, int64_t padded, int64_t groups)
-      : hd(hd), words(hd / W), padded(padded), queries(new uint32_t[(groups * words + 1) * ROWS]),
-        keys(new uint32_t[BLOCK_SLOTS * words]), own_keys(new uint32_t[BLOCK * words]),
-        values(new uint32_t[VALUE_WORDS * padded]), own_values(new uint32_t[VALUE_WORDS * padded]) {}
+      : hd(hd), words(hd / W), padded(padded), queries(lines<uint32_t>((groups * words + 1) * ROWS)),
+        keys(lines<uint32_t>(BLOCK_SLOTS * words)), own_keys(lines<uint32_t>(BLOCK * words)),
+        values(lines<uint32_t>(VALUE_WORDS * padded)), own_values(lines<uint32_t>(VALUE_WORDS * padded)) {}
 
   static Value<E>* place(const Cache& cache, int64_t b, int64_t slot, int64_t h) {
     return static_cast<Value<E>*>(cache.data) + cache.place(b, slot, h);

@@ -4,12 +4,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <vector>
 
 #include "kernels.h"
 #include "products.h"
 #include "team.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace eagle {
@@ -53,13 +53,13 @@ struct Groups {
 
 // Softmax sums of one group of query rows over some slots, before they are divided by their total.
 struct Sums {
-  // By row: the power of two that weights are relative to; LANES parts of the weights' sum; weighted values.
-  float *most, *total, *out;
+  // By row: weighted values; LANES parts of the weights' sum; the power of two that weights are relative to.
+  float *out, *total, *most;
   int64_t padded;  // size of a row of `out`
 
   Sums(float* room, int64_t padded)
-      : most(room), total(room + ROWS), out(total + ROWS * LANES), padded(padded) {}
-  static int64_t size(int64_t padded) { return ROWS * (1 + LANES + padded); }
+      : out(room), total(out + ROWS * padded), most(total + ROWS * LANES), padded(padded) {}
+  static int64_t size(int64_t padded) { return ROWS * (padded + LANES) + (ROWS + 15) / 16 * 16; }  // whole lines
 
   // Add the sums over later slots.
   void add(const Sums& later, int rows) const {
@@ -96,11 +96,11 @@ struct Sums {
 struct Pass : Rows {
   Groups groups;
   std::vector<Seen> seen;         // [B, T]
-  std::unique_ptr<float[]> sums;  // room for those of all units, blocks and groups; few are used
+  Lines<float> sums;  // room for those of all units, blocks and groups; few are used
 
   explicit Pass(const Rows& rows)
       : Rows(rows), groups(heads / kv_heads, T), seen(B * T),
-        sums(new float[B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * Sums::size(padded())]) {}
+        sums(lines<float>(B * kv_heads * (n / BLOCK_SLOTS + 1) * groups.count * Sums::size(padded()))) {}
 
   int64_t padded() const { return (hd + BLOCK - 1) / BLOCK * BLOCK; }  // a head's values in sums: whole tiles
   Sums sums_of(int64_t item, int64_t group) const {

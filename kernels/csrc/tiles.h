@@ -3,12 +3,24 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <utility>
 
 #include "products.h"
 #include "vectors.h"
 
 namespace eagle {
+
+// Room for `count` values that begins where a line of the processor's cache does: vectors in it cross no line.
+struct Free {
+  void operator()(void* room) const { std::free(room); }
+};
+template <class T> using Lines = std::unique_ptr<T[], Free>;
+template <class T>
+inline Lines<T> lines(int64_t count) {
+  return Lines<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+}
 
 // The memory that is read next, fetched a little at a time.
 struct Ahead {
