@@ -42,7 +42,8 @@ def caches_of(target: Transformer, slots: int) -> nn.ModuleList:
     """A cache of random values for each layer."""
     caches, a = target.caches(1, slots), target.args
     for cache in caches:
-        qkv = torch.randn(1, slots, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, dtype=target.embed.weight.dtype)
+        width = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        qkv = torch.randn(1, slots, width, dtype=target.embed.weight.dtype)
         zero = torch.zeros(1, slots, a.head_dim // 2)
         own = torch.arange(slots)[None]  # each row sees its own slot: they are only stored
         cpu.attend(qkv, zero + 1, zero, cache.k, cache.v, own, torch.eye(slots, dtype=torch.bool)[None])
@@ -100,7 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target")
     add("--isa", nargs="+", metavar="NAME", help="instruction sets of our CPU kernels (default: the best)")
-    add("--kv", nargs="+", choices=KV_DTYPES, default=["auto"], help="keys and values: auto (bf16), int8, or both")
+    add("--kv", nargs="+", choices=KV_DTYPES, default=["auto"],
+        help="keys and values: auto (bf16, the default), int8, or both")
     add("--rows", nargs="+", type=int, default=[1, 4, 8, 12], metavar="T")
     add("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
     add("--repeat", type=int, default=15)

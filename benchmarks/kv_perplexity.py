@@ -1,9 +1,9 @@
 """What an int8 cache of keys and values costs in quality: perplexity of a text read through caches.
 
-    python benchmarks/kv_perplexity.py --checkpoint checkpoints/smollm2-135m --text docs/*.md --isa avx512bf16 avx2
+    python benchmarks/kv_perplexity.py --checkpoint checkpoints/smollm2-135m --text docs/*.md
 
-The text is read in windows, 64 tokens a pass as prompts are, on the CPU kernels. Besides perplexity: how often
-the likeliest next token is that of the first line, and the mean KL divergence from it in nats.
+The text is read in windows, 64 tokens a pass as prompts are, on the CPU kernels. Besides perplexity: how
+often the likeliest next token is that of the first line, and the mean KL divergence from it in nats.
 """
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def run(o) -> None:
     length = o.window // CHUNK * CHUNK
     count = min(o.windows, (len(ids) - 1) // length)
     if not count:
-        raise InputError(f"--text: has {len(ids)} tokens, a window {length}; give more text or a smaller --window")
+        raise InputError(
+            f"--text: has {len(ids)} tokens, a window {length}; give more text or a smaller --window"
+        )
     windows, following = ids[: count * length].view(count, length), ids[1 : count * length + 1].split(CHUNK)
     loss, same, apart = ([0.0] * len(models) for _ in range(3))
     readers = [read(target.model, windows) for target in models]
@@ -72,12 +74,15 @@ def run(o) -> None:
             same[i] += float((found.argmax(-1) == first.argmax(-1)).sum())
             apart[i] += float((first.exp() * (first - found)).sum())
     tokens = count * length
-    record = bench.describe(o.threads) | {"checkpoint": o.checkpoint, "tokens": tokens, "window": length, "rows": []}
-    print(f"| {tokens:,} tokens in windows of {length:,} | perplexity | same next token | KL |\n|---|---|---|---|")
+    record = bench.describe(o.threads) | {"checkpoint": o.checkpoint, "tokens": tokens, "window": length}
+    print(f"| {tokens:,} tokens in windows of {length:,} | perplexity | same next token | KL |")
+    print("|---|---|---|---|")
+    rows = []
     for i, (isa, kv) in enumerate(names):
         row = {"perplexity": math.exp(loss[i] / tokens), "same": same[i] / tokens, "kl": apart[i] / tokens}
         print(f"| {isa}, kv {kv} | {row['perplexity']:.3f} | {row['same']:.1%} | {row['kl']:.5f} |")
-        record["rows"].append({"isa": isa, "kv": kv, **row})
+        rows.append({"isa": isa, "kv": kv, **row})
+    record["rows"] = rows
     bench.write(o.name, record)
 
 

@@ -100,7 +100,7 @@ class Options(argparse.ArgumentParser):
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         add("--kv", choices=KV_DTYPES, default="auto",
-            help="the target's keys and values: auto, in its dtype (default), or int8, half of bf16, on the kernels")
+            help="the target's keys and values: auto, in its dtype (default), or int8, on the kernels")
         self.refuse(lambda o: o.kv == "int8" and not (o.compile and o.kernels),
                     lambda o: "--kv int8: is for the kernels; leave out --no-kernels and --no-compile")
         return group

@@ -97,8 +97,8 @@ def load_target(
     if runtime.kv == "int8":
         if not model.on_kernels:
             raise InputError(
-                f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts); leave it"
-                " out"
+                f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts);"
+                " leave it out"
             )
         model.Cache = ByteCache
     return target

@@ -15,7 +15,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from drafters.base import Drafter

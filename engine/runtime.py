@@ -63,8 +63,8 @@ class Runtime:
             raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
         if self.kv == "int8" and not self.on_kernels:
             raise InputError(
-                "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out --no-kernels"
-                " and --no-compile"
+                "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
+                " --no-kernels and --no-compile"
             )
         if not self.compile:
             return

@@ -117,7 +117,7 @@ def quantized_per_word(dtype: torch.dtype) -> int:
 
 
 def quantized_bytes_per_word() -> int:
-    """How many integers of a row are multiplied as one word: as 4 they have 8 bits each, as 2 they have 16."""
+    """How many integers of a row are multiplied as one word: 4 have 8 bits each, 2 have 16."""
     return _layout.bytes_per_word
 
 

@@ -21,8 +21,8 @@ from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, Target
 class ByteCache(nn.Module):
     """`KVCache` in int8: each head of a slot in steps of its largest / 127, as csrc/in_bytes.h lays it out.
 
-    k, v: [B, blocks of slots, nkv, bytes of a block], heads before blocks in memory. The dtype is the model's,
-    which the cache does not depend on.
+    k, v: [B, blocks of slots, nkv, bytes of a block], heads before blocks in memory. `dtype`, the model's,
+    changes nothing.
     """
 
     def __init__(

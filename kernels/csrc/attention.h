@@ -6,8 +6,8 @@
 // weights are taken relative to a power of two, so that bringing two blocks to one scale is exact.
 //
 // Scores and weighted values are products like those of a linear layer: rows of a group times a tile of BLOCK
-// columns, which are slots for scores and places in a head for values. Keys and values are brought to that
-// layout a block at a time, once for all rows.
+// columns, which are slots for scores and places in a head for values. How keys and values are stored and get to
+// that layout is in in_dtype.h and in_bytes.h.
 #pragma once
 
 #include <alloca.h>
@@ -139,8 +139,8 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     const Value<E>* from = qkv + row * pass.width();
     const int64_t turn = row * hd / 2, b = row / T, slot = pass.slots[row];
     const auto rotate = [&](int64_t h, auto dtype, auto* to) {
-      rotate_head<E, decltype(dtype)>(from + h * hd, pass.cosine + turn, pass.sine + turn, h < heads ? q_norm : k_norm,
-                                      norms.eps, hd, to);
+      rotate_head<E, decltype(dtype)>(from + h * hd, pass.cosine + turn, pass.sine + turn,
+                                      h < heads ? q_norm : k_norm, norms.eps, hd, to);
     };
     for (int64_t h = 0; h < heads; h++) rotate(h, E(), rotated + (row * heads + h) * hd);
     for (int64_t h = 0; h < kv_heads; h++) {

@@ -14,7 +14,7 @@ from engine.decoder import Decoder
 from kernels import cpu
 from kernels.packed import ByteCache, PackedLinear, pack_models
 from kernels.quantized import QuantizedLinear, round_inputs
-from model import MLP, ModelArgs, Pass, Transformer, attention, inverse_frequencies
+from model import MLP, KVCache, ModelArgs, Pass, Transformer, attention, inverse_frequencies
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
 from sampling.options import Sampling
@@ -463,13 +463,15 @@ def test_a_packed_model_is_the_model(options):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("cache", (KVCache, ByteCache))
 @pytest.mark.parametrize("head_dim", (32, 6, 100))
-def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, head_dim):
+def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
     texts part.
     """
     target, head = tiny(dtype, head_dim=head_dim)
     assert pack_models(target, head)
+    target.Cache = cache
     prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
     sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
     plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
