@@ -118,7 +118,7 @@ def load(o):
     use_threads(o.threads, say)
     sets = read_sets(o.questions, o.limit)
     draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags)
-    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa)
+    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     target = load_target(o.checkpoint, runtime, say)
     if o.calibrate:
         prompts = [question["turns"][0] for group in sets.values() for question in group]
@@ -131,7 +131,7 @@ def load(o):
         "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed,
         "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
         "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
-        "kernels": o.kernels,
+        "kernels": o.kernels, **({"kv": o.kv} if o.kv != "auto" else {}),
     })
     return Evaluation(contenders, sets, book, judge, temperatures, o.max_new_tokens, o.seed, say)
 

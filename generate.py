@@ -103,7 +103,7 @@ def load(o, prompts: list):
     from engine.runtime import Runtime, check_device
     from sampling.options import Sampling
 
-    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa)
+    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
     check_device(runtime.device_name)
     sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
     tree = read_tree(o.tree)  # a mistake shows before a conversion

@@ -208,11 +208,6 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
-def cache_bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
-    """What the `KVCache` of one layer takes."""
-    return 2 * batch * slots * args.num_kv_heads * args.head_dim * dtype.itemsize
-
-
 class KVCache(nn.Module):
     """Keys and values of one layer: two buffers [B, S, nkv, hd] that keep their address.
 
@@ -223,10 +218,16 @@ class KVCache(nn.Module):
         self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
     ):
         super().__init__()
+        self.head_dim = args.head_dim
         shape = (batch, args.num_kv_heads, slots, args.head_dim)
         for name in ("k", "v"):
             buffer = torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
             self.register_buffer(name, buffer, persistent=False)
+
+    @staticmethod
+    def bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
+        """What a cache takes."""
+        return 2 * batch * slots * args.num_kv_heads * args.head_dim * dtype.itemsize
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k, v [B, T, nkv, hd] at slots [B, T] (each sequence has its own)."""
@@ -474,7 +475,7 @@ class Transformer(nn.Module):
     """A LLaMA-architecture target.
 
     `run_layers` and `move` may be replaced by functions of the same kind; `on_kernels` says that they were,
-    and that every row of a pass is computed as if it were alone.
+    and that every row of a pass is computed as if it were alone. `Cache` may then be another class.
     """
 
     on_kernels = False
@@ -487,7 +488,19 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
-        self.run_layers, self.move = run_layers, move
+        self.run_layers, self.move, self.Cache = run_layers, move, KVCache
+
+    def caches(self, batch: int, slots: int) -> nn.ModuleList:
+        """A cache for every layer."""
+        weight = self.embed.weight
+        return nn.ModuleList(
+            self.Cache(batch, slots, self.args, weight.dtype, weight.device) for _ in self.layers
+        )
+
+    def cache_bytes(self, batch: int, slots: int) -> int:
+        """What `caches` take."""
+        args = self.args
+        return args.num_layers * self.Cache.bytes(batch, slots, args, self.embed.weight.dtype)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches,
@@ -497,7 +510,7 @@ class Transformer(nn.Module):
 
         tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its
         keys/values go. visible [B, T, n] bool: which cache slots each row attends to, its own included; only
-        the first n are read. caches: one KVCache per layer, written in place. Returns the last residual
+        the first n are read. caches: one per layer, written in place. Returns the last residual
         stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the residual streams
         entering those layers side by side [B, T, len(aux_layers)*H], else None.
         """

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from checkpoint.loading import load_model
 from common.cli import note
+from common.dtypes import KV_DTYPES
 from common.errors import InputError
 from kernels import cpu
-from kernels.packed import pack_models
+from kernels.packed import ByteCache, pack_models
 from model import KVCache, Transformer
 from tree import visible_slots
 
@@ -39,10 +40,13 @@ def ancestors(rows: int) -> Tensor:
 
 def caches_of(target: Transformer, slots: int) -> nn.ModuleList:
     """A cache of random values for each layer."""
-    dtype = target.embed.weight.dtype
-    caches = nn.ModuleList(KVCache(1, slots, target.args, dtype, "cpu") for _ in target.layers)
-    for buffer in caches.buffers():
-        buffer.normal_()
+    caches, a = target.caches(1, slots), target.args
+    for cache in caches:
+        width = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        qkv = torch.randn(1, slots, width, dtype=target.embed.weight.dtype)
+        zero = torch.zeros(1, slots, a.head_dim // 2)
+        own = torch.arange(slots)[None]  # each row sees its own slot: they are only stored
+        cpu.attend(qkv, zero + 1, zero, cache.k, cache.v, own, torch.eye(slots, dtype=torch.bool)[None])
     return caches
 
 
@@ -59,16 +63,18 @@ def verify_pass(target: Transformer, caches: nn.ModuleList, rows: int, context: 
 @torch.no_grad()
 def run(o) -> None:
     """Measure, print, write. Raises InputError."""
-    passes, caches = {}, None
+    passes = {}
     for isa in o.isa or [None]:
         name = cpu.load_kernels(note, isa=isa)
         target, _ = load_model(o.checkpoint, "cpu", torch.bfloat16)
         if not pack_models(target):
             raise InputError(f"{o.checkpoint}: has layers that the CPU kernels do not take")
-        caches = caches or caches_of(target, max(o.context) + max(o.rows))
-        for rows in o.rows:
-            for context in o.context:
-                passes[name, rows, context] = verify_pass(target, caches, rows, context)
+        for kv in o.kv:
+            target.Cache = ByteCache if kv == "int8" else KVCache
+            caches = caches_of(target, max(o.context) + max(o.rows))
+            for rows in o.rows:
+                for context in o.context:
+                    passes[name, kv, rows, context] = verify_pass(target, caches, rows, context)
     times: dict[tuple, list[float]] = {key: [] for key in passes}
     for repeat in range(o.repeat + 1):  # the first one warms up
         for (isa, *size), call in passes.items():
@@ -82,11 +88,10 @@ def run(o) -> None:
     medians = {key: statistics.median(t) * 1e3 for key, t in times.items()}
     record = describe(o.threads) | {"checkpoint": o.checkpoint, "rows": []}
     table_head(record, *(f"{n} tokens" for n in o.context))
-    for name in dict.fromkeys(isa for isa, *_ in passes):
-        for rows in o.rows:
-            row = " | ".join(f"{medians[name, rows, n]:.1f}" for n in o.context)
-            print(f"| {name}, {rows} rows | {row} |")
-    record["rows"] = [{"isa": i, "rows": r, "context": n, "ms": ms} for (i, r, n), ms in medians.items()]
+    for name, kv, rows in dict.fromkeys(key[:3] for key in passes):
+        row = " | ".join(f"{medians[name, kv, rows, n]:.1f}" for n in o.context)
+        print(f"| {name}, kv {kv}, {rows} rows | {row} |")
+    record["rows"] = [dict(zip(("isa", "kv", "rows", "context"), key), ms=ms) for key, ms in medians.items()]
     write(o.name, record)
 
 
@@ -96,6 +101,8 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target")
     add("--isa", nargs="+", metavar="NAME", help="instruction sets of our CPU kernels (default: the best)")
+    add("--kv", nargs="+", choices=KV_DTYPES, default=["auto"],
+        help="keys and values: auto (bf16, the default), int8, or both")
     add("--rows", nargs="+", type=int, default=[1, 4, 8, 12], metavar="T")
     add("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
     add("--repeat", type=int, default=15)

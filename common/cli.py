@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from common.dtypes import short_dtype
+from common.dtypes import KV_DTYPES, short_dtype
 from common.errors import InputError
 
 MOST_THREADS = 1024
@@ -103,6 +103,10 @@ class Options(argparse.ArgumentParser):
             help="instruction set of the kernels, such as avx2 (default: EAGLE_ISA, or the best one)")
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
+        add("--kv", choices=KV_DTYPES, default="auto",
+            help="the target's keys and values: auto, in its dtype (default), or int8, on the kernels")
+        self.refuse(lambda o: o.kv == "int8" and not (o.compile and o.kernels),
+                    lambda o: "--kv int8: is for the kernels; leave out --no-kernels and --no-compile")
         return group
 
 

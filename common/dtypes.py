@@ -4,6 +4,7 @@ from __future__ import annotations
 from common.errors import InputError
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}  # short name: PyTorch's
+KV_DTYPES = ("auto", "int8")  # of the target's keys and values; auto: the model's own
 
 
 def short_dtype(name: str) -> str:

@@ -35,7 +35,7 @@ from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan
 from kernels.cpu import try_kernels
-from kernels.packed import pack_models
+from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
 from model import Transformer
 from networks.head import Head
@@ -91,10 +91,17 @@ def load_target(
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare(checkpoint)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
-    if runtime.on_kernels and not try_kernels(say, runtime.isa):
+    if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     target.put_on_kernels(model)
+    if runtime.kv == "int8":
+        if not model.on_kernels:
+            raise InputError(
+                f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts);"
+                " leave it out"
+            )
+        model.Cache = ByteCache
     return target
 
 

@@ -26,7 +26,7 @@ from kernels.cpu import isa_in_use
 from kernels.isa import processor_name
 from kernels.packed import threads_for
 from kernels.parts import draw, rank, visible_slots
-from model import KVCache, Transformer
+from model import Transformer
 from networks.head import Head
 from tree import TreeShape
 
@@ -89,9 +89,7 @@ class Passes:
         live = context + max(*VERIFY_ROWS, *LEVEL_ROWS)
         self.slots = torch.arange(live, device=self.device)
         self.length = torch.full((1,), context, device=self.device)
-        self.caches = nn.ModuleList(
-            KVCache(1, live, target.args, dtype, self.device) for _ in range(target.args.num_layers)
-        )
+        self.caches = target.caches(1, live)
         self.head_caches = head.caches(1, live, dtype, self.device)
         self.feature = torch.zeros(1, 1, head.args.hidden_size, dtype=dtype, device=self.device)
         self.verify_pass, self.level_pass = self._verify, self._level
@@ -208,6 +206,7 @@ def conditions(target: Transformer, head: Head, compile: bool, contexts: tuple[i
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else processor_name(),
         "isa": isa_in_use() if target.on_kernels else None,
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
+        "cache": target.Cache.__name__,
         "target": _sizes(target), "head": _sizes(head), "contexts": contexts, "torch": torch.__version__,
         "kernels": digest(),
     }

@@ -16,7 +16,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from drafters.base import Drafter
@@ -30,7 +29,7 @@ from engine.step import step
 from engine.switching import Switch
 from engine.tuning import Plan
 from kernels.packed import threads_for
-from model import KVCache, Transformer, cache_bytes
+from model import KVCache, Transformer
 from sampling.noise import seed_keys
 from sampling.options import Sampling
 from tokens.ids import common_prefix
@@ -80,10 +79,8 @@ class Decoder:
         self._extra = max(shape.extra_slots - shape.window for shape in shapes) + self.window
         room = max(self.drafter.extra_slots, self._extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
-        self.cache_bytes = self._check_memory(dtype)
-        self.caches = nn.ModuleList(
-            KVCache(batch, self.slots, target.args, dtype, self.device) for _ in range(target.args.num_layers)
-        )
+        self.cache_bytes = self._check_memory()
+        self.caches = target.caches(batch, self.slots)
         self.drafter.allocate(batch, self.slots, dtype, self.device)
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
@@ -153,11 +150,11 @@ class Decoder:
         finally:
             self._observer, self.lag = before
 
-    def _check_memory(self, dtype: torch.dtype) -> int:
+    def _check_memory(self) -> int:
         """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit."""
-        shapes = [self.target.args, *self.drafter.cached]
-        caches = (cache_bytes(self.batch, self.slots, args, dtype) * args.num_layers for args in shapes)
-        need = sum(caches) + self.drafter.memory(self.batch)
+        dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
+        drafting = (KVCache.bytes(*size, args, dtype) * args.num_layers for args in self.drafter.cached)
+        need = self.target.cache_bytes(*size) + sum(drafting) + self.drafter.memory(self.batch)
         free = free_memory(self.device)
         if free is not None and need > free:
             raise ValueError(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.dtypes import DTYPES, short_dtype
+from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line
 from common.threads import use_threads
 from engine.saved_graph import READ_ONLY
@@ -30,6 +30,7 @@ class Runtime:
     kernels: bool = True  # on a CPU, when compiling: our own compiled products (see kernels/)
     autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
+    kv: str = "auto"  # keys and values of the target: "auto", in its dtype, or "int8", on our CPU kernels
 
     @property
     def device_name(self) -> str:
@@ -61,6 +62,13 @@ class Runtime:
         check_device(self.device_name)
         _ = self.torch_dtype
         _ = self.isa_name
+        if self.kv not in KV_DTYPES:
+            raise InputError(f"--kv {self.kv}: unknown; choose from {', '.join(KV_DTYPES)}")
+        if self.kv == "int8" and not self.on_kernels:
+            raise InputError(
+                "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
+                " --no-kernels and --no-compile"
+            )
         if not self.compile:
             return
         if self.autotune:

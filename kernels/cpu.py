@@ -61,15 +61,16 @@ def load_kernels(say: Callable[[str], None] = lambda line: None, isa: str | None
     return chosen.name
 
 
-def try_kernels(say: Callable[[str], None], isa: str | None = None) -> bool:
+def try_kernels(say: Callable[[str], None], isa: str | None = None, must: bool = False) -> bool:
     """`load_kernels`; or False, and `say` is told why, if this machine cannot have them.
 
-    Raises InputError if the processor has not got the instruction set, or if one was named: it was asked for.
+    must: something was asked for that only they can do. Raises InputError then, if an instruction set was
+    named, or if the processor has not got it.
     """
     try:
         load_kernels(say, isa)
     except NoKernels as e:
-        if isa is not None:
+        if must or isa is not None:
             raise
         say(f"{e}. Until then PyTorch decodes alone, which is slower")
         return False
@@ -129,6 +130,11 @@ def pack(weight: Tensor, per_word: int) -> Tensor:
 def quantized_per_word(dtype: torch.dtype) -> int:
     """`per_word` of int8 and int4 weights, if x has this dtype."""
     return _layout.bf16_per_word if dtype == torch.bfloat16 else 1
+
+
+def quantized_bytes_per_word() -> int:
+    """How many integers of a row are multiplied as one word: 4 have 8 bits each, 2 have 16."""
+    return _layout.bytes_per_word
 
 
 def pack_int4(values: Tensor, per_word: int) -> Tensor:
@@ -201,6 +207,7 @@ def attend(
     Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]; keys
     and values are stored at slots [B, T] of the caches k, v [B, S, nkv, hd]; then each row attends to those
     of the first n slots that visible [B, T, n] says. Scores, softmax and sums are float32.
+    Caches in bytes (uint8) are [B, blocks, nkv, bytes of a block], see `byte_blocks` and csrc/in_bytes.h.
     """
     return _ops.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
 
@@ -227,12 +234,17 @@ def layers(
     return _ops.layers(x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read)
 
 
-def move(caches: list[Tensor], source: Tensor, target: Tensor) -> None:
-    """Copy the entries at slots `source` [B, W] of every cache [B, S, nkv, hd] to slots `target`.
+def byte_blocks(head_dim: int) -> tuple[int, int, int]:
+    """Of a cache in bytes: the slots in a block, the bytes of a block of keys and of one of values."""
+    return tuple(_ops.byte_blocks(head_dim))
+
+
+def move(k: list[Tensor], v: list[Tensor], head_dim: int, source: Tensor, target: Tensor) -> None:
+    """Copy the entries at slots `source` [B, W] of every layer's caches k, v (`attend`) to slots `target`.
 
     All entries are read before any is written.
     """
-    _ops.move(caches, source, target)
+    _ops.move(k, v, head_dim, source, target)
 
 
 def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -293,7 +305,7 @@ SHAPES = {
         (*x.shape[:-1], columns), dtype=torch.float32 if mode == FLOAT32 else x.dtype
     ),
     "attend": lambda qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible: qkv.new_empty(
-        (*qkv.shape[:2], qkv.shape[2] - 2 * k.shape[2] * k.shape[3])
+        (*qkv.shape[:2], qkv.shape[2] - 4 * k.shape[2] * cos.shape[2])
     ),
     "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
     "angles": lambda positions, inverse, factor: (

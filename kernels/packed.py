@@ -6,6 +6,7 @@ and no `weight`.
 from __future__ import annotations
 
 import contextlib
+import math
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,6 +17,33 @@ from kernels import cpu
 from kernels.large_pages import in_large_pages
 from kernels.quantized import QuantizedLinear
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
+
+
+class ByteCache(nn.Module):
+    """`KVCache` in int8: each head of a slot in steps of its largest / 127, as csrc/in_bytes.h lays it out.
+
+    k, v: [B, blocks of slots, nkv, bytes of a block], heads before blocks in memory. `dtype`, the model's,
+    changes nothing.
+    """
+
+    def __init__(
+        self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
+    ):
+        super().__init__()
+        self.head_dim = args.head_dim
+        for name, shape in zip(("k", "v"), self._shapes(batch, slots, args)):
+            buffer = torch.zeros(shape, dtype=torch.uint8, device=device).transpose(1, 2)
+            self.register_buffer(name, buffer, persistent=False)
+
+    @staticmethod
+    def _shapes(batch: int, slots: int, args: ModelArgs) -> list[tuple[int, ...]]:
+        of_block, *sizes = cpu.byte_blocks(args.head_dim)
+        return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
+
+    @classmethod
+    def bytes(cls, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
+        """What a cache takes."""
+        return sum(map(math.prod, cls._shapes(batch, slots, args)))
 
 
 class PackedLinear(nn.Module):
@@ -139,8 +167,7 @@ def _keys_and_values(caches: nn.ModuleList) -> tuple[list[Tensor], list[Tensor]]
 
 def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
     """`model.move` as one operator."""
-    keys, values = _keys_and_values(caches)
-    cpu.move(keys + values, source, target)
+    cpu.move(*_keys_and_values(caches), caches[0].head_dim, source, target)
 
 
 def pack_models(*models: nn.Module) -> bool:

@@ -24,9 +24,13 @@ struct Weight {
 
 // The keys or values of a layer [B, S, kv_heads, hd]. Strides in values, from sequence to sequence, from slot to
 // slot and from head to head. Reading is fastest where the slots of a head lie side by side.
+//
+// In bytes: int8 with a float scale for each head of a slot, in blocks of so many slots (see in_bytes.h). `slot` is
+// then the stride from block to block, and strides are in bytes.
 struct Cache {
   void* data;
   int64_t sequence, slot, head;
+  bool in_bytes = false;
 
   int64_t place(int64_t b, int64_t s, int64_t h) const { return b * sequence + s * slot + h * head; }
 };
@@ -85,6 +89,13 @@ struct Kernels {
   static void layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
                      const std::vector<int64_t>& aux, const void* read, void* x, void* features);
 };
+
+// Of a cache in bytes with heads of this size: slots in a block, bytes of a block of keys and of one of values.
+std::vector<int64_t> byte_blocks(int64_t hd);
+
+// Copy slots `from` [B, W] of a layer's cache in bytes to slots `to` [B, W]. All are read before any is written.
+void move_bytes(const Cache& k, const Cache& v, int64_t kv_heads, int64_t hd, const int64_t* from, const int64_t* to,
+                int64_t B, int64_t W);
 
 // Logits [B, T, V] outside top-k (0: off), then outside top-p (1: off) of what remains, become -infinity, where
 // the temperature is above 0: temperature, top_k and top_p are [B].

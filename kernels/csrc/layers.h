@@ -34,6 +34,12 @@ void as_read(const Team& team, const Value<E>* x, int64_t M, int64_t K, Value<Re
   team.meet();
 }
 
+// `attention_part` of a cache, as it is stored.
+template <class E, class Out>
+auto attention_over(const Cache& cache) {
+  return cache.in_bytes ? attention_part<InBytes<E>, E, Out> : attention_part<InDtype<E>, E, Out>;
+}
+
 template <class E>
 int64_t Kernels<E>::inputs(const Weight& w) {
   return inputs_of<Read<E>>(w);
@@ -69,8 +75,8 @@ void Kernels<E>::attend(int threads, const Rows& rows, const void* qkv, const No
   const Room<E> rotated(rows.B * rows.T * rows.heads * rows.hd);
   Team::run(threads, [&](const Team& team) {
     pass.read_mask(team);  // `attention_part` meets before it is used
-    attention_part<E, E>(team, pass, static_cast<const Value<E>*>(qkv), norms, k, v, rotated,
-                         static_cast<Value<E>*>(out));
+    attention_over<E, E>(k)(team, pass, static_cast<const Value<E>*>(qkv), norms, k, v, rotated,
+                            static_cast<Value<E>*>(out));
   });
 }
 
@@ -117,7 +123,7 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
       else norm(team, w.attn_norm);
       linear_part<X, E>(team, normed, M, w.wqkv, w.bias, nullptr, false, width, rounded, &w.wo, qkv);
       team.meet();
-      attention_part<E, X>(team, pass, qkv, w.norms, w.k, w.v, rotated, attended);
+      attention_over<E, X>(w.k)(team, pass, qkv, w.norms, w.k, w.v, rotated, attended);
       team.meet();
       linear_part<X, E>(team, attended, M, w.wo, nullptr, stream, false, H, rounded, &w.gate_up, stream);
       team.meet();

@@ -66,18 +66,20 @@ inline Weight weight(const Tensor& t, const Tensor* scale) {
   return {format, static_cast<const char*>(t.const_data_ptr()), data(scale), t.size(0), t.size(1),
           format == Weight::INT4 ? scale->size(1) : 1, t.stride(0) * int64_t(t.element_size())};
 }
-inline Cache cache(const Tensor& t) { return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2)}; }
+inline Cache cache(const Tensor& t) {
+  return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.scalar_type() == ScalarType::Byte};
+}
 
 // Contiguous copies, where needed, and what the kernels are told of them.
 struct Shared {
   const Tensor cosine, sine, slots, visible;
   const Rows rows;
 
-  // x [B, T, ...], keys [B, S, kv_heads, hd].
+  // x [B, T, ...], keys [B, S, kv_heads, hd] or, in bytes, [B, blocks, kv_heads, bytes of a block].
   Shared(const Tensor& x, int64_t heads, const Tensor& keys, const Tensor& cosine, const Tensor& sine,
          const Tensor& slots, const Tensor& visible)
       : cosine(whole(cosine)), sine(whole(sine)), slots(whole(slots)), visible(whole(visible)),
-        rows{x.size(0), x.size(1), heads, keys.size(2), keys.size(3), visible.size(2),
+        rows{x.size(0), x.size(1), heads, keys.size(2), 2 * cosine.size(2), visible.size(2),
              floats(this->cosine), floats(this->sine), longs(this->slots), this->visible.const_data_ptr<bool>()} {}
 };
 
@@ -100,12 +102,12 @@ Tensor linear(const Tensor& x, const Tensor& packed, const Maybe& scale, const M
   return out;
 }
 
-// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v [B, S, nkv, hd] -> [B, T, nh * hd].
+// Attention: qkv [B, T, (nh + 2 nkv) * hd], caches k, v as `Shared` has them -> [B, T, nh * hd].
 Tensor attend(const Tensor& qkv, const Tensor& cosine, const Tensor& sine, const Maybe& q_norm,
               const Maybe& k_norm, double eps, Tensor& k, Tensor& v, const Tensor& slots,
               const Tensor& visible) {
   const Tensor in = whole(qkv);
-  const Shared shared(in, in.size(2) / k.size(3) - 2 * k.size(2), k, cosine, sine, slots, visible);
+  const Shared shared(in, in.size(2) / (2 * cosine.size(2)) - 2 * k.size(2), k, cosine, sine, slots, visible);
   const Rows& rows = shared.rows;
   Tensor out = empty({rows.B, rows.T, rows.heads * rows.hd}, in.scalar_type());
   const Norms norms{data(q_norm), data(k_norm), float(eps)};
@@ -156,7 +158,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
                    cache(k[l]), cache(v[l])});
   }
   by_dtype(x, [&](auto kernels) {
-    const int64_t heads = kernels.inputs(all[0].wo) / k[0].size(3);
+    const int64_t heads = kernels.inputs(all[0].wo) / (2 * cosine.size(2));
     const Shared shared(x, heads, k[0], cosine, sine, slots, visible);
     kernels.layers(threads(), shared.rows, H, all, eps, aux, data(inputs), stream.mutable_data_ptr(),
                    features.mutable_data_ptr());
@@ -164,14 +166,14 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   return {stream, features};
 }
 
-// Copy entries `source` [B, W] of every cache [B, S, nkv, hd] to `target` [B, W]. A row's are read before any
-// is written.
-void move(const Tensors& caches, const Tensor& source, const Tensor& target) {
+// Copy entries `source` [B, W] of every cache to `target` [B, W]. A row's are read before any is written. hd: the
+// size of a head.
+void move(const Tensors& k, const Tensors& v, int64_t hd, const Tensor& source, const Tensor& target) {
   const Tensor from = whole(source), to = whole(target);
   const int64_t B = from.size(0), W = from.size(1);
   const int64_t *f = longs(from), *t = longs(to);
-  for (const Tensor& cache : caches) {
-    const int64_t item = cache.element_size(), size = cache.size(3) * item, slot = cache.stride(1) * item;
+  const auto move_one = [&](const Tensor& cache) {
+    const int64_t item = cache.element_size(), size = hd * item, slot = cache.stride(1) * item;
     std::vector<char> kept(W * size);
     auto* base = static_cast<char*>(cache.mutable_data_ptr());
     for (int64_t b = 0; b < B; b++)
@@ -180,7 +182,10 @@ void move(const Tensors& caches, const Tensor& source, const Tensor& target) {
         for (int64_t i = 0; i < W; i++) std::memcpy(&kept[i * size], head + f[b * W + i] * slot, size);
         for (int64_t i = 0; i < W; i++) std::memcpy(head + t[b * W + i] * slot, &kept[i * size], size);
       }
-  }
+  };
+  for (size_t l = 0; l < k.size(); l++)
+    if (cache(k[l]).in_bytes) move_bytes(cache(k[l]), cache(v[l]), k[l].size(2), hd, f, t, B, W);
+    else move_one(k[l]), move_one(v[l]);
 }
 
 // Logits [B, T, V] (float32) restricted to top-k and top-p, see `restrict_logits`.
@@ -294,7 +299,8 @@ LIBRARY(NAMESPACE, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k,"
         " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)");
-  m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
+  m.def("move(Tensor(a!)[] k, Tensor(b!)[] v, int head_dim, Tensor source, Tensor target) -> ()");
+  m.def("byte_blocks(int head_dim) -> int[]");
   m.def("restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor");
   m.def("pack(Tensor weight, int columns, int per_word) -> Tensor");
   m.def("gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor");
@@ -313,6 +319,7 @@ LIBRARY(NAMESPACE, m) {
 
 LIBRARY_IMPL(NAMESPACE, CompositeExplicitAutograd, m) {
   m.impl("layout", TORCH_BOX(&eagle::layout));
+  m.impl("byte_blocks", TORCH_BOX(&eagle::byte_blocks));
   m.impl("use_threads", TORCH_BOX(&eagle::use_threads));
 }
 

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <utility>
 
 #include "products.h"
@@ -10,16 +12,32 @@
 
 namespace eagle {
 
+// Room for `count` values that begins where a line of the processor's cache does: vectors in it cross no line.
+struct Free {
+  void operator()(void* room) const { std::free(room); }
+};
+template <class T> using Lines = std::unique_ptr<T[], Free>;
+template <class T>
+inline Lines<T> lines(int64_t count) {
+  return Lines<T>(static_cast<T*>(std::aligned_alloc(64, (count * sizeof(T) + 63) / 64 * 64)));
+}
+
 // The memory that is read next, fetched a little at a time.
 struct Ahead {
   const char *next = nullptr, *end = nullptr;
+};
+
+// How a tile is stored that X multiplies: BYTES for each word of its columns.
+template <class X> struct Columns {
+  static constexpr int64_t BYTES = BLOCK * sizeof(uint32_t);
+  static Words load(const char* p, int v) { return eagle::load<Words>(p + v * sizeof(Words)); }
 };
 
 // Rows of a, word k of row r at a[r * ROW + k * STEP], times a tile b [words, BLOCK] -> sums [rows, BLOCK],
 // `stride` apart, or added to them. Up to R rows; those from `rows` on are read and not kept. A sum runs over
 // the words in ascending order, whatever R is.
 template <class X, int ROW, int STEP, int R>
-[[gnu::noinline]] void tile_product(const uint32_t* a, int rows, const uint32_t* b, int64_t words, bool add,
+[[gnu::noinline]] void tile_product(const uint32_t* a, int rows, const char* b, int64_t words, bool add,
                                     float* sums, int64_t stride, Ahead& ahead) {
   Floats sum[R][VECTORS];
 #pragma GCC unroll 12
@@ -28,11 +46,12 @@ template <class X, int ROW, int STEP, int R>
     for (int v = 0; v < VECTORS; v++)
       sum[r][v] = add && r < rows ? load<Floats>(sums + r * stride + v * LANES) : Floats{};
   const char *next = ahead.next, *const last = ahead.end;
-  for (const uint32_t* end = b + words * BLOCK; b < end; b += BLOCK, a += STEP) {
+  constexpr int64_t BYTES = Columns<X>::BYTES;
+  for (const char* end = b + words * BYTES; b < end; b += BYTES, a += STEP) {
     if (next < last) fetch<128>(next);
     Words columns[VECTORS];
 #pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) columns[v] = load<Words>(b + v * LANES);
+    for (int v = 0; v < VECTORS; v++) columns[v] = Columns<X>::load(b, v);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
       const Words value = broadcast(a[r * ROW]);

@@ -30,6 +30,8 @@ REFUSED = (
     ((*PROMPT, "--threads", "1025"), "--threads 1025: must be 1 to 1,024"),
     ((*PROMPT, "--isa", "avx2", "--no-kernels"), "--isa avx2: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--isa", "avx2", "--no-compile"), "--isa avx2: is for the kernels; leave out --no-kernels"),
+    ((*PROMPT, "--kv", "int8", "--no-kernels"), "--kv int8: is for the kernels; leave out --no-kernels"),
+    ((*PROMPT, "--kv", "int8", "--no-compile"), "--kv int8: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--draft", "folder"), "--draft folder: plain decoding uses no head"),
     ((*PROMPT, "--tree", "paper"), "--tree paper: plain decoding drafts no tree"),
     ((*EAGLE3, "--tree", "paper", "--tree-nodes", "8"), f"--tree paper: {TREE}"),
@@ -39,6 +41,7 @@ REFUSED = (
 ALLOWED = (
     PROMPT, EAGLE3, ("--interactive",), ("--prompt-ids", "1"), ("--prompt-file", "x"),
     (*PROMPT, "--batch-size", "1", "--num-samples", "100000", "--threads", "1024"),
+    (*PROMPT, "--kv", "int8"), (*PROMPT, "--kv", "auto", "--no-kernels"),
     (*EAGLE3, "--draft", "folder", "--tree", "auto"), (*EAGLE3, "--tree-nodes", "8", "--tree-width", "3"),
     ("--interactive", "--system", "be brief", "--speculate", "eagle3"),
 )

@@ -38,6 +38,20 @@ def test_a_dtype_without_a_name():
         _ = Runtime(dtype="int4").torch_dtype
 
 
+def test_caches_that_there_are_not():
+    with pytest.raises(InputError, match="--kv int4: unknown; choose from auto, int8"):
+        Runtime("cpu", kv="int4").prepare(Path("unread"))
+    for options in ({"compile": False}, {"kernels": False}):
+        with pytest.raises(InputError, match="--kv int8: only our CPU kernels have an int8 cache"):
+            Runtime("cpu", kv="int8", **options).prepare(Path("unread"))
+
+
+@pytest.mark.compile
+def test_an_int8_cache_of_what_is_not_on_the_kernels(golden):
+    with pytest.raises(InputError, match=r"--kv int8: .* does not run on our CPU kernels as a whole \(fp16"):
+        load_target(golden, Runtime("cpu", "fp16", kv="int8"))
+
+
 def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
     with monkeypatch.context() as m, pytest.raises(InputError, match=r"Python.h is missing.*--no-compile"):
         m.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})

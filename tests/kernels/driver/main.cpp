@@ -6,7 +6,9 @@
 #include <unistd.h>
 #endif
 
+#include "bytes.h"
 #include "packing.h"
+#include "scene.h"
 #include "testing.h"
 #include "vocabulary.h"
 
@@ -97,34 +99,6 @@ void check_rms_norm(int64_t H) {
   const double apart = error<E>(out, rms_norm<E>(read, weight, 1e-5));
   check(apart <= Dtype<E>::ERROR, "%s rms_norm of %d: off by %g", Dtype<E>::NAME, int(H), apart);
 }
-
-// T rows of B sequences at the end of n slots; each sees some slots, and of its sequence's rows those up to itself.
-struct Scene {
-  Rows rows;
-  Values<Fp32> cosine, sine;
-  std::vector<int64_t> slots;
-  std::vector<char> visible;
-
-  Scene(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t n) : visible(B * T * n) {
-    for (int64_t row = 0; row < B * T; row++) {
-      const int64_t own = n - T + row % T;
-      slots.push_back(own);
-      for (int64_t j = 0; j <= own; j++) visible[row * n + j] = j == own || draw_normal() > -0.5;
-      for (int64_t i = 0; i < hd / 2; i++) {
-        const double angle = draw_normal() * 3;
-        cosine.push_back(float(std::cos(angle))), sine.push_back(float(std::sin(angle)));
-      }
-    }
-    rows = {B, T, heads, kv_heads, hd, n, cosine.data(), sine.data(), slots.data(),
-            reinterpret_cast<const bool*>(visible.data())};
-  }
-  // The t-th row of a scene of one sequence, alone.
-  Rows alone(int64_t t) const {
-    Rows one = rows;
-    one.T = 1, one.cosine += t * rows.hd / 2, one.sine += t * rows.hd / 2, one.slots += t, one.visible += t * rows.n;
-    return one;
-  }
-};
 
 template <class E>
 void check_attend(int64_t B, int64_t T, int64_t heads, int64_t kv_heads, int64_t hd, int64_t n, bool normed) {
@@ -300,6 +274,7 @@ void check_dtype() {
   check_attend<E>(1, 1, 4, 4, 32, 5, false), check_attend<E>(2, 7, 6, 2, 64, 70, false);
   check_attend<E>(1, 9, 6, 2, 64, 300, true), check_attend<E>(3, 5, 8, 1, 128, 33, true);
   check_attend<E>(1, 5, 3, 1, 100, 140, false), check_attend<E>(1, 2, 2, 2, 6, 9, true);
+  check_bytes<E>(9, 6, 2, 64, 300), check_bytes<E>(5, 4, 4, 20, 140), check_bytes<E>(7, 8, 1, 6, 40);
   for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8}) check_layers<E>(format);
 }
 

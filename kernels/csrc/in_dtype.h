@@ -1,0 +1,156 @@
+// Keys and values that are stored in the dtype of the model.
+//
+// They are brought to the layout of tiles a block of slots at a time, once for all rows.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+#include "pass.h"
+#include "tiles.h"
+#include "vectors.h"
+
+namespace eagle {
+
+// Those of one head of one sequence, see `Attention`.
+template <class E>
+struct InDtype {
+  using Keys = Read<E>;  // products multiply words of these
+  using Values = Read<E>;
+  static constexpr int W = Keys::PER_WORD;
+  static constexpr int64_t VALUE_WORDS = BLOCK_SLOTS / W;
+  const int64_t hd, words, padded;
+  // Queries [groups, words, ROWS]; tiles of keys [words, BLOCK] and of values [VALUE_WORDS, BLOCK], of a block
+  // and of slots that are a row's own. Products read up to ROWS rows after the last.
+  const Lines<uint32_t> queries, keys, own_keys, values, own_values;
+  const Value<E>*k = nullptr, *v = nullptr;
+  int64_t k_stride = 0, v_stride = 0, first = 0;  // from slot to slot; of the block
+
+  InDtype(int64_t hd, int64_t padded, int64_t groups)
+      : hd(hd), words(hd / W), padded(padded), queries(lines<uint32_t>((groups * words + 1) * ROWS)),
+        keys(lines<uint32_t>(BLOCK_SLOTS * words)), own_keys(lines<uint32_t>(BLOCK * words)),
+        values(lines<uint32_t>(VALUE_WORDS * padded)), own_values(lines<uint32_t>(VALUE_WORDS * padded)) {}
+
+  static Value<E>* place(const Cache& cache, int64_t b, int64_t slot, int64_t h) {
+    return static_cast<Value<E>*>(cache.data) + cache.place(b, slot, h);
+  }
+  // Store a key; rotate(dtype, to) gives it.
+  template <class Rotate>
+  static void store_key(const Cache& cache, int64_t b, int64_t slot, int64_t h, int64_t, const Rotate& rotate) {
+    rotate(E(), place(cache, b, slot, h));
+  }
+  static void store_value(const Cache& cache, int64_t b, int64_t slot, int64_t h, int64_t hd,
+                          const Value<E>* value) {
+    std::memcpy(place(cache, b, slot, h), value, hd * sizeof(Value<E>));
+  }
+  // The memory of a block of `count` slots.
+  static Ahead ahead(const Cache& cache, int64_t b, int64_t block, int64_t h, int64_t count, int64_t hd) {
+    const Value<E>* from = place(cache, b, block * BLOCK_SLOTS, h);
+    return {(const char*)from, (const char*)(from + count * hd)};
+  }
+
+  // A block of head h, of which `count` slots are shared.
+  void open(const Cache& of_keys, const Cache& of_values, int64_t b, int64_t h, int64_t block, int64_t count) {
+    k = place(of_keys, b, 0, h), v = place(of_values, b, 0, h);
+    k_stride = of_keys.slot, v_stride = of_values.slot, first = block * BLOCK_SLOTS;
+    pack_keys(count, [&](int64_t i) { return k + (first + i) * k_stride; }, keys.get());
+    pack_values(count, [&](int64_t i) { return v + (first + i) * v_stride; }, values.get());
+  }
+  const char* key_tile(int64_t place) const { return (const char*)&keys[place * words]; }
+  const char* value_tiles() const { return (const char*)values.get(); }
+
+  // Tiles of a row's slots by their rank in the block.
+  const char* own_key_tile(const Seen& slots, int64_t from, int64_t count) {
+    pack_keys(count, [&](int64_t i) { return k + slots.slot(first + from + i) * k_stride; }, own_keys.get());
+    return (const char*)own_keys.get();
+  }
+  const char* own_value_tiles(const Seen& slots, int64_t from, int64_t count) {
+    pack_values(count, [&](int64_t i) { return v + slots.slot(first + from + i) * v_stride; },
+                own_values.get());
+    return (const char*)own_values.get();
+  }
+
+  // LANES words of a row from the w-th on.
+  Words words_of(const Value<E>* row, int64_t w) const {
+    if constexpr (W == 2) return (Words)Fp32::get(reinterpret_cast<const float*>(row) + w, words - w);
+    else return (Words)E::get(row + w, words - w);
+  }
+
+  void set_query(int64_t group, int row, const Value<E>* query) {
+    for (int64_t w = 0; w < words; w += LANES) {
+      const Words some = words_of(query, w);
+      uint32_t* to = &queries[(group * words + w) * ROWS + row];
+      for (int64_t i = 0; i < LANES && w + i < words; i++) to[i * ROWS] = some[i];
+    }
+  }
+
+  // `count` keys, row(i) the i-th -> tiles [words, BLOCK].
+  template <class Row>
+  void pack_keys(int64_t count, const Row& row, uint32_t* to) const {
+    for (int64_t j = 0; j < count; j += LANES)
+      for (int64_t w = 0; w < words; w += LANES) {
+        Words some[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) some[i] = words_of(row(std::min(j + i, count - 1)), w);
+        transpose(some);
+        uint32_t* place = to + (j / BLOCK * words + w) * BLOCK + j % BLOCK;
+        for (int64_t i = 0; i < LANES && w + i < words; i++) store(place + i * BLOCK, some[i]);
+      }
+  }
+
+  // `count` values -> tiles [VALUE_WORDS, BLOCK]. A pair is of the values of two slots; the last one may be
+  // of one slot twice.
+  template <class Row>
+  void pack_values(int64_t count, const Row& row, uint32_t* to) const {
+    for (int64_t k = 0; k * W < count; k++) {
+      const Value<E>* from[W];
+      for (int i = 0; i < W; i++) from[i] = row(std::min(k * W + i, count - 1));
+      for (int64_t d = 0; d < padded; d += W * LANES) {
+        Words some[W] = {};
+        for (int i = 0; i < W && d < hd; i++)
+          some[i] = W == 2 ? (Words)Fp32::get((const float*)(from[i] + d), (hd - d) / 2)
+                           : (Words)E::get(from[i] + d, hd - d);
+        if constexpr (W == 2) zip(some[0], some[1]);
+        uint32_t* place = to + (d / BLOCK * VALUE_WORDS + k) * BLOCK + d % BLOCK;
+        for (int i = 0; i < W; i++) store(place + i * LANES, some[i]);
+      }
+    }
+  }
+
+  // The scores of `rows` rows become weights, of which the first `count` are for slots.
+  void weigh(int64_t, int row, int rows, const Seen&, int64_t, int64_t count, float scale, float* scores,
+             const Sums& sums) const {
+    for (int r = row; r < row + rows; r++)
+      weigh_row(scores + r * SCORES, count, scale, sums.most[r], sums.total + r * LANES);
+  }
+  void finish(int, const Sums&) const {}
+
+  // The `count` scores of a row times `scale`, in powers of two, become weights relative to 2^most, with zeros
+  // up to a whole word. For bfloat16 they are rounded to it where pairs are multiplied; their total is not.
+  static void weigh_row(float* row, int64_t count, float scale, float& most, float* total) {
+    const Floats nearest = broadcast(ROUND);
+    for (int64_t j = count; j < BLOCK_SLOTS && j % (W * LANES); j++) row[j] = -INFINITY;
+    Floats top = broadcast(-1e30f), sum = {};
+    for (int64_t j = 0; j < count; j += LANES) top = larger(load<Floats>(row + j), top);
+    top = (larger(top * scale, broadcast(-4e6f)) + nearest) - nearest;
+    most = count ? largest_lane(__builtin_convertvector(top, Ints)) : -1e30f;
+    const Floats relative = broadcast(-most), factor = broadcast(scale);
+    for (int64_t j = 0; j < count; j += W * LANES)
+#pragma GCC unroll 2
+      for (int i = 0; i < W; i++) {
+        const Floats x = fma(load<Floats>(row + j + i * LANES), factor, relative);
+        const Floats n = x + nearest, f = x - (n - nearest);
+        const Floats scaled = (Floats)((Ints)power_of_two<sizeof(Value<E>) == 4>(f) + ((Ints)n << 23));
+        const Floats weight = x > -125.0f ? scaled : Floats{};
+        sum += weight;
+        if constexpr (W == 2) Bf16::put(reinterpret_cast<uint16_t*>(row) + j + i * LANES, weight);
+        else store(row + j, weight);
+      }
+    store(total, sum);
+  }
+};
+
+}  // namespace eagle
