@@ -38,4 +38,4 @@ def prefill(
     chosen = draw(logits, noise)
     state.reading.logical_and_(~ends)
     count = state.emit(chosen, ends.long())
-    state.hand_over(None if features is None else pick(features, row), count, ends)
+    state.hand_over(features, row, count, ends)

@@ -6,6 +6,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels import cpu
+from tree import pick
 
 
 class State(nn.Module):
@@ -77,20 +78,25 @@ class State(nn.Module):
         self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
         return count
 
-    def hand_over(self, features: Tensor | None, count: Tensor, where: Tensor, more: bool = False) -> None:
+    def hand_over(
+        self, features: Tensor | None, path: Tensor, count: Tensor, where: Tensor, more: bool = False
+    ) -> None:
         """Leave the `count` [B] tokens just committed for the drafter to read.
 
-        features [B, <=W, F]: the target's features of them.
+        features [B, T, F]: the target's features of a pass; path [B, <=W]: which of its rows the tokens were.
         where [B]: in which sequences. more: after those that it has not read yet.
         """
-        if features is not None and more:
-            at = self.n_new[:, None] + torch.arange(features.shape[1], device=features.device)
-            at = at.clamp(max=self.features.shape[1] - 1)[..., None].expand_as(features)
+        if cpu.is_alone():
+            cpu.hand_over(features, path, count, where, more, self.features, self.n_new)
+            return
+        if features is not None:
+            features = pick(features, path)
+            at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+            if more:
+                at = (at + self.n_new[:, None]).clamp(max=self.features.shape[1] - 1)
+            at = at[..., None].expand_as(features)
             old = self.features.gather(1, at)
             self.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
-        elif features is not None:
-            buffer = self.features[:, : features.shape[1]]
-            buffer.copy_(torch.where(where[:, None, None], features, buffer))
         unread = self.n_new + count if more else count
         self.n_new.copy_(torch.where(where, unread, self.n_new))
 

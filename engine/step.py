@@ -67,5 +67,5 @@ def step(
         target.move(caches, state.length[:, None] + path, goal)
     moving = ~state.done
     count = state.emit(tokens, count)
-    state.hand_over(None if features is None else pick(features, path), count, moving, not drafter.reads)
+    state.hand_over(features, path, count, moving, not drafter.reads)
     return tree, path

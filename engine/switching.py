@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from typing import NamedTuple
 
 from engine.tuning import Plan
 from tree import TreeShape
@@ -16,9 +17,18 @@ PRIOR = 8.0  # steps of average text that a text begins with
 MARGIN = 1.03  # how much faster another tree must be to be taken instead
 PROBE = 4  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 64, 1024  # tokens of plain decoding before that; doubled each time in vain
-TIMED = 7  # of the latest steps of a kind, whose median says how slow it is
-CHECK_EVERY, CHECK = 64, 2  # after so many steps with trees, so many of plain decoding to see what they cost,
-DOUBT = 1.25  # unless the trees are so many times as fast
+TIMED = 5  # of the latest steps of a kind, whose median says how slow it is now
+FRESH = 48  # steps after which they are forgotten
+CHECK = 2  # steps with a kind that was forgotten, unless the one at hand is expected to be
+DOUBT = 1.25  # times as fast
+
+
+class Timed(NamedTuple):
+    """A step that was timed: which it was, at which context, and its seconds over those expected of it."""
+
+    when: int
+    context: int
+    ratio: float
 
 
 class Switch:
@@ -29,8 +39,9 @@ class Switch:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self._slowness: dict[tuple[bool, TreeShape | None], deque[float]] = {}
-        self._rehearsal: deque[TreeShape | None] = deque()
+        self._timed: dict[tuple[bool, TreeShape | None], deque[Timed]] = {}
+        self._steps = 0
+        self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
         self.begin([0.0])
 
     def begin(self, temperatures: list[float]) -> None:
@@ -41,62 +52,72 @@ class Switch:
         usual = self.plan.tau(self.trees[0], self.temperature) - 1 if self.trees else 1.0
         self._accepted = self._expected = PRIOR * usual
         self._current: TreeShape | None = self.trees[0] if self.trees else None
-        self._probe = self._plain = self._drafted = self._check = 0
-        self._rest = FIRST_REST
+        self._plain, self._rest = 0, FIRST_REST
+        self._ahead.clear()
 
     @property
     def ease(self) -> float:
         """How many times as many drafted tokens were accepted of late as of an average text."""
         return self._accepted / self._expected
 
-    def slowness(self, shape: TreeShape | None) -> float:
-        """Seconds that a step takes of late over those expected of it. Unknown: 1, so that it is tried."""
-        known = self._slowness.get((self._noisy, shape))
+    def _known(self, shape: TreeShape | None, context: int) -> list[float]:
+        """Seconds of the latest steps of a kind over those expected of them, lately and at a like context."""
+        def alike(step: Timed) -> bool:
+            short, long = sorted((context, step.context))
+            return self._steps - step.when <= FRESH and long <= 2 * short + 256
+
+        return [step.ratio for step in self._timed.get((self._noisy, shape), ()) if alike(step)]
+
+    def slowness(self, shape: TreeShape | None, context: int) -> float:
+        """How many times what is expected of it a step takes now. Unknown: as the other kinds."""
+        known = self._known(shape, context)
+        if not known:
+            known = [ratio for other in (None, *self.trees) for ratio in self._known(other, context)]
         return statistics.median(known) if known else 1.0
 
     def rehearse(self, times: int) -> None:
         """Take plain decoding and every tree in turn, so many times. 0: no longer."""
-        self._rehearsal = deque((None, *self.trees) * times if self.trees else ())
+        self._ahead = deque((None, *self.trees) * times if self.trees else ())
 
     @property
     def rehearsing(self) -> bool:
         """Whether there are such turns to come."""
-        return bool(self._rehearsal)
+        return bool(self._ahead)
 
     def next(self, context: int) -> TreeShape | None:
         """The tree for the next step, at a context of so many tokens."""
-        if self._rehearsal:
-            return self._rehearsal.popleft()
+        self._steps += 1
+        if self._ahead:
+            return self._ahead.popleft()
         if not self.trees:
             return None
-        speeds = {
-            shape: self.plan.speed(shape, self.temperature, context, self.ease) / self.slowness(shape)
-            for shape in (None, *self.trees)
-        }
-        if self._probe:
-            self._probe -= 1
-            return max(self.trees, key=speeds.__getitem__)
-        if self._check:
-            self._check -= 1
-            return None
+        speeds = {shape: self._speed(shape, context) for shape in (None, *self.trees)}
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > MARGIN * speeds[self._current]:
             self._current = best
-        if self._current is not None:
-            self._plain, self._rest = 0, FIRST_REST
-            self._drafted += 1
-            if self._drafted >= CHECK_EVERY and speeds[self._current] < DOUBT * speeds[None]:
-                self._drafted, self._check = 0, CHECK
-            return self._current
-        self._plain += 1
-        if self._plain > self._rest:
-            self._plain, self._rest, self._probe = 0, min(2 * self._rest, LONGEST_REST), PROBE
-        return None
+        if self._current is None:
+            self._plain += 1
+            if self._plain > self._rest:
+                self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
+                self._ahead = deque([max(self.trees, key=speeds.__getitem__)] * PROBE)
+            return None
+        self._plain, self._rest = 0, FIRST_REST
+        unknown = [
+            shape for shape in speeds
+            if not self._known(shape, context) and speeds[shape] * DOUBT > speeds[self._current]
+        ]
+        if unknown and self._current not in unknown:
+            self._ahead = deque([max(unknown, key=speeds.__getitem__)] * CHECK)
+        return self._current
+
+    def _speed(self, shape: TreeShape | None, context: int) -> float:
+        """Tokens per second, as far as is known."""
+        return self.plan.speed(shape, self.temperature, context, self.ease) / self.slowness(shape, context)
 
     def time(self, shape: TreeShape | None, context: int, seconds: float) -> None:
         """What the step with this tree took at this context."""
-        ratios = self._slowness.setdefault((self._noisy, shape), deque(maxlen=TIMED))
-        ratios.append(seconds / self.plan.seconds(shape, context))
+        steps = self._timed.setdefault((self._noisy, shape), deque(maxlen=TIMED))
+        steps.append(Timed(self._steps, context, seconds / self.plan.seconds(shape, context)))
 
     def record(self, shape: TreeShape | None, emitted: list[int]) -> None:
         """What a step with this tree emitted, per sequence that moved."""

@@ -293,6 +293,14 @@ def emit(
     return _ops.emit(tokens, count, text, length, done, out, limit, stop_ids)
 
 
+def hand_over(
+    features: Tensor | None, path: Tensor, count: Tensor, where: Tensor, more: bool, unread: Tensor,
+    unread_count: Tensor,
+) -> None:
+    """`engine.state.State.hand_over` on its buffers, in place."""
+    _ops.hand_over(features, path, count, where, more, unread, unread_count)
+
+
 def angles(positions: Tensor, inverse: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B, T, hd/2] of positions [B, T] times inverse frequencies [hd/2], times factor."""
     return _ops.angles(positions, inverse, factor)

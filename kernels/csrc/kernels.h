@@ -149,6 +149,15 @@ void emit(const int64_t* tokens, const int64_t* count, int64_t B, int64_t W, con
 void angles(const int64_t* positions, const float* inverse, float factor, int64_t rows, int64_t half,
             float* cosine, float* sine);
 
+struct Unread {  // of R tokens' features `size` bytes each [B, R], how many are
+  char* features;
+  int64_t R, *count;  // [B]
+};
+// Rows path [B, W] of features [B, T], the first count [B] of them, become unread where `moving` [B]; `more`: after
+// those that are. features: nullptr if none are kept.
+void hand_over(const char* features, const int64_t* path, const int64_t* count, const bool* moving, bool more,
+               int64_t B, int64_t T, int64_t W, int64_t size, const Unread& unread);
+
 // What weights are packed for: columns of a block; inputs in a word of an int8 or int4 weight for x in bfloat16;
 // those in a word of w8a8, and what is added to its values.
 std::vector<int64_t> layout();

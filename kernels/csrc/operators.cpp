@@ -277,6 +277,15 @@ Tensor emit_(const Tensor& tokens, const Tensor& count, Tensor& text, Tensor& le
   return appended;
 }
 
+void hand_over_(const Maybe& features, const Tensor& path, const Tensor& count, const Tensor& moving, bool more,
+                Tensor& unread, Tensor& unread_count) {
+  const Maybe in = whole(features);
+  const Tensor p = whole(path), c = whole(count), m = whole(moving);
+  hand_over(static_cast<const char*>(data(in)), longs(p), longs(c), m.const_data_ptr<bool>(), more, p.size(0),
+            in ? in->size(1) : 0, p.size(1), unread.size(2) * int64_t(unread.element_size()),
+            {static_cast<char*>(unread.mutable_data_ptr()), unread.size(1), unread_count.mutable_data_ptr<int64_t>()});
+}
+
 std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& inverse, double factor) {
   const Tensor p = whole(positions), f = whole(inverse);
   const std::vector<int64_t> shape{p.size(0), p.size(1), f.size(0)};
@@ -312,6 +321,8 @@ LIBRARY(NAMESPACE, m) {
   m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor, Tensor)");
   m.def("emit(Tensor tokens, Tensor count, Tensor(a!) text, Tensor(b!) length, Tensor(c!) done, Tensor(d!) out,"
         " Tensor limit, Tensor stop_ids) -> Tensor");
+  m.def("hand_over(Tensor? features, Tensor path, Tensor count, Tensor moving, bool more, Tensor(a!) unread,"
+        " Tensor(b!) unread_count) -> ()");
   m.def("angles(Tensor positions, Tensor inverse, float factor) -> (Tensor, Tensor)");
   m.def("layout() -> int[]");
   m.def("use_threads(int count) -> ()");
@@ -338,5 +349,6 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("prune", TORCH_BOX(&eagle::prune_));
   m.impl("accept", TORCH_BOX(&eagle::accept_));
   m.impl("emit", TORCH_BOX(&eagle::emit_));
+  m.impl("hand_over", TORCH_BOX(&eagle::hand_over_));
   m.impl("angles", TORCH_BOX(&eagle::angles_));
 }

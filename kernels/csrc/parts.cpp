@@ -281,6 +281,18 @@ void emit(const int64_t* tokens, const int64_t* count, int64_t B, int64_t W, con
   }
 }
 
+void hand_over(const char* features, const int64_t* path, const int64_t* count, const bool* moving, bool more,
+               int64_t B, int64_t T, int64_t W, int64_t size, const Unread& unread) {
+  for (int64_t b = 0; b < B; b++) {
+    if (!moving[b]) continue;
+    const int64_t first = more ? unread.count[b] : 0, n = std::min(count[b], unread.R - first);
+    for (int64_t i = 0; features && i < n; i++)
+      std::memcpy(unread.features + (b * unread.R + first + i) * size, features + (b * T + path[b * W + i]) * size,
+                  size);
+    unread.count[b] = first + count[b];
+  }
+}
+
 void angles(const int64_t* positions, const float* inverse, float factor, int64_t rows, int64_t half,
             float* cosine, float* sine) {
   for (int64_t row = 0; row < rows; row++)

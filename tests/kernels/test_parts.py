@@ -118,6 +118,28 @@ def test_emit():
         assert found[0].tolist() == ([2, 2, 2, 0, 1] if width == 3 else [1, 1, 1, 0, 1])
 
 
+@pytest.mark.parametrize("more", (False, True))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_hand_over(more, dtype):
+    """Of a pass of five rows, one to three tokens; after unread ones, up to the last that there is room for."""
+    features = torch.randn(4, 5, 6, dtype=dtype)
+    path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
+
+    def leave(features):
+        state = State(4, 40, 3, 6, [], dtype, "cpu", room=7)
+        state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
+        state.features.fill_(9)
+        state.hand_over(features, path, count, torch.tensor([True, True, True, False]), more)
+        return state.n_new, [row[:n] for row, n in zip(state.features, state.n_new)]
+
+    (n, rows), (found_n, found) = both(leave, features)
+    assert n.tolist() == found_n.tolist() == ([3, 7, 3, 3] if more else [1, 3, 3, 3])
+    assert all(torch.equal(a, b) for a, b in zip(rows, found))
+    assert torch.equal(found[1][-3:], features[1, path[1]]) and (found[3] == 9).all()
+    (n, _), (found_n, _) = both(leave, None)
+    assert torch.equal(n, found_n)
+
+
 def test_angles():
     from model import ModelArgs, inverse_frequencies, rope_table
 
