@@ -121,7 +121,7 @@ def test_emit():
 @pytest.mark.parametrize("more", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_hand_over(more, dtype):
-    """Of a pass of five rows, one to three tokens; after unread ones, up to the last that there is room for."""
+    """One to three tokens of a pass of five rows; after unread ones, as far as there is room."""
     features = torch.randn(4, 5, 6, dtype=dtype)
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
 
