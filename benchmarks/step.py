@@ -45,7 +45,7 @@ from kernels.cpu import load_kernels
 from kernels.packed import pack_models, threads_for
 from kernels.parts import draw, visible_slots
 from kernels.quantized import MODES, Scheme, quantize_linears
-from model import Transformer, cache_bytes
+from model import KVCache, Transformer
 from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
@@ -149,8 +149,8 @@ class HeldStep:
         """Bytes that a step must read at a context of n tokens: weights, live keys and values, by pass."""
         target, drafter = self.decoder.target, self.decoder.drafter
         slots, kv_dtype = min(self.decoder.slots, n + drafter.extra_slots), target.embed.weight.dtype
-        target_cache = cache_bytes(self.batch, slots, target.args, kv_dtype) * target.args.num_layers
-        head_cache = sum(cache_bytes(self.batch, slots, args, kv_dtype) for args in drafter.cached)
+        head_cache = sum(KVCache.bytes(self.batch, slots, args, kv_dtype) for args in drafter.cached)
+        target_cache = target.cache_bytes(self.batch, slots)
         return bytes_per_step(target, drafter) + target_cache + head_cache * drafter.passes
 
 
