@@ -20,7 +20,7 @@ FIRST_REST, LONGEST_REST = 64, 1024  # tokens of plain decoding before that; dou
 TIMED = 5  # of the latest steps of a kind, whose median says how slow it is now
 FRESH = 48  # steps after which they are forgotten
 CHECK = 2  # steps with a kind that was forgotten, unless the one at hand is expected to be
-DOUBT = 1.25  # times as fast
+DOUBT = 1.15  # times as fast
 
 
 class Timed(NamedTuple):
