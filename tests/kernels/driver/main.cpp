@@ -10,16 +10,10 @@
 #include "packing.h"
 #include "scene.h"
 #include "testing.h"
-#include "vectors.h"
 #include "vocabulary.h"
 
 namespace {
 
-#ifdef TILES
-constexpr int64_t MOST_ROWS = 40;  // more than two tiles have
-#else
-constexpr int64_t MOST_ROWS = 13;  // more than share one load of the weights
-#endif
 const char* const NAMES[] = {"whole", "int8", "int4", "w8a8"};
 
 // Every 64 of a row in steps of their largest / 127, in floats as kernels/quantized.py has it.
@@ -37,7 +31,7 @@ void round_inputs(Doubles& x, int64_t K) {
 
 template <class E>
 void check_linear(Weight::Format format, bool gated, int64_t N, int64_t K) {
-  constexpr int64_t M = MOST_ROWS;
+  constexpr int64_t M = 40;
   Packed packed = random_weight<E>(format, gated ? 2 * N : N, K, gated);
   const Weight& w = weight_of(packed);
   Values<E> x = draws<E>(M * K);
