@@ -36,6 +36,7 @@ from checkpoint.folder import CONFIG, WEIGHTS
 from checkpoint.loading import load_model
 from common.cli import note
 from common.errors import InputError
+from common.files import atomic_path
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from kernels.quantized import BESIDE
@@ -53,12 +54,13 @@ def files(o) -> tuple[Path, Path]:
 
 
 def write_both(o) -> None:
-    """Write the same random weights twice."""
+    """Write the same random weights twice, but for what is there already."""
     ours, theirs = files(o)
-    if ours.exists() or theirs.exists():
-        raise InputError(f"--write: {ours} or {theirs} exists; delete it first")
-    target, _ = load_model(write_random(o.shape, "int4", ours))
-    write_gguf(None, target, theirs, "Q4_0")
+    if not ours.exists():
+        write_random(o.shape, "int4", ours)
+    if not theirs.exists():
+        with atomic_path(theirs) as part:
+            write_gguf(None, load_model(ours)[0], part, "Q4_0")
     note(f"{ours}: {(ours / WEIGHTS).stat().st_size:,} bytes; {theirs}: {theirs.stat().st_size:,} bytes")
 
 

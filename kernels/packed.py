@@ -6,6 +6,7 @@ and no `weight`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
@@ -59,7 +60,14 @@ def _in_pieces(weight: Tensor, gated: bool, pack: Callable[[Tensor], Tensor]) ->
             out = packed.new_empty(cpu.blocks(len(parts[0]), gated), *packed.shape[1:])
         out[done : done + len(packed)] = packed
         done += len(packed)
+    _give_back()
     return out
+
+
+def _give_back() -> None:
+    """Return freed memory to the system. glibc would keep most of what packing has used for a while."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _packed(weight: Tensor, linear: nn.Module, dtype: torch.dtype) -> Tensor:

@@ -257,10 +257,8 @@ struct Nibbles {  // 8 more than the value: a byte has one of the block's first 
 // The sums of R rounded rows over the steps from p to `end`. They are exact, so it is all one in which order they
 // are added.
 template <class Columns, int R>
-inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, const char*& next,
-                      Ints (&sum)[R][VECTORS]) {
+inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
   for (; p < end; p += Columns::BYTES, value += R) {
-    fetch<Columns::BYTES>(next);
     Words columns[VECTORS];
     Columns::load(p, columns);
 #pragma GCC unroll 12
@@ -275,13 +273,11 @@ inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, c
 #ifdef SHORT_SUMS
 // The same for nibbles, in 16 bits where they fit.
 template <int R>
-inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, const char*& next,
-                          Ints (&sum)[R][VECTORS]) {
+inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
   while (p < end) {
     Words shorts[R][VECTORS] = {};
 #pragma GCC unroll 1  // two steps at once want too many registers
     for (const char* part = p + SHORT_SUMS * Nibbles::BYTES; p < part; p += Nibbles::BYTES, value += R) {
-      fetch<Nibbles::BYTES>(next);
       Words columns[VECTORS];
       Nibbles::load(p, columns);
 #pragma GCC unroll 12
@@ -302,14 +298,12 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
 #ifdef BYTES_BY_TWOS
 // The same, but for the last step if their number is odd: two rows, columns and steps at a time.
 template <class Columns, int R>
-inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, const char*& next,
-                        Ints (&sum)[R][VECTORS]) {
+inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
   constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
   constexpr int TWOS = (R + 1) / 2;
   static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4 && BYTE_OFFSET == 0);
   Ints sums[TWOS][VECTORS][2] = {};
   for (; end - p >= 2 * Columns::BYTES; p += 2 * Columns::BYTES, value += 2 * R) {
-    fetch<2 * Columns::BYTES>(next);
     Words rows[TWOS], words[VECTORS], more[VECTORS];
 #pragma GCC unroll 3
     for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + R + first(i));
@@ -330,30 +324,34 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
 }
 #endif
 
-// The same as `block_product` of a tile of rounded rows. A group is summed in integers, exactly; groups in order.
+// The same as `block_product` of one of all `tiles` of rounded rows. A group is summed in integers, exactly; groups in
+// order. Each tile fetches its share of what lies at `next`, so that it comes evenly.
 template <class Columns, int R>
-[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b,
+[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, int64_t tiles, const Weight& w, int64_t b,
                                        const char* next, float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   const Rounding how = Rounding::of(w);
   const char* p = w.block(b);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), steps = how.group / how.per_word;
+  const int64_t share = (w.size / tiles / groups + 63) / 64 * 64;
+  next += tile * share * groups;
   const uint32_t* value = x.words_of(tile, K, how);
   const float* scales = &x.scales[x.group_of(tile, K, how)];
   const int32_t* offsets = &x.offsets[x.group_of(tile, K, how)];
   for (int64_t g = 0; g < groups; g++) {
+    for (const char* last = next + share; next < last;) fetch<64>(next);
     Ints sum[R][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++) sum[r][v] = Ints{} + offsets[g * R + r];
     const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
 #ifdef BYTES_BY_TWOS
-    if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, next, sum);
+    if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, sum);
 #endif
 #ifdef SHORT_SUMS
-    if constexpr (FOUR_BITS) sum_in_shorts<R>(p, end, value, next, sum);
+    if constexpr (FOUR_BITS) sum_in_shorts<R>(p, end, value, sum);
 #endif
-    sum_steps<Columns, R>(p, end, value, next, sum);
+    sum_steps<Columns, R>(p, end, value, sum);
     Floats of_columns[VECTORS];
     for (int v = 0; FOUR_BITS && v < VECTORS; v++)
       of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);
@@ -390,19 +388,19 @@ void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w
   if (w.rounds()) rounded.round<X>(team, x, M, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
                        : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
-  const int64_t width = gated ? BLOCK / 2 : BLOCK, tall = tile_size(M);
+  const int64_t width = gated ? BLOCK / 2 : BLOCK, tall = tile_size(M), tiles = tiles_of(M);
   alignas(64) float sums[ROWS * BLOCK];
   const Weight& then = after ? *after : w;
   const char* first_after = then.block(then.blocks * team.me / team.all);
   team.deal(w.blocks, [&](int64_t b, bool last) {
     for (int64_t m = 0; m < M; m += tall) {
       const int rows = std::min(tall, M - m);
-      const char* next = m ? w.block(b) : last ? first_after : w.block(b + 1);
+      const char* next = last ? first_after : w.block(b + 1);
       if (w.format == Weight::W8A8)
-        by_rows(tall, [&](auto R) { rounded_product<Bytes, R>(rounded, m / tall, w, b, next, sums); });
+        by_rows(tall, [&](auto R) { rounded_product<Bytes, R>(rounded, m / tall, tiles, w, b, next, sums); });
       else if (w.format == Weight::W4A8)
-        by_rows(tall, [&](auto R) { rounded_product<Nibbles, R>(rounded, m / tall, w, b, next, sums); });
-      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
+        by_rows(tall, [&](auto R) { rounded_product<Nibbles, R>(rounded, m / tall, tiles, w, b, next, sums); });
+      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, m ? w.block(b) : next, sums);
       for (int r = 0; r < rows; r++)
         for (int64_t c = 0; c < width; c += LANES) {
           const int64_t column = b * width + c, place = (m + r) * N + column;
