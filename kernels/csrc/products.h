@@ -301,8 +301,9 @@ template <class Columns, int R>
 inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
   constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
   constexpr int TWOS = (R + 1) / 2;
-  static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4 && BYTE_OFFSET == 0);
-  Ints sums[TWOS][VECTORS][2] = {};
+  static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4);
+  Ints before[R][VECTORS], sums[TWOS][VECTORS][2] = {};
+  std::memcpy(before, sum, sizeof before);
   for (; end - p >= 2 * Columns::BYTES; p += 2 * Columns::BYTES, value += 2 * R) {
     Words rows[TWOS], words[VECTORS], more[VECTORS];
 #pragma GCC unroll 3
@@ -320,7 +321,10 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
   for (int i = 0; i < TWOS; i++)
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
-      for (int r = 0; r < 2; r++) sum[first(i) + r][v] = sums_of_row(r, sums[i][v][0], sums[i][v][1]);
+      for (int r = 0; r < 2; r++) {
+        const int row = first(i) + r;
+        sum[row][v] = before[row][v] + sums_of_row(r, sums[i][v][0], sums[i][v][1]);
+      }
 }
 #endif
 
