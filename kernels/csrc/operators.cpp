@@ -38,9 +38,9 @@ inline void by_dtype(const Tensor& x, const Body& body) {
 }
 
 inline Weight weight(const Tensor& t, const Tensor& scale) {
-  const Weight::Format format = t.scalar_type() == at::kChar   ? Weight::INT8
-                                : t.scalar_type() != at::kByte ? Weight::WHOLE
-                                : t.dim() == 3                 ? Weight::INT4
+  const Weight::Format format = t.scalar_type() == at::kChar        ? Weight::INT8
+                                : t.scalar_type() != at::kByte      ? Weight::WHOLE
+                                : t.dim() == 3                      ? Weight::INT4
                                 : scale.scalar_type() == at::kFloat ? Weight::W8A8
                                                                     : Weight::W4A8;
   const bool grouped = format == Weight::INT4 || format == Weight::W4A8;
