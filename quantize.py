@@ -4,8 +4,9 @@
     python quantize.py --checkpoint checkpoints/mine --mode int4 --group 64 --text sample.txt
 
 The heads inside a target's folder are quantised too; a head's own folder works as well. Beside int4, heads
-and the lm_head are int8. The int4 weights of a target are calibrated (GPTQ) on a text that it writes itself,
-or on one of yours. In memory are one tensor at a time or, when calibrating, one layer and what is ready.
+and the lm_head are int8, beside w4a8 w8a8. The 4-bit weights of a target are calibrated (GPTQ) on a text
+that it writes itself, or on one of yours. In memory are one tensor at a time or, when calibrating, one layer
+and what is ready.
 
 The error of the layers is reported and, with --text, how often the quantised model's next token is the
 original's, and both perplexities. `generate.py` reads the result like any other checkpoint.
@@ -29,7 +30,7 @@ from checkpoint.writer import check_out
 from common.cli import Options, note, run_command
 from common.errors import InputError
 from common.threads import use_threads
-from kernels.quantized import GROUPS, MODES, Scheme
+from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme
 
 PIECE = 256  # tokens of a --calibrate text that are read together
 
@@ -43,17 +44,20 @@ def parser() -> Options:
     add("--mode", choices=MODES, default="int8")
     add(
         "--group", type=int, choices=GROUPS, default=64,
-        help="int4: inputs that share a scale (default 64)"
+        help="int4, w4a8: inputs that share a scale (default 64)"
     )
     add(
         "--method", choices=("gptq", "nearest"),
-        help="int4: gptq, calibrated (default for a target), or each weight to the nearest value"
+        help="int4, w4a8: gptq, calibrated (default for a target), or each weight to the nearest value"
     )
     add(
         "--calibrate", metavar="FILE",
         help="gptq: a text to calibrate on (default: one that the target writes); never that of --text"
     )
-    add("--lm-head", choices=("int8", "int4"), help="the lm_head's mode (default: --mode's; int8 for int4)")
+    add(
+        "--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
+        help="the lm_head's mode (default: --mode's; int8 for int4, w8a8 for w4a8)"
+    )
     add("--keep-lm-head", action="store_true", help="leave the lm_head in 16 bits")
     add(
         "--text", metavar="FILE",
@@ -62,11 +66,12 @@ def parser() -> Options:
     add("--force", action="store_true", help="replace an existing output folder")
     p.refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
     p.refuse(
-        lambda o: o.method == "gptq" and o.mode != "int4", lambda o: f"--method gptq: not for --mode {o.mode}"
+        lambda o: o.method == "gptq" and o.mode not in FOUR_BITS,
+        lambda o: f"--method gptq: not for --mode {o.mode}"
     )
     p.refuse(
-        lambda o: o.calibrate and (o.mode != "int4" or o.method == "nearest"),
-        lambda o: "--calibrate: only for --mode int4 --method gptq"
+        lambda o: o.calibrate and (o.mode not in FOUR_BITS or o.method == "nearest"),
+        lambda o: "--calibrate: only for --mode int4 or w4a8 with --method gptq"
     )
     p.refuse(
         lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
@@ -78,9 +83,9 @@ def parser() -> Options:
 
 def schemes(o) -> tuple[Scheme, Scheme]:
     """How the checkpoint itself and how the heads inside it are quantised."""
-    beside = "int8" if o.mode == "int4" else o.mode
+    beside = BESIDE.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
-    group = o.group if "int4" in (o.mode, lm_head) else 0
+    group = o.group if {o.mode, lm_head} & {*FOUR_BITS} else 0
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
 
 
@@ -141,7 +146,7 @@ def run(o) -> None:
         config = check_source(folder)
         quantized_module(config, folder, how)
         check_out(into, config["kind"], o.force)
-    calibrated = is_target and o.mode == "int4" and o.method != "nearest"
+    calibrated = is_target and o.mode in FOUR_BITS and o.method != "nearest"
     text = calibration_text(o, source) if calibrated else None
     for folder, into, how in folders:
         report(folder, into, quantize_folder(folder, into, how, o.force, text if folder == source else None))

@@ -71,13 +71,13 @@ def products_of(weights: list[torch.Tensor], device: str, isas: list[str | None]
     """By name, a product with every matrix. isas: instruction sets of our CPU kernels, None for the best."""
     modes = {"int8": 0, "w8a8": 0}
     if all(w.shape[1] % 64 == 0 for w in weights):
-        modes["int4"] = 64
+        modes |= {"int4": 64, "w4a8": 64}
     products = {
         "PyTorch whole": Product([lambda x, w=w: F.linear(x, w) for w in weights]),
         INT8PACK: Product([int8pack(w) for w in weights]),
     }
     if device != "cpu":
-        for mode in modes.keys() - {"w8a8"}:
+        for mode in modes.keys() - {"w8a8", "w4a8"}:
             layers = [QuantizedLinear.of(w, mode, modes[mode]) for w in weights]
             products[f"ours {mode}"] = Product([torch.compile(layer, dynamic=False) for layer in layers])
         return products

@@ -1,12 +1,20 @@
 """Models of published shapes with random weights: speed does not depend on what the weights are."""
 from __future__ import annotations
 
+import zlib
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
 import torch
 import torch.nn as nn
 
-from checkpoint.loading import load_head, load_model
+from checkpoint.folder import FORMAT
+from checkpoint.loading import build_module, load_head, load_model
+from checkpoint.source import Entry
+from checkpoint.writer import Planned, write_folder
 from common.errors import InputError
-from kernels.quantized import Scheme, quantize_linears
+from kernels.quantized import BESIDE, FOUR_BITS, Scheme, quantize_linears
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head, eagle3_aux_layers
 from networks.head import Head, HeadArgs
@@ -40,24 +48,79 @@ def random_models(
 ) -> tuple[Transformer, Head]:
     """A target of this shape and its EAGLE-3 head, with random weights.
 
-    mode: quantise both, one of `kernels.quantized.MODES`, or None. group: inputs that share a scale in int4.
-    Raises InputError on an unknown shape.
+    mode: quantise both, one of `kernels.quantized.MODES`, or None. group: inputs that share a scale in 4
+    bits. Raises InputError on an unknown shape.
     """
+    target = _random(Transformer, shape_of(name)[0], dtype, device)
+    head = _random_head(name, target)
+    _quantise(target, head, mode, group)
+    return target, head
+
+
+def shape_of(name: str) -> tuple[ModelArgs, int, int]:
+    """An entry of `SHAPES`. Raises InputError on an unknown one."""
     if name not in SHAPES:
         raise InputError(f"--shape {name}: unknown; choose from {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def random_head(name: str, target: Transformer, mode: str) -> Head:
+    """The EAGLE-3 head of a target of this shape, with random weights, quantised."""
+    head = _random_head(name, target)
+    quantize_linears(head, Scheme(mode, 0, mode))
+    return head
+
+
+def _random_head(name: str, target: Transformer) -> Head:
     args, draft_vocab, mlp_width = SHAPES[name]
+    device = target.embed.weight.device
     head_args = HeadArgs(
         args.vocab_size, args.hidden_size, mlp_width, 1, args.num_heads, args.num_kv_heads, args.head_dim,
         args.norm_eps, 1e4, max_seq_len=args.max_seq_len, draft_vocab_size=draft_vocab,
         target_hidden_size=args.hidden_size,
         aux_layers=eagle3_aux_layers(args.num_layers) if args.num_layers > 5 else (0, 2, args.num_layers),
     )
-    target = _random(Transformer, args, dtype, device)
-    head = _random(Eagle3Head, head_args, dtype, device)
+    head = _random(Eagle3Head, head_args, target.embed.weight.dtype, device)
     head.draft_ids = torch.arange(draft_vocab, device=device)
     head.use_target(target)
-    _quantise(target, head, mode, group)
-    return target, head
+    return head
+
+
+def write_random(name: str, mode: str, out: Path) -> Path:
+    """Write a folder with a target of this shape and random weights of 4 bits, one tensor after the other.
+
+    Q4_0 and Q6_K hold them exactly: every 32 weights of a layer include -8; the embedding and the lm_head
+    have 6 bits, every 256 include -32, and the scale is a power of two. Raises InputError on an unknown
+    shape.
+    """
+    scheme = Scheme(mode, INT4_GROUP, BESIDE[mode])
+    args = asdict(shape_of(name)[0]) | {"tie_embeddings": False}
+    config = {"format": FORMAT, "name": name, "kind": "target", **args, "stop_ids": [], "bos_id": None}
+    config["quantization"] = asdict(scheme)
+
+    def values(name: str, meta: torch.Tensor) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        if name.endswith("norm.weight"):
+            return torch.ones(meta.shape, dtype=meta.dtype)
+        if meta.dtype == torch.uint8:
+            stored = torch.randint(0, 256, meta.shape, dtype=torch.uint8, generator=seed)
+            stored[:, ::16] &= 0xF0
+            return stored
+        if name == "lm_head.scale":
+            return torch.full(meta.shape, 2.0**-10)
+        if name.endswith(".scale"):
+            return ((torch.rand(meta.shape, generator=seed) + 1) * 2**-8).to(meta.dtype)
+        q = torch.randint(-32, 32, meta.shape, generator=seed, dtype=torch.int8)
+        q[:, ::256] = -32
+        return q if name == "lm_head.weight" else (q * 2.0**-10).to(torch.bfloat16)
+
+    plan = []
+    for key, meta in build_module(config).state_dict().items():
+        dtype = torch.bfloat16 if meta.dtype == torch.float32 and not key.endswith(".scale") else meta.dtype
+        read = partial(values, key, torch.empty(meta.shape, dtype=dtype, device="meta"))
+        plan.append(Planned(key, tuple(meta.shape), dtype, [Entry.of(meta.shape, dtype, read)]))
+    write_folder(out, config, plan, None, quiet=True)
+    return out
 
 
 def models_of(
@@ -86,8 +149,8 @@ def _random(kind: type[nn.Module], args: ModelArgs, dtype: torch.dtype, device: 
 
 
 def _quantise(target: Transformer, head: Head, mode: str | None, group: int) -> None:
-    """As `quantize.py` does: beside int4 the lm_head and the head are int8."""
+    """As `quantize.py` does: beside 4 bits the lm_head and the head have 8."""
     if mode:
-        beside = "int8" if mode == "int4" else mode
-        quantize_linears(target, Scheme(mode, group if mode == "int4" else 0, beside))
+        beside = BESIDE.get(mode, mode)
+        quantize_linears(target, Scheme(mode, group if mode in FOUR_BITS else 0, beside))
         quantize_linears(head, Scheme(beside, 0, beside))

@@ -80,10 +80,10 @@ class HeldStep:
     """A decoder with one tree, held at a context of n tokens, and the parts of its step that are timed."""
 
     def __init__(
-        self, target: Transformer, head: Head, rows: int, batch: int, longest: int, compiled: bool
+        self, target: Transformer, head: Head, tree: TreeShape, batch: int, longest: int, compiled: bool
     ):
-        self.rows, self.batch = rows, batch
-        drafter = Eagle(head, TREES[rows]) if rows > 1 else Drafter()
+        self.rows, self.batch = tree.nodes, batch
+        drafter = Eagle(head, tree) if tree.nodes > 1 else Drafter()
         self.decoder = Decoder(
             target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=note
         )
@@ -244,7 +244,7 @@ def run(o) -> None:
         target, head = models_for(o, mode, stored)
         contexts = contexts_of(o, target.args.max_seq_len)
         for batch in o.batch:
-            steps = [HeldStep(target, head, rows, batch, max(contexts), o.compile) for rows in o.rows]
+            steps = [HeldStep(target, head, TREES[rows], batch, max(contexts), o.compile) for rows in o.rows]
             for n in contexts:
                 rows = measure(steps, n, o.repeat, roof)
                 plain = next((row["step"] for row in rows if row["rows"] == 1), None)

@@ -78,18 +78,21 @@ def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.d
     path = folder / WEIGHTS
     state = {}
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            check_shapes(shapes, state_shapes(module), str(path))
-            for name, meta in module.state_dict().items():
+        check_shapes(shapes, state_shapes(module), str(path))
+        for name, meta in module.state_dict().items():
+            # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
+            # as soon as it has been packed, not when all have.
+            with safe_open(path, framework="pt", device=str(device)) as file:
                 tensor = file.get_tensor(name)
-                # Quantised weights and their scales are never cast.
-                fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
-                if fixed and tensor.dtype != meta.dtype:
-                    raise InputError(
-                        f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
-                    )
-                state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
+            # Quantised weights and their scales are never cast.
+            fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
+            if fixed and tensor.dtype != meta.dtype:
+                raise InputError(
+                    f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
+                )
+            state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; convert the checkpoint again") from None
     except (SafetensorError, OSError) as e:

@@ -22,7 +22,7 @@ from tokens.ids import common_prefix
 # differences that occur are a tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 # These modes round activations too: a small difference may move one to the next of few values.
-ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5}
+ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5}
 
 
 @dataclass(frozen=True)

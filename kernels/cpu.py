@@ -28,6 +28,7 @@ class Layout(NamedTuple):
     bf16_per_word: int  # inputs side by side in a quantised weight, if x is bfloat16
     bytes_per_word: int  # and in a w8a8 weight
     byte_offset: int  # added to the values of a w8a8 weight
+    nibbles_per_word: int  # inputs side by side in a w4a8 weight
 
 
 _alone = False  # whether `alone` is entered
@@ -146,6 +147,15 @@ def pack_int4(values: Tensor, per_word: int) -> Tensor:
     return low | (high << 4)
 
 
+def pack_w4a8(values: Tensor) -> Tensor:
+    """Values [N, K] int8 in -8..7 of a w4a8 weight -> [ceil(N/c), K/w, c/2, w] uint8, as `pack_int4`.
+
+    x comes in integers, w to a word, whatever its dtype.
+    """
+    per_word = _layout.nibbles_per_word
+    return pack_int4(values, per_word).unflatten(2, (-1, per_word))
+
+
 def pack_bytes(values: Tensor) -> Tensor:
     """Values [N, K] int8 of a w8a8 weight -> [ceil(N/c), K/w, c, w] uint8.
 
@@ -170,6 +180,11 @@ def interleave(weight: Tensor) -> Tensor:
     return torch.cat((gate, up), dim=1).flatten(0, 1)
 
 
+def blocks(rows: int, gated: bool = False) -> int:
+    """How many blocks the rows of a weight make; gated: as many of gate as of up, interleaved."""
+    return -(-rows // (_layout.columns // (2 if gated else 1)))
+
+
 def _blocks(weight: Tensor) -> Tensor:
     return _padded(weight, _layout.columns).unflatten(0, (-1, _layout.columns))
 
@@ -191,9 +206,9 @@ def linear(
     """x [..., K] times a packed weight of `columns` rows -> [..., N].
 
     bias [N] (float32) and residual [..., N] are added.
-    scale: of an int8, w8a8 (float32) or int4 (bfloat16) weight, from `pack_scale`. Sums are float32, rounded
-    once, to x's dtype; FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up [..., N]
-    comes out.
+    scale: of an int8, w8a8 (float32), int4 or w4a8 (bfloat16) weight, from `pack_scale`. Sums are float32,
+    rounded once, to x's dtype; FLOAT32: not at all. GATED: the weight was interleaved and silu(gate) * up
+    [..., N] comes out.
     """
     return _ops.linear(x, packed, scale, bias, residual, columns, mode)
 

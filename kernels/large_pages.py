@@ -6,7 +6,9 @@ does not fetch ahead beyond the page.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,14 +20,15 @@ LINE = 64  # a tensor begins with a line of the cache
 _rest = torch.empty(0, dtype=torch.uint8)  # of the latest chunk
 
 
-def in_large_pages(tensor: Tensor) -> Tensor:
-    """A copy of a CPU tensor, side by side with those that were copied before."""
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A CPU tensor that holds anything, side by side with those that were made before."""
     global _rest
-    size = tensor.nbytes + -tensor.nbytes % LINE
-    if size > _rest.numel():
-        _rest = _chunk(max(size, CHUNK))
-    place, _rest = _rest[: tensor.nbytes], _rest[size:]
-    return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    size = math.prod(shape) * dtype.itemsize
+    room = size + -size % LINE
+    if room > _rest.numel():
+        _rest = _chunk(max(room, CHUNK))
+    place, _rest = _rest[:size], _rest[room:]
+    return place.view(dtype).view(shape)
 
 
 def _chunk(size: int) -> Tensor:

@@ -6,17 +6,20 @@ and no `weight`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels import cpu
-from kernels.large_pages import in_large_pages
-from kernels.quantized import QuantizedLinear
+from kernels import cpu, large_pages
+from kernels.quantized import QuantizedLinear, unpack_nibbles
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
+
+PIECE = 4096  # rows of a weight that are packed together; whole blocks of any instruction set
 
 
 class ByteCache(nn.Module):
@@ -54,15 +57,14 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
-        weight, scale = linear.weight.detach(), None
-        if isinstance(linear, QuantizedLinear):
-            weight, scale = linear.values(), linear.scale
+        weight = linear.weight.detach()
+        scale = linear.scale if isinstance(linear, QuantizedLinear) else None
         self.columns, self.mode = weight.shape[0], cpu.SAME
         if gated:
             self.columns, self.mode = self.columns // 2, cpu.GATED
-            weight, scale = cpu.interleave(weight), scale if scale is None else cpu.interleave(scale)
+            scale = scale if scale is None else cpu.interleave(scale)
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        self.packed = _constant(in_large_pages(_packed(weight, linear, dtype)))
+        self.packed = _constant(_in_pieces(weight, gated, lambda rows: _packed(rows, linear, dtype)))
         self.scale = None if scale is None else _constant(cpu.pack_scale(scale))
         self.bias = None if bias is None else _constant(bias.detach().float())
 
@@ -74,12 +76,36 @@ class PackedLinear(nn.Module):
         return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, None, cpu.FLOAT32)
 
 
+def _in_pieces(weight: Tensor, gated: bool, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """pack(weight), or of gate and up interleaved, some rows at a time: little is in memory beside it."""
+    parts, out, done = weight.chunk(2) if gated else (weight,), None, 0
+    for first in range(0, len(parts[0]), PIECE):
+        rows = [part[first : first + PIECE] for part in parts]
+        packed = pack(cpu.interleave(torch.cat(rows)) if gated else rows[0])
+        if out is None:
+            out = large_pages.empty((cpu.blocks(len(parts[0]), gated), *packed.shape[1:]), packed.dtype)
+        out[done : done + len(packed)] = packed
+        done += len(packed)
+    if len(parts[0]) > PIECE:
+        _give_back()
+    return out
+
+
+def _give_back() -> None:
+    """Return freed memory to the system. glibc would keep most of what packing has used for a while."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def _packed(weight: Tensor, linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """A layer's weight, or its quantised values, laid out for x of this dtype."""
+    """Rows of a layer's weight as it stores them, laid out for x of this dtype."""
     if not isinstance(linear, QuantizedLinear):
         return cpu.pack(weight, 4 // dtype.itemsize)
+    weight = unpack_nibbles(weight) if linear.group else weight
     if linear.mode == "w8a8":
         return cpu.pack_bytes(weight)
+    if linear.mode == "w4a8":
+        return cpu.pack_w4a8(weight)
     per_word = cpu.quantized_per_word(dtype)
     return cpu.pack_int4(weight, per_word) if linear.mode == "int4" else cpu.pack(weight, per_word)
 
@@ -177,34 +203,35 @@ def pack_models(*models: nn.Module) -> bool:
     values, a GPU, the experts of a mixture) stays as it is. Returns whether every layer of the targets among
     them is on the kernels.
     """
-    complete, replaced = True, set()
-    done: dict[int, PackedLinear] = {}  # the packed form of a weight that several modules share
+    complete = True
+    done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # of what several models share
 
     def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
-        if id(module.weight) not in done:
-            done[id(module.weight)] = PackedLinear(module, dtype)
-        return done[id(module.weight)]
+        if module not in done:
+            done[module] = PackedLinear(module, dtype)
+        return done[module]
+
+    def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Nothing holds a child that has been replaced: its memory is free before the next is packed."""
+        if isinstance(parent, Block) and cpu.takes(parent.head_dim, dtype, device):
+            parent.attention = attention
+        for name in [name for name, _ in parent.named_children()]:
+            child = parent.get_submodule(name)
+            if isinstance(child, RMSNorm) and cpu.takes(2, dtype, device):
+                setattr(parent, name, PackedNorm(child))
+            elif isinstance(child, MLP) and _takes_mlp(child, dtype, device):
+                setattr(parent, name, PackedMLP(child, dtype))
+            elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
+                setattr(parent, name, packed(child, dtype))
+            elif not isinstance(child, Experts):
+                pack_children(child, dtype, device)
 
     for model in models:
         dtype, device = model.embed.weight.dtype, model.embed.weight.device
 
         if model.lm_head is None and _takes(model.embed, dtype, device):
             model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
-        for parent in list(model.modules()):
-            if parent in replaced or isinstance(parent, Experts):
-                continue
-            if isinstance(parent, Block) and cpu.takes(parent.head_dim, dtype, device):
-                parent.attention = attention
-            for name, child in list(parent.named_children()):
-                if isinstance(child, RMSNorm) and cpu.takes(2, dtype, device):
-                    setattr(parent, name, PackedNorm(child))
-                elif isinstance(child, MLP) and _takes_mlp(child, dtype, device):
-                    setattr(parent, name, PackedMLP(child, dtype))
-                    replaced.add(child)
-                elif _takes(child, dtype, device) and (
-                    name == "lm_head" or not isinstance(child, nn.Embedding)
-                ):
-                    setattr(parent, name, packed(child, dtype))
+        pack_children(model, dtype, device)
         for block in model.modules():
             if isinstance(block, Block) and _is_packed(block):
                 block.run, block.packed_weights = run_block, _weights(block)

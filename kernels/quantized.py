@@ -5,6 +5,7 @@ Weights w = scale * q are symmetric; here they are rounded to the nearest q (`ke
 int8   one scale per output row, q in -127..127
 int4   one scale per output row and group of inputs, q in -8..7; files hold two values in a byte
 w8a8   the weights of int8; the inputs of a layer are rounded to int8 too, every 64 of a row by their largest
+w4a8   the weights of int4; the inputs are rounded to int8 too, those that share a scale by their largest
 fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each row by its largest
 """
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch import Tensor
 
 from kernels import gpu
 
-MODES = ("int8", "w8a8", "int4", "fp8")
+MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
+FOUR_BITS = ("int4", "w4a8")
+BESIDE = {"int4": "int8", "w4a8": "w8a8"}  # the mode of what is sensitive beside them: heads and the lm_head
 GROUPS = (32, 64, 128)
 INPUTS = 64  # w8a8: so many inputs of a layer share a scale
 FP8_MOST = 448.0  # the largest e4m3
@@ -30,7 +33,7 @@ EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 class Scheme:
     """How the layers of a module are quantised, as `quantization` in a config.json says.
 
-    group: in int4, inputs that share a scale. lm_head: its mode; None leaves it as it is.
+    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None leaves it as it is.
     """
 
     mode: str
@@ -51,13 +54,13 @@ class Scheme:
     def of(self, name: str) -> tuple[str, int]:
         """(mode, group) of a layer that is quantised."""
         mode = self.lm_head if name == "lm_head" else self.mode
-        return mode, self.group if mode == "int4" else 0
+        return mode, self.group if mode in FOUR_BITS else 0
 
 
 def scales(weight: Tensor, mode: str, group: int = 0) -> Tensor:
-    """Weight [..., N, K] -> its scales: [..., N, 1] float32, or for int4 [..., N, K/group] bfloat16."""
+    """Weight [..., N, K] -> its scales: [..., N, 1] float32, or for 4 bits [..., N, K/group] bfloat16."""
     weight = weight.float()
-    if mode != "int4":
+    if mode not in FOUR_BITS:
         return weight.abs().amax(-1, keepdim=True).clamp(min=1e-12) / (FP8_MOST if mode == "fp8" else 127)
     return int4_scales(weight.unflatten(-1, (-1, group)))[..., 0]
 
@@ -92,18 +95,18 @@ def int4_scales(parts: Tensor, importance: Tensor | float = 1.0) -> Tensor:
 
 
 def values(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
-    """Weight [..., N, K] in units of its scales: int8 (for int4 in -8..7) or float8_e4m3fn."""
+    """Weight [..., N, K] in units of its scales: int8 (for 4 bits in -8..7) or float8_e4m3fn."""
     parts = weight.float().unflatten(-1, (scale.shape[-1], -1))
     units = (parts / torch.where(scale == 0, 1, scale).float()[..., None]).flatten(-2)
     if mode == "fp8":
         return units.to(torch.float8_e4m3fn)
-    return (units.round().clamp(-8, 7) if mode == "int4" else units.round()).to(torch.int8)
+    return (units.round().clamp(-8, 7) if mode in FOUR_BITS else units.round()).to(torch.int8)
 
 
 def to_stored(weight: Tensor, scale: Tensor, mode: str) -> Tensor:
-    """`values` as files and layers hold them: int4 has two in a byte."""
+    """`values` as files and layers hold them: those of 4 bits are two in a byte."""
     q = values(weight, scale, mode)
-    return pack_nibbles(q) if mode == "int4" else q
+    return pack_nibbles(q) if mode in FOUR_BITS else q
 
 
 def dequantize(weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -123,13 +126,13 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
 
 
-def round_inputs(x: Tensor) -> Tensor:
-    """x [..., K] as the products of w8a8 read it. The dtype stays.
+def round_inputs(x: Tensor, group: int = INPUTS) -> Tensor:
+    """x [..., K] as the products of w8a8, or with the weight's group of w4a8, read it. The dtype stays.
 
-    Every 64 inputs are rounded to steps of their largest / 127.
+    Every `group` inputs are rounded to steps of their largest / 127.
     """
     K = x.shape[-1]
-    parts = F.pad(x.float(), (0, -K % INPUTS)).unflatten(-1, (-1, INPUTS))
+    parts = F.pad(x.float(), (0, -K % group)).unflatten(-1, (-1, group))
     scale = parts.abs().amax(-1, keepdim=True) / 127
     q = (parts * torch.where(scale > 1e-30, scale.reciprocal(), 0)).round()
     return (q * scale).flatten(-2)[..., :K].to(x.dtype)
@@ -143,22 +146,23 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
     *rest, inputs = shape
     if mode not in MODES:
         raise ValueError(f"quantisation {mode!r} is none of {', '.join(MODES)}")
-    if (mode == "int4") != bool(group):
-        raise ValueError(f"{mode} with groups of {group}: int4 has groups, nothing else has")
+    if (mode in FOUR_BITS) != bool(group):
+        raise ValueError(f"{mode} with groups of {group}: {' and '.join(FOUR_BITS)} have groups, others none")
     if group and inputs % group:
-        raise ValueError(f"int4 in groups of {group} does not divide {inputs} inputs")
-    dtype = {"int4": torch.uint8, "fp8": torch.float8_e4m3fn}.get(mode, torch.int8)
+        raise ValueError(f"{mode} in groups of {group} does not divide {inputs} inputs")
+    dtype = torch.uint8 if group else torch.float8_e4m3fn if mode == "fp8" else torch.int8
     weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
     scale = torch.empty(*rest, inputs // group, dtype=torch.bfloat16) if group else torch.empty(*rest, 1)
     return nn.Parameter(weight, requires_grad=False), nn.Parameter(scale, requires_grad=False)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 in groups of `group` inputs, or fp8.
+    """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 (w4a8 too) in groups of `group` inputs,
+    or fp8.
 
     On a GPU, int8 and int4 run on our kernel (`kernels.gpu`) and fp8 on the tensor cores; elsewhere this is
     the reference, which dequantises the weight at every call. `kernels.packed` is the fast form for a CPU.
-    w8a8 is made for a CPU: on a GPU it is int8 after the rounding of x.
+    w8a8 and w4a8 are made for a CPU: on a GPU they are int8 and int4 after the rounding of x.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
@@ -185,8 +189,8 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.weight, self.scale, dtype)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        if self.mode == "w8a8":
-            x = round_inputs(x)
+        if self.mode in ("w8a8", "w4a8"):
+            x = round_inputs(x, self.group or INPUTS)
         if self.mode == "fp8":
             y = self._fp8(x)
         elif gpu.takes(x):
@@ -216,7 +220,7 @@ class QuantizedLinear(nn.Module):
 class QuantizedStack(nn.Module):
     """The matrices of all E experts of a mixture [E, N, K], quantised.
 
-    Only the weights are quantised, also in fp8 and w8a8.
+    Only the weights are quantised, also in fp8, w8a8 and w4a8.
     """
 
     def __init__(self, shape: tuple[int, int, int], mode: str, group: int):

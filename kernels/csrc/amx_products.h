@@ -116,33 +116,50 @@ template <template <class> class Weights, int HALVES>
   }
 }
 
-// As `rounded_product`, with the same bits, as integers are summed exactly: a group of 64 inputs is one tile.
-template <int HALVES>
-[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
-                                             int64_t b, const char* next, float* sums) {
-  static_assert(Rounded::GROUP == TILE * BYTES_PER_WORD);
-  alignas(64) char few[TILE * SIDE];
+// As `rounded_product`, with the same bits, as integers are summed exactly.
+template <class Columns, int HALVES>
+[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int64_t tiles, int tall, int rows,
+                                             const Weight& w, int64_t b, const char* next, float* sums) {
+  constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
+  static_assert(Rounding::TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
+  // Steps that are not as a tile wants them: zeros follow where there are fewer than 16.
+  Words unpacked[TILE * VECTORS];
   alignas(64) int32_t of_group[TILE_ROWS * BLOCK];
-  const int64_t K = w.steps * BYTES_PER_WORD, groups = Rounded::groups(K), at = x.group_of(tile, K);
+  const Rounding how = Rounding::of(w);
+  const int64_t K = w.steps * how.per_word, groups = how.groups(K), at = x.group_of(tile, K, how);
+  const int64_t steps = how.group / how.per_word, apart = how.tile_words();
+  Share ahead(next, w, tile, tiles, groups);
   const char* p = w.block(b);
-  for (int64_t g = 0; g < groups; g++, p += TILE * SIDE) {
-    const int64_t count = std::min<int64_t>(TILE, w.steps - g * TILE);
-    for (int64_t i = 0; i < count; i++) fetch<SIDE>(next);
-    const char* steps = p;
-    if (count < TILE) {
-      std::memset(few, 0, sizeof few);
-      steps = static_cast<char*>(std::memcpy(few, p, count * SIDE));
-    }
+  for (int64_t g = 0; g < groups; g++) {
+    ahead.fetch_part();
+    const uint32_t* from = x.words_of(tile, K, how) + g * tall * apart;
+    const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
     zero_sums<HALVES>();
-    add_products<HALVES, true>(x.words_of(tile, K) + g * tall * TILE, Rounded::GROUP, steps);
+    for (; p < end; from += TILE) {
+      const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
+      const void* columns = p;
+      if (FOUR_BITS || count < TILE) {
+        for (int i = 0; i < count; i++) Columns::load(p + i * Columns::BYTES, unpacked + i * VECTORS);
+        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
+        columns = unpacked;
+      }
+      add_products<HALVES, true>(from, apart * sizeof(uint32_t), columns);
+      p += count * Columns::BYTES;
+    }
     store_sums<HALVES>(of_group);
-    for (int r = 0; r < rows; r++) {
-      const Floats scale = broadcast(x.scales[at + g * tall + r]);
-      for (int i = r * BLOCK; i < (r + 1) * BLOCK; i += LANES)
+    for (int v = 0; v < VECTORS; v++) {
+      const int64_t place = (b * groups + g) * BLOCK + v * LANES;
+      const Floats of_columns =
+          FOUR_BITS ? Bf16::get(static_cast<const uint16_t*>(w.scales) + place) : broadcast(1.0f);
+      for (int r = 0; r < rows; r++) {
+        const int i = r * BLOCK + v * LANES;
+        const Floats scale = broadcast(x.scales[at + g * tall + r]) * of_columns;
         store(sums + i, fma(to_floats(load<Ints>(of_group + i) + x.offsets[at + g * tall + r]), scale,
                             g ? load<Floats>(sums + i) : Floats{}));
+      }
     }
   }
+  if (FOUR_BITS) return;
   const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
   for (int i = 0; i < rows * BLOCK; i += LANES)
     store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));

@@ -55,6 +55,18 @@ inline Words load_weight_bytes(const void* from) {
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   return sum + (Ints)_mm256_madd_epi16((__m256i)weights, (__m256i)values);
 }
+// Pairs of products of four bits with a byte are added up in 16 bits, as many as cannot overflow: 8 * 2 * 15 * 128.
+#define SHORT_SUMS 8
+inline Words add_nibbles(Words shorts, Words nibbles, Words values) {
+  const __m256i products = _mm256_maddubs_epi16((__m256i)nibbles, (__m256i)values);
+  // As an operator, GCC multiplies all before it adds any, and keeps the products in memory.
+  asm("vpaddw %1, %0, %0" : "+x"(shorts) : "x"(products));
+  return shorts;
+}
+inline Ints sums_of_pairs(Words shorts) {
+  return (Ints)_mm256_madd_epi16((__m256i)shorts, _mm256_set1_epi16(1));
+}
 #endif
+constexpr int NIBBLES_PER_WORD = 4;
 
 }  // namespace eagle

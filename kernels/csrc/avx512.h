@@ -67,7 +67,19 @@ inline Words load_weight_bytes(const void* from) {
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   return sum + (Ints)_mm512_madd_epi16((__m512i)weights, (__m512i)values);
 }
+// Pairs of products of four bits with a byte are added up in 16 bits, as many as cannot overflow: 8 * 2 * 15 * 128.
+#define SHORT_SUMS 8
+inline Words add_nibbles(Words shorts, Words nibbles, Words values) {
+  const __m512i products = _mm512_maddubs_epi16((__m512i)nibbles, (__m512i)values);
+  // As an operator, GCC multiplies all before it adds any, and keeps the products in memory.
+  asm("vpaddw %1, %0, %0" : "+v"(shorts) : "v"(products));
+  return shorts;
+}
+inline Ints sums_of_pairs(Words shorts) {
+  return (Ints)_mm512_madd_epi16((__m512i)shorts, _mm512_set1_epi16(1));
+}
 #endif
+constexpr int NIBBLES_PER_WORD = 4;
 
 #if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && !defined(TILES)  // the second is Clang's until 15
 #define TILES "amx.h"  // a test has these few instructions in software instead

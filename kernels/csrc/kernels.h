@@ -12,14 +12,15 @@ namespace eagle {
 
 // A weight as kernels/cpu.py lays it out (pack, pack_int4, pack_bytes): [blocks, steps, columns], with scales
 // [blocks, groups, columns] if it is quantised: float32 and one group (int8, w8a8), or bfloat16 and a group
-// for every so many inputs (int4).
+// for every so many inputs (int4, w4a8).
 struct Weight {
-  enum Format { WHOLE, INT8, INT4, W8A8 } format;
+  enum Format { WHOLE, INT8, INT4, W8A8, W4A8 } format;
   const char* data;
   const void* scales;
   int64_t blocks, steps, groups, size;  // size: bytes of a block
 
   const char* block(int64_t b) const { return data + b * size; }
+  bool rounds() const { return format == W8A8 || format == W4A8; }  // x, to bytes
 };
 
 // The keys or values of a layer [B, S, kv_heads, hd]. Strides in values, from sequence to sequence, from slot to
@@ -159,7 +160,7 @@ void hand_over(const char* features, const int64_t* path, const int64_t* count, 
                int64_t B, int64_t T, int64_t W, int64_t size, const Unread& unread);
 
 // What weights are packed for: columns of a block; inputs in a word of an int8 or int4 weight for x in bfloat16;
-// those in a word of w8a8, and what is added to its values.
+// those in a word of w8a8, and what is added to its values; those in a word of w4a8.
 std::vector<int64_t> layout();
 
 }  // namespace eagle

@@ -53,7 +53,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
   const int64_t K = inputs_of<X>(w);
   const auto* from = static_cast<const Value<E>*>(x);
   const Room<X> wide(widen ? M * K : 0);
-  Rounded rounded(w.format == Weight::W8A8 ? M : 0, K);
+  Rounded rounded(w.rounds() ? M : 0, K);
   Team::run(threads, [&](const Team& team) {
     const Value<X>* input;
     if constexpr (widen) as_read<E>(team, from, M, K, wide), input = wide;
@@ -96,7 +96,7 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const Weight& down = layers[0].down;
   const int64_t inner = inputs_of<X>(down), L = layers.size(), A = aux.size();
   const int64_t first = inputs_of<X>(layers[0].wqkv);  // more than H if `read` is
-  Rounded rounded(down.format == Weight::W8A8 ? M : 0, std::max({first, inside, inner}));
+  Rounded rounded(down.rounds() ? M : 0, std::max({first, inside, inner}));
   const Room<E> qkv(M * width), rotated(M * inside);
   const Room<X> normed(M * first), attended(M * inside), gated(M * inner);
   auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);

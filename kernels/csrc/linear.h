@@ -31,39 +31,45 @@ void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, const c
     by_rows(rows, [&](auto R) { block_product<X, Weights, R>(x, rows, w, b, next, sums); });
 }
 
-inline void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b,
-                         const char* next, float* sums) {
+template <class Columns>
+void rounded_rows(Rounded& x, int64_t tile, int64_t tiles, int tall, int rows, const Weight& w, int64_t b,
+                  const char* next, float* sums) {
 #ifdef TILES
-  (rows > TILE ? tiled_rounded_product<2> : tiled_rounded_product<1>)(x, tile, tall, rows, w, b, next, sums);
+  const auto product = rows > TILE ? tiled_rounded_product<Columns, 2> : tiled_rounded_product<Columns, 1>;
+  product(x, tile, tiles, tall, rows, w, b, next, sums);
 #else
-  by_rows(tall, [&](auto R) { rounded_product<R>(x, tile, w, b, next, sums); });
+  by_rows(tall, [&](auto R) { rounded_product<Columns, R>(x, tile, tiles, w, b, next, sums); });
 #endif
 }
 
 // x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a
-// block holds as many gate as up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w is
-// W8A8. `after`: the weight that is read next, if any.
+// block holds as many gate as up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w rounds
+// it. `after`: the weight that is read next, if any.
 template <class X, class Out>
 void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w, const float* bias,
                  const Value<Out>* residual, bool gated, int64_t N, Rounded& rounded, const Weight* after,
                  Value<Out>* out) {
   const int64_t K = inputs_of<X>(w);
-  if (w.format == Weight::W8A8) rounded.round<X>(team, x, M, K);
+  if (w.rounds()) rounded.round<X>(team, x, M, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
                        : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
-  const bool tiled = TILE_ROWS && (w.format == Weight::W8A8 || std::is_same_v<X, Bf16>);
-  const int64_t width = gated ? BLOCK / 2 : BLOCK, tall = tile_size(M, tiled ? TILE_ROWS : ROWS);
+  const bool tiled = TILE_ROWS && (w.rounds() || std::is_same_v<X, Bf16>);
+  const int64_t width = gated ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
+  const int64_t tall = tile_size(M, most), tiles = tiles_of(M, most);
   alignas(64) float sums[std::max(TILE_ROWS, ROWS) * BLOCK];
-  Tiles tiles;
+  Tiles shapes;
   const Weight& then = after ? *after : w;
   const char* first_after = then.block(then.blocks * team.me / team.all);
   team.deal(w.blocks, [&](int64_t b, bool last) {
     for (int64_t m = 0; m < M; m += tall) {
       const int rows = std::min(tall, M - m);
-      const char* next = m ? w.block(b) : last ? first_after : w.block(b + 1);
-      if (tiled) tiles.shape(rows);
-      if (w.format == Weight::W8A8) rounded_rows(rounded, m / tall, tall, rows, w, b, next, sums);
-      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
+      const char* next = last ? first_after : w.block(b + 1);
+      if (tiled) shapes.shape(rows);
+      if (w.format == Weight::W8A8)
+        rounded_rows<Bytes>(rounded, m / tall, tiles, tall, rows, w, b, next, sums);
+      else if (w.format == Weight::W4A8)
+        rounded_rows<Nibbles>(rounded, m / tall, tiles, tall, rows, w, b, next, sums);
+      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, m ? w.block(b) : next, sums);
       for (int r = 0; r < rows; r++)
         for (int64_t c = 0; c < width; c += LANES) {
           const int64_t column = b * width + c, place = (m + r) * N + column;

@@ -76,6 +76,7 @@ inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   return sum + (Ints)vpaddq_s32(low, high);
 }
 #endif
+constexpr int NIBBLES_PER_WORD = BYTES_PER_WORD;
 
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define BYTES_BY_TWOS 1

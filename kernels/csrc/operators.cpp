@@ -59,12 +59,14 @@ inline void by_dtype(const Tensor& x, const Body& body) {
 
 inline Weight weight(const Tensor& t, const Tensor* scale) {
   const ScalarType type = t.scalar_type();
-  const Weight::Format format = type == ScalarType::Char   ? Weight::INT8
-                                : type != ScalarType::Byte ? Weight::WHOLE
-                                : t.dim() == 4             ? Weight::W8A8
-                                                           : Weight::INT4;
+  const Weight::Format format = type == ScalarType::Char                    ? Weight::INT8
+                                : type != ScalarType::Byte                  ? Weight::WHOLE
+                                : t.dim() == 3                              ? Weight::INT4
+                                : scale->scalar_type() == ScalarType::Float ? Weight::W8A8
+                                                                            : Weight::W4A8;
+  const bool grouped = format == Weight::INT4 || format == Weight::W4A8;
   return {format, static_cast<const char*>(t.const_data_ptr()), data(scale), t.size(0), t.size(1),
-          format == Weight::INT4 ? scale->size(1) : 1, t.stride(0) * int64_t(t.element_size())};
+          grouped ? scale->size(1) : 1, t.stride(0) * int64_t(t.element_size())};
 }
 inline Cache cache(const Tensor& t) {
   return {t.mutable_data_ptr(), t.stride(0), t.stride(1), t.stride(2), t.scalar_type() == ScalarType::Byte};

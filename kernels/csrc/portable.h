@@ -36,7 +36,7 @@ inline void store_bytes(void* to, Ints x) { convert_to<int8_t>(to, x); }
 inline int32_t largest_lane(Ints x) { return std::max(std::max(x[0], x[1]), std::max(x[2], x[3])); }
 inline int32_t sum_of_lanes(Ints x) { return x[0] + x[1] + x[2] + x[3]; }
 
-constexpr int BYTES_PER_WORD = 2, BYTE_OFFSET = 0;
+constexpr int BYTES_PER_WORD = 2, NIBBLES_PER_WORD = 2, BYTE_OFFSET = 0;
 inline Words load_weight_bytes(const void* from) {  // bytes to pairs of 16-bit values
   int8_t bytes[2 * LANES];
   int16_t values[2 * LANES];

@@ -58,7 +58,7 @@ def test_step_measures_every_part(results, capsys):
 def test_a_step_is_held_at_its_context():
     """What is timed is a step at n tokens, every time, whatever it commits."""
     target, head = random_models("tiny", torch.float32, "cpu", None)
-    held = step.HeldStep(target, head, 8, 2, 200, False)
+    held = step.HeldStep(target, head, step.TREES[8], 2, 200, False)
     parts = held.parts(100)
     for _ in range(3):
         for part in parts.values():

@@ -17,6 +17,7 @@ from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from kernels.quantized import (
+    BESIDE,
     FP8_MOST,
     QuantizedLinear,
     QuantizedStack,
@@ -107,10 +108,27 @@ def test_w8a8_rounds_activations_by_64():
     assert torch.equal(layer(x[:1]), F.linear(rounded[:1], layer.dequantize(torch.float32)))
 
 
-@pytest.mark.parametrize("mode, most", (("int8", 0.01), ("w8a8", 0.01), ("int4", 0.15), ("fp8", 0.05)))
+def test_w4a8_rounds_activations_by_the_weights_groups():
+    x = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(0))
+    x *= torch.tensor([1.0, 1e3, 1e-3])[:, None, None]
+    x[0, 0, 70] = 1e4
+    weight = torch.randn(40, 128)
+    for group in (32, 64, 128):
+        step = x.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True) / 127
+        rounded = ((x.unflatten(-1, (-1, group)) / step).round() * step).flatten(-2)
+        layer = QuantizedLinear.of(weight, "w4a8", group)
+        same = QuantizedLinear.of(weight, "int4", group)
+        assert torch.equal(layer.weight, same.weight) and torch.equal(layer.scale, same.scale)
+        most = float(layer(x).abs().max())
+        torch.testing.assert_close(layer(x), same(rounded), rtol=1e-5, atol=1e-5 * most)
+
+
+@pytest.mark.parametrize(
+    "mode, most", (("int8", 0.01), ("w8a8", 0.01), ("int4", 0.15), ("w4a8", 0.15), ("fp8", 0.05))
+)
 def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     out = tmp_path / "q"
-    options = ("--group", 32, "--method", "nearest") if mode == "int4" else ()
+    options = ("--group", 32, "--method", "nearest") if mode in BESIDE else ()
     code, printed = run(capsys, "--checkpoint", golden, "--out", out, "--mode", mode, *options)
     assert code == 0
     assert all(text in printed.out for text in (f"{out}: ", f"{out / 'eagle3'}: ", "wqkv"))
@@ -118,8 +136,8 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert all(torch.equal(after[name], before[name]) for name in ("embed.weight", "norm.weight"))
     exact, _ = load_model(golden)
     model, config = load_model(out)
-    beside = "int8" if mode == "int4" else mode
-    written = {"mode": mode, "group": 32 if mode == "int4" else 0, "lm_head": beside}
+    beside = {"int4": "int8", "w4a8": "w8a8"}.get(mode, mode)
+    written = {"mode": mode, "group": 32 if mode in BESIDE else 0, "lm_head": beside}
     assert config["quantization"] == written and (out / "tokenizer.json").is_file()
     assert model.lm_head.mode == beside
     layer = model.layers[2].wqkv
@@ -135,14 +153,14 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4"))
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
 @pytest.mark.parametrize("dtype", ("fp32", "bf16"))
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode, dtype, temperature):
-    """In int4 its layers are calibrated, its lm_head and the head are int8."""
+    """In int4 and w4a8 its layers are calibrated, its lm_head and the head are int8 and w8a8."""
     out = tmp_path / "q"
     command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-    assert quantize.main(command + (["--calibrate", str(text)] if mode == "int4" else [])) == 0
+    assert quantize.main(command + (["--calibrate", str(text)] if mode in BESIDE else [])) == 0
     from kernels.cpu import load_kernels
     from kernels.packed import pack_models
 
@@ -157,8 +175,8 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode,
         plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
         drafter = Eagle(head, TreeShape(12, 3, 4))
         fast = Decoder(target, drafter, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
-        # w8a8 rounds activations, so that a difference in the last bit may become a full step.
-        exact = dtype == "fp32" and mode != "w8a8"
+        # w8a8 and w4a8 round activations, so that a difference in the last bit may become a full step.
+        exact = dtype == "fp32" and mode in ("int8", "int4")
         if on_kernels or exact:
             assert fast == plain
         if exact:
@@ -166,7 +184,7 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode,
             reference = plain
 
 
-@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "fp8"))
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8", "fp8"))
 def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     """Stacks of experts are quantised, their router is not.
 
@@ -179,7 +197,7 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     families.make_target(tmp_path / "in", "Qwen3-MoE")
     target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
     options = ("--out", tmp_path / "q", "--mode", mode, "--group", 32)
-    options += ("--method", "nearest") if mode == "int4" else ()
+    options += ("--method", "nearest") if mode in BESIDE else ()
     code, printed = run(capsys, "--checkpoint", target, *options)
     assert code == 0 and "w_gate_up" in printed.out
     exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
@@ -187,7 +205,7 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     assert isinstance(experts.w_down, QuantizedStack)
     assert torch.equal(experts.router.weight, before.router.weight)
     error = (experts.matrices("w_down", None, torch.float32) - before.w_down).norm() / before.w_down.norm()
-    assert 0 < error < {"int8": 0.01, "w8a8": 0.01, "int4": 0.15, "fp8": 0.05}[mode]
+    assert 0 < error < {"int4": 0.15, "w4a8": 0.15, "fp8": 0.05}.get(mode, 0.01)
     x, none = torch.randn(1, 40, before.router.in_features), torch.zeros(1, 40, before.router.in_features)
     many = experts(x, none)
     few = torch.cat([experts(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
@@ -237,7 +255,7 @@ def test_the_lm_head_beside_int4(golden, tmp_path, capsys):
             assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
     for wrong in ("int3", 3, {}):
         edit(out, quantization={"mode": "int4", "group": 32, "lm_head": wrong})
-        with pytest.raises(InputError, match="is none of int8, w8a8, int4, fp8"):
+        with pytest.raises(InputError, match="is none of int8, w8a8, int4, w4a8, fp8"):
             load_model(out)
 
 

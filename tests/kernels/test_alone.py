@@ -31,8 +31,8 @@ def same_packing(printed: str, monkeypatch) -> bool:
     values = (torch.arange(74 * 8) * 7 % 16 - 8).to(torch.int8).view(74, 8)
     expected = {
         "pack": cpu.pack(values, layout.bf16_per_word), "pack_bytes": cpu.pack_bytes(values),
-        "pack_int4": cpu.pack_int4(values, layout.bf16_per_word), "pack_scale": cpu.pack_scale(values),
-        "interleave": cpu.interleave(values),
+        "pack_int4": cpu.pack_int4(values, layout.bf16_per_word), "pack_w4a8": cpu.pack_w4a8(values),
+        "pack_scale": cpu.pack_scale(values), "interleave": cpu.interleave(values),
     }
     return found == {name: packed.numpy().tobytes().hex() for name, packed in expected.items()}
 
@@ -75,12 +75,12 @@ def test_kernels_alone(compiler, name, objects, monkeypatch):
 @pytest.mark.compile
 @pytest.mark.slow
 def test_tiles_in_software(objects):
-    """The loops for AMX, its instructions replaced: right, row-invariant, w8a8 as exact as with AVX-512."""
+    """The loops for AMX, its instructions replaced: right, row-invariant, x in bytes as exact as with AVX-512."""
     if "avx512bf16" not in isa.available():
         pytest.skip("tiles in software need AVX512-BF16")
     software = *isa.SETS["avx512bf16"].flags, f"-I{DRIVER}", '-DTILES="software_tiles.h"'
     tiles = compile_driver(objects, NATIVE, *software)
-    checked = subprocess.run([tiles], capture_output=True, text=True, timeout=300)
+    checked = subprocess.run([tiles, "40"], capture_output=True, text=True, timeout=300)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     drivers = tiles, compile_driver(objects, NATIVE, *isa.SETS["avx512vnni"].flags)
     rounded = [subprocess.run([d, "rounded"], capture_output=True, timeout=60, check=True) for d in drivers]

@@ -79,18 +79,19 @@ def test_gated(dtype, inner):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode, inputs, group", (
     ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
+    ("w4a8", 96, 32), ("w4a8", 192, 64), ("w4a8", 256, 128),
 ))
 @pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
 @pytest.mark.parametrize("gated", (False, True))
 def test_quantised(dtype, mode, inputs, group, rows, gated):
-    """Exactly the product of what x is rounded to (w8a8) with the weight that the quantised one stands for,
-    and row-invariant.
+    """Exactly the product of what x is rounded to (w8a8, w4a8) with the weight that the quantised one stands
+    for, and row-invariant.
     """
     draw = draws(rows)
     layer = QuantizedLinear.of(draw(90, inputs), mode, group)
     x, onto = draw(rows, inputs, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
     x[0, :64] = 0
-    read = round_inputs(x.float()) if mode == "w8a8" else x
+    read = round_inputs(x.float(), group or 64) if mode in ("w8a8", "w4a8") else x
     expected = read.double() @ layer.dequantize(torch.float64).T
     packed = PackedLinear(layer, dtype, gated)
     if gated:

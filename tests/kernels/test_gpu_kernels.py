@@ -65,7 +65,8 @@ def test_a_cpu_is_not_taken():
     "dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3))
 )
 @pytest.mark.parametrize(
-    "mode, group", (("int8", 0), ("w8a8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("fp8", 0))
+    "mode, group",
+    (("int8", 0), ("w8a8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("w4a8", 64), ("fp8", 0))
 )
 @pytest.mark.parametrize("rows", (1, 7, 60, 300))
 def test_on_the_gpu(dtype, limit, mode, group, rows):
@@ -74,7 +75,7 @@ def test_on_the_gpu(dtype, limit, mode, group, rows):
     layer = QuantizedLinear.of(torch.randn(208, 256), mode, group, torch.randn(208)).to("cuda")
     layer.bias.data = layer.bias.data.to(dtype)
     x = torch.randn(rows, 256, device="cuda", dtype=dtype)
-    read = round_inputs(x) if mode == "w8a8" else x
+    read = round_inputs(x, group or 64) if mode in ("w8a8", "w4a8") else x
     want = read.double() @ layer.dequantize(torch.float64).T + layer.bias.double()
     for run in (layer, torch.compile(layer)):
         error = (run(x).double() - want).abs().max() / want.abs().max()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import large_pages
-from kernels.large_pages import CHUNK, LINE, PAGE, in_large_pages
+from kernels.large_pages import CHUNK, LINE, PAGE, empty
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def test_copies_are_equal_and_lie_apart(linux, monkeypatch):
         torch.randn(3, 5), torch.randn(7, 2, 4).bfloat16(), torch.arange(11, dtype=torch.uint8),
         torch.empty(0, 4), torch.randn(2, 3).T,
     ]
-    copies = [in_large_pages(t) for t in tensors]
+    copies = [empty(t.shape, t.dtype).copy_(t) for t in tensors]
     for copy in copies:  # one does not reach into another
         copy += 1
     for copy, tensor in zip(copies, tensors):
@@ -34,8 +34,8 @@ def test_copies_are_equal_and_lie_apart(linux, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages to ask for")
 def test_one_that_is_larger_than_a_chunk():
-    small = in_large_pages(torch.ones(3))
-    large = in_large_pages(torch.ones(CHUNK + 5, dtype=torch.uint8))
+    small = empty((3,), torch.float32)
+    large = empty((CHUNK + 5,), torch.uint8).fill_(1)
     assert small.data_ptr() % PAGE == large.data_ptr() % PAGE == 0
     assert large.sum(dtype=torch.int64) == CHUNK + 5
 
@@ -49,7 +49,7 @@ def test_memory_is_freed_with_the_last_tensor(monkeypatch):
             weakref.finalize(self, freed.append, 1)
 
     monkeypatch.setattr(mmap, "mmap", Seen)
-    a, b = in_large_pages(torch.ones(4)), in_large_pages(torch.ones(4))
+    a, b = empty((4,), torch.float32), empty((4,), torch.float32)
     large_pages._rest = torch.empty(0, dtype=torch.uint8)
     del a
     assert not freed

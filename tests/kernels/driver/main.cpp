@@ -14,24 +14,26 @@
 
 namespace {
 
-const char* const NAMES[] = {"whole", "int8", "int4", "w8a8"};
+const char* const NAMES[] = {"whole", "int8", "int4", "w8a8", "w4a8"};
 
-// Every 64 of a row in steps of their largest / 127, in floats as kernels/quantized.py has it.
+// Every `group` of a row in steps of their largest / 127, in floats as kernels/quantized.py has it.
 template <class E>
-void round_inputs(Doubles& x, int64_t K) {
+void round_inputs(Doubles& x, int64_t K, int64_t group) {
   for (int64_t row = 0; row < int64_t(x.size()); row += K)
-    for (int64_t k = 0; k < K; k += 64) {
+    for (int64_t k = 0; k < K; k += group) {
       float most = 0;
-      const int64_t end = row + std::min(K, k + 64);
+      const int64_t end = row + std::min(K, k + group);
       for (int64_t i = row + k; i < end; i++) most = std::max(most, std::abs(float(x[i])));
       const float scale = most / 127.0f, inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;
       for (int64_t i = row + k; i < end; i++) x[i] = double(std::nearbyint(float(x[i]) * inverse)) * scale;
     }
 }
 
+int64_t most_rows = 13;  // more than share one load of the weights; two tiles have 32
+
 template <class E>
 void check_linear(Weight::Format format, bool gated, int64_t N, int64_t K) {
-  constexpr int64_t M = 40;
+  const int64_t M = most_rows;
   Packed packed = random_weight<E>(format, gated ? 2 * N : N, K, gated);
   const Weight& w = weight_of(packed);
   Values<E> x = draws<E>(M * K);
@@ -40,7 +42,7 @@ void check_linear(Weight::Format format, bool gated, int64_t N, int64_t K) {
   const Values<E> residual = draws<E>(M * N);
   Doubles read(M * K), plain(M * N);
   std::transform(x.begin(), x.end(), read.begin(), Dtype<E>::get);
-  if (format == Weight::W8A8) round_inputs<E>(read, K);
+  if (w.rounds()) round_inputs<E>(read, K, format == Weight::W8A8 ? 64 : K / w.groups);
   const auto dot = [&](int64_t m, int64_t n) {
     double sum = 0;
     for (int64_t k = 0; k < K; k++) sum += read[m * K + k] * packed.numbers[n * K + k];
@@ -240,22 +242,24 @@ void print(const char* name, const std::vector<T>& values) {
 
 // For test_alone.py, which packs the same numbers with kernels/cpu.py.
 void print_packing() {
-  const auto [columns, bf16_per_word, bytes_per_word, byte_offset] = packing();
-  std::printf("layout %d %d %d %d\n", int(columns), int(bf16_per_word), int(bytes_per_word), int(byte_offset));
+  const auto [columns, bf16_per_word, bytes_per_word, byte_offset, nibbles_per_word] = packing();
+  std::printf("layout %d %d %d %d %d\n", int(columns), int(bf16_per_word), int(bytes_per_word), int(byte_offset),
+              int(nibbles_per_word));
   Matrix<int8_t> m{74, 8, {}};
   for (int i = 0; i < 74 * 8; i++) m.values.push_back(int8_t(i * 7 % 16 - 8));
   print("pack", pack(m, bf16_per_word));
   print("pack_int4", pack_int4(m, bf16_per_word));
+  print("pack_w4a8", pack_int4(m, nibbles_per_word));
   print("pack_bytes", pack_bytes(m));
   print("pack_scale", pack(m, 1));
   print("interleave", interleave(m).values);
 }
 
-// Of w8a8, whose sums are exact: the same for every instruction set that adds once to what it has multiplied.
+// Of x that is rounded, whose sums are exact: the same for every instruction set that adds once to what it has multiplied.
 template <class E>
-void print_rounded() {
-  constexpr int64_t N = 45, K = 100;
-  Packed packed = random_weight<E>(Weight::W8A8, N, K);
+void print_rounded(Weight::Format format, int64_t K) {
+  constexpr int64_t N = 45;
+  Packed packed = random_weight<E>(format, N, K);
   const Values<E> x = draws<E>(40 * K);
   for (int64_t rows : {1, 7, 8, 17, 40}) {
     Values<Fp32> out(rows * N);
@@ -266,7 +270,7 @@ void print_rounded() {
 
 template <class E>
 void check_dtype() {
-  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8})
+  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8, Weight::W4A8})
     for (bool gated : {false, true}) check_linear<E>(format, gated, gated ? 21 : 45, 96);
   for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::W8A8})
     check_linear<E>(format, false, 33, 100);  // a part of 64 inputs, and an odd number of words
@@ -275,7 +279,8 @@ void check_dtype() {
   check_attend<E>(1, 9, 6, 2, 64, 300, true), check_attend<E>(3, 5, 8, 1, 128, 33, true);
   check_attend<E>(1, 5, 3, 1, 100, 140, false), check_attend<E>(1, 2, 2, 2, 6, 9, true);
   check_bytes<E>(9, 6, 2, 64, 300), check_bytes<E>(5, 4, 4, 20, 140), check_bytes<E>(7, 8, 1, 6, 40);
-  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8}) check_layers<E>(format);
+  for (Weight::Format format : {Weight::WHOLE, Weight::INT8, Weight::INT4, Weight::W8A8, Weight::W4A8})
+    check_layers<E>(format);
 }
 
 // Of Linux, as kernels/isa.py does. Where there are none, it refuses.
@@ -290,7 +295,12 @@ void ask_for_tiles() {
 int main(int count, char** arguments) {
   ask_for_tiles();
   if (count > 1 && !std::strcmp(arguments[1], "packing")) return print_packing(), 0;
-  if (count > 1 && !std::strcmp(arguments[1], "rounded")) return print_rounded<Fp32>(), print_rounded<Bf16>(), 0;
+  if (count > 1 && !std::strcmp(arguments[1], "rounded")) {
+    print_rounded<Fp32>(Weight::W8A8, 100), print_rounded<Bf16>(Weight::W8A8, 100);
+    print_rounded<Fp32>(Weight::W4A8, 96), print_rounded<Bf16>(Weight::W4A8, 96);
+    return 0;
+  }
+  if (count > 1) most_rows = std::atoi(arguments[1]);
   check_dtype<Fp32>();
   check_dtype<Bf16>();
   for (int64_t top_k : {0, 1, 5, 300})

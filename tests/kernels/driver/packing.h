@@ -4,11 +4,11 @@
 #include "testing.h"
 
 struct Packing {
-  int64_t columns, bf16_per_word, bytes_per_word, byte_offset;
+  int64_t columns, bf16_per_word, bytes_per_word, byte_offset, nibbles_per_word;
 };
 inline const Packing& packing() {
   static const std::vector<int64_t> numbers = layout();
-  static const Packing all{numbers[0], numbers[1], numbers[2], numbers[3]};
+  static const Packing all{numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]};
   return all;
 }
 template <class T>
@@ -74,25 +74,27 @@ Packed random_weight(Weight::Format format, int64_t N, int64_t K, bool gated = f
     std::transform(m.values.begin(), m.values.end(), p.numbers.begin(), D::get);
     p.data = bytes_of(pack(whole(m), K / steps));
   } else {
-    const int64_t size = format == Weight::INT4 ? 32 : K, most = format == Weight::INT4 ? 8 : 127;
+    const bool four_bits = format == Weight::INT4 || format == Weight::W4A8;
+    const int64_t size = four_bits ? 32 : K, most = four_bits ? 8 : 127;
     Matrix<int8_t> q{N, K, std::vector<int8_t>(N * K)};
     groups = K / size;
     Matrix<float> scales{N, groups, draws<Fp32>(N * groups)};
     Matrix<uint16_t> rounded{N, groups, Values<Bf16>(N * groups)};
     for (size_t i = 0; i < scales.values.size(); i++) {
       rounded.values[i] = Dtype<Bf16>::of(scales.values[i]);
-      if (format == Weight::INT4) scales.values[i] = Dtype<Bf16>::get(rounded.values[i]);
+      if (four_bits) scales.values[i] = Dtype<Bf16>::get(rounded.values[i]);
     }
     for (int64_t i = 0; i < N * K; i++) {
       q.values[i] = int8_t(int64_t(source() % (2 * most)) - most);
       p.numbers[i] = double(q.values[i]) * scales.values[i / size];
     }
-    const int64_t w = format == Weight::W8A8 ? packing().bytes_per_word
+    const int64_t w = format == Weight::W8A8   ? packing().bytes_per_word
+                      : format == Weight::W4A8 ? packing().nibbles_per_word
                       : std::is_same_v<E, Bf16> ? packing().bf16_per_word : 1;
     steps = K / w;
-    p.data = bytes_of(format == Weight::W8A8   ? pack_bytes(whole(q))
-                      : format == Weight::INT4 ? pack_int4(whole(q), w) : pack(whole(q), w));
-    p.scales = format == Weight::INT4 ? bytes_of(pack(whole(rounded), 1)) : bytes_of(pack(whole(scales), 1));
+    p.data = bytes_of(format == Weight::W8A8 ? pack_bytes(whole(q))
+                      : four_bits            ? pack_int4(whole(q), w) : pack(whole(q), w));
+    p.scales = four_bits ? bytes_of(pack(whole(rounded), 1)) : bytes_of(pack(whole(scales), 1));
   }
   const int64_t width = gated ? packing().columns / 2 : packing().columns;
   const int64_t blocks = ((gated ? N / 2 : N) + width - 1) / width;

@@ -1,0 +1,53 @@
+// What products have in common: blocks of columns, tiles of rows, and fetching what is read next.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace eagle {
+
+constexpr int BLOCK = VECTORS * LANES;  // output columns of one packed block
+
+#ifdef TILES
+constexpr int TILE_ROWS = 32;  // that share one load of the weights where AMX' tiles multiply them
+#else
+constexpr int TILE_ROWS = 0;
+#endif
+
+// Rows are taken in tiles of nearly equal size, at most `most`. The loops are compiled for a few counts of rows:
+// the smallest that is large enough serves a tile.
+constexpr int64_t tiles_of(int64_t M, int64_t most = ROWS) { return (M + most - 1) / most; }
+constexpr int64_t tile_size(int64_t M, int64_t most = ROWS) {
+  return M ? (M + tiles_of(M, most) - 1) / tiles_of(M, most) : 0;
+}
+constexpr int loop_rows(int64_t rows) {
+  return rows <= 2 || ROWS <= 6 ? rows : rows <= 8 ? (rows + 1) / 2 * 2 : ROWS;
+}
+template <class Product>
+inline void by_rows(int rows, const Product& product) {  // product(R) with the loop for so many rows
+  constexpr auto run = [](auto R, const Product& product) {
+    if constexpr (R <= ROWS && loop_rows(R) == R) product(R);
+  };
+  switch (loop_rows(rows)) {
+    case 1: return run(std::integral_constant<int, 1>(), product);
+    case 2: return run(std::integral_constant<int, 2>(), product);
+    case 3: return run(std::integral_constant<int, 3>(), product);
+    case 4: return run(std::integral_constant<int, 4>(), product);
+    case 5: return run(std::integral_constant<int, 5>(), product);
+    case 6: return run(std::integral_constant<int, 6>(), product);
+    case 8: return run(std::integral_constant<int, 8>(), product);
+    default: return run(std::integral_constant<int, ROWS>(), product);
+  }
+}
+
+// Fetch the BYTES at `next`, and go on.
+template <int64_t BYTES>
+inline void fetch(const char*& next) {
+  __builtin_prefetch(next, 0, 2);
+  if constexpr (BYTES > 64) __builtin_prefetch(next + 64, 0, 2);
+  next += BYTES;
+}
+
+}  // namespace eagle

@@ -1,0 +1,260 @@
+// x rounded to bytes, and products with them: w8a8, w4a8.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "blocks.h"
+#include "kernels.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace eagle {
+
+// How x is rounded for a weight: every `group` inputs have a scale, `per_word` make a word, and `added` was added to
+// the values of the weight.
+struct Rounding {
+  static constexpr int64_t LEAST = 32, MOST = 128;  // of a group, as in quantized.py
+  static constexpr int64_t TILE_WORDS = 16;         // of a row of one of AMX' tiles
+  int64_t group, per_word;
+  int32_t added;
+
+  static Rounding of(const Weight& w) {
+    if (w.format == Weight::W8A8) return {64, BYTES_PER_WORD, BYTE_OFFSET};
+    return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, 8};
+  }
+  int64_t groups(int64_t K) const { return (K + group - 1) / group; }
+  int64_t tile_words() const { return (group / per_word + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS; }
+  int64_t words(int64_t K) const { return TILE_ROWS ? groups(K) * tile_words() : K / per_word; }  // of a row
+};
+
+// Rows of x rounded to bytes, by tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
+// [groups, rows, words of a group], zero at the end. Every group of inputs, which has fewer at the end, has a scale
+// and an offset [groups, loop rows]. An offset is minus their sum times what was added to the weights: it takes that
+// back.
+struct Rounded {
+  static constexpr int64_t TALL = TILE_ROWS ? TILE_ROWS : ROWS;  // rows of a tile, at most
+  std::vector<uint32_t> words;
+  std::vector<float> scales;
+  std::vector<int32_t> offsets;
+
+  // Room for M rows of at most K values.
+  Rounded(int64_t M, int64_t K)
+      : words(tiles_of(M, TALL) * TALL * std::max(Rounding{64, BYTES_PER_WORD, 0}.words(K),
+                                                  Rounding{Rounding::LEAST, NIBBLES_PER_WORD, 0}.words(K))),
+        scales(tiles_of(M, TALL) * TALL * ((K + Rounding::LEAST - 1) / Rounding::LEAST)), offsets(scales.size()) {}
+
+  uint32_t* words_of(int64_t tile, int64_t K, const Rounding& how) { return &words[tile * TALL * how.words(K)]; }
+  static int64_t group_of(int64_t tile, int64_t K, const Rounding& how) { return tile * TALL * how.groups(K); }
+
+  // Each thread its share of x [M, K], whole groups of a tile: what threads write lies apart. Then all meet.
+  template <class X>
+  void round(const Team& team, const Value<X>* x, int64_t M, int64_t K, const Rounding& how) {
+    const int64_t tall = tile_size(M, TALL), all = TILE_ROWS ? tall : loop_rows(tall), groups = how.groups(K);
+    const auto one = how.group <= 64 ? group<X, 64> : group<X, Rounding::MOST>;
+    team.share(tiles_of(M, TALL) * groups, [&](int64_t item) {
+      const int64_t tile = item / groups, g = item % groups, from = g * how.group;
+      const int64_t rows = std::min(tall, M - tile * tall), size = std::min(how.group, K - from);
+      for (int64_t r = 0; r < rows; r++) {
+        const int64_t place = group_of(tile, K, how) + g * all + r;
+        alignas(64) char q[2 * Rounding::MOST];
+        offsets[place] = -how.added * one(x + (tile * tall + r) * K + from, size, how.per_word, q, scales[place]);
+        uint32_t* to = words_of(tile, K, how);
+        if constexpr (TILE_ROWS) {
+          std::memcpy(to + (g * tall + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
+        } else {
+          to += from / how.per_word * all + r;
+          for (int64_t k = 0; k < size / how.per_word; k++) std::memcpy(to + k * all, q + 4 * k, 4);
+        }
+      }
+    });
+    team.meet();
+  }
+
+  // `size` values, at most MOST -> as many integers q, the nearest to x in steps of the largest / 127, of which
+  // `per_word` make a word. Returns their sum.
+  template <class X, int64_t MOST>
+  static int32_t group(const Value<X>* x, int64_t size, int64_t per_word, char* q, float& scale) {
+    const Floats nearest = broadcast(ROUND);
+    Floats values[MOST / LANES];
+    Ints most = {}, sum = {};
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < MOST; i += LANES) {
+      Floats& value = values[i / LANES];
+      value = i + LANES <= size ? X::get(x + i) : i < size ? X::get(x + i, size - i) : Floats{};
+      const Ints bits = (Ints)value & 0x7FFFFFFF;  // ordered as magnitudes are, and a NaN is above all
+      most = bits > most ? bits : most;
+    }
+    const int32_t largest = largest_lane(most);
+    std::memcpy(&scale, &largest, sizeof scale);
+    scale /= 127.0f;
+    const Floats inverse = broadcast(scale > 1e-30f ? 1.0f / scale : 0.0f);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < MOST; i += LANES) {
+      const Ints rounded = (Ints)(values[i / LANES] * inverse + nearest) - (Ints)nearest;
+      sum += rounded;
+      if (per_word == 4) store_bytes(q + i, rounded);
+      else store_shorts(q + 2 * i, (Words)rounded);
+    }
+    return sum_of_lanes(sum);
+  }
+};
+
+// The columns of a weight that rounded rows are multiplied by: in BYTES for each step over the inputs, a word of x.
+struct Bytes {
+  static constexpr int64_t BYTES = VECTORS * LANES * BYTES_PER_WORD;
+  static void load(const char* p, Words* columns) {
+    for (int v = 0; v < VECTORS; v++) columns[v] = load_weight_bytes(p + v * LANES * BYTES_PER_WORD);
+  }
+};
+struct Nibbles {  // 8 more than the value: a byte has one of the block's first half and one of its second
+  static constexpr int64_t BYTES = VECTORS / 2 * LANES * NIBBLES_PER_WORD;
+  static constexpr uint32_t LOW = NIBBLES_PER_WORD == 4 ? 0x0F0F0F0Fu : 0x000F000Fu;
+  static void load(const char* p, Words* columns) {
+    for (int v = 0; v < VECTORS / 2; v++) {
+      const char* at = p + v * LANES * NIBBLES_PER_WORD;
+      const Words both = NIBBLES_PER_WORD == 4 ? eagle::load<Words>(at) : load_weight_bytes(at);
+      columns[v] = both & LOW;
+      columns[v + VECTORS / 2] = (both >> 4) & LOW;
+    }
+  }
+};
+
+// The sums of R rounded rows over the steps from p to `end`. They are exact, so it is all one in which order they
+// are added.
+template <class Columns, int R>
+inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
+  for (; p < end; p += Columns::BYTES, value += R) {
+    Words columns[VECTORS];
+    Columns::load(p, columns);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Words one = broadcast(value[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = dot_bytes(sum[r][v], columns[v], one);
+    }
+  }
+}
+
+#ifdef SHORT_SUMS
+// The same for nibbles, in 16 bits where they fit.
+template <int R>
+inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
+  while (p < end) {
+    Words shorts[R][VECTORS] = {};
+#pragma GCC unroll 1  // two steps at once want too many registers
+    for (const char* part = p + SHORT_SUMS * Nibbles::BYTES; p < part; p += Nibbles::BYTES, value += R) {
+      Words columns[VECTORS];
+      Nibbles::load(p, columns);
+#pragma GCC unroll 12
+      for (int r = 0; r < R; r++) {
+        const Words one = broadcast(value[r]);
+#pragma GCC unroll 4
+        for (int v = 0; v < VECTORS; v++) shorts[r][v] = add_nibbles(shorts[r][v], columns[v], one);
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) sum[r][v] += sums_of_pairs(shorts[r][v]);
+  }
+}
+#endif
+
+#ifdef BYTES_BY_TWOS
+// The same, but for the last step if their number is odd: two rows, columns and steps at a time.
+template <class Columns, int R>
+inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
+  constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
+  constexpr int TWOS = (R + 1) / 2;
+  static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4);
+  Ints before[R][VECTORS], sums[TWOS][VECTORS][2] = {};
+  std::memcpy(before, sum, sizeof before);
+  for (; end - p >= 2 * Columns::BYTES; p += 2 * Columns::BYTES, value += 2 * R) {
+    Words rows[TWOS], words[VECTORS], more[VECTORS];
+#pragma GCC unroll 3
+    for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + R + first(i));
+    Columns::load(p, words), Columns::load(p + Columns::BYTES, more);
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+      const Words columns[2] = {first_two(words[v], more[v]), last_two(words[v], more[v])};
+#pragma GCC unroll 3
+      for (int i = 0; i < TWOS; i++)
+        for (int c = 0; c < 2; c++) sums[i][v][c] = dot_twos(sums[i][v][c], rows[i], columns[c]);
+    }
+  }
+#pragma GCC unroll 3
+  for (int i = 0; i < TWOS; i++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++)
+      for (int r = 0; r < 2; r++) {
+        const int row = first(i) + r;
+        sum[row][v] = before[row][v] + sums_of_row(r, sums[i][v][0], sums[i][v][1]);
+      }
+}
+#endif
+
+// What one of all `tiles` of rows fetches of the block at `next`: its share in each group, so that it comes evenly.
+class Share {
+ public:
+  Share(const char* next, const Weight& w, int64_t tile, int64_t tiles, int64_t groups)
+      : share((w.size / tiles / groups + 63) / 64 * 64), next(next + tile * share * groups) {}
+  void fetch_part() {
+    for (const char* end = next + share; next < end;) fetch<64>(next);
+  }
+
+ private:
+  int64_t share;
+  const char* next;
+};
+
+// As `block_product`, of one of all `tiles` of rounded rows. A group is summed in integers, exactly; groups in order.
+template <class Columns, int R>
+[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, int64_t tiles, const Weight& w, int64_t b,
+                                       const char* next, float* sums) {
+  constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
+  const Rounding how = Rounding::of(w);
+  const char* p = w.block(b);
+  const int64_t K = w.steps * how.per_word, groups = how.groups(K), steps = how.group / how.per_word;
+  Share ahead(next, w, tile, tiles, groups);
+  const uint32_t* value = x.words_of(tile, K, how);
+  const float* scales = &x.scales[x.group_of(tile, K, how)];
+  const int32_t* offsets = &x.offsets[x.group_of(tile, K, how)];
+  for (int64_t g = 0; g < groups; g++) {
+    ahead.fetch_part();
+    Ints sum[R][VECTORS];
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < VECTORS; v++) sum[r][v] = Ints{} + offsets[g * R + r];
+    const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
+#ifdef BYTES_BY_TWOS
+    if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, sum);
+#endif
+#ifdef SHORT_SUMS
+    if constexpr (FOUR_BITS) sum_in_shorts<R>(p, end, value, sum);
+#endif
+    sum_steps<Columns, R>(p, end, value, sum);
+    Floats of_columns[VECTORS];
+    for (int v = 0; FOUR_BITS && v < VECTORS; v++)
+      of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; r++) {
+      const Floats of_row = broadcast(scales[g * R + r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < VECTORS; v++) {
+        float* to = sums + r * BLOCK + v * LANES;
+        const Floats scale = FOUR_BITS ? of_row * of_columns[v] : of_row;
+        store(to, fma(to_floats(sum[r][v]), scale, g ? load<Floats>(to) : Floats{}));
+      }
+    }
+  }
+  if (FOUR_BITS) return;
+  const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
+  for (int i = 0; i < R * BLOCK; i += LANES)
+    store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
+}
+
+}  // namespace eagle
