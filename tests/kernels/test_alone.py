@@ -75,7 +75,7 @@ def test_kernels_alone(compiler, name, objects, monkeypatch):
 @pytest.mark.compile
 @pytest.mark.slow
 def test_tiles_in_software(objects):
-    """The loops for AMX, its instructions replaced: right, row-invariant, x in bytes as exact as with AVX-512."""
+    """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes."""
     if "avx512bf16" not in isa.available():
         pytest.skip("tiles in software need AVX512-BF16")
     software = *isa.SETS["avx512bf16"].flags, f"-I{DRIVER}", '-DTILES="software_tiles.h"'
