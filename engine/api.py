@@ -137,7 +137,8 @@ class Target:
             drafter = drafter.with_tree(plan.shapes[0])
         decoder = Decoder(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.say, plan=plan if self.model.on_kernels else None,
+            compile=self.runtime.compile, say=self.say,
+            plan=plan if plan and (self._has_free_trees or not plan.shapes) else None,
         )
         return TextDecoder(decoder, self.tokenizer)
 
@@ -193,13 +194,18 @@ class Target:
             raise InputError(f"{drafter.folder}: {CALIBRATION} cannot be written ({e})") from None
         return drafter.folder / CALIBRATION
 
+    @property
+    def _has_free_trees(self) -> bool:
+        """Whether one tree more costs a decoder nothing: on a CPU, where no step is compiled."""
+        on_cpu = self.model.embed.weight.device.type == "cpu"
+        return on_cpu and (self.model.on_kernels or not self.runtime.compile)
+
     def _plan(self, drafter: Drafter | None, drafting: Drafting, batch: int, longest: int) -> Plan | None:
         """Which trees to draft, by what they cost here and what they are accepted for.
 
-        None: the drafter's own. Without "auto" that is everywhere but on our kernels, where every tree gives
-        the same text.
+        None: the drafter's own. Without "auto" that is wherever trees have to be compiled.
         """
-        free = drafting.tree == "auto" or (drafting.tree is None and self.model.on_kernels)
+        free = drafting.tree == "auto" or (drafting.tree is None and self._has_free_trees)
         if not free or type(drafter) is not Eagle:
             return None
         calibration = Calibration.read(drafter.folder)
@@ -213,7 +219,9 @@ class Target:
                     "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
                 )
             self.say(f"{drafter.folder}: has no calibration.json, so it is measured now")
-            calibration = calibrate(self.model, drafter.head, prompts, self.config["stop_ids"], say=self.say)
+            calibration = calibrate(
+                self.model, drafter.head, prompts, self.config["stop_ids"], say=self.say, far=False
+            )
             with contextlib.suppress(OSError):  # measured again next time
                 calibration.write(drafter.folder)
         compiled = self.runtime.compile and not self.model.on_kernels

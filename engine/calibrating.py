@@ -5,8 +5,10 @@ pruning only takes the best T-1), so a single run of decoding gives tau for all 
 """
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from common.errors import InputError
 from drafters.base import Proposal
 from drafters.eagle import Eagle
-from engine.calibration import DEEPEST, NODES, TEMPERATURES, USUAL, WIDTHS, Calibration
+from engine.calibration import DEEPEST, LONG, NODES, SHORT, TEMPERATURES, USUAL, WIDTHS, Calibration, Far
 from engine.decoder import Decoder
 from engine.run import Run
 from kernels.parts import prune
@@ -35,12 +37,15 @@ PROMPTS = (  # where a head has no calibration.json
 )
 
 
-class Recorder(Eagle):
-    """Drafts as `Eagle` does and keeps, for every step, all candidates of every width."""
+FAR_TEXTS = 8  # that are decoded after a long text too: one takes as long to read as dozens of short prompts
 
-    def __init__(self, head: Head):
+
+class Recorder(Eagle):
+    """Drafts trees of width 2 as `Eagle` does and keeps, for every step, all candidates of these widths."""
+
+    def __init__(self, head: Head, widths: tuple[int, ...] = WIDTHS):
         super().__init__(head, TreeShape(8, DEEPEST, 2))
-        self.widths = [k for k in WIDTHS if k <= head.args.draft_vocab_size]
+        self.widths = [k for k in widths if k <= head.args.draft_vocab_size]
         # Length [B] before each step, growth by width.
         self.steps: list[tuple[Tensor, dict[int, Growth]]] = []
 
@@ -56,37 +61,84 @@ class Recorder(Eagle):
 @torch.no_grad()
 def calibrate(
     target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = lambda line: None, far: bool = True,
 ) -> Calibration:
     """The calibration of a head, on the target's own answers to these prompts (lists of ids).
 
-    tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. Raises InputError if the
-    answers are too short to tell anything.
+    tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. far: measure after long texts
+    too, which takes longer. Raises InputError if the answers are too short to tell anything.
     """
-    taus, ease = {}, ()
+    taus, ease, kept = {}, (), {}
+    context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:
         say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
-        by_text = _accepted(target, head, prompts, stop_ids, tokens, temperature)
+        answers = _answer(target, Recorder(head), prompts, stop_ids, tokens, temperature)
+        by_text = [answer.accepted for answer in answers if answer.accepted]
         if not by_text:
             raise InputError(f"the answers end within {DEEPEST + 2} tokens: too short to choose a tree on")
-        means = [{shape: statistics.fmean(n) for shape, n in text.items()} for text in by_text]
-        taus[temperature] = {
-            shape: 1 + statistics.fmean(n for text in by_text for n in text[shape]) for shape in by_text[0]
-        }
+        taus[temperature] = _taus(by_text)
         if not ease:
             mean = max(taus[temperature][USUAL] - 1, 1e-6)
-            ease = tuple(sorted(text[USUAL] / mean for text in means))
-    return Calibration(taus, ease)
+            ease = tuple(sorted(statistics.fmean(text[USUAL]) / mean for text in by_text))
+        if far and context > 2 * SHORT:
+            say(f"the same after {context} tokens ...")
+            kept[temperature] = _kept(target, head, answers, stop_ids, min(tokens, 64), temperature, context)
+    return Calibration(taus, ease, Far(context, kept) if kept else None)
 
 
-def _accepted(
-    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int, temperature: float
-) -> list[dict[TreeShape, list[float]]]:
-    """How many drafted tokens of each tree are accepted in every step, by text, if it has any."""
-    texts = []
+@dataclass(frozen=True)
+class Answer:
+    """whole: prompt and answer, as ids. accepted: of each tree, how many drafted tokens in every step."""
+
+    prompt: list[int]
+    whole: list[int]
+    accepted: dict[TreeShape, list[float]]
+
+
+def _taus(texts: list[dict[TreeShape, list[float]]]) -> dict[TreeShape, float]:
+    """tau of each tree over the steps of all texts."""
+    return {shape: 1 + statistics.fmean(n for text in texts for n in text[shape]) for shape in texts[0]}
+
+
+def _kept(
+    target: Transformer, head: Head, near: list[Answer], stop_ids, tokens: int, temperature: float,
+    context: int
+) -> float:
+    """How many times as many drafted tokens are accepted if other answers, `context` tokens, stand before.
+
+    Of the tree USUAL, in the answers to the same prompts.
+    """
+    near = [answer for answer in near if answer.accepted][:FAR_TEXTS]
+    whole = [answer.whole for answer in near]
+    prompts = []
+    for i, answer in enumerate(near):
+        before: list[int] = []
+        for other in itertools.cycle(whole[i + 1 :] + whole[: i + 1]):
+            if len(before) + len(other) + len(answer.prompt) > context:
+                break
+            before += other
+        prompts.append(before + answer.prompt)
+    recorder = Recorder(head, (2, USUAL.width))
+    far = [
+        answer.accepted
+        for prompt in prompts  # one at a time: their caches are large
+        for answer in _answer(target, recorder, [prompt], stop_ids, tokens, temperature) if answer.accepted
+    ]
+    if not far:
+        return 1.0
+    gained = _taus([answer.accepted for answer in near])[USUAL] - 1
+    return max((_taus(far)[USUAL] - 1) / max(gained, 1e-6), 0.1)
+
+
+def _answer(
+    target: Transformer, recorder: Recorder, prompts: list[list[int]], stop_ids, tokens: int,
+    temperature: float
+) -> list[Answer]:
+    """The answers, `tokens` at most, and what of the recorder's trees is accepted."""
+    answers = []
     for first in range(0, len(prompts), 8):
         some = prompts[first : first + 8]
-        recorder = Recorder(head)
+        recorder.steps = []
         longest = max(map(len, some)) + tokens + 1
         decoder = Decoder(
             target, recorder, batch=len(some), max_seq_len=longest, stop_ids=stop_ids, compile=False
@@ -107,8 +159,8 @@ def _accepted(
                 for shape, counts in count_accepted(growth, truth, rows).items():
                     for b, count in zip(rows, counts.tolist()):
                         accepted[b].setdefault(shape, []).append(count)
-        texts += [text for text in accepted if text]
-    return texts
+        answers += map(Answer, some, whole, accepted)
+    return answers
 
 
 def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:

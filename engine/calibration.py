@@ -1,11 +1,11 @@
 """What is known of a head: the acceptance length tau of every tree, in calibration.json beside its weights.
 
-`engine.calibrating` measures it.
+`engine.calibrating` measures it, after short prompts and, by one tree, after a long text.
 """
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from checkpoint.folder import CALIBRATION
@@ -19,20 +19,39 @@ NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80)
 DEEPEST = 7
 TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
 USUAL = TreeShape(8, 2, 4)  # how easy texts are is told by this tree
+SHORT, LONG = 128, 4096  # tokens of context at which heads and machines are measured
+
+
+@dataclass(frozen=True)
+class Far:
+    """kept: how many times as many drafted tokens are accepted after `context` tokens as after SHORT, by
+    temperature.
+    """
+
+    context: int
+    kept: dict[float, float]
+
+    def at(self, temperature: float, context: int) -> float:
+        """The same after so many tokens: linear up to `context`, and no further."""
+        share = (min(context, self.context) - SHORT) / (self.context - SHORT)
+        return 1 + max(share, 0.0) * (self.kept[temperature] - 1)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """tau of every tree, by temperature. `ease`, sorted: how many times as many drafted tokens were accepted
-    in each text as on average.
+    """tau of every tree after short prompts, by temperature. `ease`, sorted: how many times as many drafted
+    tokens were accepted in each text as on average. far: None where it was not measured.
     """
 
     taus: dict[float, dict[TreeShape, float]]
     ease: tuple[float, ...]
+    far: Far | None = None
 
-    def tau(self, shape: TreeShape, temperature: float) -> float:
-        """The acceptance length of a tree, between the nearest temperatures that were measured."""
-        low, high = (self.taus[t][shape] for t in TEMPERATURES)
+    def tau(self, shape: TreeShape, temperature: float, context: int = SHORT) -> float:
+        """The acceptance length of a tree, between the temperatures and contexts that were measured."""
+        low, high = (
+            1 + (self.taus[t][shape] - 1) * (self.far.at(t, context) if self.far else 1) for t in TEMPERATURES
+        )
         share = min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1])
         return low + (high - low) * share
 
@@ -43,6 +62,9 @@ class Calibration:
             for t, taus in self.taus.items()
         }
         record = {"format": FORMAT, "ease": [round(x, 4) for x in self.ease], "tau": taus}
+        if self.far:
+            kept = {f"{t:g}": round(ratio, 4) for t, ratio in self.far.kept.items()}
+            record["far"] = asdict(self.far) | {"kept": kept}
         write_text(folder / CALIBRATION, json.dumps(record, indent=0) + "\n")
 
     @classmethod
@@ -64,6 +86,14 @@ class Calibration:
                 raise ValueError("it is not complete")
             if any(not 1 <= tau <= shape.window for trees in taus.values() for shape, tau in trees.items()):
                 raise ValueError("an acceptance length is impossible")
+            far = cls._read_far(record["far"]) if "far" in record else None
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
-        return cls(taus, ease)
+        return cls(taus, ease, far)
+
+    @staticmethod
+    def _read_far(record: dict) -> Far:
+        far = Far(int(record["context"]), {t: float(record["kept"][f"{t:g}"]) for t in TEMPERATURES})
+        if far.context <= SHORT or min(far.kept.values()) <= 0:
+            raise ValueError("what is far is impossible")
+        return far

@@ -1,5 +1,6 @@
 """What the passes of a step cost here: the target's over T rows, the head's over k, at two contexts.
 
+Between and beyond these a cost is linear in the context.
 They are measured once for a model, its precision, the processor, its instruction set and threads, and kept in
 costs.json beside the head.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from common.errors import InputError
 from common.files import read_json, write_text
+from engine.calibration import LONG, SHORT
 from engine.compiling import compile_graph, unguarded
 from kernels.build import digest
 from kernels.cpu import isa_in_use
@@ -32,7 +34,6 @@ from tree import TreeShape
 
 FILE = "costs.json"
 VERIFY_ROWS, LEVEL_ROWS = (1, 2, 4, 6, 8, 12, 16, 32), (1, 4, 10)
-SHORT, LONG = 128, 4096  # tokens of context; between and beyond them a cost is linear in the context
 BUDGET = 2.0  # seconds of measuring, unless that is not enough for MIN_REPEAT turns
 MIN_REPEAT, MAX_REPEAT = 3, 15
 

@@ -187,7 +187,7 @@ class Decoder:
         self._serial += 1
         state, cached = self.state, self._cached() if reuse else [[]] * self.batch
         self._prompts, self._sampling = prompts, sampling
-        self._start, limits = [], []
+        self._start, limits, goes_on = [], [], reuse
         tokens = torch.zeros(self.batch, max(map(len, prompts)), dtype=torch.int64)
         for i, (prompt, request) in enumerate(zip(prompts, sampling)):
             tokens[i, : len(prompt)] = torch.tensor(prompt)
@@ -195,6 +195,7 @@ class Decoder:
             same = common_prefix(prompt, cached[i])
             # One token back: the drafter's last row was read together with the token that followed it then.
             self._start.append(max(0, min(same, len(prompt)) - 1))
+            goes_on &= 2 * same > len(prompt)
 
         def fill(buffer: Tensor, values: list, rest) -> None:
             buffer.copy_(torch.tensor(values + [rest] * (self.batch - len(values)), dtype=buffer.dtype))
@@ -215,7 +216,7 @@ class Decoder:
         self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
         self._shape, self._behind, self.taken = None, self.window, Counter()
         if self.switch:
-            self.switch.begin([s.temperature for s in sampling])
+            self.switch.begin([s.temperature for s in sampling], goes_on)
         self._done = [False] * len(prompts)
 
     def check(self, prompt: list[int], name: str = "the prompt") -> None:
@@ -248,7 +249,7 @@ class Decoder:
         unread: deque = deque()
         serial = self._serial
         for _ in self._read_prompts():
-            unread.append(self._out_to_host())
+            unread.append((None, *self._out_to_host()))
             yield from self._read(unread, 0)
         while True:
             if serial != self._serial:
@@ -260,7 +261,7 @@ class Decoder:
             tree, path = self._run_step(len(unread))
             if self._observer:
                 self._observer(tree, path)
-            unread.append(self._out_to_host())
+            unread.append((self._shape, *self._out_to_host()))
             yield from self._read(unread, self.lag)
         yield from self._read(unread, 0)
 
@@ -286,7 +287,8 @@ class Decoder:
             self.taken[kind] += 1
             began = time.perf_counter()
             result = self._launch_step(span, kind)
-            if self.switch and not self._observer:
+            on_cpu = self.device.type == "cpu"  # elsewhere a step is only launched by now
+            if self.switch and not self._observer and on_cpu:
                 self.switch.time(self._shape, max(self._length), time.perf_counter() - began)
             return result
 
@@ -356,7 +358,7 @@ class Decoder:
     def _read(self, unread: deque, keep: int) -> Iterator[list[list[int]]]:
         """Read finished steps, oldest first, until only `keep` are unread."""
         while len(unread) > keep:
-            host, copied = unread.popleft()
+            shape, host, copied = unread.popleft()
             if copied is not None:
                 copied.synchronize()
             emitted, self.drafted = [], []
@@ -366,7 +368,7 @@ class Decoder:
                 self._length[i] += count
                 self._done[i] = bool(done)
             if self.switch:
-                self.switch.record(self._shape, [len(tokens) for tokens in emitted if tokens])
+                self.switch.record(shape, max(self._length), [len(tokens) for tokens in emitted if tokens])
             yield emitted
 
     @contextlib.contextmanager

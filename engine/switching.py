@@ -9,6 +9,7 @@ import statistics
 from collections import deque
 from typing import NamedTuple
 
+from engine.calibration import SHORT
 from engine.tuning import Plan
 from tree import TreeShape
 
@@ -44,16 +45,22 @@ class Switch:
         self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
         self.begin([0.0])
 
-    def begin(self, temperatures: list[float]) -> None:
-        """New texts, at these temperatures."""
+    def begin(self, temperatures: list[float], goes_on: bool = False) -> None:
+        """New texts, at these temperatures.
+
+        goes_on: they begin with the last ones, as a chat's next turn does.
+        """
+        noisy = any(t > 0 for t in temperatures)
         self.temperature = sum(temperatures) / len(temperatures)
-        self._noisy = any(t > 0 for t in temperatures)
-        self.trees = self.plan.trees[self._noisy]
-        usual = self.plan.tau(self.trees[0], self.temperature) - 1 if self.trees else 1.0
-        self._accepted = self._expected = PRIOR * usual
-        self._current: TreeShape | None = self.trees[0] if self.trees else None
         self._plain, self._rest = 0, FIRST_REST
         self._ahead.clear()
+        if goes_on and noisy == self._noisy:
+            return
+        self._noisy = noisy
+        self.trees = self.plan.trees[self._noisy]
+        usual = self.plan.tau(self.trees[0], self.temperature, SHORT) - 1 if self.trees else 1.0
+        self._accepted = self._expected = PRIOR * usual
+        self._current: TreeShape | None = self.trees[0] if self.trees else None
 
     @property
     def ease(self) -> float:
@@ -119,10 +126,10 @@ class Switch:
         steps = self._timed.setdefault((self._noisy, shape), deque(maxlen=TIMED))
         steps.append(Timed(self._steps, context, seconds / self.plan.seconds(shape, context)))
 
-    def record(self, shape: TreeShape | None, emitted: list[int]) -> None:
-        """What a step with this tree emitted, per sequence that moved."""
+    def record(self, shape: TreeShape | None, context: int, emitted: list[int]) -> None:
+        """What a step with this tree emitted at this context, per sequence that moved."""
         if shape is None or not emitted:
             return
         accepted = sum(n - 1 for n in emitted) / len(emitted)
         self._accepted = MEMORY * self._accepted + accepted
-        self._expected = MEMORY * self._expected + self.plan.tau(shape, self.temperature) - 1
+        self._expected = MEMORY * self._expected + self.plan.tau(shape, self.temperature, context) - 1

@@ -11,8 +11,8 @@ import statistics
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.calibration import TEMPERATURES, Calibration
-from engine.costs import LONG, SHORT, Costs
+from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration
+from engine.costs import Costs
 from tree import TreeShape
 
 MOST_TREES = 3  # that a decoder moves between: one more costs nothing but steps to see what it costs
@@ -41,15 +41,15 @@ class Plan:
         """The widest window of all trees: as many rows the head's catch-up has."""
         return max((shape.window for shape in self.shapes), default=1)
 
-    def tau(self, shape: TreeShape | None, temperature: float, ease: float = 1.0) -> float:
+    def tau(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
         """Tokens per step of a text whose drafts are accepted `ease` times as often as on average."""
         if shape is None:
             return 1.0
-        return min(1 + ease * (self.calibration.tau(shape, temperature) - 1), shape.window)
+        return min(1 + ease * (self.calibration.tau(shape, temperature, context) - 1), shape.window)
 
     def speed(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
         """Steps' tokens per second, of each sequence, at this context. shape: None is plain decoding."""
-        return self.tau(shape, temperature, ease) / self.seconds(shape, context)
+        return self.tau(shape, temperature, context, ease) / self.seconds(shape, context)
 
     def seconds(self, shape: TreeShape | None, context: int) -> float:
         """What a step is expected to take."""
@@ -65,7 +65,7 @@ class Plan:
         temperature = TEMPERATURES[noisy]
         known, trees = self.calibration.taus[temperature], self.trees[noisy]
         shape = trees[0] if trees else max(known, key=lambda s: self.speed(s, temperature, SHORT))
-        tau = self.tau(shape, temperature)
+        tau = self.tau(shape, temperature, SHORT)
         ratio = self.speed(shape, temperature, SHORT) / self.speed(None, temperature, SHORT)
         figures = f"{tau:.2f} tokens a step, {ratio:.2f} x plain expected"
         if not trees:
@@ -88,7 +88,7 @@ def make_plan(calibration: Calibration, costs: Costs, batch: int, longest: int, 
 
     def choose(temperature: float) -> tuple[TreeShape, ...]:
         def speed(shape: TreeShape | None, context: int, ease: float) -> float:
-            return whole.tau(shape, temperature, ease) / seconds(shape, context)
+            return whole.tau(shape, temperature, context, ease) / seconds(shape, context)
 
         plain = [speed(None, n, e) for n, e in situations]
         gains = {

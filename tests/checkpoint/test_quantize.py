@@ -305,7 +305,8 @@ def test_calibrating_a_mixture_of_experts(tmp_path, monkeypatch):
 
 def test_generate_reads_it(golden, tmp_path):
     assert quantize.main(["--checkpoint", str(golden), "--out", str(tmp_path / "q")]) == 0
-    result = load(tmp_path / "q", "eagle3", compile=False).generate("Hello", max_new_tokens=12)
+    model = load(tmp_path / "q", "eagle3", compile=False, tree=TreeShape(8, 2, 4))
+    result = model.generate("Hello", max_new_tokens=12)
     assert len(result.ids) == 12
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import generate
 from engine.runtime import check_compiler
+from tree import TreeShape
 
 SMALL = ("--tree-nodes", "16", "--tree-depth", "3", "--tree-width", "4")
 
@@ -237,7 +238,7 @@ def test_python_api_in_ten_lines(golden):
 
 def test_drafted_is_told_apart_where_a_text_is_cut(golden):
     """A step cut by the token limit ends in a drafted token, not in the target's own."""
-    model = load(golden, "eagle3", compile=False)
+    model = load(golden, "eagle3", compile=False, tree=TreeShape(60, 7, 10))
     whole = list(model.stream("Tell me", max_new_tokens=60))
     assert any(len(p.ids) > 2 for p in whole[2:-1])
     done, cut = 0, 0
@@ -275,7 +276,7 @@ def test_warm_up_reaches_the_step_whatever_ends_a_text(golden):
 def test_drafted_text_is_coloured(golden):
     from console.show import coloured
 
-    model = load(golden, "eagle3", compile=False)
+    model = load(golden, "eagle3", compile=False, tree=TreeShape(16, 3, 4))
     plain, drawn, stream = "", "", model.tokenizer.stream()
     for piece in model.stream("Tell me", max_new_tokens=40):
         drawn += coloured(piece, stream.push)

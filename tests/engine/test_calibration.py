@@ -49,12 +49,17 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
     assert checked > 500 and accepted > 500
 
 
-def test_predicted_tau_is_close_to_decoding(models):
+@pytest.fixture(scope="module")
+def known(models):
+    return calibrate(*models, PROMPTS, [], tokens=120)
+
+
+def test_predicted_tau_is_close_to_decoding(models, known):
     """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
     from drafters.eagle import Eagle
 
     target, head = models
-    taus = calibrate(target, head, PROMPTS, [], tokens=120).taus[0.0]
+    taus = known.taus[0.0]
     for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
         outputs = Decoder(
             target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False
@@ -63,12 +68,11 @@ def test_predicted_tau_is_close_to_decoding(models):
         assert sum(lengths) / len(lengths) == pytest.approx(taus[shape], rel=0.15)
 
 
-def test_sampled_acceptance_is_that_of_decoding(models):
+def test_sampled_acceptance_is_that_of_decoding(models, known):
     """As above at temperature 1, where draft and target share their noise."""
     from drafters.eagle import Eagle
 
     target, head = models
-    known = calibrate(target, head, PROMPTS, [], tokens=120)
     shape = TreeShape(8, 2, 4)
     outputs = Decoder(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(
         PROMPTS, [Sampling(120, 1.0, seed=i) for i in range(3)]
@@ -84,6 +88,8 @@ def test_a_calibration_is_written_and_read(models, tmp_path):
     known = calibrate(target, head, PROMPTS[:2], [], tokens=24)
     known.write(tmp_path)
     read = Calibration.read(tmp_path)
+    assert read.far.context == known.far.context == target.args.max_seq_len - 24 - 1
+    assert all(read.far.kept[t] == pytest.approx(kept, abs=1e-4) for t, kept in known.far.kept.items())
     assert read.taus[1.0].keys() == known.taus[1.0].keys() and len(read.ease) == len(known.ease) == 2
     assert all(read.taus[0.0][s] == pytest.approx(tau, abs=1e-4) for s, tau in known.taus[0.0].items())
     assert Calibration.read(tmp_path / "nowhere") is None
@@ -93,10 +99,12 @@ def test_a_calibration_is_written_and_read(models, tmp_path):
     lambda r: r.pop("tau"), lambda r: r["tau"].pop("1"), lambda r: r.update(format=2),
     lambda r: r.update(ease=[]), lambda r: r.update(tau=[]), lambda r: r["tau"]["0"].update({"8/2/4": 9.0}),
     lambda r: r["tau"]["0"].update({"8/2/4": "x"}), lambda r: r["tau"]["0"].update({"8/2": 1.0}),
-    lambda r: r["tau"]["0"].pop("8/2/4"),
+    lambda r: r["tau"]["0"].pop("8/2/4"), lambda r: r["far"].pop("kept"),
+    lambda r: r["far"].update(context=100), lambda r: r["far"]["kept"].update({"0": 0.0}),
 ))
 def test_a_damaged_calibration_is_refused(change, tmp_path):
     record = {"format": 1, "ease": [1.0], "tau": {t: {"8/2/4": 1.5, "4/2/2": 1.4} for t in "01"}}
+    record["far"] = {"context": 4096, "kept": {"0": 0.7, "1": 0.8}}
     (tmp_path / "calibration.json").write_text(json.dumps(record))
     assert Calibration.read(tmp_path)
     change(record)

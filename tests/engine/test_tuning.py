@@ -10,8 +10,8 @@ from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine import costs as costing
-from engine.calibration import TEMPERATURES, Calibration
-from engine.costs import LONG, SHORT, Costs, between, measured_once
+from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration, Far
+from engine.costs import Costs, between, measured_once
 from engine.decoder import REHEARSAL, UNREAD, Decoder
 from engine.switching import CHECK, FIRST_REST, FRESH, PROBE, Switch
 from engine.tuning import Plan, make_plan
@@ -74,7 +74,7 @@ def test_a_hard_text_is_decoded_plainly_and_tried_again_ever_less_often():
     taken = []
     for _ in range(1200):
         shape = s.next(100)
-        s.record(shape, [1])
+        s.record(shape, 100, [1])
         taken.append(shape)
     assert taken[0] == SMALL and None in taken[:20]
     drafted = [i for i, shape in enumerate(taken) if shape][taken.index(None) :]
@@ -87,10 +87,10 @@ def test_a_text_that_turns_easy_is_drafted_again():
     s = switch(row=0.001)
     s.begin([0.0])
     for _ in range(60):
-        s.record(s.next(100), [1])
+        s.record(s.next(100), 100, [1])
     for _ in range(2 * FIRST_REST):
         shape = s.next(100)
-        s.record(shape, [3])
+        s.record(shape, 100, [3])
     assert shape == SMALL and s.ease > 1
 
 
@@ -98,11 +98,33 @@ def test_what_a_switch_does_is_forgotten_with_the_text():
     s = switch(row=0.001)
     first = [s.next(100)]
     for _ in range(100):
-        s.record(s.next(100), [1])
+        s.record(s.next(100), 100, [1])
     s.begin([0.0])
     assert s.next(100) == first[0]
     s.begin([0.0, 1.0])
     assert s.trees == (SMALL, LARGE)
+
+
+def test_a_text_that_goes_on_keeps_what_was_accepted():
+    s = switch(row=0.001)
+    for _ in range(100):
+        s.record(s.next(100), 100, [1])
+    s.begin([0.0], goes_on=True)
+    assert s.next(100) is None and s.ease < 0.8
+    s.begin([1.0], goes_on=True)  # at another temperature it is another text
+    assert s.ease == 1 and s.trees == (SMALL, LARGE)
+
+
+def test_after_long_texts_less_is_expected():
+    usual = known(ease=(1.0,))
+    calibration = Calibration(usual.taus, usual.ease, Far(2048, {0.0: 0.5, 1.0: 0.25}))
+    middle = (SHORT + 2048) // 2
+    taus = [calibration.tau(SMALL, 0.0, n) for n in (9, SHORT, middle, 2048, LONG)]
+    assert taus == pytest.approx([1.8, 1.8, 1.6, 1.4, 1.4]) and calibration.tau(SMALL, 1.0, 2048) == 1.2
+    s = Switch(Plan(calibration, flat(), 1, {False: (SMALL,), True: ()}))
+    for _ in range(200):
+        s.record(SMALL, 2048, [1, 1, 2, 2, 1])  # 0.4 drafted tokens a step
+    assert s.ease == pytest.approx(1.0, abs=0.01)
 
 
 def take(s: Switch, steps: int, slow: dict) -> list:
@@ -111,7 +133,7 @@ def take(s: Switch, steps: int, slow: dict) -> list:
     for i in range(steps):
         shape = s.next(100)
         s.time(shape, 100, slow.get(shape, 1.0) * s.plan.seconds(shape, 100))
-        s.record(shape, [2 if i % 5 else 1])
+        s.record(shape, 100, [2 if i % 5 else 1])
         taken.append(shape)
     return taken
 
@@ -178,8 +200,8 @@ class Timed(Switch):
 class Every(Switch):
     """Takes the trees and plain decoding in turn, as long as told."""
 
-    def begin(self, temperatures):
-        super().begin(temperatures)
+    def begin(self, temperatures, goes_on=False):
+        super().begin(temperatures, goes_on)
         self.turns = iter([LARGE, *[None] * 3, SMALL, *[None] * (2 * UNREAD), SMALL, LARGE, None] * 9)
 
     def next(self, context):

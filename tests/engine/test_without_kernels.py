@@ -1,12 +1,17 @@
 """A machine that cannot have our kernels: one line, and the text of PyTorch alone."""
+import shutil
+
 import pytest
 from helpers.decoding import load
 
 from common.errors import InputError
+from engine import costs
 from engine.api import load_target
+from engine.calibration import TEMPERATURES, Calibration
 from engine.own_text import own_text
 from engine.runtime import Runtime
 from kernels import build, cpu
+from tree import TreeShape
 
 TREE = {"tree": "8,2,4"}
 
@@ -62,6 +67,20 @@ def test_one_line_and_the_text_of_pytorch(golden, words, dtype):
     assert text.ids == same.ids and text.accept_lengths == same.accept_lengths and text.tau > 1
     if dtype == "fp32":
         assert text.ids == load(golden, dtype=dtype).generate("Hello", max_new_tokens=24).ids
+
+
+@pytest.mark.parametrize("share, expected", ((1.0, True), (0.0, False)), ids=("drafts are right", "never"))
+def test_trees_or_plain_decoding_are_chosen_there_too(golden, tmp_path, monkeypatch, share, expected):
+    shutil.copytree(golden, tmp_path / "t")
+    shape = TreeShape(2, 0, 1)
+    tau = {shape: 1 + share}
+    Calibration(dict.fromkeys(TEMPERATURES, tau), (1.0,)).write(tmp_path / "t/eagle3")
+    monkeypatch.setattr(costs, "measure", lambda *_: flat)
+    flat = costs.Costs(*({costs.SHORT: {1: t, 2: t}} for t in (0.010, 0.001, 0.001)))
+    model = load(tmp_path / "t", "eagle3", compile=False)
+    text = model.generate("Hello", max_new_tokens=24)
+    assert (shape.name in model.decoder.trees_taken()) == expected
+    assert text.ids == load(golden, compile=False).generate("Hello", max_new_tokens=24).ids
 
 
 def test_a_named_instruction_set_is_an_error(golden, words):
