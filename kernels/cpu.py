@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels import large_pages
 from kernels.build import NoKernels, build_library, namespace
 from kernels.isa import choose
 
@@ -119,13 +120,14 @@ def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
-def pack(weight: Tensor, per_word: int) -> Tensor:
-    """Weight [N, K] -> [ceil(N/c), K/w, c, w]; rows from N on are zero.
+def pack(weight: Tensor, per_word: int, gated: bool = False) -> Tensor:
+    """Weight [N, K] -> [blocks, K/w, c, w]; rows that a block wants beyond N are zero.
 
     c output columns lie side by side, so that a block is read front to back, once per pass, and w =
-    `per_word` inputs of each. In a weight that is not quantised, those are what 4 bytes hold.
+    `per_word` inputs of each. In a weight that is not quantised, those are what 4 bytes hold. gated: the rows
+    are gate and up, one above the other; half a block's columns are of each, for GATED.
     """
-    return _ops.pack(weight, _layout.columns, per_word)
+    return _pack(weight, per_word, gated)
 
 
 def quantized_per_word(dtype: torch.dtype) -> int:
@@ -138,55 +140,55 @@ def quantized_bytes_per_word() -> int:
     return _layout.bytes_per_word
 
 
-def pack_int4(values: Tensor, per_word: int) -> Tensor:
-    """Values [N, K] int8 in -8..7 -> [ceil(N/c), K/w, c/2 * w] uint8.
+def pack_int4(stored: Tensor, per_word: int, gated: bool = False) -> Tensor:
+    """Values of 4 bits, stored [N, K/2] uint8 as `pack_nibbles` does -> [blocks, K/w, c/2 * w] uint8.
 
     The low four bits of a byte belong to a column of the block's first half, the high ones to its second.
     """
-    low, high = (pack(values, per_word) + 8).to(torch.uint8).flatten(2).chunk(2, dim=2)
-    return low | (high << 4)
+    return _pack_nibbles(stored, per_word, gated).flatten(2)
 
 
-def pack_w4a8(values: Tensor) -> Tensor:
-    """Values [N, K] int8 in -8..7 of a w4a8 weight -> [ceil(N/c), K/w, c/2, w] uint8, as `pack_int4`.
+def pack_w4a8(stored: Tensor, gated: bool = False) -> Tensor:
+    """Values of a w4a8 weight, stored [N, K/2] uint8 -> [blocks, K/w, c/2, w] uint8, as `pack_int4`.
 
     x comes in integers, w to a word, whatever its dtype.
     """
-    per_word = _layout.nibbles_per_word
-    return pack_int4(values, per_word).unflatten(2, (-1, per_word))
+    return _pack_nibbles(stored, _layout.nibbles_per_word, gated)
 
 
-def pack_bytes(values: Tensor) -> Tensor:
-    """Values [N, K] int8 of a w8a8 weight -> [ceil(N/c), K/w, c, w] uint8.
+def pack_bytes(values: Tensor, gated: bool = False) -> Tensor:
+    """Values [N, K] int8 of a w8a8 weight -> [blocks, K/w, c, w] uint8.
 
     Some products of bytes want one of the two without a sign: 128 is added for those. x comes in integers,
     w to a word, whatever its dtype.
     """
-    return pack(values, _layout.bytes_per_word).view(torch.uint8) ^ _layout.byte_offset
+    return _pack(values, _layout.bytes_per_word, gated, _layout.byte_offset).view(torch.uint8)
 
 
-def pack_scale(scale: Tensor) -> Tensor:
-    """Scales [N, groups] -> [ceil(N/c), groups, c]."""
-    return _blocks(scale).transpose(1, 2).contiguous()
+def _pack(weight: Tensor, per_word: int, gated: bool, flip: int = 0) -> Tensor:
+    shape = _blocks(len(weight), gated), weight.shape[1] // per_word, _layout.columns, per_word
+    out = large_pages.empty(shape, weight.dtype)
+    _ops.pack(weight, gated, flip, out)
+    return out
 
 
-def interleave(weight: Tensor) -> Tensor:
-    """Gate and up [2*N, K], one above the other -> half a block's rows of each in turn.
-
-    A block then holds both, for GATED.
-    """
-    half = _layout.columns // 2
-    gate, up = (_padded(part, half).unflatten(0, (-1, half)) for part in weight.chunk(2))
-    return torch.cat((gate, up), dim=1).flatten(0, 1)
+def _pack_nibbles(stored: Tensor, per_word: int, gated: bool) -> Tensor:
+    shape = _blocks(len(stored), gated), 2 * stored.shape[1] // per_word, _layout.columns // 2, per_word
+    out = large_pages.empty(shape, torch.uint8)
+    _ops.pack_nibbles(stored, gated, out)
+    return out
 
 
-def blocks(rows: int, gated: bool = False) -> int:
-    """How many blocks the rows of a weight make; gated: as many of gate as of up, interleaved."""
-    return -(-rows // (_layout.columns // (2 if gated else 1)))
+def _blocks(rows: int, gated: bool) -> int:
+    """How many blocks the rows of a weight make; gated: as many of gate as of up."""
+    return -(-rows // 2 // (_layout.columns // 2)) if gated else -(-rows // _layout.columns)
 
 
-def _blocks(weight: Tensor) -> Tensor:
-    return _padded(weight, _layout.columns).unflatten(0, (-1, _layout.columns))
+def pack_scale(scale: Tensor, gated: bool = False) -> Tensor:
+    """Scales [N, groups] -> [blocks, groups, c]."""
+    parts, columns = scale.chunk(2) if gated else (scale,), _layout.columns // (2 if gated else 1)
+    blocks = [_padded(part, columns).unflatten(0, (-1, columns)) for part in parts]
+    return torch.cat(blocks, dim=1).transpose(1, 2).contiguous()
 
 
 def _padded(weight: Tensor, multiple: int) -> Tensor:

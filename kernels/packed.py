@@ -6,20 +6,16 @@ and no `weight`.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
-from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels import cpu, large_pages
-from kernels.quantized import QuantizedLinear, unpack_nibbles
+from kernels import cpu
+from kernels.quantized import QuantizedLinear
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
-
-PIECE = 4096  # rows of a weight that are packed together; whole blocks of any instruction set
 
 
 class ByteCache(nn.Module):
@@ -57,15 +53,11 @@ class PackedLinear(nn.Module):
 
     def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
-        weight = linear.weight.detach()
-        scale = linear.scale if isinstance(linear, QuantizedLinear) else None
-        self.columns, self.mode = weight.shape[0], cpu.SAME
-        if gated:
-            self.columns, self.mode = self.columns // 2, cpu.GATED
-            scale = scale if scale is None else cpu.interleave(scale)
+        self.columns, self.mode = len(linear.weight) // (2 if gated else 1), cpu.GATED if gated else cpu.SAME
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        self.packed = _constant(_in_pieces(weight, gated, lambda rows: _packed(rows, linear, dtype)))
-        self.scale = None if scale is None else _constant(cpu.pack_scale(scale))
+        scale = linear.scale if isinstance(linear, QuantizedLinear) else None
+        self.packed = _constant(_packed(linear, dtype, gated))
+        self.scale = None if scale is None else _constant(cpu.pack_scale(scale, gated))
         self.bias = None if bias is None else _constant(bias.detach().float())
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -76,38 +68,17 @@ class PackedLinear(nn.Module):
         return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, None, cpu.FLOAT32)
 
 
-def _in_pieces(weight: Tensor, gated: bool, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """pack(weight), or of gate and up interleaved, some rows at a time: little is in memory beside it."""
-    parts, out, done = weight.chunk(2) if gated else (weight,), None, 0
-    for first in range(0, len(parts[0]), PIECE):
-        rows = [part[first : first + PIECE] for part in parts]
-        packed = pack(cpu.interleave(torch.cat(rows)) if gated else rows[0])
-        if out is None:
-            out = large_pages.empty((cpu.blocks(len(parts[0]), gated), *packed.shape[1:]), packed.dtype)
-        out[done : done + len(packed)] = packed
-        done += len(packed)
-    if len(parts[0]) > PIECE:
-        _give_back()
-    return out
-
-
-def _give_back() -> None:
-    """Return freed memory to the system. glibc would keep most of what packing has used for a while."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def _packed(weight: Tensor, linear: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Rows of a layer's weight as it stores them, laid out for x of this dtype."""
+def _packed(linear: nn.Module, dtype: torch.dtype, gated: bool) -> Tensor:
+    """A layer's weight, laid out for x of this dtype."""
+    weight = linear.weight.detach()
     if not isinstance(linear, QuantizedLinear):
-        return cpu.pack(weight, 4 // dtype.itemsize)
-    weight = unpack_nibbles(weight) if linear.group else weight
+        return cpu.pack(weight, 4 // dtype.itemsize, gated)
     if linear.mode == "w8a8":
-        return cpu.pack_bytes(weight)
+        return cpu.pack_bytes(weight, gated)
     if linear.mode == "w4a8":
-        return cpu.pack_w4a8(weight)
+        return cpu.pack_w4a8(weight, gated)
     per_word = cpu.quantized_per_word(dtype)
-    return cpu.pack_int4(weight, per_word) if linear.mode == "int4" else cpu.pack(weight, per_word)
+    return (cpu.pack_int4 if linear.mode == "int4" else cpu.pack)(weight, per_word, gated)
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:

@@ -103,9 +103,23 @@ void move_bytes(const Cache& k, const Cache& v, int64_t kv_heads, int64_t hd, co
 void restrict_logits(int threads, const float* logits, int64_t B, int64_t T, int64_t V, const float* temperature,
                      const int64_t* top_k, const float* top_p, float* out);
 
-// Rows [N] of `words` words each -> [ceil(N / columns), words, columns] of them, zero for the rows that are missing.
-// size: bytes of a word, 1, 2 or 4.
-void pack(int threads, const void* weight, int64_t N, int64_t words, int64_t size, int64_t columns, void* out);
+// Which of N rows lie side by side in a packed block. paired: half of a block's columns are of the first half of the
+// rows (gate), the others of the second (up).
+struct Side {
+  int64_t N, columns;
+  bool paired;
+  int64_t blocks() const { return ((paired ? N / 2 : N) + width() - 1) / width(); }
+  int64_t width() const { return paired ? columns / 2 : columns; }
+  int64_t row(int64_t block, int64_t column) const;  // -1: there is none
+};
+
+// Rows of `words` words each -> [blocks, words, columns] of them, zero for the rows that are missing, with some bits
+// flipped. size: bytes of a word, 1, 2 or 4.
+void pack(int threads, const void* weight, const Side& side, int64_t words, int64_t size, uint32_t flip, void* out);
+// Rows of K values in 4 bits, 8 more than the value and two in a byte, as kernels/quantized.py stores them -> [blocks,
+// K / per_word, columns / 2, per_word] bytes, each with a value of the first half of the columns, and in its high bits
+// one of the second; 8 for the rows that are missing.
+void pack_nibbles(int threads, const uint8_t* weight, const Side& side, int64_t K, int64_t per_word, uint8_t* out);
 
 // temperature [B] times standard Gumbel noise [B, W, V] for key [B, 2] and positions [B, W].
 void gumbel(int threads, const int64_t* key, const int64_t* positions, const float* temperature, int64_t B,

@@ -200,12 +200,18 @@ Tensor restrict(const Tensor& logits, const Tensor& temperature, const Tensor& t
 }
 
 // Weight [N, K] -> [ceil(N/columns), K/per_word, columns, per_word].
-Tensor pack_(const Tensor& weight, int64_t columns, int64_t per_word) {
+// To `out` [blocks, words, columns, per_word], each byte with the bits of `flip` flipped.
+void pack_(const Tensor& weight, bool paired, int64_t flip, Tensor out) {
   const Tensor in = whole(weight);
-  const int64_t N = in.size(0), words = in.size(1) / per_word;
-  Tensor out = empty({(N + columns - 1) / columns, words, columns, per_word}, in.scalar_type());
-  pack(threads(), in.const_data_ptr(), N, words, per_word * in.element_size(), columns, out.mutable_data_ptr());
-  return out;
+  const Side side{in.size(0), out.size(2), paired};
+  pack(threads(), in.const_data_ptr(), side, out.size(1), out.size(3) * in.element_size(), flip * 0x01010101u,
+       out.mutable_data_ptr());
+}
+void pack_nibbles_(const Tensor& weight, bool paired, Tensor out) {  // [blocks, words, columns / 2, per_word]
+  const Tensor in = whole(weight);
+  const Side side{in.size(0), 2 * out.size(2), paired};
+  pack_nibbles(threads(), in.const_data_ptr<uint8_t>(), side, 2 * in.size(1), out.size(3),
+               out.mutable_data_ptr<uint8_t>());
 }
 
 // The parts of a step, see kernels.h. What is not contiguous is copied; outputs are made here.
@@ -313,7 +319,8 @@ LIBRARY(NAMESPACE, m) {
   m.def("move(Tensor(a!)[] k, Tensor(b!)[] v, int head_dim, Tensor source, Tensor target) -> ()");
   m.def("byte_blocks(int head_dim) -> int[]");
   m.def("restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor");
-  m.def("pack(Tensor weight, int columns, int per_word) -> Tensor");
+  m.def("pack(Tensor weight, bool paired, int flip, Tensor(a!) out) -> ()");
+  m.def("pack_nibbles(Tensor weight, bool paired, Tensor(a!) out) -> ()");
   m.def("gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor");
   m.def("draw(Tensor logits, Tensor? noise, Tensor? depth) -> Tensor");
   m.def("rank(Tensor logits, Tensor? noise, int k) -> (Tensor, Tensor)");
@@ -344,6 +351,7 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("move", TORCH_BOX(&eagle::move));
   m.impl("restrict", TORCH_BOX(&eagle::restrict));
   m.impl("pack", TORCH_BOX(&eagle::pack_));
+  m.impl("pack_nibbles", TORCH_BOX(&eagle::pack_nibbles_));
   m.impl("gumbel", TORCH_BOX(&eagle::gumbel_));
   m.impl("draw", TORCH_BOX(&eagle::draw_));
   m.impl("rank", TORCH_BOX(&eagle::rank_));

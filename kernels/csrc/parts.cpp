@@ -68,27 +68,52 @@ struct Best {  // of a vocabulary's tokens
 
 }  // namespace
 
-void pack(int threads, const void* weight, int64_t N, int64_t words, int64_t size, int64_t columns, void* out) {
+int64_t Side::row(int64_t block, int64_t column) const {
+  const int64_t rows = paired ? N / 2 : N, row = block * width() + column % width();
+  return row < rows ? column / width() * rows + row : -1;
+}
+
+void pack(int threads, const void* weight, const Side& side, int64_t words, int64_t size, uint32_t flip, void* out) {
   const auto run = [&](auto word) {
     using Word = decltype(word);
     constexpr int64_t TILE = 16;  // words of every row, whose cache lines stay
     const auto* from = static_cast<const Word*>(weight);
-    auto* to = static_cast<Word*>(out);
+    const int64_t columns = side.columns;
     Team::run(threads, [&](const Team& team) {
-      team.share((N + columns - 1) / columns, [&](int64_t b) {
-        const int64_t rows = std::min(columns, N - b * columns);
-        Word* block = to + b * words * columns;
-        if (rows < columns) std::fill(block, block + words * columns, Word(0));
+      team.share(side.blocks(), [&](int64_t b) {
+        Word* block = static_cast<Word*>(out) + b * words * columns;
         for (int64_t first = 0; first < words; first += TILE)
-          for (int64_t row = 0; row < rows; row++)
-            for (int64_t k = first; k < std::min(words, first + TILE); k++)
-              block[k * columns + row] = from[(b * columns + row) * words + k];
+          for (int64_t c = 0; c < columns; c++) {
+            const int64_t row = side.row(b, c), end = std::min(words, first + TILE);
+            if (row < 0) for (int64_t k = first; k < end; k++) block[k * columns + c] = Word(flip);
+            else for (int64_t k = first; k < end; k++) block[k * columns + c] = from[row * words + k] ^ Word(flip);
+          }
       });
     });
   };
   if (size == 1) run(uint8_t());
   else if (size == 2) run(uint16_t());
   else run(uint32_t());
+}
+
+void pack_nibbles(int threads, const uint8_t* weight, const Side& side, int64_t K, int64_t per_word, uint8_t* out) {
+  constexpr int64_t TILE = 64;  // bytes of every row
+  const int64_t half = side.columns / 2, step = half * per_word;
+  Team::run(threads, [&](const Team& team) {
+    team.share(side.blocks(), [&](int64_t b) {
+      uint8_t* block = out + b * K * half;
+      for (int64_t first = 0; first < K / 2; first += TILE)
+        for (int64_t c = 0; c < half; c++) {
+          const int64_t low = side.row(b, c), high = side.row(b, c + half), end = std::min(K / 2, first + TILE);
+          for (int64_t j = first; j < end; j++) {
+            const int l = low < 0 ? 0x88 : weight[low * K / 2 + j], h = high < 0 ? 0x88 : weight[high * K / 2 + j];
+            const int64_t k = 2 * j, next = k + 1;
+            block[k / per_word * step + c * per_word + k % per_word] = uint8_t((l & 15) | (h & 15) << 4);
+            block[next / per_word * step + c * per_word + next % per_word] = uint8_t(l >> 4 | (h & 0xF0));
+          }
+        }
+    });
+  });
 }
 
 void gumbel(int threads, const int64_t* key, const int64_t* positions, const float* temperature, int64_t B,

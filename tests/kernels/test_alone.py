@@ -12,6 +12,7 @@ import torch
 from helpers import ROOT
 
 from kernels import build, cpu, isa
+from kernels.quantized import pack_nibbles
 
 CROSS = "aarch64-linux-gnu-g++"
 EMULATOR = ("qemu-aarch64", "-cpu", "max")
@@ -31,8 +32,11 @@ def same_packing(printed: str, monkeypatch) -> bool:
     values = (torch.arange(74 * 8) * 7 % 16 - 8).to(torch.int8).view(74, 8)
     expected = {
         "pack": cpu.pack(values, layout.bf16_per_word), "pack_bytes": cpu.pack_bytes(values),
-        "pack_int4": cpu.pack_int4(values, layout.bf16_per_word), "pack_w4a8": cpu.pack_w4a8(values),
-        "pack_scale": cpu.pack_scale(values), "interleave": cpu.interleave(values),
+        "pack_int4": cpu.pack_int4(pack_nibbles(values), layout.bf16_per_word),
+        "pack_w4a8": cpu.pack_w4a8(pack_nibbles(values)), "pack_scale": cpu.pack_scale(values),
+        "gated": cpu.pack(values, layout.bf16_per_word, gated=True),
+        "gated_scale": cpu.pack_scale(values, gated=True),
+        "gated_int4": cpu.pack_int4(pack_nibbles(values), layout.bf16_per_word, gated=True),
     }
     return found == {name: packed.numpy().tobytes().hex() for name, packed in expected.items()}
 

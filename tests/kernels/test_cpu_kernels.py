@@ -71,7 +71,7 @@ def test_gated(dtype, inner):
     draw = draws(inner)
     x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    packed = cpu.pack(cpu.interleave(weight), 4 // dtype.itemsize)
+    packed = cpu.pack(weight, 4 // dtype.itemsize, gated=True)
     close(cpu.linear(x, packed, inner, mode=cpu.GATED), F.silu(gate) * up, dtype)
 
 
@@ -229,7 +229,7 @@ def test_a_row_never_depends_on_its_company(dtype):
     draw = draws(3)
     x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
     per_word = 4 // dtype.itemsize
-    packed, gated = cpu.pack(weight, per_word), cpu.pack(cpu.interleave(weight), per_word)
+    packed, gated = cpu.pack(weight, per_word), cpu.pack(weight, per_word, gated=True)
     for compute in (
         lambda x: cpu.linear(x, packed, 70), lambda x: cpu.linear(x, packed, 70, mode=cpu.FLOAT32),
         lambda x: cpu.linear(x, gated, 35, mode=cpu.GATED), lambda x: cpu.rms_norm(x, norm, 1e-6),

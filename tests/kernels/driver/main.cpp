@@ -252,7 +252,9 @@ void print_packing() {
   print("pack_w4a8", pack_int4(m, nibbles_per_word));
   print("pack_bytes", pack_bytes(m));
   print("pack_scale", pack(m, 1));
-  print("interleave", interleave(m).values);
+  print("gated", pack(interleave(m), bf16_per_word));
+  print("gated_int4", pack_int4(interleave(m), bf16_per_word));
+  print("gated_scale", pack(interleave(m), 1));
 }
 
 // Of x that is rounded, whose sums are exact: the same for every instruction set that adds once to what it has multiplied.
