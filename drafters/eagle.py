@@ -75,8 +75,9 @@ class Eagle(NetworkDrafter):
     def _logits(self, h: Tensor) -> Tensor:
         return self.head.logits(h)
 
-    def _ids(self, ids: Tensor) -> Tensor:
-        return self.head.draft_ids[ids]
+    @property
+    def _names(self) -> Tensor:
+        return self.head.draft_ids
 
     def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None

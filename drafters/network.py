@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Proposal
-from kernels.parts import prune, rank, visible_slots
+from kernels.parts import advance, prune, rank, visible_slots
 from tree import Growth, PathTree, TreeShape, pick
 
 
@@ -52,7 +52,7 @@ class NetworkDrafter(Drafter):
         row_slots = base[:, None] + torch.arange(k, device=slots.device)
         for level in range(shape.depth):
             if level:
-                feature = pick(feature, grown.advance())
+                feature = pick(feature, advance(grown))
             positions = (base + level)[:, None].expand(-1, k)
             visible = visible_slots(slots, base, grown.beam_sees)
             feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
@@ -69,16 +69,16 @@ class NetworkDrafter(Drafter):
         logits = self._logits(h)
         if level_logits is not None:
             level_logits.append(logits)
-        scores, ids = rank(logits, None if noise is None else noise[:, step, None], k)
-        return scores, self._ids(ids)
+        return rank(logits, None if noise is None else noise[:, step, None], k, self._names)
 
     def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
         return noise if self.coupled else None
 
-    def _ids(self, ids: Tensor) -> Tensor:
-        """Target ids of the network's own ids."""
-        return ids
+    @property
+    def _names(self) -> Tensor | None:
+        """The target id of each of the network's own ids [Vd]; None if they are the same."""
+        return None
 
     def _catch_up(self, state, slots: Tensor) -> Tensor:
         """Read what the last step committed. Returns the output [B, 1, H] for the first level."""

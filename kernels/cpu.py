@@ -256,6 +256,30 @@ def byte_blocks(head_dim: int) -> tuple[int, int, int]:
     return tuple(_ops.byte_blocks(head_dim))
 
 
+def head(
+    tokens: Tensor, table: Tensor, table_norm: Tensor, feature: Tensor, feature_norm: Tensor,
+    positions: Tensor, inverse: Tensor, factor: float, weights: list[Tensor], parts: list[int],
+    k: list[Tensor], v: list[Tensor], slots: Tensor, visible: Tensor, eps: float,
+) -> Tensor:
+    """A pass of an EAGLE-3 head over tokens [B, T] with features [B, T, H] -> its residual stream [B, T, H].
+
+    The first layer reads rows of the embedding table and the features, both normed, side by side. positions
+    [B, T] are rotated by inverse frequencies [hd/2], cosine and sine times factor. The rest: see `layers`.
+    """
+    return _ops.head(
+        tokens, table, table_norm, feature, feature_norm, positions, inverse, factor, weights, parts, k, v,
+        slots, visible, eps,
+    )
+
+
+def normed_linear(
+    x: Tensor, norm: Tensor, eps: float, packed: Tensor, columns: int, scale: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`linear` of `rms_norm` of x, in float32."""
+    return _ops.normed_linear(x, norm, eps, packed, scale, bias, columns)
+
+
 def move(k: list[Tensor], v: list[Tensor], head_dim: int, source: Tensor, target: Tensor) -> None:
     """Copy the entries at slots `source` [B, W] of every layer's caches k, v (`attend`) to slots `target`.
 
@@ -280,9 +304,23 @@ def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
     return _ops.draw(logits, noise, depth)
 
 
-def rank(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids [B, R, k] of the k largest of logits [B, R, V] plus noise [B, R or 1, V]."""
-    return _ops.rank(logits, noise, k)
+def rank(
+    logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids [B, R, k] of the k largest of logits [B, R, V] plus noise [B, R or 1, V].
+
+    names [V]: what stands for an id, if not it itself.
+    """
+    return _ops.rank(logits, noise, k, names)
+
+
+def advance(scores: Tensor, tokens: Tensor, sees: Tensor, size: int) -> tuple[Tensor, ...]:
+    """`tree.Growth.advance`: the newest children's scores and tokens [B, k*k], what the beam sees [B, k, M].
+
+    size: candidates before them. Returns the next beam: scores, tokens, places among all candidates [B, k],
+    what it sees [B, k, M+k], and which row each came from [B, k].
+    """
+    return _ops.advance(scores, tokens, sees, size)
 
 
 def see(length: Tensor, local: Tensor, slots: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import cpu
 from kernels.quantized import QuantizedLinear
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
+from networks.eagle import Eagle3Head
 
 
 class ByteCache(nn.Module):
@@ -141,6 +142,26 @@ def run_block(block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Ten
     return x
 
 
+def run_head(
+    head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
+    caches: nn.ModuleList,
+) -> Tensor:
+    """`networks.eagle.run_head` as one operator, for a head of which every layer is packed."""
+    first = head.layer
+    return cpu.head(
+        tokens, head.embed.weight, first.embed_norm.weight, feature, first.feature_norm.weight, positions,
+        head.inv_freq, head.args.rope_factor, *head.packed_weights, *_keys_and_values(caches), slots, visible,
+        first.mlp_norm.eps,
+    )
+
+
+def score_rows(head: Eagle3Head, x: Tensor) -> Tensor:
+    """`networks.eagle.score_rows` as one operator."""
+    norm, lm_head = head.norm, head.lm_head
+    weights = lm_head.packed, lm_head.columns, lm_head.scale, lm_head.bias
+    return cpu.normed_linear(x, norm.weight, norm.eps, *weights)
+
+
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     """What `cpu.layers` wants of a layer, collected once: asking modules takes as long as an operator."""
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
@@ -209,11 +230,30 @@ def pack_models(*models: nn.Module) -> bool:
         if isinstance(model, Transformer):
             if all(_is_packed(layer) for layer in model.layers):
                 model.run_layers, model.move, model.on_kernels = run_layers, move, True
-                each = [layer.packed_weights for layer in model.layers]
-                model.packed_weights = tuple([x for of in lists for x in of] for lists in zip(*each))
+                model.packed_weights = _together(model.layers)
             else:
                 complete = False
+        if isinstance(model, Eagle3Head):
+            _pack_head(model)
     return complete
+
+
+def _pack_head(head: Eagle3Head) -> None:
+    layers = [head.layer, *head.more_layers]
+    norms = head.layer.embed_norm, head.layer.feature_norm
+    plain = isinstance(head.embed, nn.Embedding) and not head.layer.norm_before_residual
+    if plain and all(map(_is_packed, layers)) and all(isinstance(norm, PackedNorm) for norm in norms):
+        head.packed_weights = _together(layers)
+        head.inv_freq = head.inv_freq.float()
+        head.run = run_head
+    if isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear):
+        head.score = score_rows
+
+
+def _together(layers) -> tuple[list[Tensor], list[int]]:
+    """The weights of packed layers, one after the other."""
+    each = [layer.packed_weights for layer in layers]
+    return tuple([x for of in lists for x in of] for lists in zip(*each))
 
 
 def threads_for(target: nn.Module) -> contextlib.AbstractContextManager:

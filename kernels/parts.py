@@ -50,17 +50,30 @@ def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> T
     return logits.argmax(-1)
 
 
-def rank(logits: Tensor, noise: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def rank(
+    logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The k best ids by logits [B, R, V], plus noise [B, R or 1, V] if there is any, best first.
 
-    Returns their log-probabilities under the shifted logits and their ids, both [B, R, k].
+    Returns their log-probabilities under the shifted logits and their ids, both [B, R, k]. names [V]: what
+    stands for an id, if not it itself.
     """
     if cpu.is_alone():
-        return cpu.rank(logits, noise, k)
+        return cpu.rank(logits, noise, k, names)
     if noise is not None:
         logits = logits + noise
     top, ids = logits.topk(k, dim=-1)
-    return top - logits.logsumexp(-1, keepdim=True), ids
+    return top - logits.logsumexp(-1, keepdim=True), ids if names is None else names[ids]
+
+
+def advance(growth: Growth) -> Tensor:
+    """`tree.Growth.advance`."""
+    if not cpu.is_alone():
+        return growth.advance()
+    beam = cpu.advance(growth.child_scores, growth.child_tokens, growth.beam_sees, growth.size)
+    growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees, row = beam
+    growth.size += growth.child_tokens.shape[1]
+    return row
 
 
 def prune(growth: Growth, root: Tensor) -> Tree:

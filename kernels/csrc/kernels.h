@@ -84,6 +84,11 @@ struct Kernels {
   // Each row of x [M, H] over its root mean square, times weight [H].
   static void rms_norm(const void* x, const void* weight, int64_t M, int64_t H, float eps, void* out);
 
+  // What the first layer of an EAGLE-3 head reads: rows `ids` [M] of table [.., S] and x [M, H], each as `rms_norm`
+  // has it, side by side -> out [M, S + H].
+  static void beside(const int64_t* ids, const void* table, const void* table_norm, int64_t S, const void* x,
+                     const void* x_norm, int64_t M, int64_t H, float eps, void* out);
+
   // All layers on x [B, T, H], in place. The streams entering the layers `aux` go side by side into features
   // [B, T, aux, H]; the number of layers stands for the stream after the last one. `read`: what the first layer's
   // attention reads [B, T, its inputs], if that is not x, normed.
@@ -130,9 +135,19 @@ void draw(int threads, const float* logits, const float* noise, const int64_t* d
           int64_t W, int64_t V, int64_t* out);
 
 // The k largest of logits [rows, V], best first -> log-probabilities, ids [rows, k]. Each V numbers of noise, if
-// there is any, are added to `shared` rows.
-void rank(int threads, const float* logits, const float* noise, int64_t rows, int64_t shared, int64_t V, int64_t k,
-          float* scores, int64_t* ids);
+// there is any, are added to `shared` rows. names [V]: what stands for an id, if not it itself.
+void rank(int threads, const float* logits, const float* noise, const int64_t* names, int64_t rows, int64_t shared,
+          int64_t V, int64_t k, float* scores, int64_t* ids);
+
+struct BeamOut {  // the k nodes to expand next
+  float* scores;                 // [B, k]
+  int64_t *tokens, *flat, *row;  // [B, k]
+  bool* sees;                    // [B, k, seen + k]
+};
+// The k best of the k * k children of a beam, whose scores and tokens are [B, k * k] and which saw [B, k, seen]; `size`
+// candidates came before them. See tree.py: Growth.
+void advance(const float* scores, const int64_t* tokens, const bool* sees, int64_t B, int64_t k, int64_t seen,
+             int64_t size, const BeamOut& beam);
 
 // Which of n slots each row sees [B, T, n]: the first `length` [B], and after them as local [B, T, M] says.
 void see(const int64_t* length, const bool* local, int64_t B, int64_t T, int64_t M, int64_t n, bool* out);

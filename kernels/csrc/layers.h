@@ -88,6 +88,18 @@ void Kernels<E>::rms_norm(const void* x, const void* weight, int64_t M, int64_t 
 }
 
 template <class E>
+void Kernels<E>::beside(const int64_t* ids, const void* table, const void* table_norm, int64_t S, const void* x,
+                        const void* x_norm, int64_t M, int64_t H, float eps, void* out) {
+  const auto *rows = static_cast<const Value<E>*>(table), *from = static_cast<const Value<E>*>(x);
+  const auto *first = static_cast<const Value<E>*>(table_norm), *second = static_cast<const Value<E>*>(x_norm);
+  for (int64_t m = 0; m < M; m++) {
+    auto* to = static_cast<Value<E>*>(out) + m * (S + H);
+    norm_row<E>(rows + ids[m] * S, first, S, eps, to);
+    norm_row<E>(from + m * H, second, H, eps, to + S);
+  }
+}
+
+template <class E>
 void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
                         const std::vector<int64_t>& aux, const void* read, void* x, void* features) {
   using X = Read<E>;  // what goes into products is written as they read it

@@ -135,6 +135,21 @@ enum Part {  // of a layer's weights, as in Python
   MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, PARTS
 };
 
+std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k,
+                             const Tensors& v, double eps) {
+  std::vector<Layer> all;
+  const Tensor* next = weights.data();
+  for (size_t l = 0; l < k.size(); l++) {
+    const Tensor* w[PARTS];
+    for (int part = 0; part < PARTS; part++) w[part] = parts[l] >> part & 1 ? next++ : nullptr;
+    all.push_back({data(w[ATTN_NORM]), weight(*w[WQKV], w[WQKV_SCALE]), static_cast<const float*>(data(w[BIAS])),
+                   {data(w[Q_NORM]), data(w[K_NORM]), float(eps)}, weight(*w[WO], w[WO_SCALE]), data(w[MLP_NORM]),
+                   weight(*w[GATE_UP], w[GATE_UP_SCALE]), weight(*w[DOWN], w[DOWN_SCALE]),
+                   cache(k[l]), cache(v[l])});
+  }
+  return all;
+}
+
 // x [B, T, H] -> the residual stream after all layers, and those entering the layers `aux` (L: after all).
 // read [B, T, inputs]: what the first layer's attention reads, if that is not x, normed. weights: of each layer
 // those that it has, in the order of `Part`; parts: a layer's have the bits set that have their numbers.
@@ -145,20 +160,11 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
                                   const std::vector<int64_t>& aux, const Maybe& read) {
   const Tensor in = whole(x);
   const Maybe inputs = whole(read);
-  const int64_t H = x.size(2), L = k.size();
+  const int64_t H = x.size(2);
   Tensor stream = empty(in.sizes().vec(), in.scalar_type());
   std::memcpy(stream.mutable_data_ptr(), in.const_data_ptr(), in.numel() * in.element_size());
   Tensor features = empty({x.size(0), x.size(1), int64_t(aux.size()) * H}, in.scalar_type());
-  std::vector<Layer> all;
-  const Tensor* next = weights.data();
-  for (int64_t l = 0; l < L; l++) {
-    const Tensor* w[PARTS];
-    for (int part = 0; part < PARTS; part++) w[part] = parts[l] >> part & 1 ? next++ : nullptr;
-    all.push_back({data(w[ATTN_NORM]), weight(*w[WQKV], w[WQKV_SCALE]), static_cast<const float*>(data(w[BIAS])),
-                   {data(w[Q_NORM]), data(w[K_NORM]), float(eps)}, weight(*w[WO], w[WO_SCALE]), data(w[MLP_NORM]),
-                   weight(*w[GATE_UP], w[GATE_UP_SCALE]), weight(*w[DOWN], w[DOWN_SCALE]),
-                   cache(k[l]), cache(v[l])});
-  }
+  const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
   by_dtype(x, [&](auto kernels) {
     const int64_t heads = kernels.inputs(all[0].wo) / (2 * cosine.size(2));
     const Shared shared(x, heads, k[0], cosine, sine, slots, visible);
@@ -166,6 +172,35 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
                    features.mutable_data_ptr());
   });
   return {stream, features};
+}
+
+// A pass of an EAGLE-3 head, as networks/eagle.py: run_head has it, over tokens [B, T] and features [B, T, H] -> the
+// residual stream. inverse: of the rotation's frequencies. The rest is that of `layers`.
+Tensor head(const Tensor& tokens, const Tensor& table, const Tensor& table_norm, const Tensor& feature,
+            const Tensor& feature_norm, const Tensor& positions, const Tensor& inverse, double factor,
+            const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v,
+            const Tensor& slots, const Tensor& visible, double eps) {
+  const Tensor ids = whole(tokens), in = whole(feature), at = whole(positions);
+  const int64_t B = in.size(0), T = in.size(1), H = in.size(2), S = table.size(1), half = inverse.size(0);
+  Tensor cosine = empty({B, T, half}, ScalarType::Float), sine = empty({B, T, half}, ScalarType::Float);
+  angles(longs(at), floats(inverse), float(factor), B * T, half, cosine.mutable_data_ptr<float>(),
+         sine.mutable_data_ptr<float>());
+  Tensor read = empty({B, T, S + H}, in.scalar_type()), stream = empty({B, T, H}, in.scalar_type());
+  std::memcpy(stream.mutable_data_ptr(), in.const_data_ptr(), in.numel() * in.element_size());
+  const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
+  by_dtype(in, [&](auto kernels) {
+    const Shared shared(in, kernels.inputs(all[0].wo) / (2 * half), k[0], cosine, sine, slots, visible);
+    kernels.beside(longs(ids), data(table), data(table_norm), S, data(in), data(feature_norm), B * T, H, float(eps),
+                   read.mutable_data_ptr());
+    kernels.layers(threads(), shared.rows, H, all, eps, {}, data(read), stream.mutable_data_ptr(), nullptr);
+  });
+  return stream;
+}
+
+// x [..., K], each row as `rms_norm` has it, times a packed weight -> float32 [..., N].
+Tensor normed_linear(const Tensor& x, const Tensor& norm, double eps, const Tensor& packed, const Maybe& scale,
+                     const Maybe& bias, int64_t columns) {
+  return linear(rms_norm(x, norm, eps), packed, scale, bias, {}, columns, FLOAT32);
 }
 
 // Copy entries `source` [B, W] of every cache to `target` [B, W]. A row's are read before any is written. hd: the
@@ -233,17 +268,29 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64_t k) {
+std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64_t k, const Maybe& names) {
   const Tensor in = whole(logits);
   const Maybe n = whole(noise);
   Tensor scores = empty({in.size(0), in.size(1), k}, in.scalar_type());
   Tensor ids = empty(scores.sizes().vec(), ScalarType::Long);
   const int64_t rows = in.size(0) * in.size(1), shared = n ? rows / (n->size(0) * n->size(1)) : 1;
-  rank(threads(), floats(in), floats(n), rows, shared, in.size(2), k,
+  rank(threads(), floats(in), floats(n), names ? longs(*names) : nullptr, rows, shared, in.size(2), k,
        scores.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
   return {scores, ids};
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> advance_(const Tensor& scores, const Tensor& tokens,
+                                                            const Tensor& sees, int64_t size) {
+  const Tensor s = whole(scores), t = whole(tokens), before = whole(sees);
+  const int64_t B = before.size(0), k = before.size(1), seen = before.size(2);
+  Tensor best = empty({B, k}, s.scalar_type()), token = empty({B, k}, t.scalar_type());
+  Tensor flat = empty({B, k}, t.scalar_type()), row = empty({B, k}, t.scalar_type());
+  Tensor now = empty({B, k, seen + k}, ScalarType::Bool);
+  advance(floats(s), longs(t), before.const_data_ptr<bool>(), B, k, seen, size,
+          {best.mutable_data_ptr<float>(), token.mutable_data_ptr<int64_t>(), flat.mutable_data_ptr<int64_t>(),
+           row.mutable_data_ptr<int64_t>(), now.mutable_data_ptr<bool>()});
+  return {best, token, flat, now, row};
+}
 Tensor see_(const Tensor& length, const Tensor& local, int64_t n) {
   const Tensor l = whole(length), in = whole(local);
   Tensor out = empty({in.size(0), in.size(1), n}, in.scalar_type());
@@ -316,6 +363,11 @@ LIBRARY(NAMESPACE, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k,"
         " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)");
+  m.def("head(Tensor tokens, Tensor table, Tensor table_norm, Tensor feature, Tensor feature_norm,"
+        " Tensor positions, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k,"
+        " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps) -> Tensor");
+  m.def("normed_linear(Tensor x, Tensor norm, float eps, Tensor packed, Tensor? scale, Tensor? bias, int columns)"
+        " -> Tensor");
   m.def("move(Tensor(a!)[] k, Tensor(b!)[] v, int head_dim, Tensor source, Tensor target) -> ()");
   m.def("byte_blocks(int head_dim) -> int[]");
   m.def("restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor");
@@ -323,7 +375,9 @@ LIBRARY(NAMESPACE, m) {
   m.def("pack_nibbles(Tensor weight, bool paired, Tensor(a!) out) -> ()");
   m.def("gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor");
   m.def("draw(Tensor logits, Tensor? noise, Tensor? depth) -> Tensor");
-  m.def("rank(Tensor logits, Tensor? noise, int k) -> (Tensor, Tensor)");
+  m.def("rank(Tensor logits, Tensor? noise, int k, Tensor? names) -> (Tensor, Tensor)");
+  m.def("advance(Tensor scores, Tensor tokens, Tensor sees, int size)"
+        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("see(Tensor length, Tensor local, int slots) -> Tensor");
   m.def("prune(Tensor scores, Tensor tokens, Tensor parents, Tensor root, int nodes)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -348,6 +402,8 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("attend", TORCH_BOX(&eagle::attend));
   m.impl("rms_norm", TORCH_BOX(&eagle::rms_norm));
   m.impl("layers", TORCH_BOX(&eagle::layers));
+  m.impl("head", TORCH_BOX(&eagle::head));
+  m.impl("normed_linear", TORCH_BOX(&eagle::normed_linear));
   m.impl("move", TORCH_BOX(&eagle::move));
   m.impl("restrict", TORCH_BOX(&eagle::restrict));
   m.impl("pack", TORCH_BOX(&eagle::pack_));
@@ -355,6 +411,7 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("gumbel", TORCH_BOX(&eagle::gumbel_));
   m.impl("draw", TORCH_BOX(&eagle::draw_));
   m.impl("rank", TORCH_BOX(&eagle::rank_));
+  m.impl("advance", TORCH_BOX(&eagle::advance_));
   m.impl("see", TORCH_BOX(&eagle::see_));
   m.impl("prune", TORCH_BOX(&eagle::prune_));
   m.impl("accept", TORCH_BOX(&eagle::accept_));

@@ -169,8 +169,8 @@ void draw(int threads, const float* logits, const float* noise, const int64_t* d
   }
 }
 
-void rank(int threads, const float* logits, const float* noise, int64_t rows, int64_t shared, int64_t V, int64_t k,
-          float* scores, int64_t* ids) {
+void rank(int threads, const float* logits, const float* noise, const int64_t* names, int64_t rows, int64_t shared,
+          int64_t V, int64_t k, float* scores, int64_t* ids) {
   struct Chunk {
     float most, sum;
     std::vector<Best> best;  // k at most, in order
@@ -223,7 +223,29 @@ void rank(int threads, const float* logits, const float* noise, int64_t rows, in
     std::partial_sort(best.begin(), best.begin() + k, best.end(),
                       [](const Best& a, const Best& b) { return a.before(b); });
     const float all = most + float(std::log(sum));
-    for (int64_t i = 0; i < k; i++) scores[row * k + i] = best[i].value - all, ids[row * k + i] = best[i].id;
+    for (int64_t i = 0; i < k; i++) {
+      scores[row * k + i] = best[i].value - all;
+      ids[row * k + i] = names ? names[best[i].id] : best[i].id;
+    }
+  }
+}
+
+void advance(const float* scores, const int64_t* tokens, const bool* sees, int64_t B, int64_t k, int64_t seen,
+             int64_t size, const BeamOut& beam) {
+  std::vector<Best> best(k * k);
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t i = 0; i < k * k; i++) best[i] = {scores[b * k * k + i], i};
+    std::partial_sort(best.begin(), best.begin() + k, best.end(),
+                      [](const Best& a, const Best& b) { return a.before(b); });
+    for (int64_t i = 0; i < k; i++) {
+      const int64_t at = b * k + i, child = best[i].id;
+      beam.scores[at] = best[i].value, beam.tokens[at] = tokens[b * k * k + child];
+      beam.flat[at] = size + child, beam.row[at] = child / k;
+      bool* mine = beam.sees + at * (seen + k);
+      std::memcpy(mine, sees + (b * k + child / k) * seen, seen);
+      std::memset(mine + seen, 0, k);
+      mine[seen + i] = true;
+    }
   }
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import networks.eagle
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
@@ -418,7 +419,7 @@ def test_pytorch_has_one_thread_while_ours_have_all():
     torch.set_num_threads(1)
 
 
-def tiny(dtype, seed=0, head_dim=32, **options):
+def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
     """A random target and EAGLE-3 head."""
     torch.manual_seed(seed)
     size = {
@@ -426,10 +427,9 @@ def tiny(dtype, seed=0, head_dim=32, **options):
         "head_dim": head_dim
     }
     target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
-    head = Eagle3Head(
-        HeadArgs(num_layers=1, draft_vocab_size=96, target_hidden_size=64, aux_layers=(2, 3, 4), **size)
-    )
-    head.draft_ids.copy_(torch.randperm(160)[:96].sort().values)
+    of_head = {"num_layers": 1, "draft_vocab_size": 96, **(of_head or {})}
+    head = Eagle3Head(HeadArgs(target_hidden_size=64, aux_layers=(2, 3, 4), **size, **of_head))
+    head.draft_ids.copy_(torch.randperm(160)[: head.args.draft_vocab_size].sort().values)
     for p in [*target.parameters(), *head.parameters()]:
         p.data = (
             torch.randn(p.shape) * 0.25
@@ -509,6 +509,31 @@ def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path
     expected = decode(False)
     assert not pack_models(target) and isinstance(target.layers[0].wo, PackedLinear)
     assert decode(True) == decode(False) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_head, whole", (
+    ({}, True), ({"num_layers": 3}, True), ({"recycle_normed": True}, True), ({"own_embedding": True}, True),
+    ({"own_lm_head": False, "draft_vocab_size": 160}, True), ({"norm_before_residual": True}, False),
+))
+def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
+    """The bits of its parts one after the other, in its caches too. One variant stays in parts."""
+    target, head = tiny(dtype, of_head=of_head)
+    pack_models(target, head)
+    assert (head.run is not networks.eagle.run_head) == whole and head.score is not networks.eagle.score_rows
+    feature = torch.randn(2, 5, 64).to(dtype)
+    tokens, positions = torch.randint(0, 160, (2, 5)), torch.arange(10).view(2, 5) % 7
+    slots = torch.arange(5).expand(2, -1)
+    visible = torch.rand(2, 5, 9) < 0.5
+    visible[..., 0] = True
+    found = []
+    for run, score in ((head.run, head.score), (networks.eagle.run_head, networks.eagle.score_rows)):
+        head.run, head.score = run, score
+        caches = head.caches(2, 9, dtype, "cpu")
+        x = head(tokens, feature, positions, slots, visible, caches)
+        found.append([x, head.logits(x), *caches.buffers()])
+    assert found[0][1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 def test_decoding_on_the_kernels(golden):

@@ -59,6 +59,29 @@ def test_rank(V, k, rows):
     torch.testing.assert_close(found_scores, scores, rtol=1e-5, atol=2e-6)
 
 
+def test_rank_under_other_names():
+    names = torch.randperm(500, generator=torch.Generator().manual_seed(1))
+    (_, ids), (_, found) = both(parts.rank, random(1, 2, 500), None, 7, names)
+    assert torch.equal(ids, found) and torch.equal(ids, names[parts.rank(random(1, 2, 500), None, 7)[1]])
+
+
+@pytest.mark.parametrize("k", (1, 4, 10))
+def test_advance(k):
+    """Three levels of a growth: the same beam, and the same rows it came from."""
+    def grow() -> list:
+        growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
+        for level in range(3):
+            if level:
+                row = parts.advance(growth)
+                found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
+            tokens = torch.randint(0, 99, (3, k, k), generator=torch.Generator().manual_seed(level))
+            growth.extend(random(3, k, k, seed=level + 1), tokens)
+        return [*found, torch.tensor(growth.size)]
+
+    defined, found = both(grow)
+    assert len(found) == 11 and all(torch.equal(a, b) for a, b in zip(defined, found))
+
+
 def test_gumbel_noise():
     """To a few units of the last place; the largest, which win, relative to themselves."""
     key, positions = seed_keys([3, 2**40 + 5]), torch.tensor([[0, 1, 2], [7, 8, 2**20]])

@@ -75,7 +75,7 @@ inline void check_draw_and_rank(int64_t V, int64_t k, bool noisy) {
   Values<Fp32> scores(B * T * k);
   for (int threads : {1, 3}) {
     draw(threads, logits.data(), noisy ? noise.data() : nullptr, depth.data(), B, T, W, V, best.data());
-    rank(threads, logits.data(), noisy ? noise.data() : nullptr, B * T, T, V, k, scores.data(), ids.data());
+    rank(threads, logits.data(), noisy ? noise.data() : nullptr, nullptr, B * T, T, V, k, scores.data(), ids.data());
     bool drawn = true, ranked = true;
     double apart = 0;
     for (int64_t row = 0; row < B * T; row++) {
