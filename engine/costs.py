@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -134,8 +133,9 @@ class Passes:
 def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int, ...]) -> Costs:
     """Time the passes at these contexts.
 
-    They take turns, so that a machine that is slow for a while is slow for all; medians. compile: run them
-    through torch.compile, as a step does that is not on our kernels.
+    They take turns, so that a machine that is slow for a while is slow for all; of each the lower quartile,
+    as other work on the machine only slows them. compile: run them through torch.compile, as a step does that
+    is not on our kernels.
     """
     passes = {n: Passes(target, head, compile, n) for n in contexts}
     calls = {(n, *key): call for n, some in passes.items() for key, call in some.calls().items()}
@@ -162,9 +162,9 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
                         calls[context, "verify", VERIFY_ROWS[0]]()
                         timed(context, "read", rows, call)
                     timed(context, name, rows, call)
-    medians = {key: statistics.median(t) for key, t in times.items()}
+    typical = {key: sorted(t)[len(t) // 4] for key, t in times.items()}
     return Costs(*(
-        {n: {rows: t for (m, name, rows), t in medians.items() if (m, name) == (n, which)} for n in contexts}
+        {n: {rows: t for (m, name, rows), t in typical.items() if (m, name) == (n, which)} for n in contexts}
         for which in PASSES
     ))
 

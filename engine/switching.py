@@ -14,10 +14,10 @@ from engine.tuning import Plan
 from tree import TreeShape
 
 MEMORY = 0.97  # what a step weighs less than the one after it
-PRIOR = 3.0  # steps of average text that a text begins with
+PRIOR = 4.0  # steps of average text that a text begins with
 MARGIN = 1.03  # how much faster another tree must be to be taken instead
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
-FIRST_REST, LONGEST_REST = 32, 1024  # tokens of plain decoding before that; doubled each time in vain
+FIRST_REST, LONGEST_REST = 48, 1024  # tokens of plain decoding before that; doubled each time in vain
 TIMED = 5  # of the latest steps of a kind, whose median says how slow it is now
 FRESH = 48  # steps after which they are forgotten
 CHECK = 2  # steps with a kind that was forgotten, unless the one at hand is expected to be

@@ -100,7 +100,7 @@ def test_every_method_and_tree_gives_the_plain_text(golden, capsys, tmp_path, fl
 
 @pytest.mark.slow
 def test_auto_tree_is_measured_once(golden, capsys, tmp_path):
-    shutil.copytree(golden, tmp_path / "t")
+    shutil.copytree(golden, tmp_path / "t", ignore=shutil.ignore_patterns("calibration.json", "costs.json"))
     common = (
         "--checkpoint", tmp_path / "t", "--speculate", "eagle3", "--tree", "auto", "--prompt", "Hello",
         "--max-new-tokens", 20
