@@ -48,7 +48,7 @@ def overview() -> None:
     def label(name: str) -> str:
         program, _, rest = name.partition(" ")
         if program != "ours":
-            return name.replace("Q8_0", "Q8_0 (8 bits)")
+            return name.replace("Q8_0", "Q8_0 (8 bits)").replace("OpenVINO", "OpenVINO (8 bits)")
         method, _, precision = rest.partition(" ")
         return f"this project {precision or 'bf16'}, {method}"
 
