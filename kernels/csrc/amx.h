@@ -29,14 +29,14 @@ template <int T>
 inline void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
 }
-// SUM += A times B: pairs of bfloat16, added to floats, or signed bytes times bytes without a sign, to integers.
+// SUM += A times B: pairs of bfloat16, added to floats, or of bytes, added to integers.
 template <int SUM, int A, int B>
 inline void dot_tiles_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 template <int SUM, int A, int B>
 inline void dot_tiles_bytes() {
-  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
 }
 
 }  // namespace eagle

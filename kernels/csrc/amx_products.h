@@ -16,7 +16,7 @@
 namespace eagle {
 
 constexpr int TILE = 16;  // rows of a tile, and words of a row
-static_assert(LANES == TILE && BLOCK == 2 * TILE && TILE_ROWS == 2 * TILE && BYTE_OFFSET == 128);
+static_assert(LANES == TILE && BLOCK == 2 * TILE && TILE_ROWS == 2 * TILE && BYTE_OFFSET == 0);
 constexpr int64_t SIDE = BLOCK * sizeof(uint32_t);  // bytes from one row to the next, of a block and of sums
 
 // The tiles of this thread, while this lives: 0..3 are sums (two of rows, two of columns), 4 and 5 rows of x,
@@ -58,13 +58,18 @@ inline void dot_tiles() {
   if constexpr (BYTES) dot_tiles_bytes<SUM, A, B>();
   else dot_tiles_bf16<SUM, A, B>();
 }
-// To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block.
-template <int HALVES, bool BYTES>
-inline void add_products(const uint32_t* rows, int64_t apart, const void* steps) {
+// To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block. Meanwhile fetches FETCHED bytes of
+// what lies at `next`, in parts: many at once keep the loads waiting.
+template <int HALVES, bool BYTES, int64_t FETCHED>
+inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, const char*& next) {
   const char *a = reinterpret_cast<const char*>(rows), *b = static_cast<const char*>(steps);
-  load_tile<6>(b, SIDE), load_tile<7>(b + 64, SIDE);
-  load_tile<4>(a, apart);
-  dot_tiles<BYTES, 0, 4, 6>(), dot_tiles<BYTES, 1, 4, 7>();
+  const auto fetch_part = [&] {
+    for (int i = 0; i < FETCHED / 4; i += 64) fetch<64>(next);
+  };
+  load_tile<6>(b, SIDE), fetch_part();
+  load_tile<7>(b + 64, SIDE), fetch_part();
+  load_tile<4>(a, apart), fetch_part();
+  dot_tiles<BYTES, 0, 4, 6>(), dot_tiles<BYTES, 1, 4, 7>(), fetch_part();
   if constexpr (HALVES == 2) {
     load_tile<5>(a + TILE * apart, apart);
     dot_tiles<BYTES, 2, 5, 6>(), dot_tiles<BYTES, 3, 5, 7>();
@@ -76,6 +81,7 @@ template <template <class> class Weights, int HALVES>
 [[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, const char* next,
                                      float* sums) {
   using W = Weights<Bf16>;
+  constexpr bool AS_IT_LIES = std::is_same_v<W, Whole<Bf16>>;
   static_assert(W::STEP == 1);
   // Steps that are not as a tile wants them, and the last words of x: zeros follow where there are fewer than 16.
   Words unpacked[TILE * VECTORS];
@@ -89,19 +95,18 @@ template <template <class> class Weights, int HALVES>
       const int count = std::min<int64_t>(TILE, group - k);
       const uint32_t* from = x + g * group + k;
       int64_t apart = w.steps * sizeof(uint32_t);
-      const void* steps = p;
-      if (count < TILE || !std::is_same_v<W, Whole<Bf16>>) {
-        for (int i = 0; i < count; i++) W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
-        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        steps = unpacked;
-      }
       if (count < TILE) {
         std::memset(few, 0, sizeof few);
         for (int r = 0; r < rows; r++) std::memcpy(few[r], from + r * w.steps, count * sizeof(uint32_t));
         from = few[0], apart = sizeof few[0];
       }
-      for (int i = 0; i < count; i++) fetch<W::BYTES>(next);
-      add_products<HALVES, false>(from, apart, steps);
+      if (AS_IT_LIES && count == TILE) {
+        add_products<HALVES, false, TILE * W::BYTES>(from, apart, p, next);
+      } else {
+        for (int i = 0; i < count; i++) fetch<W::BYTES>(next), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
+        std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
+        add_products<HALVES, false, 0>(from, apart, unpacked, next);
+      }
       p += count * W::BYTES;
     }
     if (w.format == Weight::WHOLE) return store_sums<HALVES>(sums);
@@ -116,53 +121,63 @@ template <template <class> class Weights, int HALVES>
   }
 }
 
+// As `Columns::load`, as bytes with a sign.
+template <class Columns>
+inline void load_signed(const char* p, Words* columns) {
+  typedef int8_t Values __attribute__((vector_size(sizeof(Words))));
+  Columns::load(p, columns);
+  for (int v = 0; v < VECTORS && std::is_same_v<Columns, Nibbles>; v++) columns[v] = (Words)((Values)columns[v] - 8);
+}
+
 // As `rounded_product`, with the same bits, as integers are summed exactly.
 template <class Columns, int HALVES>
-[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int64_t tiles, int tall, int rows,
-                                             const Weight& w, int64_t b, const char* next, float* sums) {
+[[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b,
+                                             const char* next, float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
+  constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(Rounding::TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
   // Steps that are not as a tile wants them: zeros follow where there are fewer than 16.
   Words unpacked[TILE * VECTORS];
-  alignas(64) int32_t of_group[TILE_ROWS * BLOCK];
+  alignas(64) int32_t of_group[2 * ALL];
   const Rounding how = Rounding::of(w);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), at = x.group_of(tile, K, how);
   const int64_t steps = how.group / how.per_word, apart = how.tile_words();
-  Share ahead(next, w, tile, tiles, groups);
+  const uint32_t* from = x.words_of(tile, K, how);
   const char* p = w.block(b);
-  for (int64_t g = 0; g < groups; g++) {
-    ahead.fetch_part();
-    const uint32_t* from = x.words_of(tile, K, how) + g * tall * apart;
+  const auto scale_group = [&](int64_t g) {
+    const int32_t* summed = of_group + g % 2 * ALL;
+    const float* of_rows = &x.scales[at + g * tall];
+    Floats of_columns[VECTORS];
+    for (int v = 0; FOUR_BITS && v < VECTORS; v++)
+      of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++) {
+        const int i = r * BLOCK + v * LANES;
+        const Floats of_row = broadcast(of_rows[r]), scale = FOUR_BITS ? of_row * of_columns[v] : of_row;
+        store(sums + i, fma(to_floats(load<Ints>(summed + i)), scale, g ? load<Floats>(sums + i) : Floats{}));
+      }
+  };
+  for (int64_t g = 0; g < groups; g++, from += (tall - 1) * apart) {
     const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
     zero_sums<HALVES>();
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
-      const void* columns = p;
-      if (FOUR_BITS || count < TILE) {
-        for (int i = 0; i < count; i++) Columns::load(p + i * Columns::BYTES, unpacked + i * VECTORS);
+      if (!FOUR_BITS && count == TILE) {
+        add_products<HALVES, true, TILE * Columns::BYTES>(from, apart * sizeof(uint32_t), p, next);
+      } else {
+        for (int i = 0; i < count; i++)
+          fetch<Columns::BYTES>(next), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        columns = unpacked;
+        add_products<HALVES, true, 0>(from, apart * sizeof(uint32_t), unpacked, next);
       }
-      add_products<HALVES, true>(from, apart * sizeof(uint32_t), columns);
       p += count * Columns::BYTES;
     }
-    store_sums<HALVES>(of_group);
-    for (int v = 0; v < VECTORS; v++) {
-      const int64_t place = (b * groups + g) * BLOCK + v * LANES;
-      const Floats of_columns =
-          FOUR_BITS ? Bf16::get(static_cast<const uint16_t*>(w.scales) + place) : broadcast(1.0f);
-      for (int r = 0; r < rows; r++) {
-        const int i = r * BLOCK + v * LANES;
-        const Floats scale = broadcast(x.scales[at + g * tall + r]) * of_columns;
-        store(sums + i, fma(to_floats(load<Ints>(of_group + i) + x.offsets[at + g * tall + r]), scale,
-                            g ? load<Floats>(sums + i) : Floats{}));
-      }
-    }
+    // Sums are scaled while the next ones are made: they come out of a tile long after it is stored.
+    store_sums<HALVES>(of_group + g % 2 * ALL);
+    if (g) scale_group(g - 1);
   }
-  if (FOUR_BITS) return;
-  const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
-  for (int i = 0; i < rows * BLOCK; i += LANES)
-    store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
+  scale_group(groups - 1);
+  if constexpr (!FOUR_BITS) scale_columns(w, b, rows, sums);
 }
 
 }  // namespace eagle

@@ -36,7 +36,7 @@ void rounded_rows(Rounded& x, int64_t tile, int64_t tiles, int tall, int rows, c
                   const char* next, float* sums) {
 #ifdef TILES
   const auto product = rows > TILE ? tiled_rounded_product<Columns, 2> : tiled_rounded_product<Columns, 1>;
-  product(x, tile, tiles, tall, rows, w, b, next, sums);
+  product(x, tile, tall, rows, w, b, tile ? w.block(b) : next, sums);
 #else
   by_rows(tall, [&](auto R) { rounded_product<Columns, R>(x, tile, tiles, w, b, next, sums); });
 #endif

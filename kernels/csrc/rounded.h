@@ -15,7 +15,7 @@
 namespace eagle {
 
 // How x is rounded for a weight: every `group` inputs have a scale, `per_word` make a word, and `added` was added to
-// the values of the weight.
+// the values of the weight, for AMX nothing.
 struct Rounding {
   static constexpr int64_t LEAST = 32, MOST = 128;  // of a group, as in quantized.py
   static constexpr int64_t TILE_WORDS = 16;         // of a row of one of AMX' tiles
@@ -24,7 +24,7 @@ struct Rounding {
 
   static Rounding of(const Weight& w) {
     if (w.format == Weight::W8A8) return {64, BYTES_PER_WORD, BYTE_OFFSET};
-    return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, 8};
+    return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, TILE_ROWS ? 0 : 8};
   }
   int64_t groups(int64_t K) const { return (K + group - 1) / group; }
   int64_t tile_words() const { return (group / per_word + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS; }
@@ -211,6 +211,13 @@ class Share {
   const char* next;
 };
 
+// Sums [rows, BLOCK] times the scales of the columns of block b, which has one for all inputs.
+inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
+  const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
+  for (int i = 0; i < rows * BLOCK; i += LANES)
+    store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
+}
+
 // As `block_product`, of one of all `tiles` of rounded rows. A group is summed in integers, exactly; groups in order.
 template <class Columns, int R>
 [[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, int64_t tiles, const Weight& w, int64_t b,
@@ -251,10 +258,7 @@ template <class Columns, int R>
       }
     }
   }
-  if (FOUR_BITS) return;
-  const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
-  for (int i = 0; i < R * BLOCK; i += LANES)
-    store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
+  if constexpr (!FOUR_BITS) scale_columns(w, b, R, sums);
 }
 
 }  // namespace eagle
