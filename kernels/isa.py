@@ -41,10 +41,10 @@ _AVX512 = _x86("avx512", "avx512f", "avx512bw", "avx512vl", "avx512dq", base=_AV
 _AVX512VNNI = _x86("avx512vnni", "avx512_vnni", base=_AVX512)
 _AVX512BF16 = _x86("avx512bf16", "avx512_bf16", base=_AVX512VNNI)
 _AMX = _x86("amx", "amx_tile", "amx_bf16", "amx_int8", base=_AVX512BF16)
-SETS = {  # best first; but amx, which has never run on a processor, has to be named
+SETS = {  # best first
     isa.name: isa
     for isa in (
-        _AVX512BF16, _AVX512VNNI, _AVX512, _AMX, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
+        _AMX, _AVX512BF16, _AVX512VNNI, _AVX512, _x86("avxvnni", "avx_vnni", base=_AVX2), _AVX2,
         _arm("neoni8mm", "armv8.2-a+dotprod+bf16+i8mm", "asimddp", "bf16", "i8mm"),
         _arm("neonbf16", "armv8.2-a+dotprod+bf16", "asimddp", "bf16"),
         _arm("neondot", "armv8.2-a+dotprod", "asimddp"), _arm("neon", "armv8-a"),

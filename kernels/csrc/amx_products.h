@@ -16,7 +16,7 @@
 namespace eagle {
 
 constexpr int TILE = 16;  // rows of a tile, and words of a row
-static_assert(LANES == TILE && BLOCK == 2 * TILE && TILE_ROWS == 2 * TILE && BYTE_OFFSET == 0);
+static_assert(LANES == TILE && BLOCK == 2 * TILE && TILE_ROWS == 2 * TILE);
 constexpr int64_t SIDE = BLOCK * sizeof(uint32_t);  // bytes from one row to the next, of a block and of sums
 
 // The tiles of this thread, while this lives: 0..3 are sums (two of rows, two of columns), 4 and 5 rows of x,
@@ -59,12 +59,12 @@ inline void dot_tiles() {
   else dot_tiles_bf16<SUM, A, B>();
 }
 // To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block. Meanwhile fetches FETCHED bytes of
-// what lies at `next`, in parts: many at once keep the loads waiting.
+// `next`, between the tiles' loads.
 template <int HALVES, bool BYTES, int64_t FETCHED>
-inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, const char*& next) {
+inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, Next& next) {
   const char *a = reinterpret_cast<const char*>(rows), *b = static_cast<const char*>(steps);
   const auto fetch_part = [&] {
-    for (int i = 0; i < FETCHED / 4; i += 64) fetch<64>(next);
+    for (int i = 0; i < FETCHED / 4; i += 64) next.step<64>();
   };
   load_tile<6>(b, SIDE), fetch_part();
   load_tile<7>(b + 64, SIDE), fetch_part();
@@ -78,7 +78,7 @@ inline void add_products(const uint32_t* rows, int64_t apart, const void* steps,
 
 // As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
 template <template <class> class Weights, int HALVES>
-[[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, const char* next,
+[[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
                                      float* sums) {
   using W = Weights<Bf16>;
   constexpr bool AS_IT_LIES = std::is_same_v<W, Whole<Bf16>>;
@@ -103,7 +103,7 @@ template <template <class> class Weights, int HALVES>
       if (AS_IT_LIES && count == TILE) {
         add_products<HALVES, false, TILE * W::BYTES>(from, apart, p, next);
       } else {
-        for (int i = 0; i < count; i++) fetch<W::BYTES>(next), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
+        for (int i = 0; i < count; i++) next.step<W::BYTES>(), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
         add_products<HALVES, false, 0>(from, apart, unpacked, next);
       }
@@ -132,7 +132,7 @@ inline void load_signed(const char* p, Words* columns) {
 // As `rounded_product`, with the same bits, as integers are summed exactly.
 template <class Columns, int HALVES>
 [[gnu::noinline]] void tiled_rounded_product(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b,
-                                             const char* next, float* sums) {
+                                             Next next, float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   constexpr int ALL = HALVES * TILE * BLOCK;
   static_assert(Rounding::TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
@@ -166,7 +166,7 @@ template <class Columns, int HALVES>
         add_products<HALVES, true, TILE * Columns::BYTES>(from, apart * sizeof(uint32_t), p, next);
       } else {
         for (int i = 0; i < count; i++)
-          fetch<Columns::BYTES>(next), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
+          next.step<Columns::BYTES>(), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
         add_products<HALVES, true, 0>(from, apart * sizeof(uint32_t), unpacked, next);
       }

@@ -53,16 +53,8 @@ inline void pairs_of_nibbles(const char* from, Words& low, Words& high) {
 }
 #endif
 
-#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && !defined(TILES)  // the second is Clang's until 15
-#define TILES "amx.h"  // a test has these few instructions in software instead
-#endif
-
 #ifdef __AVX512VNNI__
-#ifdef TILES
-constexpr int BYTES_PER_WORD = 4, BYTE_OFFSET = 0;  // tiles take bytes with a sign
-#else
 constexpr int BYTES_PER_WORD = 4, BYTE_OFFSET = 128;
-#endif
 inline Words load_weight_bytes(const void* from) { return load<Words>(from); }
 inline Ints dot_bytes(Ints sum, Words weights, Words values) {
   return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)values);
@@ -88,5 +80,9 @@ inline Ints sums_of_pairs(Words shorts) {
 }
 #endif
 constexpr int NIBBLES_PER_WORD = 4;
+
+#if (defined(__AMX_BF16__) || defined(__AMXBF16__)) && !defined(TILES)  // the second is Clang's until 15
+#define TILES "amx.h"  // a test has these few instructions in software instead
+#endif
 
 }  // namespace eagle

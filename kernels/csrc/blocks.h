@@ -15,6 +15,7 @@ constexpr int TILE_ROWS = 32;  // that share one load of the weights where AMX' 
 #else
 constexpr int TILE_ROWS = 0;
 #endif
+constexpr int WEIGHT_OFFSET = TILE_ROWS ? 0 : BYTE_OFFSET;  // added to the bytes of a weight: tiles take them with a sign
 
 // Rows are taken in tiles of nearly equal size, at most `most`. The loops are compiled for a few counts of rows:
 // the smallest that is large enough serves a tile.
@@ -42,12 +43,22 @@ inline void by_rows(int rows, const Product& product) {  // product(R) with the 
   }
 }
 
-// Fetch the BYTES at `next`, and go on.
-template <int64_t BYTES>
-inline void fetch(const char*& next) {
-  __builtin_prefetch(next, 0, 2);
-  if constexpr (BYTES > 64) __builtin_prefetch(next + 64, 0, 2);
-  next += BYTES;
-}
+// The block that is read next. Each of all `tiles` of rows fetches its share, some of it in every step: much at once
+// would keep the loads of the block at hand waiting.
+class Next {
+ public:
+  Next(const char* block, int64_t size, int64_t tile, int64_t tiles)
+      : at(block + size / tiles * tile), part(64 / tiles) {}
+  template <uint64_t BYTES>  // that a step reads
+  void step() {
+    __builtin_prefetch(at, 0, 2);
+    if constexpr (BYTES > 64) __builtin_prefetch(at + 64, 0, 2);
+    at += BYTES * part / 64;
+  }
+
+ private:
+  const char* at;
+  uint64_t part;  // of 64 bytes
+};
 
 }  // namespace eagle

@@ -22,7 +22,7 @@ struct Tiles {
 #endif
 
 template <class X, template <class> class Weights>
-void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, const char* next, float* sums) {
+void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next, float* sums) {
 #ifdef TILES
   if constexpr (std::is_same_v<X, Bf16>)
     (rows > TILE ? tiled_product<Weights, 2> : tiled_product<Weights, 1>)(x, rows, w, b, next, sums);
@@ -32,13 +32,12 @@ void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, const c
 }
 
 template <class Columns>
-void rounded_rows(Rounded& x, int64_t tile, int64_t tiles, int tall, int rows, const Weight& w, int64_t b,
-                  const char* next, float* sums) {
+void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w, int64_t b, Next next, float* sums) {
 #ifdef TILES
   const auto product = rows > TILE ? tiled_rounded_product<Columns, 2> : tiled_rounded_product<Columns, 1>;
-  product(x, tile, tall, rows, w, b, tile ? w.block(b) : next, sums);
+  product(x, tile, tall, rows, w, b, next, sums);
 #else
-  by_rows(tall, [&](auto R) { rounded_product<Columns, R>(x, tile, tiles, w, b, next, sums); });
+  by_rows(tall, [&](auto R) { rounded_product<Columns, R>(x, tile, w, b, next, sums); });
 #endif
 }
 
@@ -63,13 +62,13 @@ void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w
   team.deal(w.blocks, [&](int64_t b, bool last) {
     for (int64_t m = 0; m < M; m += tall) {
       const int rows = std::min(tall, M - m);
-      const char* next = last ? first_after : w.block(b + 1);
+      const Next next(last ? first_after : w.block(b + 1), w.size, m / tall, tiles);
       if (tiled) shapes.shape(rows);
       if (w.format == Weight::W8A8)
-        rounded_rows<Bytes>(rounded, m / tall, tiles, tall, rows, w, b, next, sums);
+        rounded_rows<Bytes>(rounded, m / tall, tall, rows, w, b, next, sums);
       else if (w.format == Weight::W4A8)
-        rounded_rows<Nibbles>(rounded, m / tall, tiles, tall, rows, w, b, next, sums);
-      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, m ? w.block(b) : next, sums);
+        rounded_rows<Nibbles>(rounded, m / tall, tall, rows, w, b, next, sums);
+      else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
       for (int r = 0; r < rows; r++)
         for (int64_t c = 0; c < width; c += LANES) {
           const int64_t column = b * width + c, place = (m + r) * N + column;

@@ -76,10 +76,10 @@ template <class X> inline int64_t inputs_of(const Weight& w) {
   return w.steps * (w.format == Weight::WHOLE ? Whole<X>::STEP : 1) * X::PER_WORD;
 }
 
-// Up to R rows of x [rows, inputs] against block b of w: sums [R, BLOCK]. Fetches what lies at `next` meanwhile.
+// Up to R rows of x [rows, inputs] against block b of w: sums [R, BLOCK]. Fetches of `next` meanwhile.
 template <class X, template <class> class Weights, int R>
-[[gnu::noinline]] void block_product(const uint32_t* x, int rows, const Weight& w, int64_t b,
-                                     const char* next, float* sums) {
+[[gnu::noinline]] void block_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
+                                     float* sums) {
   using W = Weights<X>;
   const char* p = w.block(b);
   const int64_t words = w.steps * W::STEP, group = w.steps / w.groups;
@@ -89,7 +89,7 @@ template <class X, template <class> class Weights, int R>
   for (int64_t g = 0; g < w.groups; g++) {
     Floats sum[R][VECTORS] = {};
     for (const char* end = p + group * W::BYTES; p < end; p += W::BYTES, k += W::STEP) {
-      fetch<W::BYTES>(next);
+      next.step<W::BYTES>();
 #pragma GCC unroll 2
       for (int i = 0; i < W::STEP; i++) {
         Words columns[VECTORS];

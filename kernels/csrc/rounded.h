@@ -23,7 +23,7 @@ struct Rounding {
   int32_t added;
 
   static Rounding of(const Weight& w) {
-    if (w.format == Weight::W8A8) return {64, BYTES_PER_WORD, BYTE_OFFSET};
+    if (w.format == Weight::W8A8) return {64, BYTES_PER_WORD, WEIGHT_OFFSET};
     return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, TILE_ROWS ? 0 : 8};
   }
   int64_t groups(int64_t K) const { return (K + group - 1) / group; }
@@ -126,9 +126,11 @@ struct Nibbles {  // 8 more than the value: a byte has one of the block's first 
 // The sums of R rounded rows over the steps from p to `end`. They are exact, so it is all one in which order they
 // are added.
 template <class Columns, int R>
-inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
+inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Next& next,
+                      Ints (&sum)[R][VECTORS]) {
   for (; p < end; p += Columns::BYTES, value += R) {
     Words columns[VECTORS];
+    next.step<Columns::BYTES>();
     Columns::load(p, columns);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
@@ -142,12 +144,14 @@ inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, I
 #ifdef SHORT_SUMS
 // The same for nibbles, in 16 bits where they fit.
 template <int R>
-inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
+inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& value, Next& next,
+                          Ints (&sum)[R][VECTORS]) {
   while (p < end) {
     Words shorts[R][VECTORS] = {};
 #pragma GCC unroll 1  // two steps at once want too many registers
     for (const char* part = p + SHORT_SUMS * Nibbles::BYTES; p < part; p += Nibbles::BYTES, value += R) {
       Words columns[VECTORS];
+      next.step<Nibbles::BYTES>();
       Nibbles::load(p, columns);
 #pragma GCC unroll 12
       for (int r = 0; r < R; r++) {
@@ -167,7 +171,8 @@ inline void sum_in_shorts(const char*& p, const char* end, const uint32_t*& valu
 #ifdef BYTES_BY_TWOS
 // The same, but for the last step if their number is odd: two rows, columns and steps at a time.
 template <class Columns, int R>
-inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Ints (&sum)[R][VECTORS]) {
+inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value, Next& next,
+                        Ints (&sum)[R][VECTORS]) {
   constexpr auto first = [](int two) { return std::min(2 * two, R - 2); };  // the last two may overlap others
   constexpr int TWOS = (R + 1) / 2;
   static_assert(BYTES_PER_WORD == 4 && NIBBLES_PER_WORD == 4);
@@ -175,6 +180,7 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
   std::memcpy(before, sum, sizeof before);
   for (; end - p >= 2 * Columns::BYTES; p += 2 * Columns::BYTES, value += 2 * R) {
     Words rows[TWOS], words[VECTORS], more[VECTORS];
+    next.step<Columns::BYTES>(), next.step<Columns::BYTES>();
 #pragma GCC unroll 3
     for (int i = 0; i < TWOS; i++) rows[i] = two_rows(value + first(i), value + R + first(i));
     Columns::load(p, words), Columns::load(p + Columns::BYTES, more);
@@ -197,20 +203,6 @@ inline void sum_by_twos(const char*& p, const char* end, const uint32_t*& value,
 }
 #endif
 
-// What one of all `tiles` of rows fetches of the block at `next`: its share in each group, so that it comes evenly.
-class Share {
- public:
-  Share(const char* next, const Weight& w, int64_t tile, int64_t tiles, int64_t groups)
-      : share((w.size / tiles / groups + 63) / 64 * 64), next(next + tile * share * groups) {}
-  void fetch_part() {
-    for (const char* end = next + share; next < end;) fetch<64>(next);
-  }
-
- private:
-  int64_t share;
-  const char* next;
-};
-
 // Sums [rows, BLOCK] times the scales of the columns of block b, which has one for all inputs.
 inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
   const float* scale = static_cast<const float*>(w.scales) + b * BLOCK;
@@ -218,32 +210,30 @@ inline void scale_columns(const Weight& w, int64_t b, int rows, float* sums) {
     store(sums + i, load<Floats>(sums + i) * load<Floats>(scale + i % BLOCK));
 }
 
-// As `block_product`, of one of all `tiles` of rounded rows. A group is summed in integers, exactly; groups in order.
+// As `block_product`, of a tile of rounded rows. A group is summed in integers, exactly; groups in order.
 template <class Columns, int R>
-[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, int64_t tiles, const Weight& w, int64_t b,
-                                       const char* next, float* sums) {
+[[gnu::noinline]] void rounded_product(Rounded& x, int64_t tile, const Weight& w, int64_t b, Next next,
+                                       float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   const Rounding how = Rounding::of(w);
   const char* p = w.block(b);
   const int64_t K = w.steps * how.per_word, groups = how.groups(K), steps = how.group / how.per_word;
-  Share ahead(next, w, tile, tiles, groups);
   const uint32_t* value = x.words_of(tile, K, how);
   const float* scales = &x.scales[x.group_of(tile, K, how)];
   const int32_t* offsets = &x.offsets[x.group_of(tile, K, how)];
   for (int64_t g = 0; g < groups; g++) {
-    ahead.fetch_part();
     Ints sum[R][VECTORS];
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++)
       for (int v = 0; v < VECTORS; v++) sum[r][v] = Ints{} + offsets[g * R + r];
     const char* end = p + std::min(steps, w.steps - g * steps) * Columns::BYTES;
 #ifdef BYTES_BY_TWOS
-    if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, sum);
+    if constexpr (R > 1) sum_by_twos<Columns, R>(p, end, value, next, sum);
 #endif
 #ifdef SHORT_SUMS
-    if constexpr (FOUR_BITS) sum_in_shorts<R>(p, end, value, sum);
+    if constexpr (FOUR_BITS) sum_in_shorts<R>(p, end, value, next, sum);
 #endif
-    sum_steps<Columns, R>(p, end, value, sum);
+    sum_steps<Columns, R>(p, end, value, next, sum);
     Floats of_columns[VECTORS];
     for (int v = 0; FOUR_BITS && v < VECTORS; v++)
       of_columns[v] = Bf16::get(static_cast<const uint16_t*>(w.scales) + (b * groups + g) * BLOCK + v * LANES);

@@ -48,7 +48,7 @@ template <class X, int ROW, int STEP, int R>
   const char *next = ahead.next, *const last = ahead.end;
   constexpr int64_t BYTES = Columns<X>::BYTES;
   for (const char* end = b + words * BYTES; b < end; b += BYTES, a += STEP) {
-    if (next < last) fetch<128>(next);
+    if (next < last) __builtin_prefetch(next, 0, 2), __builtin_prefetch(next + 64, 0, 2), next += 128;
     Words columns[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) columns[v] = Columns<X>::load(b, v);

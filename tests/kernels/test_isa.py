@@ -29,7 +29,7 @@ def on(monkeypatch, features) -> None:
 
 
 @pytest.mark.parametrize("features, best", (
-    (SAPPHIRE_RAPIDS, "avx512bf16"), (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
+    (SAPPHIRE_RAPIDS, "amx"), (ZEN4, "avx512bf16"), (ZEN4 - {"avx512_bf16"}, "avx512vnni"),
     (ZEN4 - {"avx512_vnni", "avx512_bf16"}, "avx512"), (ALDER_LAKE, "avxvnni"),
     (ZEN3, "avx2"), (ZEN3 - {"fma"}, "portable"), ((), "portable"),
     (NEOVERSE_V1, "neoni8mm"), (NEOVERSE_V1 - {"i8mm"}, "neonbf16"), (NEOVERSE_N1, "neondot"),
@@ -49,7 +49,7 @@ def test_another_one_can_be_named(monkeypatch):
 
 def test_what_cannot_be_chosen(monkeypatch):
     on(monkeypatch, ZEN3)
-    with refused("--isa sse9: unknown; choose from avx512bf16, "):
+    with refused("--isa sse9: unknown; choose from amx, avx512bf16, "):
         isa.choose("sse9")
     with refused("--isa avxvnni: this processor has no avx_vnni; choose from avx2, portable"):
         isa.choose("avxvnni")

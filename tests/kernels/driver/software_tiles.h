@@ -96,7 +96,7 @@ void dot_tiles_bytes() {
     for (int n = 0; n < sum.words; n++)
       for (int k = 0; k < tiles[A].words; k++)
         for (int i = 0; i < 32; i += 8)
-          sum.at[m][n] += int8_t(tiles[A].at[m][k] >> i) * int(tiles[B].at[k][n] >> i & 255u);
+          sum.at[m][n] += int8_t(tiles[A].at[m][k] >> i) * int8_t(tiles[B].at[k][n] >> i);
 }
 
 }  // namespace eagle
