@@ -16,6 +16,7 @@ from tree import TreeShape
 MEMORY = 0.97  # what a step weighs less than the one after it
 PRIOR = 4.0  # steps of average text that a text begins with
 MARGIN = 1.03  # how much faster another tree must be to be taken instead
+SPAN = 64  # tokens of context that are one to the choice
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 48, 1024  # tokens of plain decoding before that; doubled each time in vain
 TIMED = 5  # of the latest steps of a kind, whose median says how slow it is now
@@ -75,12 +76,15 @@ class Switch:
 
         return [step.ratio for step in self._timed.get((self._noisy, shape), ()) if alike(step)]
 
-    def slowness(self, shape: TreeShape | None, context: int) -> float:
-        """How many times what is expected of it a step takes now. Unknown: as the other kinds."""
-        known = self._known(shape, context)
-        if not known:
-            known = [ratio for other in (None, *self.trees) for ratio in self._known(other, context)]
-        return statistics.median(known) if known else 1.0
+    def slowness(self, context: int) -> tuple[dict[TreeShape | None, float], set[TreeShape | None]]:
+        """How many times what is expected of it a step of each kind takes now; the kinds it is unknown of.
+
+        Those are taken to be as slow as the others.
+        """
+        known = {shape: self._known(shape, context) for shape in (None, *self.trees)}
+        others = [ratio for ratios in known.values() for ratio in ratios] or [1.0]
+        slow = {shape: statistics.median(ratios or others) for shape, ratios in known.items()}
+        return slow, {shape for shape, ratios in known.items() if not ratios}
 
     def rehearse(self, times: int) -> None:
         """Take plain decoding and every tree in turn, so many times. 0: no longer."""
@@ -98,7 +102,12 @@ class Switch:
             return self._ahead.popleft()
         if not self.trees:
             return None
-        speeds = {shape: self._speed(shape, context) for shape in (None, *self.trees)}
+        context = context // SPAN * SPAN
+        slow, unknown = self.slowness(context)
+        speeds = {
+            shape: self.plan.speed(shape, self.temperature, context, self.ease) / times
+            for shape, times in slow.items()
+        }
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > MARGIN * speeds[self._current]:
             self._current = best
@@ -109,27 +118,22 @@ class Switch:
                 self._ahead = deque([max(self.trees, key=speeds.__getitem__)] * PROBE)
             return None
         self._plain, self._rest = 0, FIRST_REST
-        unknown = [
-            shape for shape in speeds
-            if not self._known(shape, context) and speeds[shape] * DOUBT > speeds[self._current]
-        ]
-        if unknown and self._current not in unknown:
-            self._ahead = deque([max(unknown, key=speeds.__getitem__)] * CHECK)
+        doubted = [shape for shape in unknown if speeds[shape] * DOUBT > speeds[self._current]]
+        if doubted and self._current not in doubted:
+            self._ahead = deque([max(doubted, key=speeds.__getitem__)] * CHECK)
         return self._current
-
-    def _speed(self, shape: TreeShape | None, context: int) -> float:
-        """Tokens per second, as far as is known."""
-        return self.plan.speed(shape, self.temperature, context, self.ease) / self.slowness(shape, context)
 
     def time(self, shape: TreeShape | None, context: int, seconds: float) -> None:
         """What the step with this tree took at this context."""
         steps = self._timed.setdefault((self._noisy, shape), deque(maxlen=TIMED))
-        steps.append(Timed(self._steps, context, seconds / self.plan.seconds(shape, context)))
+        expected = self.plan.seconds(shape, context // SPAN * SPAN)
+        steps.append(Timed(self._steps, context, seconds / expected))
 
     def record(self, shape: TreeShape | None, context: int, emitted: list[int]) -> None:
         """What a step with this tree emitted at this context, per sequence that moved."""
         if shape is None or not emitted:
             return
         accepted = sum(n - 1 for n in emitted) / len(emitted)
+        usual = self.plan.tau(shape, self.temperature, context // SPAN * SPAN) - 1
         self._accepted = MEMORY * self._accepted + accepted
-        self._expected = MEMORY * self._expected + self.plan.tau(shape, self.temperature, context) - 1
+        self._expected = MEMORY * self._expected + usual

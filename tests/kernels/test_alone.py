@@ -91,8 +91,8 @@ def test_tiles_in_software(objects):
     assert checked.returncode == 0, checked.stdout + checked.stderr
     others = ["avx512vnni", *(["amx"] if "amx" in isa.available() else [])]
     drivers = tiles, *(compile_driver(objects, NATIVE, *isa.SETS[name].flags) for name in others)
-    rounded = [subprocess.run([d, "rounded"], capture_output=True, timeout=60, check=True).stdout for d in drivers]
-    assert len({*rounded}) == 1 and rounded[0]
+    rounded = [subprocess.run([d, "rounded"], capture_output=True, timeout=60, check=True) for d in drivers]
+    assert len({r.stdout for r in rounded}) == 1 and rounded[0].stdout
 
 
 @pytest.mark.compile
