@@ -195,10 +195,15 @@ class Target:
         return drafter.folder / CALIBRATION
 
     @property
+    def _compiles(self) -> bool:
+        """Whether steps go through torch.compile."""
+        return self.runtime.compile and not self.model.on_kernels
+
+    @property
     def _has_free_trees(self) -> bool:
         """Whether one tree more costs a decoder nothing: on a CPU, where no step is compiled."""
         on_cpu = self.model.embed.weight.device.type == "cpu"
-        return on_cpu and (self.model.on_kernels or not self.runtime.compile)
+        return on_cpu and not self._compiles
 
     def _plan(self, drafter: Drafter | None, drafting: Drafting, batch: int, longest: int) -> Plan | None:
         """Which trees to draft, by what they cost here and what they are accepted for.
@@ -224,8 +229,7 @@ class Target:
             )
             with contextlib.suppress(OSError):  # measured again next time
                 calibration.write(drafter.folder)
-        compiled = self.runtime.compile and not self.model.on_kernels
-        costs = measured_once(self.model, drafter.head, compiled, longest, drafter.folder, self.say)
+        costs = measured_once(self.model, drafter.head, self._compiles, longest, drafter.folder, self.say)
         plan = make_plan(calibration, costs, batch, longest, drafter.head.args.draft_vocab_size)
         self.say(str(plan))
         return plan

@@ -186,15 +186,7 @@ def _blocks(rows: int, gated: bool) -> int:
 
 def pack_scale(scale: Tensor, gated: bool = False) -> Tensor:
     """Scales [N, groups] -> [blocks, groups, c]."""
-    parts, columns = scale.chunk(2) if gated else (scale,), _layout.columns // (2 if gated else 1)
-    blocks = [_padded(part, columns).unflatten(0, (-1, columns)) for part in parts]
-    return torch.cat(blocks, dim=1).transpose(1, 2).contiguous()
-
-
-def _padded(weight: Tensor, multiple: int) -> Tensor:
-    """The rows of a weight, and zero rows after them so that their number is a multiple."""
-    missing = -weight.shape[0] % multiple
-    return torch.cat((weight, weight.new_zeros(missing, weight.shape[1]))) if missing else weight
+    return _pack(scale, 1, gated).flatten(2)
 
 
 SAME, FLOAT32, GATED = range(3)  # modes of `linear`

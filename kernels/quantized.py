@@ -180,10 +180,6 @@ class QuantizedLinear(nn.Module):
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return layer
 
-    def values(self) -> Tensor:
-        """q [N, K], int8 or fp8."""
-        return unpack_nibbles(self.weight) if self.group else self.weight
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K] that the quantised one stands for."""
         return dequantize(self.weight, self.scale, dtype)

@@ -49,6 +49,11 @@ inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
     throw std::runtime_error("there is no memory for what a kernel computes");
   return Tensor(made);
 }
+inline Tensor copy(const Tensor& x) {
+  Tensor out = empty(x.sizes().vec(), x.scalar_type());
+  std::memcpy(out.mutable_data_ptr(), x.const_data_ptr(), x.numel() * x.element_size());
+  return out;
+}
 
 // body(Kernels<E>()) with the dtype of x.
 template <class Body>
@@ -161,8 +166,7 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   const Tensor in = whole(x);
   const Maybe inputs = whole(read);
   const int64_t H = x.size(2);
-  Tensor stream = empty(in.sizes().vec(), in.scalar_type());
-  std::memcpy(stream.mutable_data_ptr(), in.const_data_ptr(), in.numel() * in.element_size());
+  Tensor stream = copy(in);
   Tensor features = empty({x.size(0), x.size(1), int64_t(aux.size()) * H}, in.scalar_type());
   const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
   by_dtype(x, [&](auto kernels) {
@@ -185,8 +189,7 @@ Tensor head(const Tensor& tokens, const Tensor& table, const Tensor& table_norm,
   Tensor cosine = empty({B, T, half}, ScalarType::Float), sine = empty({B, T, half}, ScalarType::Float);
   angles(longs(at), floats(inverse), float(factor), B * T, half, cosine.mutable_data_ptr<float>(),
          sine.mutable_data_ptr<float>());
-  Tensor read = empty({B, T, S + H}, in.scalar_type()), stream = empty({B, T, H}, in.scalar_type());
-  std::memcpy(stream.mutable_data_ptr(), in.const_data_ptr(), in.numel() * in.element_size());
+  Tensor read = empty({B, T, S + H}, in.scalar_type()), stream = copy(in);
   const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
   by_dtype(in, [&](auto kernels) {
     const Shared shared(in, kernels.inputs(all[0].wo) / (2 * half), k[0], cosine, sine, slots, visible);
