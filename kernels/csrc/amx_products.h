@@ -11,6 +11,8 @@
 #include <type_traits>
 
 #include "products.h"
+
+#ifdef TILES
 #include TILES
 
 namespace eagle {
@@ -76,6 +78,26 @@ inline void add_products(const uint32_t* rows, int64_t apart, const void* steps,
   }
 }
 
+// Rows of a, so many words apart, times b [words, BLOCK], whole tiles of it -> sums, `stride` apart, or added to them.
+// The rows are as many as tiles are shaped for, up to 16. Fetches some of `ahead` for every word.
+template <class Ahead>
+void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, bool add, float* sums, int64_t stride,
+                Ahead& ahead) {
+  const auto fetch_part = [&] {
+    for (int i = 0; i < TILE / 4; i++) ahead.step();
+  };
+  apart *= sizeof(uint32_t), stride *= sizeof(float);
+  if (add) load_tile<0>(sums, stride), load_tile<1>(sums + TILE, stride);
+  else zero_sums<1>();
+  for (int64_t k = 0; k < words; k += TILE, b += TILE * SIDE) {
+    load_tile<6>(b, SIDE), fetch_part();
+    load_tile<7>(b + 64, SIDE), fetch_part();
+    load_tile<4>(a + k, apart), fetch_part();
+    dot_tiles<false, 0, 4, 6>(), dot_tiles<false, 1, 4, 7>(), fetch_part();
+  }
+  store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
+}
+
 // As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
 template <template <class> class Weights, int HALVES>
 [[gnu::noinline]] void tiled_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
@@ -135,7 +157,7 @@ template <class Columns, int HALVES>
                                              Next next, float* sums) {
   constexpr bool FOUR_BITS = std::is_same_v<Columns, Nibbles>;
   constexpr int ALL = HALVES * TILE * BLOCK;
-  static_assert(Rounding::TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
+  static_assert(TILE_WORDS == TILE && BYTES_PER_WORD == NIBBLES_PER_WORD);
   // Steps that are not as a tile wants them: zeros follow where there are fewer than 16.
   Words unpacked[TILE * VECTORS];
   alignas(64) int32_t of_group[2 * ALL];
@@ -181,3 +203,10 @@ template <class Columns, int HALVES>
 }
 
 }  // namespace eagle
+#else
+namespace eagle {
+struct Tiles {
+  void shape(int) {}
+};
+}  // namespace eagle
+#endif

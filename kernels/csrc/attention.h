@@ -16,6 +16,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "amx_products.h"
 #include "in_bytes.h"
 #include "in_dtype.h"
 #include "kernels.h"
@@ -60,9 +61,15 @@ struct Attention {
 
   // `rows` of a group's rows from `row` on: their scores with a tile of keys, from `place` of the block on.
   void score(int64_t group, int row, int rows, const char* tile, int64_t place) {
+    float* to = &scores[row * SCORES + place];
+#ifdef TILES
+    if constexpr (TILED<Keys>)  // what it has of other rows, in this order, they overwrite
+      return tiled_rows(&stored.queries[(group * ROWS + row) * stored.words], stored.words, tile, stored.words, false,
+                        to, SCORES, next_keys);
+#endif
     by_rows(rows, [&](auto R) {
       tile_product<Keys, 1, ROWS, R>(&stored.queries[group * stored.words * ROWS + row], rows, tile, stored.words,
-                                     false, &scores[row * SCORES + place], SCORES, next_keys);
+                                     false, to, SCORES, next_keys);
     });
   }
 
@@ -70,11 +77,21 @@ struct Attention {
   // is in the sums already.
   void gather(int row, int rows, const char* tiles, int64_t first, int64_t count, const Sums& sums) {
     const auto* weights = reinterpret_cast<const uint32_t*>(&scores[row * SCORES]) + first;
-    for (int64_t d = 0; d < stored.padded; d += BLOCK, tiles += Stored::VALUE_WORDS * Columns<Values>::BYTES)
+    for (int64_t d = 0; d < stored.padded; d += BLOCK, tiles += Stored::VALUE_WORDS * Columns<Values>::BYTES) {
+      float* to = sums.out + row * stored.padded + d;
+#ifdef TILES
+      if constexpr (TILED<Values>) {
+        alignas(64) float few[TILE_ROWS / 2 * BLOCK];
+        for (int r = 0; r < rows && first; r++) std::copy_n(to + r * stored.padded, BLOCK, few + r * BLOCK);
+        tiled_rows(weights, SCORES, tiles, count, first > 0, few, BLOCK, next_values);
+        for (int r = 0; r < rows; r++) std::copy_n(few + r * BLOCK, BLOCK, to + r * stored.padded);
+        continue;
+      }
+#endif
       by_rows(rows, [&](auto R) {
-        tile_product<Values, SCORES, 1, R>(weights, rows, tiles, count, first > 0, sums.out + row * stored.padded + d,
-                                           stored.padded, next_values);
+        tile_product<Values, SCORES, 1, R>(weights, rows, tiles, count, first > 0, to, stored.padded, next_values);
       });
+    }
   }
 
   // The sums of the rows of all groups over a block of slots of head h of sequence b. seen: of the rows of this
@@ -113,13 +130,13 @@ struct Attention {
       };
       if (shared == BLOCK_SLOTS) weigh(0, rows, seen[begin / groups.per_kv], shared);
       else each(weigh);
-      const int64_t whole = shared / W;  // words
+      const int64_t words = shared / W, whole = TILED<Values> ? words / TILE_WORDS * TILE_WORDS : words;
       gather(0, rows, stored.value_tiles(), 0, whole, sums);
       each([&](int row, int rows, const Seen& slots, int64_t count) {
         const int64_t from = whole * W;
         if (count > from)
-          gather(row, rows, stored.own_value_tiles(slots, from, count - from), whole, (count - from + W - 1) / W,
-                 sums);
+          gather(row, rows, stored.own_value_tiles(slots, from, count - from), whole,
+                 tile_words<Values>((count - from + W - 1) / W), sums);
       });
       stored.finish(rows, sums);
       done(g, sums);
@@ -162,6 +179,8 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
     }
   };
   Attention<Stored> attention(hd, pass.padded(), groups.count);
+  Tiles shapes;
+  if (TILED<typename Stored::Keys>) shapes.shape(groups.size);
   const Lines<float> room = lines<float>(Sums::size(pass.padded()));
   const Sums next(room.get(), pass.padded());
   const int64_t end = begin(team.me + 1);

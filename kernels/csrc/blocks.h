@@ -15,6 +15,7 @@ constexpr int TILE_ROWS = 32;  // that share one load of the weights where AMX' 
 #else
 constexpr int TILE_ROWS = 0;
 #endif
+constexpr int64_t TILE_WORDS = 16;  // of one of their rows
 constexpr int WEIGHT_OFFSET = TILE_ROWS ? 0 : BYTE_OFFSET;  // added to the bytes of a weight: tiles take them with a sign
 
 // Rows are taken in tiles of nearly equal size, at most `most`. The loops are compiled for a few counts of rows:

@@ -23,16 +23,20 @@ struct InDtype {
   static constexpr int W = Keys::PER_WORD;
   static constexpr int64_t VALUE_WORDS = BLOCK_SLOTS / W;
   const int64_t hd, words, padded;
-  // Queries [groups, words, ROWS]; tiles of keys [words, BLOCK] and of values [VALUE_WORDS, BLOCK], of a block
-  // and of slots that are a row's own. Products read up to ROWS rows after the last.
+  // Queries [groups, words, ROWS], for AMX [groups, ROWS, words]; tiles of keys [words, BLOCK] and of values
+  // [VALUE_WORDS, BLOCK], of a block and of slots that are a row's own. Products read up to ROWS rows after the last.
   const Lines<uint32_t> queries, keys, own_keys, values, own_values;
   const Value<E>*k = nullptr, *v = nullptr;
   int64_t k_stride = 0, v_stride = 0, first = 0;  // from slot to slot; of the block
 
   InDtype(int64_t hd, int64_t padded, int64_t groups)
-      : hd(hd), words(hd / W), padded(padded), queries(lines<uint32_t>((groups * words + 1) * ROWS)),
+      : hd(hd), words(tile_words<Keys>(hd / W)), padded(padded), queries(lines<uint32_t>((groups + 1) * words * ROWS)),
         keys(lines<uint32_t>(BLOCK_SLOTS * words)), own_keys(lines<uint32_t>(BLOCK * words)),
-        values(lines<uint32_t>(VALUE_WORDS * padded)), own_values(lines<uint32_t>(VALUE_WORDS * padded)) {}
+        values(lines<uint32_t>(VALUE_WORDS * padded)), own_values(lines<uint32_t>(VALUE_WORDS * padded)) {
+    if (words == hd / W) return;
+    std::fill_n(queries.get(), groups * words * ROWS, 0);
+    std::fill_n(keys.get(), BLOCK_SLOTS * words, 0), std::fill_n(own_keys.get(), BLOCK * words, 0);
+  }
 
   static Value<E>* place(const Cache& cache, int64_t b, int64_t slot, int64_t h) {
     return static_cast<Value<E>*>(cache.data) + cache.place(b, slot, h);
@@ -70,20 +74,26 @@ struct InDtype {
   const char* own_value_tiles(const Seen& slots, int64_t from, int64_t count) {
     pack_values(count, [&](int64_t i) { return v + slots.slot(first + from + i) * v_stride; },
                 own_values.get());
+    const int64_t end = (count + W - 1) / W, rest = tile_words<Values>(end) - end;
+    for (int64_t d = 0; d < padded && rest; d += BLOCK)
+      std::fill_n(&own_values[(d / BLOCK * VALUE_WORDS + end) * BLOCK], rest * BLOCK, 0);
     return (const char*)own_values.get();
   }
 
   // LANES words of a row from the w-th on.
   Words words_of(const Value<E>* row, int64_t w) const {
-    if constexpr (W == 2) return (Words)Fp32::get(reinterpret_cast<const float*>(row) + w, words - w);
-    else return (Words)E::get(row + w, words - w);
+    const int64_t rest = hd / W - w;
+    if constexpr (W == 2) return (Words)Fp32::get(reinterpret_cast<const float*>(row) + w, rest);
+    else return (Words)E::get(row + w, rest);
   }
 
   void set_query(int64_t group, int row, const Value<E>* query) {
-    for (int64_t w = 0; w < words; w += LANES) {
+    const int64_t all = hd / W;
+    if (TILED<Keys>) return (void)std::memcpy(&queries[(group * ROWS + row) * words], query, all * sizeof(uint32_t));
+    for (int64_t w = 0; w < all; w += LANES) {
       const Words some = words_of(query, w);
       uint32_t* to = &queries[(group * words + w) * ROWS + row];
-      for (int64_t i = 0; i < LANES && w + i < words; i++) to[i * ROWS] = some[i];
+      for (int64_t i = 0; i < LANES && w + i < all; i++) to[i * ROWS] = some[i];
     }
   }
 
@@ -91,13 +101,13 @@ struct InDtype {
   template <class Row>
   void pack_keys(int64_t count, const Row& row, uint32_t* to) const {
     for (int64_t j = 0; j < count; j += LANES)
-      for (int64_t w = 0; w < words; w += LANES) {
+      for (int64_t w = 0; w < hd / W; w += LANES) {
         Words some[LANES];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) some[i] = words_of(row(std::min(j + i, count - 1)), w);
         transpose(some);
         uint32_t* place = to + (j / BLOCK * words + w) * BLOCK + j % BLOCK;
-        for (int64_t i = 0; i < LANES && w + i < words; i++) store(place + i * BLOCK, some[i]);
+        for (int64_t i = 0; i < LANES && w + i < hd / W; i++) store(place + i * BLOCK, some[i]);
       }
   }
 

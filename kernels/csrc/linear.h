@@ -5,21 +5,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "amx_products.h"
 #include "kernels.h"
 #include "products.h"
 #include "team.h"
 #include "vectors.h"
-#ifdef TILES
-#include "amx_products.h"
-#endif
 
 namespace eagle {
-
-#ifndef TILES
-struct Tiles {
-  void shape(int) {}
-};
-#endif
 
 template <class X, template <class> class Weights>
 void block_rows(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next, float* sums) {

@@ -18,7 +18,6 @@ namespace eagle {
 // the values of the weight, for AMX nothing.
 struct Rounding {
   static constexpr int64_t LEAST = 32, MOST = 128;  // of a group, as in quantized.py
-  static constexpr int64_t TILE_WORDS = 16;         // of a row of one of AMX' tiles
   int64_t group, per_word;
   int32_t added;
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
 #include <utility>
 
 #include "products.h"
@@ -25,7 +26,18 @@ inline Lines<T> lines(int64_t count) {
 // The memory that is read next, fetched a little at a time.
 struct Ahead {
   const char *next = nullptr, *end = nullptr;
+  void step() {
+    if (next < end) __builtin_prefetch(next, 0, 2), __builtin_prefetch(next + 64, 0, 2), next += 128;
+  }
 };
+
+// Whether products of X with tiles go through AMX: all of them, as their sums have an order of their own. They then have
+// TILE_WORDS words, or a multiple of it, with zeros at the end.
+template <class X> constexpr bool TILED = TILE_ROWS && std::is_same_v<X, Bf16>;
+template <class X>
+constexpr int64_t tile_words(int64_t words) {
+  return TILED<X> ? (words + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS : words;
+}
 
 // How a tile is stored that X multiplies: BYTES for each word of its columns.
 template <class X> struct Columns {
@@ -45,10 +57,10 @@ template <class X, int ROW, int STEP, int R>
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++)
       sum[r][v] = add && r < rows ? load<Floats>(sums + r * stride + v * LANES) : Floats{};
-  const char *next = ahead.next, *const last = ahead.end;
+  Ahead here = ahead;
   constexpr int64_t BYTES = Columns<X>::BYTES;
   for (const char* end = b + words * BYTES; b < end; b += BYTES, a += STEP) {
-    if (next < last) __builtin_prefetch(next, 0, 2), __builtin_prefetch(next + 64, 0, 2), next += 128;
+    here.step();
     Words columns[VECTORS];
 #pragma GCC unroll 4
     for (int v = 0; v < VECTORS; v++) columns[v] = Columns<X>::load(b, v);
@@ -59,7 +71,7 @@ template <class X, int ROW, int STEP, int R>
       for (int v = 0; v < VECTORS; v++) sum[r][v] = X::dot(sum[r][v], columns[v], value);
     }
   }
-  ahead.next = next;
+  ahead = here;
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
     if (r < rows)
