@@ -16,6 +16,7 @@ from tree import TreeShape
 MEMORY = 0.97  # what a step weighs less than the one after it
 PRIOR = 4.0  # steps of average text that a text begins with
 MARGIN = 1.03  # how much faster another tree must be to be taken instead
+LOOK, LOOK_PLAIN = 2, 8  # steps that a choice of a tree, of plain decoding holds: choosing takes 0.1 ms
 SPAN = 64  # tokens of context that are one to the choice
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 48, 1024  # tokens of plain decoding before that; doubled each time in vain
@@ -53,7 +54,7 @@ class Switch:
         """
         noisy = any(t > 0 for t in temperatures)
         self.temperature = sum(temperatures) / len(temperatures)
-        self._plain, self._rest = 0, FIRST_REST
+        self._plain, self._rest, self._held = 0, FIRST_REST, 0
         self._ahead.clear()
         if goes_on and noisy == self._noisy:
             return
@@ -102,6 +103,10 @@ class Switch:
             return self._ahead.popleft()
         if not self.trees:
             return None
+        self._plain += self._current is None
+        if self._held:
+            self._held -= 1
+            return self._current
         context = context // SPAN * SPAN
         slow, unknown = self.slowness(context)
         speeds = {
@@ -111,20 +116,26 @@ class Switch:
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > MARGIN * speeds[self._current]:
             self._current = best
+        self._held = (LOOK_PLAIN if self._current is None else LOOK) - 1
         if self._current is None:
-            self._plain += 1
             if self._plain > self._rest:
                 self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
-                self._ahead = deque([max(self.trees, key=speeds.__getitem__)] * PROBE)
+                self._try(max(self.trees, key=speeds.__getitem__), PROBE)
             return None
         self._plain, self._rest = 0, FIRST_REST
         doubted = [shape for shape in unknown if speeds[shape] * DOUBT > speeds[self._current]]
         if doubted and self._current not in doubted:
-            self._ahead = deque([max(doubted, key=speeds.__getitem__)] * CHECK)
+            self._try(max(doubted, key=speeds.__getitem__), CHECK)
         return self._current
 
+    def _try(self, shape: TreeShape | None, steps: int) -> None:
+        """Take this kind next, then choose anew."""
+        self._ahead, self._held = deque([shape] * steps), 0
+
     def time(self, shape: TreeShape | None, context: int, seconds: float) -> None:
-        """What the step with this tree took at this context."""
+        """What the step with this tree took at this context. Of plain steps one in LOOK_PLAIN is enough."""
+        if shape is None and self._held:
+            return
         steps = self._timed.setdefault((self._noisy, shape), deque(maxlen=TIMED))
         expected = self.plan.seconds(shape, context // SPAN * SPAN)
         steps.append(Timed(self._steps, context, seconds / expected))
