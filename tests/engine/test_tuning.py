@@ -13,7 +13,7 @@ from engine import costs as costing
 from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration, Far
 from engine.costs import Costs, between, measured_once
 from engine.decoder import REHEARSAL, UNREAD, Decoder
-from engine.switching import CHECK, FIRST_REST, FRESH, PROBE, Switch
+from engine.switching import CHECK, FIRST_REST, FRESH, LOOK, LOOK_PLAIN, PROBE, Switch
 from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
@@ -166,6 +166,27 @@ def test_what_was_timed_at_another_context_is_not_known():
     assert slow[SMALL] == slow[None] == pytest.approx(3) and SMALL not in unknown and None in unknown
     slow, unknown = s.slowness(4000)
     assert slow[SMALL] == slow[None] == 1 and {SMALL, None} <= unknown
+
+
+def test_a_choice_holds_for_a_while_but_not_after_a_try():
+    s = switch(row=0.001)
+    looks, steps, look = [], [], s.slowness
+
+    def counted(context: int):
+        looks.append(len(steps))
+        return look(context)
+
+    s.slowness = counted
+    s.begin([0.0])
+    for _ in range(3 * FIRST_REST):
+        steps.append(s.next(100))
+        s.time(steps[-1], 100, s.plan.seconds(steps[-1], 100))
+        s.record(steps[-1], 100, [1])
+    first = steps.index(None)  # of CHECK steps, as plain decoding has not been timed yet
+    probe = steps.index(SMALL, first)
+    assert [i for i in looks if i < first] == [*range(0, first, LOOK)] and probe - first > FIRST_REST
+    assert [i for i in looks if first <= i < probe] == [*range(first + CHECK, probe, LOOK_PLAIN)]
+    assert steps[probe : probe + PROBE] == [SMALL] * PROBE and probe + PROBE in looks
 
 
 def test_a_rehearsal_takes_every_kind_of_step():
