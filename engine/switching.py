@@ -26,6 +26,11 @@ CHECK = 2  # steps with a kind that was forgotten, unless the one at hand is exp
 DOUBT = 1.15  # times as fast
 
 
+def _span(context: int) -> int:
+    """The context that stands for all of its span."""
+    return context // SPAN * SPAN
+
+
 class Timed(NamedTuple):
     """A step that was timed: which it was, at which context, and its seconds over those expected of it."""
 
@@ -107,7 +112,7 @@ class Switch:
         if self._held:
             self._held -= 1
             return self._current
-        context = context // SPAN * SPAN
+        context = _span(context)
         slow, unknown = self.slowness(context)
         speeds = {
             shape: self.plan.speed(shape, self.temperature, context, self.ease) / times
@@ -137,7 +142,7 @@ class Switch:
         if shape is None and self._held:
             return
         steps = self._timed.setdefault((self._noisy, shape), deque(maxlen=TIMED))
-        expected = self.plan.seconds(shape, context // SPAN * SPAN)
+        expected = self.plan.seconds(shape, _span(context))
         steps.append(Timed(self._steps, context, seconds / expected))
 
     def record(self, shape: TreeShape | None, context: int, emitted: list[int]) -> None:
@@ -145,6 +150,6 @@ class Switch:
         if shape is None or not emitted:
             return
         accepted = sum(n - 1 for n in emitted) / len(emitted)
-        usual = self.plan.tau(shape, self.temperature, context // SPAN * SPAN) - 1
+        usual = self.plan.tau(shape, self.temperature, _span(context)) - 1
         self._accepted = MEMORY * self._accepted + accepted
         self._expected = MEMORY * self._expected + usual

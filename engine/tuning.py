@@ -46,7 +46,7 @@ class Plan:
         """Tokens per step of a text whose drafts are accepted `ease` times as often as on average."""
         if shape is None:
             return 1.0
-        return min(1 + ease * (self._average(shape, temperature, context) - 1), shape.window)
+        return min(1 + ease * (self.calibration.tau(shape, temperature, context) - 1), shape.window)
 
     def speed(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
         """Steps' tokens per second, of each sequence, at this context. shape: None is plain decoding."""
@@ -56,11 +56,7 @@ class Plan:
         """What a step is expected to take."""
         return self._seconds(shape, context)
 
-    @cached_property
-    def _average(self) -> Callable[[TreeShape, float, int], float]:
-        return functools.cache(self.calibration.tau)  # asked for after every step, as is the next
-
-    @cached_property
+    @cached_property  # asked for at every choice
     def _seconds(self) -> Callable[[TreeShape | None, int], float]:
         return functools.cache(
             lambda shape, context: self.costs.step(shape, context, self.batch, self._window)

@@ -1,4 +1,4 @@
-// The loops of a linear layer with tiles (amx.h). 16 steps of a block, LANES columns of them, are one tile.
+// The loops of a linear layer and of attention with tiles (amx.h). 16 steps of a block, LANES columns of them, are one.
 //
 // A product of tiles adds in an order of its own: even and odd values of a row apart, then both together to the
 // sum. A row's bits do not depend on how many rows its tile has, but they are not those of `Bf16::dot`. So
@@ -60,14 +60,11 @@ inline void dot_tiles() {
   if constexpr (BYTES) dot_tiles_bytes<SUM, A, B>();
   else dot_tiles_bf16<SUM, A, B>();
 }
-// To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block. Meanwhile fetches FETCHED bytes of
-// `next`, between the tiles' loads.
-template <int HALVES, bool BYTES, int64_t FETCHED>
-inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, Next& next) {
+// To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block. fetch_part(), between the tiles' loads,
+// fetches a quarter of what is to be fetched meanwhile.
+template <int HALVES, bool BYTES, class Fetch>
+inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, const Fetch& fetch_part) {
   const char *a = reinterpret_cast<const char*>(rows), *b = static_cast<const char*>(steps);
-  const auto fetch_part = [&] {
-    for (int i = 0; i < FETCHED / 4; i += 64) next.step<64>();
-  };
   load_tile<6>(b, SIDE), fetch_part();
   load_tile<7>(b + 64, SIDE), fetch_part();
   load_tile<4>(a, apart), fetch_part();
@@ -89,14 +86,17 @@ void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, 
   apart *= sizeof(uint32_t), stride *= sizeof(float);
   if (add) load_tile<0>(sums, stride), load_tile<1>(sums + TILE, stride);
   else zero_sums<1>();
-  for (int64_t k = 0; k < words; k += TILE, b += TILE * SIDE) {
-    load_tile<6>(b, SIDE), fetch_part();
-    load_tile<7>(b + 64, SIDE), fetch_part();
-    load_tile<4>(a + k, apart), fetch_part();
-    dot_tiles<false, 0, 4, 6>(), dot_tiles<false, 1, 4, 7>(), fetch_part();
-  }
+  for (int64_t k = 0; k < words; k += TILE, b += TILE * SIDE) add_products<1, false>(a + k, apart, b, fetch_part);
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
+
+// For `add_products` of a tile that lies as it is wanted, and of one whose steps were fetched while they were unpacked.
+inline auto quarters_of(Next& next) {
+  return [&] {
+    for (int64_t i = 0; i < TILE * SIDE / 4; i += 64) next.step<64>();
+  };
+}
+constexpr auto nothing = [] {};
 
 // As `block_product`: up to TILE_ROWS rows of x [rows, inputs] against block b of w, for which tiles are shaped.
 template <template <class> class Weights, int HALVES>
@@ -123,11 +123,11 @@ template <template <class> class Weights, int HALVES>
         from = few[0], apart = sizeof few[0];
       }
       if (AS_IT_LIES && count == TILE) {
-        add_products<HALVES, false, TILE * W::BYTES>(from, apart, p, next);
+        add_products<HALVES, false>(from, apart, p, quarters_of(next));
       } else {
         for (int i = 0; i < count; i++) next.step<W::BYTES>(), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, false, 0>(from, apart, unpacked, next);
+        add_products<HALVES, false>(from, apart, unpacked, nothing);
       }
       p += count * W::BYTES;
     }
@@ -185,12 +185,12 @@ template <class Columns, int HALVES>
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
       if (!FOUR_BITS && count == TILE) {
-        add_products<HALVES, true, TILE * Columns::BYTES>(from, apart * sizeof(uint32_t), p, next);
+        add_products<HALVES, true>(from, apart * sizeof(uint32_t), p, quarters_of(next));
       } else {
         for (int i = 0; i < count; i++)
           next.step<Columns::BYTES>(), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, true, 0>(from, apart * sizeof(uint32_t), unpacked, next);
+        add_products<HALVES, true>(from, apart * sizeof(uint32_t), unpacked, nothing);
       }
       p += count * Columns::BYTES;
     }

@@ -16,6 +16,7 @@ constexpr int TILE_ROWS = 32;  // that share one load of the weights where AMX' 
 constexpr int TILE_ROWS = 0;
 #endif
 constexpr int64_t TILE_WORDS = 16;  // of one of their rows
+constexpr int64_t whole_tiles(int64_t words) { return (words + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS; }
 constexpr int WEIGHT_OFFSET = TILE_ROWS ? 0 : BYTE_OFFSET;  // added to the bytes of a weight: tiles take them with a sign
 
 // Rows are taken in tiles of nearly equal size, at most `most`. The loops are compiled for a few counts of rows:

@@ -26,7 +26,7 @@ struct Rounding {
     return {w.steps / w.groups * NIBBLES_PER_WORD, NIBBLES_PER_WORD, TILE_ROWS ? 0 : 8};
   }
   int64_t groups(int64_t K) const { return (K + group - 1) / group; }
-  int64_t tile_words() const { return (group / per_word + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS; }
+  int64_t tile_words() const { return whole_tiles(group / per_word); }
   int64_t words(int64_t K) const { return TILE_ROWS ? groups(K) * tile_words() : K / per_word; }  // of a row
 };
 

@@ -36,7 +36,7 @@ struct Ahead {
 template <class X> constexpr bool TILED = TILE_ROWS && std::is_same_v<X, Bf16>;
 template <class X>
 constexpr int64_t tile_words(int64_t words) {
-  return TILED<X> ? (words + TILE_WORDS - 1) / TILE_WORDS * TILE_WORDS : words;
+  return TILED<X> ? whole_tiles(words) : words;
 }
 
 // How a tile is stored that X multiplies: BYTES for each word of its columns.
