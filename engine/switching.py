@@ -21,7 +21,7 @@ SPAN = 64  # tokens of context that are one to the choice
 PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
 FIRST_REST, LONGEST_REST = 48, 1024  # tokens of plain decoding before that; doubled each time in vain
 TIMED = 5  # of the latest steps of a kind, whose median says how slow it is now
-FRESH = 48  # steps after which they are forgotten
+FRESH = 24  # steps after which they are forgotten
 CHECK = 2  # steps with a kind that was forgotten, unless the one at hand is expected to be
 DOUBT = 1.15  # times as fast
 

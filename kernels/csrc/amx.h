@@ -29,14 +29,16 @@ template <int T>
 inline void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
 }
-// SUM += A times B: pairs of bfloat16, added to floats, or of bytes, added to integers.
-template <int SUM, int A, int B>
-inline void dot_tiles_bf16() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
-}
-template <int SUM, int A, int B>
-inline void dot_tiles_bytes() {
-  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B));
+// SUM += A times B: pairs of bfloat16, added to floats, or fours of bytes, with a sign but in A or B, to integers.
+template <Dot DOT, int SUM, int A, int B>
+inline void dot_tiles() {
+#define DOT_TILES(instruction) \
+  asm volatile(instruction " %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUM), "i"(A), "i"(B))
+  if constexpr (DOT == Dot::PAIRS) DOT_TILES("tdpbf16ps");
+  if constexpr (DOT == Dot::BYTES) DOT_TILES("tdpbssd");
+  if constexpr (DOT == Dot::UNSIGNED_A) DOT_TILES("tdpbusd");
+  if constexpr (DOT == Dot::UNSIGNED_B) DOT_TILES("tdpbsud");
+#undef DOT_TILES
 }
 
 }  // namespace eagle

@@ -13,6 +13,9 @@
 #include "products.h"
 
 #ifdef TILES
+namespace eagle {
+enum class Dot { PAIRS, BYTES, UNSIGNED_A, UNSIGNED_B };  // what a product of tiles multiplies, see amx.h
+}
 #include TILES
 
 namespace eagle {
@@ -55,29 +58,24 @@ inline void store_sums(void* to) {  // [rows, BLOCK]
   store_tile<0>(p, SIDE), store_tile<1>(p + 64, SIDE);
   if constexpr (HALVES == 2) store_tile<2>(p + TILE * SIDE, SIDE), store_tile<3>(p + TILE * SIDE + 64, SIDE);
 }
-template <bool BYTES, int SUM, int A, int B>
-inline void dot_tiles() {
-  if constexpr (BYTES) dot_tiles_bytes<SUM, A, B>();
-  else dot_tiles_bf16<SUM, A, B>();
-}
 // To the sums, rows of 16 words, so many bytes apart, times 16 steps of a block. fetch_part(), between the tiles' loads,
 // fetches a quarter of what is to be fetched meanwhile.
-template <int HALVES, bool BYTES, class Fetch>
+template <int HALVES, Dot DOT, class Fetch>
 inline void add_products(const uint32_t* rows, int64_t apart, const void* steps, const Fetch& fetch_part) {
   const char *a = reinterpret_cast<const char*>(rows), *b = static_cast<const char*>(steps);
   load_tile<6>(b, SIDE), fetch_part();
   load_tile<7>(b + 64, SIDE), fetch_part();
   load_tile<4>(a, apart), fetch_part();
-  dot_tiles<BYTES, 0, 4, 6>(), dot_tiles<BYTES, 1, 4, 7>(), fetch_part();
+  dot_tiles<DOT, 0, 4, 6>(), dot_tiles<DOT, 1, 4, 7>(), fetch_part();
   if constexpr (HALVES == 2) {
     load_tile<5>(a + TILE * apart, apart);
-    dot_tiles<BYTES, 2, 5, 6>(), dot_tiles<BYTES, 3, 5, 7>();
+    dot_tiles<DOT, 2, 5, 6>(), dot_tiles<DOT, 3, 5, 7>();
   }
 }
 
-// Rows of a, so many words apart, times b [words, BLOCK], whole tiles of it -> sums, `stride` apart, or added to them.
-// The rows are as many as tiles are shaped for, up to 16. Fetches some of `ahead` for every word.
-template <class Ahead>
+// Rows of a, so many words apart, times b [words, BLOCK], whole tiles of it -> sums, `stride` apart, or added to them, which
+// are floats or, of bytes, integers. The rows are as many as tiles are shaped for, up to 16. Fetches some of `ahead` for every word.
+template <Dot DOT, class Ahead>
 void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, bool add, float* sums, int64_t stride,
                 Ahead& ahead) {
   const auto fetch_part = [&] {
@@ -86,7 +84,7 @@ void tiled_rows(const uint32_t* a, int64_t apart, const char* b, int64_t words, 
   apart *= sizeof(uint32_t), stride *= sizeof(float);
   if (add) load_tile<0>(sums, stride), load_tile<1>(sums + TILE, stride);
   else zero_sums<1>();
-  for (int64_t k = 0; k < words; k += TILE, b += TILE * SIDE) add_products<1, false>(a + k, apart, b, fetch_part);
+  for (int64_t k = 0; k < words; k += TILE, b += TILE * SIDE) add_products<1, DOT>(a + k, apart, b, fetch_part);
   store_tile<0>(sums, stride), store_tile<1>(sums + TILE, stride);
 }
 
@@ -123,11 +121,11 @@ template <template <class> class Weights, int HALVES>
         from = few[0], apart = sizeof few[0];
       }
       if (AS_IT_LIES && count == TILE) {
-        add_products<HALVES, false>(from, apart, p, quarters_of(next));
+        add_products<HALVES, Dot::PAIRS>(from, apart, p, quarters_of(next));
       } else {
         for (int i = 0; i < count; i++) next.step<W::BYTES>(), W::unpack(p + i * W::BYTES, 0, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, false>(from, apart, unpacked, nothing);
+        add_products<HALVES, Dot::PAIRS>(from, apart, unpacked, nothing);
       }
       p += count * W::BYTES;
     }
@@ -185,12 +183,12 @@ template <class Columns, int HALVES>
     for (; p < end; from += TILE) {
       const int count = std::min<int64_t>(TILE, (end - p) / Columns::BYTES);
       if (!FOUR_BITS && count == TILE) {
-        add_products<HALVES, true>(from, apart * sizeof(uint32_t), p, quarters_of(next));
+        add_products<HALVES, Dot::BYTES>(from, apart * sizeof(uint32_t), p, quarters_of(next));
       } else {
         for (int i = 0; i < count; i++)
           next.step<Columns::BYTES>(), load_signed<Columns>(p + i * Columns::BYTES, unpacked + i * VECTORS);
         std::fill_n(unpacked + count * VECTORS, (TILE - count) * VECTORS, Words{});
-        add_products<HALVES, true>(from, apart * sizeof(uint32_t), unpacked, nothing);
+        add_products<HALVES, Dot::BYTES>(from, apart * sizeof(uint32_t), unpacked, nothing);
       }
       p += count * Columns::BYTES;
     }

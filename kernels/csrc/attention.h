@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "amx_products.h"
 #include "in_bytes.h"
@@ -45,27 +46,45 @@ inline void rotate_head(const Value<E>* head, const float* cosine, const float* 
   }
 }
 
+// Integers have the same sum in any order. So of products of bytes, those of all rows of a group go through AMX, in whole
+// tiles, unless they are so few that vectors are as fast.
+constexpr int LEAST_ROWS = 8;
+#ifdef TILES
+template <class X>
+constexpr Dot DOT = std::is_same_v<X, KeyBytes>     ? Dot::UNSIGNED_B  // has BYTE_OFFSET
+                    : std::is_same_v<X, ValueBytes> ? Dot::UNSIGNED_A
+                                                    : Dot::PAIRS;
+template <class X> constexpr bool IN_ANY_ORDER = DOT<X> != Dot::PAIRS;
+#else
+template <class X> constexpr bool IN_ANY_ORDER = false;
+#endif
+
 // The rows that attend to one head of one sequence, whose keys and values are `Stored`: `InDtype` or `InBytes`.
 template <class Stored>
 struct Attention {
   using Keys = typename Stored::Keys;  // what products with tiles of them multiply
   using Values = typename Stored::Values;
   static constexpr int W = Stored::W;  // slots in a word of weights
+  static constexpr bool IN_TILES = TILED<Keys> || IN_ANY_ORDER<Keys>;
   Stored stored;
   const Lines<float> scores;  // [ROWS, SCORES], of which weights take the place
+  const int tall;  // rows of a group, for which tiles are shaped
   Ahead next_keys, next_values;
 
   // padded: hd in whole tiles.
-  Attention(int64_t hd, int64_t padded, int64_t groups)
-      : stored(hd, padded, groups), scores(lines<float>(2 * ROWS * SCORES)) {}
+  Attention(int64_t hd, int64_t padded, const Groups& groups)
+      : stored(hd, padded, groups.count), scores(lines<float>(2 * ROWS * SCORES)), tall(groups.size) {}
+
+  bool fills_tiles(int rows) const { return rows == tall && rows >= LEAST_ROWS; }
 
   // `rows` of a group's rows from `row` on: their scores with a tile of keys, from `place` of the block on.
   void score(int64_t group, int row, int rows, const char* tile, int64_t place) {
     float* to = &scores[row * SCORES + place];
 #ifdef TILES
-    if constexpr (TILED<Keys>)  // what it has of other rows, in this order, they overwrite
-      return tiled_rows(&stored.queries[(group * ROWS + row) * stored.words], stored.words, tile, stored.words, false,
-                        to, SCORES, next_keys);
+    if (TILED<Keys> || (IN_ANY_ORDER<Keys> && fills_tiles(rows) && stored.words % TILE_WORDS == 0))
+      // What it has of other rows, in this order, they overwrite.
+      return tiled_rows<DOT<Keys>>(stored.query_rows(group, row), stored.words, tile, stored.words, false, to, SCORES,
+                                   next_keys);
 #endif
     by_rows(rows, [&](auto R) {
       tile_product<Keys, 1, ROWS, R>(&stored.queries[group * stored.words * ROWS + row], rows, tile, stored.words,
@@ -83,13 +102,22 @@ struct Attention {
       if constexpr (TILED<Values>) {
         alignas(64) float few[TILE_ROWS / 2 * BLOCK];
         for (int r = 0; r < rows && first; r++) std::copy_n(to + r * stored.padded, BLOCK, few + r * BLOCK);
-        tiled_rows(weights, SCORES, tiles, count, first > 0, few, BLOCK, next_values);
+        tiled_rows<DOT<Values>>(weights, SCORES, tiles, count, first > 0, few, BLOCK, next_values);
         for (int r = 0; r < rows; r++) std::copy_n(few + r * BLOCK, BLOCK, to + r * stored.padded);
         continue;
       }
 #endif
+      int64_t done = 0;
+#ifdef TILES
+      if (IN_ANY_ORDER<Values> && fills_tiles(rows) && count >= TILE_WORDS) {
+        done = count / TILE_WORDS * TILE_WORDS;
+        tiled_rows<DOT<Values>>(weights, SCORES, tiles, done, first > 0, to, stored.padded, next_values);
+        if (done == count) continue;
+      }
+#endif
       by_rows(rows, [&](auto R) {
-        tile_product<Values, SCORES, 1, R>(weights, rows, tiles, count, first > 0, to, stored.padded, next_values);
+        tile_product<Values, SCORES, 1, R>(weights + done, rows, tiles + done * Columns<Values>::BYTES, count - done,
+                                           first + done > 0, to, stored.padded, next_values);
       });
     }
   }
@@ -178,9 +206,9 @@ void attention_part(const Team& team, const Pass& pass, const Value<E>* qkv, con
       sums.finish<Out>(r, hd, out + (of_row * heads + head) * hd);
     }
   };
-  Attention<Stored> attention(hd, pass.padded(), groups.count);
+  Attention<Stored> attention(hd, pass.padded(), groups);
   Tiles shapes;
-  if (TILED<typename Stored::Keys>) shapes.shape(groups.size);
+  if (attention.IN_TILES) shapes.shape(groups.size);
   const Lines<float> room = lines<float>(Sums::size(pass.padded()));
   const Sums next(room.get(), pass.padded());
   const int64_t end = begin(team.me + 1);

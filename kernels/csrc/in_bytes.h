@@ -93,9 +93,9 @@ struct InBytes {
   static constexpr int W = BYTES_PER_WORD;
   static constexpr int64_t VALUE_WORDS = ByteBlock::VALUE_WORDS;
   const int64_t hd, words, padded;
-  // Queries [groups, words, ROWS]; by row of a group its step and what takes back the offset of keys; tiles of
-  // slots that are a row's own, and steps of all of its slots.
-  const Lines<uint32_t> queries;
+  // Queries [groups, words, ROWS], for AMX [groups, ROWS, words] too; by row of a group its step and what takes back the
+  // offset of keys; tiles of slots that are a row's own, and steps of all of its slots.
+  const Lines<uint32_t> queries, queries_by_row;
   const Lines<float> query_steps;
   const Lines<int32_t> offsets;
   const Lines<char> own_keys, own_values;
@@ -105,6 +105,7 @@ struct InBytes {
 
   InBytes(int64_t hd, int64_t padded, int64_t groups)
       : hd(hd), words(ByteBlock::words(hd)), padded(padded), queries(lines<uint32_t>((groups * words + 1) * ROWS)),
+        queries_by_row(lines<uint32_t>(TILE_ROWS ? groups * ROWS * words : 1)),
         query_steps(lines<float>(groups * ROWS)), offsets(lines<int32_t>(groups * ROWS)),
         own_keys(lines<char>(BLOCK * words * W)), own_values(lines<char>(BLOCK_SLOTS * padded)) {}
 
@@ -156,6 +157,7 @@ struct InBytes {
     return own_values.get();
   }
 
+  const uint32_t* query_rows(int64_t group, int row) const { return &queries_by_row[(group * ROWS + row) * words]; }
   void set_query(int64_t group, int row, const Value<E>* query) {
     auto* q = static_cast<char*>(alloca((hd + LANES) * 4 / W));
     Ints sum = {};
@@ -166,6 +168,7 @@ struct InBytes {
     });
     offsets[group * ROWS + row] = -BYTE_OFFSET * sum_of_lanes(sum);
     for (int64_t w = 0; w < words; w++) std::memcpy(&queries[(group * words + w) * ROWS + row], q + 4 * w, 4);
+    if (TILE_ROWS) std::memcpy(&queries_by_row[(group * ROWS + row) * words], q, 4 * words);
   }
 
   // As in in_dtype.h. Weights are times the steps of their values, and rounded.

@@ -87,9 +87,10 @@ struct InDtype {
     else return (Words)E::get(row + w, rest);
   }
 
+  uint32_t* query_rows(int64_t group, int row) const { return &queries[(group * ROWS + row) * words]; }
   void set_query(int64_t group, int row, const Value<E>* query) {
     const int64_t all = hd / W;
-    if (TILED<Keys>) return (void)std::memcpy(&queries[(group * ROWS + row) * words], query, all * sizeof(uint32_t));
+    if (TILED<Keys>) return (void)std::memcpy(query_rows(group, row), query, all * sizeof(uint32_t));
     for (int64_t w = 0; w < all; w += LANES) {
       const Words some = words_of(query, w);
       uint32_t* to = &queries[(group * words + w) * ROWS + row];

@@ -72,31 +72,28 @@ SoftwareTile& matched() {
   need(sum.rows == a.rows && sum.words == b.words && a.words == b.rows, "shapes of a product");
   return tiles[SUM];
 }
-template <int SUM, int A, int B>
-void dot_tiles_bf16() {
+template <Dot DOT, int SUM, int A, int B>
+void dot_tiles() {
   SoftwareTile& sum = matched<SUM, A, B>();
+  const auto byte = [](uint32_t word, int i, bool sign) { return sign ? int8_t(word >> i) : int(uint8_t(word >> i)); };
   for (int m = 0; m < sum.rows; m++) {
     float apart[2][16] = {};
     for (int k = 0; k < tiles[A].words; k++)
       for (int n = 0; n < sum.words; n++) {
         const uint32_t a = tiles[A].at[m][k], b = tiles[B].at[k][n];
-        apart[0][n] = flushed(std::fma(flushed(a << 16), flushed(b << 16), apart[0][n]));
-        apart[1][n] = flushed(std::fma(flushed(a & 0xFFFF0000u), flushed(b & 0xFFFF0000u), apart[1][n]));
+        if (DOT == Dot::PAIRS) {
+          apart[0][n] = flushed(std::fma(flushed(a << 16), flushed(b << 16), apart[0][n]));
+          apart[1][n] = flushed(std::fma(flushed(a & 0xFFFF0000u), flushed(b & 0xFFFF0000u), apart[1][n]));
+        } else {
+          for (int i = 0; i < 32; i += 8)
+            sum.at[m][n] += byte(a, i, DOT != Dot::UNSIGNED_A) * byte(b, i, DOT != Dot::UNSIGNED_B);
+        }
       }
-    for (int n = 0; n < sum.words; n++) {
+    for (int n = 0; n < sum.words && DOT == Dot::PAIRS; n++) {
       const float all = flushed(flushed(sum.at[m][n]) + flushed(apart[0][n] + apart[1][n]));
       std::memcpy(&sum.at[m][n], &all, sizeof all);
     }
   }
-}
-template <int SUM, int A, int B>
-void dot_tiles_bytes() {
-  SoftwareTile& sum = matched<SUM, A, B>();
-  for (int m = 0; m < sum.rows; m++)
-    for (int n = 0; n < sum.words; n++)
-      for (int k = 0; k < tiles[A].words; k++)
-        for (int i = 0; i < 32; i += 8)
-          sum.at[m][n] += int8_t(tiles[A].at[m][k] >> i) * int8_t(tiles[B].at[k][n] >> i);
 }
 
 }  // namespace eagle
