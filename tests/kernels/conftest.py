@@ -8,3 +8,8 @@ from kernels import cpu, isa
 def each_isa(request):
     yield cpu.load_kernels(isa=request.param)
     cpu.load_kernels()
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    cpu.load_kernels()

@@ -176,3 +176,14 @@ def test_angles():
         cpu.angles(positions, inverse_frequencies(args), args.rope_factor),
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", (0, 1, 5, 300, 1000))
+@pytest.mark.parametrize("top_p", (1.0, 0.9, 0.5, 1e-6))
+def test_restrict(top_k, top_p):
+    logits = random(3, 3, 300, seed=top_k) * 4
+    logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
+    logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
+    requests = torch.tensor([0.7, 1.3, 0.0]), torch.full((3,), top_k), torch.full((3,), top_p)
+    defined, found = both(parts.restrict, logits, *requests)
+    assert torch.equal(defined, found)

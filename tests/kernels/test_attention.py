@@ -1,0 +1,232 @@
+"""Attention over a cache as it is and in bytes, against plain PyTorch in float64.
+
+A row's result never depends on its company, nor on where its slots lie.
+"""
+import pytest
+import torch
+from helpers.kernels import DTYPES, ERROR, close, draws
+
+from kernels import cpu
+from kernels.packed import ByteCache
+from model import ModelArgs, Pass, Transformer, attention, inverse_frequencies
+
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("each_isa")]
+
+
+def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
+    draw = draws(seed)
+    args = ModelArgs(8, heads * head_dim, 8, 1, heads, kv_heads, head_dim, qk_norm=norms)
+    qkv = draw(B, T, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    k, v = draw(B, n + 3, kv_heads, head_dim, dtype=dtype), draw(B, n + 3, kv_heads, head_dim, dtype=dtype)
+    slots = torch.stack([torch.randperm(n, generator=torch.Generator().manual_seed(b))[:T] for b in range(B)])
+    visible = draw(B, T, n) > -0.5
+    visible.scatter_(2, slots[..., None], True)  # a row sees itself
+    weights = (draw(head_dim, dtype=dtype), draw(head_dim, dtype=dtype), 1e-5) if norms else ()
+    return args, qkv, k, v, slots, visible, weights
+
+
+def in_dtype(k, v):
+    """Caches k, v that hold k, v [B, S, nkv, hd] as they are."""
+    return k.clone(), v.clone()
+
+
+def in_bytes(k, v):
+    """Caches k, v in bytes that hold k, v [B, S, nkv, hd]."""
+    B, S, nkv, hd = k.shape
+    cache = ByteCache(B, S, ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), k.dtype, "cpu")
+    qkv = torch.cat((k, k, v), 2).flatten(2)
+    slots = torch.arange(S).expand(B, -1)
+    straight = torch.ones(B, S, hd // 2)
+    cpu.attend(qkv, straight, 0 * straight, cache.k, cache.v, slots, torch.eye(S).bool().expand(B, -1, -1))
+    return cache.k, cache.v
+
+
+as_stored = pytest.mark.parametrize("stored", (in_dtype, in_bytes))
+SHAPES = pytest.mark.parametrize("shape", (
+    (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True),
+    (3, 5, 8, 1, 128, 33, True),
+    (1, 3, 5, 5, 96, 8, False), (2, 6, 4, 2, 16, 40, True), (1, 4, 2, 1, 80, 20, False),
+    (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False), (2, 4, 6, 3, 64, 430, False),
+))
+
+
+class Written:
+    """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
+
+    def __init__(self, k, v, keep=lambda x: x):
+        self.k, self.v, self.keep = keep(k), keep(v), keep
+
+    def write(self, k, v, slots):
+        rows = torch.arange(len(slots))[:, None]
+        self.k[rows, slots], self.v[rows, slots] = self.keep(k), self.keep(v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@SHAPES
+def test_attend(dtype, shape):
+    args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
+    positions = slots + 100
+    block = Transformer(args).layers[0].to(dtype)
+    if weights:
+        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
+        block.q_norm.eps = block.k_norm.eps = 1e-5
+
+    ours, theirs = Written(k.clone(), v.clone()), Written(k.double(), v.double())
+    shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
+    torch.set_num_threads(2)
+    cos, sin = shared.angles()
+    found = cpu.attend(qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
+    torch.set_num_threads(1)
+    assert torch.equal(
+        found, cpu.attend(qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
+    )
+    expected = attention(block.double(), qkv.double(), theirs, shared)
+    assert torch.equal(ours.v.double(), theirs.v)
+    close(ours.k, theirs.k, dtype)
+    assert (found.double() - expected).abs().max() <= 2 * ERROR[dtype] * expected.abs().max()
+
+
+def round_heads(x):
+    """Each head of x [..., hd] in steps of its largest / 127."""
+    step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 127
+    return (x / step).round() * step
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@SHAPES
+def test_attend_over_bytes(dtype, shape):
+    """Attention over rounded keys and values, but for the rounding of queries and softmax weights: to about
+    1/8000 of the largest where they have 16 bits, 1/127 where they have 8.
+    """
+    args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
+    block = Transformer(args).layers[0].to(dtype)
+    if weights:
+        block.q_norm.weight.data, block.k_norm.weight.data = weights[:2]
+        block.q_norm.eps = block.k_norm.eps = 1e-5
+    shared = Pass(args, inverse_frequencies(args), slots + 100, slots, visible)
+    cos, sin = shared.angles()
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(cpu.attend(qkv, cos, sin, *in_bytes(k, v), slots, visible, *weights))
+    torch.set_num_threads(1)
+    assert torch.equal(*found)
+    theirs = Written(k.double(), v.double(), round_heads)
+    expected = attention(block.double(), qkv.double(), theirs, shared)
+    coarse = cpu.quantized_bytes_per_word() == 4
+    error = (found[0].double() - expected).abs()
+    assert error.max() <= (0.05 if coarse else 0.012) * expected.abs().max()
+    assert error.square().mean().sqrt() <= (0.012 if coarse else 0.003) * expected.abs().max()
+
+
+@as_stored
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_never_depends_on_where_the_slots_lie(dtype, stored):
+    """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by
+    side.
+    """
+    args, qkv, k, v, _, _, _ = attend_case(dtype, 1, 4, 6, 2, 64, 90, False)
+    cos, sin = draws(1)(1, 4, 32).cos(), draws(2)(1, 4, 32).sin()
+    results = []
+    for places in ((50, 51, 52, 53), (50, 57, 63, 80)):
+        slots = torch.tensor([places])
+        visible = torch.zeros(1, 4, 90, dtype=torch.bool)
+        visible[:, :, :50] = True
+        for i in range(4):
+            visible[:, i, list(places[: i + 1])] = True
+        for threads in (1, 3):  # by themselves, or sharing slots and parts of heads
+            torch.set_num_threads(threads)
+            results.append(cpu.attend(qkv, cos, sin, *stored(k, v), slots, visible))
+        torch.set_num_threads(1)
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@as_stored
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("committed", (120, 127, 128, 300))
+# Groups that end between rows, and within one; heads that are whole words, and not.
+@pytest.mark.parametrize("heads, kv_heads, hd", ((6, 2, 32), (8, 1, 20), (3, 3, 6)))
+def test_a_path_across_blocks_of_slots(dtype, stored, committed, heads, kv_heads, hd):
+    """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
+    paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
+    """
+    parents = (-1, 0, 0, 1, 1, 2, 3, 5, 6, 8, 9, 10)  # of each node; node i is at slot committed + i
+    T, n = len(parents), committed + 40
+    draw = draws(committed)
+    qkv = draw(1, T, (heads + 2 * kv_heads) * hd, dtype=dtype)
+    cos, sin = draw(1, T, hd // 2).cos(), draw(1, T, hd // 2).sin()
+    k, v = draw(1, n, kv_heads, hd, dtype=dtype), draw(1, n, kv_heads, hd, dtype=dtype)
+    visible = torch.zeros(1, T, n, dtype=torch.bool)
+    visible[:, :, :committed] = True
+    paths = []
+    for node in range(T):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        visible[0, node, [committed + i for i in path]] = True
+        paths.append(path)
+    own = torch.arange(committed, committed + T)[None]
+    found = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        found.append(cpu.attend(qkv, cos, sin, *stored(k, v), own, visible))
+    torch.set_num_threads(1)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    for path in paths:
+        keys, values = stored(k, v)
+        for depth, node in enumerate(path):
+            seen = torch.zeros(1, 1, n, dtype=torch.bool)
+            seen[:, :, : committed + depth + 1] = True
+            row = slice(node, node + 1)
+            slot = torch.tensor([[committed + depth]])
+            alone = cpu.attend(qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
+        assert torch.equal(alone[0, 0], found[0][0, path[-1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_before_or_after_slots(dtype):
+    """In memory, as a cache's strides say: attention and moves are the same."""
+    args, qkv, k, v, slots, visible, _ = attend_case(dtype, 2, 5, 6, 2, 32, 150, False)
+    shared = Pass(args, inverse_frequencies(args), slots, slots, visible)
+    source, target = torch.tensor([[3, 9, 4], [7, 8, 0]]), torch.tensor([[9, 1, 2], [8, 7, 5]])
+    found = []
+    for caches in ([k.clone(), v.clone()], [c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v)]):
+        attended = cpu.attend(qkv, *shared.angles(), *caches, slots, visible)
+        before = [c.clone() for c in caches]
+        cpu.move(caches[:1], caches[1:], 32, source, target)
+        for cache, old in zip(caches, before):
+            expected = old.clone()
+            for b in range(2):
+                expected[b, target[b]] = old[b, source[b]]
+            assert torch.equal(cache, expected)
+        found.append((attended, *caches))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("hd", (6, 20, 64))
+def test_moving_slots_in_bytes(hd):
+    """A cache after a move is the cache of what has been moved."""
+    k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
+    source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
+    moved = in_bytes(k, v)
+    cpu.move(moved[:1], moved[1:], hd, source, target)
+    rows = torch.arange(2)[:, None]
+    for x in (k, v):
+        x[rows, target] = x[rows, source]
+    assert all(map(torch.equal, moved, in_bytes(k, v)))
+
+
+def test_scores_of_any_size():
+    """Softmax weights that differ by more than floats can tell apart, over several blocks."""
+    draw, n = draws(5), 400
+    qkv = draw(1, 2, 3 * 16) * 30
+    k, v = draw(1, n, 1, 16) * 30, draw(1, n, 1, 16)
+    visible = torch.ones(1, 2, n, dtype=torch.bool)
+    visible[0, 1, 10:] = False
+    zero = torch.zeros(1, 2, 8)
+    slots = torch.tensor([[8, 9]])
+    found = cpu.attend(qkv, zero.cos(), zero, k, v, slots, visible)
+    q = qkv[:, :, :16].double()
+    scores = (q @ k[:, :, 0].double().transpose(1, 2) / 4).masked_fill(~visible, float("-inf"))
+    assert scores.max() > 1000
+    close(found, scores.softmax(-1) @ v[:, :, 0].double(), torch.float32)

@@ -1,0 +1,157 @@
+"""Whole models on the kernels: they are the models, and speculative text is plain text."""
+import pytest
+import torch
+from helpers.kernels import DTYPES
+
+import networks.eagle
+from checkpoint.loading import load_head, load_model
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
+from kernels.packed import ByteCache, PackedLinear, pack_models
+from model import MLP, KVCache, ModelArgs, Transformer
+from networks.eagle import Eagle3Head
+from networks.head import HeadArgs
+from sampling.options import Sampling
+from tree import TreeShape
+
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("kernels")]
+
+
+def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
+    """A random target and EAGLE-3 head."""
+    torch.manual_seed(seed)
+    size = {
+        "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4, "num_kv_heads": 2,
+        "head_dim": head_dim
+    }
+    target = Transformer(ModelArgs(num_layers=6, max_seq_len=512, **size, **options))
+    of_head = {"num_layers": 1, "draft_vocab_size": 96, **(of_head or {})}
+    head = Eagle3Head(HeadArgs(target_hidden_size=64, aux_layers=(2, 3, 4), **size, **of_head))
+    head.draft_ids.copy_(torch.randperm(160)[: head.args.draft_vocab_size].sort().values)
+    for p in [*target.parameters(), *head.parameters()]:
+        p.data = (
+            torch.randn(p.shape) * 0.25
+        ).to(dtype) if p.dim() > 1 else torch.rand(p.shape).to(dtype) + 0.5
+    target.requires_grad_(False), head.requires_grad_(False)
+    head.use_target(target)
+    return target.eval(), head.eval()
+
+
+@pytest.mark.parametrize("options", ({}, {"tie_embeddings": True}, {"qkv_bias": True}, {"qk_norm": True}))
+def test_a_packed_model_is_the_model(options):
+    target, head = tiny(torch.float32, **options)
+    prompt = list(range(3, 40))
+    shape = TreeShape(12, 3, 4)
+
+    def decode():
+        return Decoder(
+            target, Eagle(head, shape), compile=False, max_seq_len=200
+        ).generate([prompt], Sampling(80))[0]
+
+    tokens = torch.randint(0, 160, (2, 30))
+    before, logits = decode(), target.logits(target.causal(tokens)[0])
+    pack_models(target, head)
+    assert isinstance(target.layers[0].wo, PackedLinear) and isinstance(target.lm_head, PackedLinear)
+    assert isinstance(head.fc, PackedLinear)
+    after = decode()
+    assert after.ids == before.ids and after.accept_lengths == before.accept_lengths
+    found = target.logits(target.causal(tokens)[0])
+    assert (found - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("cache", (KVCache, ByteCache))
+@pytest.mark.parametrize("head_dim", (32, 6, 100))
+def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim):
+    """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
+    texts part.
+    """
+    target, head = tiny(dtype, head_dim=head_dim)
+    assert pack_models(target, head)
+    target.Cache = cache
+    prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
+    sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
+    plain = Decoder(target, compile=False, max_seq_len=300).generate(prompts, sampling)
+    for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
+        fast = Decoder(
+            target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300
+        ).generate(prompts, sampling)
+        assert [o.ids for o in fast] == [o.ids for o in plain]
+
+
+def test_what_the_kernels_cannot_take_is_left_alone():
+    target, head = tiny(torch.float16)
+    assert not pack_models(target, head)
+    assert not any(isinstance(m, PackedLinear) for m in target.modules())
+    # 9 values in a row: no pairs.
+    odd = Transformer(ModelArgs(20, 12, 9, 1, 2, 1, 6)).to(torch.bfloat16).requires_grad_(False)
+    assert not pack_models(odd)
+    assert isinstance(odd.layers[0].mlp, MLP) and isinstance(odd.layers[0].wo, PackedLinear)
+    assert len(Decoder(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
+
+
+@pytest.mark.slow
+def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
+    """Attention and norms on the kernels, experts in PyTorch: in float32 the text of plain PyTorch."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch.manual_seed(0)
+    target = Transformer(ModelArgs(160, 64, 64, 2, 4, 2, 16, num_experts=4, experts_per_token=2))
+    target.requires_grad_(False).eval()
+
+    def decode(compile):
+        decoder = Decoder(target, max_seq_len=80, compile=compile)
+        return decoder.generate([list(range(3, 20))], Sampling(30))[0].ids
+
+    expected = decode(False)
+    assert not pack_models(target) and isinstance(target.layers[0].wo, PackedLinear)
+    assert decode(True) == decode(False) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of_head, whole", (
+    ({}, True), ({"num_layers": 3}, True), ({"recycle_normed": True}, True), ({"own_embedding": True}, True),
+    ({"own_lm_head": False, "draft_vocab_size": 160}, True), ({"norm_before_residual": True}, False),
+))
+def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
+    """The bits of its parts one after the other, in its caches too. One variant stays in parts."""
+    target, head = tiny(dtype, of_head=of_head)
+    pack_models(target, head)
+    assert (head.run is not networks.eagle.run_head) == whole and head.score is not networks.eagle.score_rows
+    feature = torch.randn(2, 5, 64).to(dtype)
+    tokens, positions = torch.randint(0, 160, (2, 5)), torch.arange(10).view(2, 5) % 7
+    slots = torch.arange(5).expand(2, -1)
+    visible = torch.rand(2, 5, 9) < 0.5
+    visible[..., 0] = True
+    found = []
+    for run, score in ((head.run, head.score), (networks.eagle.run_head, networks.eagle.score_rows)):
+        head.run, head.score = run, score
+        caches = head.caches(2, 9, dtype, "cpu")
+        x = head(tokens, feature, positions, slots, visible, caches)
+        found.append([x, head.logits(x), *caches.buffers()])
+    assert found[0][1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_decoding_on_the_kernels(golden):
+    """As users run it: in float32 the reference path's text, in bfloat16 plain text. Nothing is compiled."""
+    said = []
+    prompt, shape = [256, *b"Once upon a time"], TreeShape(12, 2, 4)
+    target, _ = load_model(golden)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    expected = Decoder(
+        target, Eagle(head, shape), compile=False, max_seq_len=120
+    ).generate([prompt], Sampling(60))[0]
+    pack_models(target, head)
+    decoder = Decoder(target, Eagle(head, shape), max_seq_len=120, say=said.append)
+    found = decoder.generate([prompt], Sampling(60))[0]
+    assert not said and found.ids == expected.ids and found.accept_lengths == expected.accept_lengths
+
+    target, _ = load_model(golden, dtype=torch.bfloat16)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    pack_models(target, head)
+    plain, fast = Decoder(target, max_seq_len=200), Decoder(target, Eagle(head, shape), max_seq_len=200)
+    for seed in range(6):
+        sampling = Sampling(150, 1.0, seed=seed)
+        assert fast.generate([prompt], sampling)[0].ids == plain.generate([prompt], sampling)[0].ids

@@ -1,0 +1,154 @@
+"""Linear layers and norms against plain PyTorch in float64.
+
+A row's result never depends on its company, nor on who else calls.
+"""
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.kernels import DTYPES, close, draws
+
+from kernels import cpu
+from kernels.packed import PackedLinear
+from kernels.quantized import QuantizedLinear, round_inputs
+
+pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("kernels")]
+with_each_isa = pytest.mark.usefixtures("each_isa")
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", (1, 31, 32, 75))
+@pytest.mark.parametrize("rows", (1, 5, 12, 13, 40))
+def test_linear(dtype, columns, rows):
+    draw = draws(rows)
+    x, weight, bias = draw(2, rows, 38, dtype=dtype), draw(columns, 38, dtype=dtype), draw(columns)
+    onto = draw(2, rows, columns, dtype=dtype)
+    packed, expected = cpu.pack(weight, 4 // dtype.itemsize), x.double() @ weight.double().T
+    close(cpu.linear(x, packed, columns), expected, dtype)
+    close(cpu.linear(x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
+    exact = cpu.linear(x, packed, columns, mode=cpu.FLOAT32)
+    assert exact.dtype == torch.float32
+    close(exact, expected, torch.float32)
+    assert torch.equal(
+        cpu.linear(x.transpose(0, 1), packed, columns), cpu.linear(x, packed, columns).transpose(0, 1)
+    )
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", (16, 24, 100))
+def test_gated(dtype, inner):
+    draw = draws(inner)
+    x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    packed = cpu.pack(weight, 4 // dtype.itemsize, gated=True)
+    close(cpu.linear(x, packed, inner, mode=cpu.GATED), F.silu(gate) * up, dtype)
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode, inputs, group", (
+    ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
+    ("w4a8", 96, 32), ("w4a8", 192, 64), ("w4a8", 256, 128),
+))
+@pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
+@pytest.mark.parametrize("gated", (False, True))
+def test_quantised(dtype, mode, inputs, group, rows, gated):
+    """Exactly the product of what x is rounded to (w8a8, w4a8) with the weight that the quantised one stands
+    for, and row-invariant.
+    """
+    draw = draws(rows)
+    layer = QuantizedLinear.of(draw(90, inputs), mode, group)
+    x, onto = draw(rows, inputs, dtype=dtype), draw(rows, 45 if gated else 90, dtype=dtype)
+    x[0, :64] = 0
+    read = round_inputs(x.float(), group or 64) if mode in ("w8a8", "w4a8") else x
+    expected = read.double() @ layer.dequantize(torch.float64).T
+    packed = PackedLinear(layer, dtype, gated)
+    if gated:
+        gate, up = expected.chunk(2, -1)
+        expected = F.silu(gate) * up
+    else:
+        close(packed.logits(x), expected, torch.float32)
+    whole = packed(x)
+    close(whole, expected, dtype)
+    close(packed(x, onto), expected + onto, dtype)
+    assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", (1, 16, 50, 576))
+def test_rms_norm(dtype, size):
+    draw = draws(size)
+    x, weight = draw(2, 5, size, dtype=dtype), draw(size, dtype=dtype)
+    close(cpu.rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (size,), weight.double(), 1e-5), dtype)
+
+
+@with_each_isa
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_never_depends_on_its_company(dtype):
+    """Bit for bit: any subset of rows, any number of threads."""
+    draw = draws(3)
+    x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
+    per_word = 4 // dtype.itemsize
+    packed, gated = cpu.pack(weight, per_word), cpu.pack(weight, per_word, gated=True)
+    for compute in (
+        lambda x: cpu.linear(x, packed, 70), lambda x: cpu.linear(x, packed, 70, mode=cpu.FLOAT32),
+        lambda x: cpu.linear(x, gated, 35, mode=cpu.GATED), lambda x: cpu.rms_norm(x, norm, 1e-6),
+    ):
+        whole = compute(x)
+        for first in range(40):
+            for count in (1, 2, 3, 7, 8, 11, 12, 13, 25):
+                assert torch.equal(compute(x[first : first + count]), whole[first : first + count])
+        torch.set_num_threads(3)
+        threaded = compute(x)
+        torch.set_num_threads(1)
+        assert torch.equal(threaded, whole)
+
+
+def product():
+    """A product that several threads share, and its result."""
+    draw = draws(1)
+    x, packed = draw(5, 256), cpu.pack(draw(900, 256), 1)
+    return lambda: cpu.linear(x, packed, 900)
+
+
+def test_callers_side_by_side():
+    """Several threads of Python call at once, and the number of threads changes meanwhile."""
+    multiply = product()
+    expected = multiply()
+    torch.set_num_threads(3)
+
+    def work(seed):
+        return all(torch.equal(multiply(), expected) for _ in range(200))
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(work, i) for i in range(8)]
+        for count in (2, 5, 3, 1):
+            torch.set_num_threads(count)
+            assert torch.equal(multiply(), expected)
+        assert all(result.result(timeout=120) for result in results)
+    torch.set_num_threads(1)
+
+
+def test_a_forked_process_has_threads_of_its_own():
+    multiply = product()
+    torch.set_num_threads(2)
+    expected = multiply()
+    child = os.fork()
+    if not child:
+        os._exit(0 if torch.equal(multiply(), expected) else 1)
+    torch.set_num_threads(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_pytorch_has_one_thread_while_ours_have_all():
+    torch.set_num_threads(3)
+    with pytest.raises(KeyboardInterrupt), cpu.alone():
+        assert torch.get_num_threads() == 1
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(1)
