@@ -13,8 +13,9 @@ from engine.calibration import SHORT
 from engine.tuning import Plan
 from tree import TreeShape
 
-MEMORY = 0.97  # what a step weighs less than the one after it
-PRIOR = 4.0  # steps of average text that a text begins with
+# benchmarks/replay.py shows what others would do.
+MEMORY = 0.98  # what a step weighs less than the one after it
+PRIOR = 6.0  # steps of average text that a text begins with
 MARGIN = 1.03  # how much faster another tree must be to be taken instead
 LOOK, LOOK_PLAIN = 2, 8  # steps that a choice of a tree, of plain decoding holds: choosing takes 0.1 ms
 SPAN = 64  # tokens of context that are one to the choice
