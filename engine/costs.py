@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -50,6 +51,14 @@ class Costs:
     verify: Seconds
     read: Seconds
     level: Seconds
+
+    def check(self, contexts: tuple[int, ...]) -> None:
+        """Raise ValueError unless these are times of all passes that are measured, at these contexts."""
+        for part, sizes in zip((self.verify, self.read, self.level), (VERIFY_ROWS, LEVEL_ROWS, LEVEL_ROWS)):
+            if part.keys() != set(contexts) or any(by_rows.keys() != set(sizes) for by_rows in part.values()):
+                raise ValueError("it is not complete")
+            if not all(0 < t < math.inf for by_rows in part.values() for t in by_rows.values()):
+                raise ValueError("a pass cannot take such a time")
 
     def step(self, shape: TreeShape | None, context: int, batch: int = 1, reads: int = 0) -> float:
         """Seconds of a step with a tree of this shape, None: of plain decoding.
@@ -182,10 +191,12 @@ def measured_once(
     kept = read_json(file) if file.exists() else {}
     if made_by in kept:
         try:
-            return Costs(*(
+            costs = Costs(*(
                 {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
                 for part in (kept[made_by][f"{name}_ms"] for name in PASSES)
             ))
+            costs.check(contexts)
+            return costs
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
     say("measuring what the passes of a step cost on this machine ...")

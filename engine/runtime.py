@@ -93,6 +93,8 @@ def check_compiler() -> None:
 
     That is a C++ compiler and Python's headers.
     """
+    if not os.environ.get("CXX", "g++"):
+        del os.environ["CXX"]  # set to nothing, it means the default; torch would look for a nameless program
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise InputError(

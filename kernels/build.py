@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +32,8 @@ class NoKernels(InputError):
 def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     """The library of this source for an instruction set, torch and compiler, made now if it is not there.
 
-    Its operators are in the namespace `namespace(isa)`.
+    Its operators are in the namespace `namespace(isa)`. Its name ends with a digest of it: a damaged library
+    would end the process. Without a compiler, one that is there already is taken.
 
     `say` is told when compiling starts and ends.
     Raises NoKernels, one line, if there is no C++ compiler, it fails, or there is no place for the library.
@@ -43,31 +45,64 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
 
 
 def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
-    name = os.environ.get("CXX", "g++")
-    compiler = shutil.which(name)
-    if compiler is None:
-        raise NoKernels(f"no C++ compiler: the kernels need {name}; install it or set CXX")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    command, missing = _compiler()
     texts = [(path.name, path.read_bytes()) for path in sources()]
     flags = (*FLAGS, *isa.flags, f"-DNAMESPACE={namespace(isa)}")
-    key = (texts, torch.__version__, version, flags, platform.machine())
-    name = f"{isa.name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.so"
-    if (CACHE / name).is_file():
-        return CACHE / name
-    folder = _folder()
-    if (folder / name).is_file():
-        return folder / name
+    stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
+    # Without a compiler, what any other has made will do.
+    by = "*" if missing else _digest(repr(command[1:]).encode() + _version(command))
+    library = _find(CACHE, f"{stem}-{by}-*.so", say) or _find(folder := _folder(), f"{stem}-{by}-*.so", say)
+    if library:
+        return library
+    if missing:
+        raise NoKernels(missing)
     say(f"compiling the kernels for {isa.name} ...")
     began = time.perf_counter()
     root = Path(torch.__file__).parent
     link = (f"-L{root}/lib", "-ltorch", "-ltorch_cpu", "-lc10")
-    # Another process may be doing the same.
-    with atomic_path(folder / name) as part, tempfile.TemporaryDirectory() as objects:
-        compiled = {path: f"{objects}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
-        _run([[compiler, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
-        _run([[compiler, "-shared", "-pthread", *compiled.values(), *link, "-o", str(part)]])
+    with tempfile.TemporaryDirectory() as made:
+        compiled = {path: f"{made}/{path.stem}.o" for path in sources() if path.suffix == ".cpp"}
+        _run([[*command, *flags, f"-I{root}/include", "-c", str(p), "-o", o] for p, o in compiled.items()])
+        _run([[*command, "-shared", "-pthread", *compiled.values(), *link, "-o", f"{made}/kernels.so"]])
+        if not (linked := Path(made, "kernels.so")).exists():
+            raise NoKernels(f"{command[0]} made no library {_reason([])}")
+        library = folder / f"{stem}-{by}-{_digest(linked.read_bytes())}.so"
+        with atomic_path(library) as part:  # another process may be doing the same
+            shutil.copyfile(linked, part)
     say(f"compiling the kernels took {time.perf_counter() - began:.1f} s")
-    return folder / name
+    return library
+
+
+def _compiler() -> tuple[list[str], str]:
+    """The command of the C++ compiler, and what to say if there is none."""
+    words = os.environ.get("CXX", "")
+    try:
+        command = shlex.split(words) or ["g++"]
+    except ValueError as e:
+        return [], f"CXX={words}: not a command ({e})"
+    found = shutil.which(command[0])
+    missing = f"no C++ compiler: the kernels need {command[0]}; install it or set CXX"
+    return [found or command[0], *command[1:]], "" if found else missing
+
+
+def _version(command: list[str]) -> bytes:
+    """What a compiler says of itself."""
+    return subprocess.run([*command, "--version"], capture_output=True).stdout
+
+
+def _find(folder: Path, pattern: str, say: Callable[[str], None]) -> Path | None:
+    """A library of this name, if there is one and its content is what its name says. Others are removed."""
+    for library in sorted(folder.glob(pattern)):
+        with contextlib.suppress(OSError):
+            if library.stem.rpartition("-")[2] == _digest(library.read_bytes()):
+                return library
+            say(f"{library}: damaged, not used")
+            library.unlink()
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _run(commands: list[list[str]]) -> None:
@@ -118,7 +153,7 @@ def _folder() -> Path:
 
 def digest() -> str:
     """A digest of the source."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources())).hexdigest()[:16]
+    return _digest(b"".join(path.read_bytes() for path in sources()))
 
 
 def sources() -> list[Path]:

@@ -295,9 +295,29 @@ def test_costs_are_measured_once(models, tmp_path, monkeypatch):
     monkeypatch.setattr(costing, "processor_name", lambda: "another")
     assert costs() and len(measured) == 2 and len(json.loads((tmp_path / "costs.json").read_text())) == 2
     assert costs(longest=40).verify.keys() == {SHORT} and len(measured) == 3
-    (tmp_path / "costs.json").write_text("{")
+
+
+DAMAGE = {  # what a file of costs may hold: what is said about it
+    '{"1": 2.0}': "not complete", "{}": "not complete", "7": "AttributeError",
+    '{"1": 0, "3": 1}': "such a time", '{"1": NaN, "3": 1}': "such a time",
+    '{"1": -1, "3": 1}': "such a time", '{"1": "x", "3": 1}': "TypeError",
+}
+
+
+@pytest.mark.parametrize("rows, words", DAMAGE.items(), ids=DAMAGE)
+def test_a_damaged_file_of_costs(models, tmp_path, monkeypatch, rows, words):
+    monkeypatch.setattr(costing, "MAX_REPEAT", 1)
+    monkeypatch.setattr(costing, "VERIFY_ROWS", (1, 3))
+    file = tmp_path / "costs.json"
+    measured_once(*models, False, 40, tmp_path, lambda line: None)
+    (made_by, kept), = json.loads(file.read_text()).items()
+    (context,) = kept["verify_ms"]
+    file.write_text(json.dumps({made_by: kept | {"verify_ms": {context: json.loads(rows)}}}))
+    with pytest.raises(InputError, match=rf"costs\.json: damaged .*{words}.*; delete it"):
+        measured_once(*models, False, 40, tmp_path, lambda line: None)
+    file.write_text("{")
     with pytest.raises(InputError, match=r"costs\.json"):
-        costs()
+        measured_once(*models, False, 40, tmp_path, lambda line: None)
 
 
 @pytest.mark.compile

@@ -33,10 +33,16 @@ def not_a_program(folder) -> str:
     return str(folder / "text")
 
 
+def idle(folder) -> str:
+    """A compiler that does nothing and says that all is well."""
+    return shutil.which("true")
+
+
 MACHINES = {  # what $CXX is, and what is said about it
     "no compiler": (lambda folder: "no-such", "no C++ compiler: the kernels need no-such; install it or set"),
     "too old": (failing("unknown -std=c++20"), "(error: unknown -std=c++20); set CXX to a newer one or name"),
     "no program": (not_a_program, "the kernels cannot be compiled ([Errno 8] Exec format error"),
+    "idle": (idle, "made no library and does not say why; set CXX to another one"),
     "no room": (failing("No space left"), "(error: No space left); make room or set TMPDIR"),
 }
 

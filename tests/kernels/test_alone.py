@@ -17,7 +17,7 @@ from kernels.quantized import pack_nibbles
 CROSS = "aarch64-linux-gnu-g++"
 EMULATOR = ("qemu-aarch64", "-cpu", "max")
 DRIVER = ROOT / "tests/kernels/driver"
-NATIVE = os.environ.get("CXX", "g++")
+NATIVE = os.environ.get("CXX") or "g++"
 # With the compiler in use, test_products.py and test_attention.py run this processor's other sets.
 CASES = dict.fromkeys([(NATIVE, isa.available()[0]), *(("clang++", name) for name in isa.available())])
 CASES |= dict.fromkeys((CROSS, name) for name in isa.SETS if name.startswith(("neon", "portable")))
