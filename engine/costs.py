@@ -34,7 +34,7 @@ from tree import TreeShape
 
 FILE = "costs.json"
 VERIFY_ROWS, LEVEL_ROWS = (1, 2, 4, 6, 8, 12, 16, 32), (1, 4, 10)
-BUDGET = 2.0  # seconds of measuring, unless that is not enough for MIN_REPEAT turns
+BUDGET = 2.0  # seconds of measuring; and of each of the first MIN_REPEAT turns, of which only one is sure
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
 PASSES = ("verify", "read", "level")  # in the order of `Costs`
@@ -164,7 +164,8 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
         with unguarded() if compile else contextlib.nullcontext():
             began = time.perf_counter()
             for turn in range(MAX_REPEAT):
-                if turn >= MIN_REPEAT and time.perf_counter() - began > BUDGET:
+                spent = time.perf_counter() - began
+                if turn and spent > BUDGET * (1 if turn >= MIN_REPEAT else turn):
                     break
                 for (context, name, rows), call in calls.items():
                     if name == "level":

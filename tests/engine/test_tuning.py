@@ -320,6 +320,18 @@ def test_a_damaged_file_of_costs(models, tmp_path, monkeypatch, rows, words):
         measured_once(*models, False, 40, tmp_path, lambda line: None)
 
 
+@pytest.mark.parametrize("turn, turns", ((0.1, 15), (0.3, 7), (0.9, 3), (2.1, 1)))
+def test_slow_passes_take_fewer_turns(models, monkeypatch, turn, turns):
+    """turn: seconds that all passes take once; turns: how often each is timed."""
+    clock, timed = itertools.count(), []
+    passes = len(costing.VERIFY_ROWS) + 2 * len(costing.LEVEL_ROWS)  # each asks for the time twice
+    monkeypatch.setattr(costing.time, "perf_counter", lambda: next(clock) * turn / 2 / passes)
+    verify = costing.Passes._verify
+    monkeypatch.setattr(costing.Passes, "_verify", lambda *a: timed.append(a[1].shape[1]) or verify(*a))
+    costing.measure(*models, False, (SHORT,))
+    assert timed.count(costing.VERIFY_ROWS[-1]) == turns + 1  # once before any is timed
+
+
 @pytest.mark.compile
 @pytest.mark.slow
 def test_compiled_costs(models, monkeypatch):
