@@ -123,8 +123,10 @@ def _run(commands: list[list[str]]) -> None:
 
 def _reason(lines: list[str]) -> str:
     """Why a compiler has failed, in its own words, and what to do."""
-    newer = "set CXX to a newer one or name another --isa"
-    for words, advice in (("No space left", "make room or set TMPDIR"), ("error", newer)):
+    for words, advice in (
+        ("No space left", "make room or set TMPDIR"), ("Killed signal", "free some memory and try again"),
+        ("error", "set CXX to a newer one or name another --isa"),
+    ):
         for line in lines:
             if words in line:
                 return f"({line.strip()}); {advice}"
