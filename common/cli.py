@@ -5,10 +5,13 @@ A rule stands beside the flag that it is about: `Options.refuse` takes a test an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.dtypes import KV_DTYPES, short_dtype
@@ -38,17 +41,43 @@ def run_command(
     The status is what `action` returns (None is 0); 1 after an InputError or one of `expected`, printed as
     one line; 130 after Ctrl-C; 141 when nobody reads the output any more.
     """
+    with _interrupts() as seen:
+        try:
+            return action() or 0
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
+        except (InputError, *expected) as e:
+            say(f"error: {one_line(e)}")
+            return 1
+        except (Exception, KeyboardInterrupt) as e:
+            if not (seen or isinstance(e, KeyboardInterrupt)):
+                raise
+            say(interrupted)
+            return 130
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """A context whose value holds something after Ctrl-C, which raises KeyboardInterrupt as ever.
+
+    A module of compiled code that is imported just then may raise another error instead.
+    """
+    seen: list[int] = []
+    ours = threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield seen
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        seen.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     try:
-        return action() or 0
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except (InputError, *expected) as e:
-        say(f"error: {one_line(e)}")
-        return 1
-    except KeyboardInterrupt:
-        say(interrupted)
-        return 130
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Options(argparse.ArgumentParser):

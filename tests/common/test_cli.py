@@ -1,7 +1,10 @@
 """How a command ends, and how its options are checked."""
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
 
 import pytest
 from helpers.refusals import refused
@@ -33,6 +36,27 @@ def test_the_status_says_how_a_command_ended(action, status, lines):
 def test_what_is_not_expected_is_a_traceback():
     with pytest.raises(ValueError):
         run_command(raising(ValueError("a fault of ours")), OSError)
+
+
+def test_an_interrupt_that_becomes_another_error():
+    """As in the import of a module of compiled code, which cannot be begun again."""
+    def action():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot load module more than once per process")
+
+    messages: list[str] = []
+    assert run_command(action, say=messages.append) == 130 and messages == ["interrupted"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_command_in_another_thread():
+    """Signals are the main thread's."""
+    statuses: list[int] = []
+    thread = threading.Thread(target=lambda: statuses.append(run_command(lambda: 3)))
+    thread.start()
+    thread.join()
+    assert statuses == [3]
 
 
 def test_a_reader_that_leaves_is_no_error(monkeypatch, tmp_path):
