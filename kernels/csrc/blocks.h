@@ -45,14 +45,19 @@ inline void by_rows(int rows, const Product& product) {  // product(R) with the 
   }
 }
 
+// Up to so many rows a loop that does nothing but load and multiply waits for memory whatever it does: it leaves
+// fetching to the processor, which then reads a tenth to a fifth faster (measured on Zen 4).
+constexpr int LIGHT_ROWS = LANES >= 16 ? 2 : 0;
+
 // The block that is read next. Each of all `tiles` of rows fetches its share, some of it in every step: much at once
 // would keep the loads of the block at hand waiting.
 class Next {
  public:
   Next(const char* block, int64_t size, int64_t tile, int64_t tiles)
       : at(block + size / tiles * tile), part(64 / tiles) {}
-  template <uint64_t BYTES>  // that a step reads
+  template <uint64_t BYTES, bool LIGHT = false>  // that a step reads; whether the loop is such a one
   void step() {
+    if constexpr (LIGHT) return;
     __builtin_prefetch(at, 0, 2);
     if constexpr (BYTES > 64) __builtin_prefetch(at + 64, 0, 2);
     at += BYTES * part / 64;

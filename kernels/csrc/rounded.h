@@ -127,9 +127,10 @@ struct Nibbles {  // 8 more than the value: a byte has one of the block's first 
 template <class Columns, int R>
 inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, Next& next,
                       Ints (&sum)[R][VECTORS]) {
+  constexpr bool LIGHT = R <= LIGHT_ROWS && std::is_same_v<Columns, Bytes> && BYTES_PER_WORD == 4;
   for (; p < end; p += Columns::BYTES, value += R) {
     Words columns[VECTORS];
-    next.step<Columns::BYTES>();
+    next.step<Columns::BYTES, LIGHT>();
     Columns::load(p, columns);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
