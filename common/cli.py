@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from common.dtypes import KV_DTYPES, short_dtype
 from common.errors import InputError
 
 MOST_THREADS = 1024
+JUST_NOW = 3.0  # seconds after Ctrl-C in which an error is taken to be its work
 
 
 def note(line: str) -> None:
@@ -47,30 +49,30 @@ def run_command(
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        except (InputError, *expected) as e:
+        except (Exception, KeyboardInterrupt) as e:
+            if isinstance(e, KeyboardInterrupt) or (seen and time.monotonic() - seen[-1] < JUST_NOW):
+                say(interrupted)
+                return 130
+            if not isinstance(e, (InputError, *expected)):
+                raise
             say(f"error: {one_line(e)}")
             return 1
-        except (Exception, KeyboardInterrupt) as e:
-            if not (seen or isinstance(e, KeyboardInterrupt)):
-                raise
-            say(interrupted)
-            return 130
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """A context whose value holds something after Ctrl-C, which raises KeyboardInterrupt as ever.
+def _interrupts() -> Iterator[list[float]]:
+    """A context whose value holds the times of each Ctrl-C, which raises KeyboardInterrupt as ever.
 
-    A module of compiled code that is imported just then may raise another error instead.
+    Compiled code that is imported just then may raise another error instead.
     """
-    seen: list[int] = []
+    seen: list[float] = []
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield seen
         return
 
     def interrupt(number: int, frame: object) -> None:
-        seen.append(number)
+        seen.append(time.monotonic())
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -82,8 +83,10 @@ class Calibration:
                 for t, trees in ((t, record["tau"][f"{t:g}"]) for t in TEMPERATURES)
             }
             ease = tuple(float(x) for x in record["ease"])
-            if not ease or any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
+            if not (ease and taus[0.0]) or any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
                 raise ValueError("it is not complete")
+            if not all(0 <= x < math.inf for x in ease):
+                raise ValueError("an ease is impossible")
             if any(not 1 <= tau <= shape.window for trees in taus.values() for shape, tau in trees.items()):
                 raise ValueError("an acceptance length is impossible")
             far = cls._read_far(record["far"]) if "far" in record else None
@@ -94,6 +97,6 @@ class Calibration:
     @staticmethod
     def _read_far(record: dict) -> Far:
         far = Far(int(record["context"]), {t: float(record["kept"][f"{t:g}"]) for t in TEMPERATURES})
-        if far.context <= SHORT or min(far.kept.values()) <= 0:
+        if far.context <= SHORT or not all(0 < kept < math.inf for kept in far.kept.values()):
             raise ValueError("what is far is impossible")
         return far

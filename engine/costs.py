@@ -185,21 +185,22 @@ def measured_once(
     """The costs from FOLDER/costs.json, if they were measured under these conditions; else measured now.
 
     longest: tokens that a text may have. folder: the head's; if it cannot be written, every start measures.
-    Raises InputError if the file is not what is written here.
+    say: told what is done. A file that is damaged is written anew.
     """
     contexts = (SHORT, LONG) if longest >= LONG else (SHORT, longest) if longest > 2 * SHORT else (SHORT,)
     made_by, file = json.dumps(conditions(target, head, compile, contexts)), folder / FILE
-    kept = read_json(file) if file.exists() else {}
-    if made_by in kept:
-        try:
+    kept = {}
+    try:
+        kept = read_json(file) if file.exists() else {}
+        if made_by in kept:
             costs = Costs(*(
                 {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
                 for part in (kept[made_by][f"{name}_ms"] for name in PASSES)
             ))
             costs.check(contexts)
             return costs
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
+    except (InputError, KeyError, TypeError, ValueError, AttributeError) as e:
+        say(f"{file}: damaged, not used ({type(e).__name__}: {e})")
     say("measuring what the passes of a step cost on this machine ...")
     costs = measure(target, head, compile, contexts)
     kept[made_by] = {

@@ -9,6 +9,7 @@ import threading
 import pytest
 from helpers.refusals import refused
 
+from common import cli
 from common.cli import Options, check_writable, count, dtype, one_line, positive, run_command
 from common.dtypes import short_dtype
 from common.errors import InputError
@@ -38,16 +39,19 @@ def test_what_is_not_expected_is_a_traceback():
         run_command(raising(ValueError("a fault of ours")), OSError)
 
 
-def test_an_interrupt_that_becomes_another_error():
-    """As in the import of a module of compiled code, which cannot be begun again."""
+@pytest.mark.parametrize("error", (ImportError("loaded twice"), ValueError("no shape"), OSError("half read")))
+def test_an_interrupt_that_becomes_another_error(error, monkeypatch):
+    """As in the import of compiled code. Long after Ctrl-C an error is one of its own."""
     def action():
         with contextlib.suppress(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        raise ImportError("cannot load module more than once per process")
+        raise error
 
     messages: list[str] = []
-    assert run_command(action, say=messages.append) == 130 and messages == ["interrupted"]
+    assert run_command(action, ValueError, say=messages.append) == 130 and messages == ["interrupted"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.setattr(cli, "JUST_NOW", 0.0)
+    assert run_command(action, type(error), say=messages.append) == 1 and messages[1:] == [f"error: {error}"]
 
 
 def test_a_command_in_another_thread():

@@ -101,6 +101,9 @@ def test_a_calibration_is_written_and_read(models, tmp_path):
     lambda r: r["tau"]["0"].update({"8/2/4": "x"}), lambda r: r["tau"]["0"].update({"8/2": 1.0}),
     lambda r: r["tau"]["0"].pop("8/2/4"), lambda r: r["far"].pop("kept"),
     lambda r: r["far"].update(context=100), lambda r: r["far"]["kept"].update({"0": 0.0}),
+    lambda r: r.update(tau={"0": {}, "1": {}}), lambda r: r.update(ease=[float("nan")]),
+    lambda r: r.update(ease=[-1.0]), lambda r: r["far"]["kept"].update({"1": float("nan")}),
+    lambda r: r["tau"]["0"].update({"8/2/4": float("nan")}),
 ))
 def test_a_damaged_calibration_is_refused(change, tmp_path):
     record = {"format": 1, "ease": [1.0], "tau": {t: {"8/2/4": 1.5, "4/2/2": 1.4} for t in "01"}}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from checkpoint.loading import load_head, load_model
-from common.errors import InputError
 from drafters.eagle import Eagle
 from engine import costs as costing
 from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration, Far
@@ -297,27 +296,45 @@ def test_costs_are_measured_once(models, tmp_path, monkeypatch):
     assert costs(longest=40).verify.keys() == {SHORT} and len(measured) == 3
 
 
-DAMAGE = {  # what a file of costs may hold: what is said about it
+DAMAGE = {  # what costs.json may hold of the target's passes: what is said about it
     '{"1": 2.0}': "not complete", "{}": "not complete", "7": "AttributeError",
     '{"1": 0, "3": 1}': "such a time", '{"1": NaN, "3": 1}': "such a time",
     '{"1": -1, "3": 1}': "such a time", '{"1": "x", "3": 1}': "TypeError",
 }
 
 
-@pytest.mark.parametrize("rows, words", DAMAGE.items(), ids=DAMAGE)
-def test_a_damaged_file_of_costs(models, tmp_path, monkeypatch, rows, words):
+@pytest.fixture
+def costs_file(models, tmp_path, monkeypatch):
+    """A file of costs, and what reads it; `said` has its lines."""
     monkeypatch.setattr(costing, "MAX_REPEAT", 1)
     monkeypatch.setattr(costing, "VERIFY_ROWS", (1, 3))
-    file = tmp_path / "costs.json"
-    measured_once(*models, False, 40, tmp_path, lambda line: None)
+    said: list[str] = []
+
+    def read() -> list[str]:
+        said.clear()
+        assert measured_once(*models, False, 40, tmp_path, said.append).verify[SHORT].keys() == {1, 3}
+        return said
+
+    read()
+    return tmp_path / "costs.json", read
+
+
+@pytest.mark.parametrize("rows, words", DAMAGE.items(), ids=DAMAGE)
+def test_damaged_costs_are_measured_anew(costs_file, rows, words):
+    file, read = costs_file
     (made_by, kept), = json.loads(file.read_text()).items()
     (context,) = kept["verify_ms"]
-    file.write_text(json.dumps({made_by: kept | {"verify_ms": {context: json.loads(rows)}}}))
-    with pytest.raises(InputError, match=rf"costs\.json: damaged .*{words}.*; delete it"):
-        measured_once(*models, False, 40, tmp_path, lambda line: None)
-    file.write_text("{")
-    with pytest.raises(InputError, match=r"costs\.json"):
-        measured_once(*models, False, 40, tmp_path, lambda line: None)
+    file.write_text(json.dumps({made_by: kept | {"verify_ms": {context: json.loads(rows)}}, "other": 1}))
+    line, measuring = read()
+    assert line.startswith(f"{file}: damaged, not used (") and words in line and "measuring" in measuring
+    assert json.loads(file.read_text()).keys() == {made_by, "other"} and not read()
+
+
+@pytest.mark.parametrize("content", (b"", b"{", b"[]", b"\xff\0"))
+def test_a_damaged_file_of_costs_is_written_anew(costs_file, content):
+    file, read = costs_file
+    file.write_bytes(content)
+    assert "costs.json: damaged, not used" in read()[0] and not read()
 
 
 @pytest.mark.parametrize("turn, turns", ((0.1, 15), (0.3, 7), (0.9, 3), (2.1, 1)))
