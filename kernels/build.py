@@ -17,7 +17,7 @@ import torch
 
 from common.errors import InputError
 from common.files import atomic_path
-from kernels.isa import InstructionSet
+from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
 # Beside what torch.compile keeps, if that has a place of its own.
@@ -47,7 +47,7 @@ def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
 def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     command, missing = _compiler()
     texts = [(path.name, path.read_bytes()) for path in sources()]
-    flags = (*FLAGS, *isa.flags, f"-DNAMESPACE={namespace(isa)}")
+    flags = (*FLAGS, *isa.flags, f"-DMAKER_{maker()}", f"-DNAMESPACE={namespace(isa)}")
     stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
     # Without a compiler, what any other has made will do.
     by = "*" if missing else _digest(repr(command[1:]).encode() + _version(command))

@@ -45,9 +45,20 @@ inline void by_rows(int rows, const Product& product) {  // product(R) with the 
   }
 }
 
-// Up to so many rows a loop that does nothing but load and multiply waits for memory whatever it does: it leaves
-// fetching to the processor, which then reads up to a fifth faster (measured on Zen 4, one row).
+// Up to so many rows a loop that does nothing but load and multiply waits for memory whatever it does. What helps it
+// differs by maker. Zen 4 fetches by itself up to a fifth faster than if it is told what to fetch. Emerald Rapids
+// takes a quarter longer by itself, and a tenth less if lines come to the first cache too, NEAR bytes ahead.
+#if defined(MAKER_AMD)
 constexpr int LIGHT_ROWS = LANES >= 16 ? 4 : 0;
+constexpr bool FETCHES_ITSELF = true;
+#elif defined(MAKER_INTEL)
+constexpr int LIGHT_ROWS = LANES >= 16 ? 8 : 4;
+constexpr bool FETCHES_ITSELF = false;
+#else
+constexpr int LIGHT_ROWS = 0;
+constexpr bool FETCHES_ITSELF = false;
+#endif
+constexpr int64_t NEAR = 2048;
 
 // The block that is read next. Each of all `tiles` of rows fetches its share, some of it in every step: much at once
 // would keep the loads of the block at hand waiting.
@@ -55,12 +66,18 @@ class Next {
  public:
   Next(const char* block, int64_t size, int64_t tile, int64_t tiles)
       : at(block + size / tiles * tile), part(64 / tiles) {}
-  template <uint64_t BYTES, bool LIGHT = false>  // that a step reads; whether the loop is such a one
+  template <uint64_t BYTES>  // that a step reads
   void step() {
-    if constexpr (LIGHT) return;
     __builtin_prefetch(at, 0, 2);
     if constexpr (BYTES > 64) __builtin_prefetch(at + 64, 0, 2);
     at += BYTES * part / 64;
+  }
+  template <uint64_t BYTES>  // in a loop of few rows, which reads from p
+  void light_step(const char* p) {
+    if constexpr (FETCHES_ITSELF) return;
+    __builtin_prefetch(p + NEAR, 0, 3);
+    if constexpr (BYTES > 64) __builtin_prefetch(p + NEAR + 64, 0, 3);
+    step<BYTES>();
   }
 
  private:

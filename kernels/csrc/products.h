@@ -82,7 +82,7 @@ template <class X, template <class> class Weights, int R>
 [[gnu::noinline]] void block_product(const uint32_t* x, int rows, const Weight& w, int64_t b, Next next,
                                      float* sums) {
   using W = Weights<X>;
-  constexpr bool LIGHT = R <= LIGHT_ROWS && std::is_same_v<W, Whole<Bf16>>;
+  constexpr bool LIGHT = R <= LIGHT_ROWS && std::is_same_v<W, Whole<X>>;
   const char* p = w.block(b);
   const int64_t words = w.steps * W::STEP, group = w.steps / w.groups;
   const uint32_t* row[R];
@@ -91,7 +91,8 @@ template <class X, template <class> class Weights, int R>
   for (int64_t g = 0; g < w.groups; g++) {
     Floats sum[R][VECTORS] = {};
     for (const char* end = p + group * W::BYTES; p < end; p += W::BYTES, k += W::STEP) {
-      next.step<W::BYTES, LIGHT>();
+      if constexpr (LIGHT) next.light_step<W::BYTES>(p);
+      else next.step<W::BYTES>();
 #pragma GCC unroll 2
       for (int i = 0; i < W::STEP; i++) {
         Words columns[VECTORS];

@@ -24,8 +24,9 @@ def no_variable(monkeypatch):
     monkeypatch.setattr(isa, "_tiles_granted", lambda: True)
 
 
-def on(monkeypatch, features) -> None:
+def on(monkeypatch, features, maker=isa.OTHER) -> None:
     monkeypatch.setattr(isa, "features", lambda: frozenset(features))
+    monkeypatch.setattr(isa, "maker", lambda: maker)
 
 
 @pytest.mark.parametrize("features, best", (
@@ -64,6 +65,24 @@ def test_tiles_that_linux_refuses(monkeypatch):
     assert isa.choose().name == isa.available()[0] == "avx512bf16"
     with refused("--isa amx: Linux refuses this process the tiles (it grants them from 5.16 on); choose "):
         isa.choose("amx")
+
+
+def test_intel_widens_pairs_sooner_than_it_multiplies_them(monkeypatch):
+    """Only where it has no tiles; and either can be named."""
+    on(monkeypatch, SAPPHIRE_RAPIDS, isa.INTEL)
+    assert isa.available()[:3] == ["amx", "avx512vnni", "avx512bf16"]
+    on(monkeypatch, ZEN4, isa.INTEL)
+    assert isa.choose().name == "avx512vnni" and isa.choose("avx512bf16").name == "avx512bf16"
+    on(monkeypatch, ALDER_LAKE, isa.INTEL)
+    assert isa.choose().name == "avxvnni"
+
+
+@pytest.mark.parametrize("says, maker", (
+    ("AuthenticAMD", isa.AMD), ("GenuineIntel", isa.INTEL), ("HygonGenuine", isa.OTHER), ("", isa.OTHER),
+))
+def test_who_made_the_processor(monkeypatch, says, maker):
+    monkeypatch.setattr(isa, "_cpuinfo", lambda *names: says)
+    assert isa.maker() == maker
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
