@@ -119,7 +119,7 @@ def available() -> list[str]:
     """The instruction sets that can be used here, best first."""
     names = [isa.name for isa in SETS.values() if not _lacking(isa)]
     if maker() == INTEL and {_AVX512BF16.name, _AVX512VNNI.name} <= {*names}:
-        # Its vectors of bf16 pairs take 2.2 cycles, those of floats half a one: twice the products when widened.
+        # A product of bf16 pairs takes it 2.2 cycles, one of floats half a cycle: widened, twice as many.
         after = names.index(_AVX512VNNI.name)
         names.insert(after, names.pop(names.index(_AVX512BF16.name)))
     return names
