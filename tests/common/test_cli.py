@@ -39,6 +39,15 @@ def test_what_is_not_expected_is_a_traceback():
         run_command(raising(ValueError("a fault of ours")), OSError)
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """A job that a shell puts into the background is started with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 @pytest.mark.parametrize("error", (ImportError("loaded twice"), ValueError("no shape"), OSError("half read")))
 def test_an_interrupt_that_becomes_another_error(error, monkeypatch):
     """As in the import of compiled code. Long after Ctrl-C an error is one of its own."""

