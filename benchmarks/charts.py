@@ -2,8 +2,8 @@
 
     python benchmarks/charts.py
 
-Nothing is measured: the figures come from peers.json, evaluate.json, nine_drafters.json and step.json in
-benchmarks/results, and everything that is written goes there too.
+Nothing is measured: the figures come from peers-emerald.json, evaluate.json, nine_drafters.json and
+step.json in benchmarks/results, and everything that is written goes there too.
 """
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from bench import RESULTS  # first: it makes the modules below importable
 
 from common.plots import picture
 
-MACHINE = "2 threads of a virtual AMD EPYC (AVX512-BF16, VNNI)"  # the result files name the processor only
+# The result files name the processor only.
+MACHINE = "2 threads of a virtual AMD EPYC (AVX512-BF16, VNNI)"
+PEERS, PEERS_MACHINE = "peers-emerald", "2 threads of a virtual Intel Xeon (AVX-512, VNNI)"
 DARK, LIGHT, GREY = "#2a6fbb", "#9cc3e6", "#b8b8b8"
 SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum", "mean")
 # Spec-Bench's leaderboard for Vicuna-7B, greedy, on one RTX 3090: speedup, acceptance length.
@@ -52,17 +54,16 @@ def overview() -> None:
         method, _, precision = rest.partition(" ")
         return f"this project {precision or 'bf16'}, {method}"
 
-    ranked = sorted(read("peers")["summary"].items(), key=lambda item: item[1]["rate"])
+    ranked = sorted(read(PEERS)["summary"].items(), key=lambda item: item[1]["rate"])
     ours = {True: DARK, False: LIGHT}
     colours = [ours["EAGLE" in name] if name.startswith("ours") else GREY for name, _ in ranked]
     with picture(RESULTS / "overview.png", 8, 0.6 + 0.3 * len(ranked)) as figure:
         axes = figure.add_subplot()
         bars = axes.barh([label(name) for name, _ in ranked], [r["rate"] for _, r in ranked], color=colours)
         axes.bar_label(bars, fmt="%.0f", padding=3)
-        axes.set(
-            xlabel=f"tokens per second, one text at a time; {MACHINE}", xlim=(0, 295),
-            title="SmolLM2-135M-Instruct, the same weights, 12 questions of MT-bench, greedy",
-        )
+        axes.set(xlabel="tokens per second, one text at a time", xlim=(0, 295))
+        words = f"SmolLM2-135M-Instruct, the same weights, 12 questions of MT-bench, greedy;\n{PEERS_MACHINE}"
+        figure.suptitle(words, fontsize="medium")
 
 
 def sets() -> None:
