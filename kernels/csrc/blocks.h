@@ -68,19 +68,23 @@ class Next {
       : at(block + size / tiles * tile), part(64 / tiles) {}
   template <uint64_t BYTES>  // that a step reads
   void step() {
-    __builtin_prefetch(at, 0, 2);
-    if constexpr (BYTES > 64) __builtin_prefetch(at + 64, 0, 2);
+    fetch<BYTES, 2>(at);
     at += BYTES * part / 64;
   }
-  template <uint64_t BYTES>  // in a loop of few rows, which reads from p
-  void light_step(const char* p) {
-    if constexpr (FETCHES_ITSELF) return;
-    __builtin_prefetch(p + NEAR, 0, 3);
-    if constexpr (BYTES > 64) __builtin_prefetch(p + NEAR + 64, 0, 3);
+  template <uint64_t BYTES, bool LIGHT>  // the same; whether the loop, which reads from p, is of few rows
+  void step(const char* p) {
+    if constexpr (LIGHT && FETCHES_ITSELF) return;
+    if constexpr (LIGHT) fetch<BYTES, 3>(p + NEAR);
     step<BYTES>();
   }
 
  private:
+  template <uint64_t BYTES, int CLOSE>  // 3: into all caches, 2: into all but the first
+  static void fetch(const char* from) {
+    __builtin_prefetch(from, 0, CLOSE);
+    if constexpr (BYTES > 64) __builtin_prefetch(from + 64, 0, CLOSE);
+  }
+
   const char* at;
   uint64_t part;  // of 64 bytes
 };

@@ -91,8 +91,7 @@ template <class X, template <class> class Weights, int R>
   for (int64_t g = 0; g < w.groups; g++) {
     Floats sum[R][VECTORS] = {};
     for (const char* end = p + group * W::BYTES; p < end; p += W::BYTES, k += W::STEP) {
-      if constexpr (LIGHT) next.light_step<W::BYTES>(p);
-      else next.step<W::BYTES>();
+      next.step<W::BYTES, LIGHT>(p);
 #pragma GCC unroll 2
       for (int i = 0; i < W::STEP; i++) {
         Words columns[VECTORS];

@@ -130,8 +130,7 @@ inline void sum_steps(const char*& p, const char* end, const uint32_t*& value, N
   constexpr bool LIGHT = R <= LIGHT_ROWS && std::is_same_v<Columns, Bytes> && BYTES_PER_WORD == 4;
   for (; p < end; p += Columns::BYTES, value += R) {
     Words columns[VECTORS];
-    if constexpr (LIGHT) next.light_step<Columns::BYTES>(p);
-    else next.step<Columns::BYTES>();
+    next.step<Columns::BYTES, LIGHT>(p);
     Columns::load(p, columns);
 #pragma GCC unroll 12
     for (int r = 0; r < R; r++) {
