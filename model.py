@@ -224,6 +224,14 @@ class KVCache(nn.Module):
             buffer = torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
             self.register_buffer(name, buffer, persistent=False)
 
+    @classmethod
+    def of_layers(
+        cls, layers: int, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype,
+        device: torch.device | str
+    ) -> nn.ModuleList:
+        """A cache for each of so many layers."""
+        return nn.ModuleList(cls(batch, slots, args, dtype, device) for _ in range(layers))
+
     @staticmethod
     def bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
         """What a cache takes."""
@@ -251,10 +259,11 @@ def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
 class Pass:
     """What all layers of one forward pass share.
 
-    That is RoPE, the cache slots [B, T] to write, and which slots each row sees [B, T, n].
+    That is RoPE, the cache slots [B, T] to write, and which slots each row sees: [B, T, n] bool, or what a
+    replaced attention reads instead (`kernels.parts.Sight`), whose `dense()` gives those.
     """
 
-    def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible: Tensor):
+    def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
         self._positions = args, inv_freq, positions
         self.slots, self.visible = slots, visible
         self._angles: tuple[Tensor, Tensor] | None = None
@@ -267,10 +276,11 @@ class Pass:
         return self._angles
 
     def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """`visible` as an additive mask [B, 1, groups*T, n], 0 or -inf, made once."""
+        """Who sees what as an additive mask [B, 1, groups*T, n], 0 or -inf, made once."""
         if self._bias is None:
-            zero = torch.zeros((), dtype=dtype, device=self.visible.device)
-            self._bias = torch.where(self.visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
+            visible = self.visible if isinstance(self.visible, Tensor) else self.visible.dense()
+            zero = torch.zeros((), dtype=dtype, device=visible.device)
+            self._bias = torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
         return self._bias
 
 
@@ -283,10 +293,10 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
     q, k, v = block.split(_rotated(block, qkv, *shared.angles()))
     cache.write(k, v, shared.slots)
     B, T, nh, hd = q.shape
-    nkv, n = k.shape[2], shared.visible.shape[-1]
+    nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype)
     q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
-    k, v = cache.k[:, :n].transpose(1, 2), cache.v[:, :n].transpose(1, 2)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=shared.bias(nh // nkv, q.dtype))
+    k, v = (x[:, : bias.shape[-1]].transpose(1, 2) for x in (cache.k, cache.v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
 
 
@@ -474,11 +484,13 @@ def run_layers(
 class Transformer(nn.Module):
     """A LLaMA-architecture target.
 
-    `run_layers` and `move` may be replaced by functions of the same kind; `on_kernels` says that they were,
-    and that every row of a pass is computed as if it were alone. `Cache` may then be another class.
+    `run_layers` and `move` may be replaced by functions of the same kind, `Cache` by another class.
+    `on_kernels`: they were, and every row of a pass is computed as if it were alone. `reads_length`: its
+    attention reads on the device how long a text is, so that a pass costs the same whatever slots it is
+    given.
     """
 
-    on_kernels = False
+    on_kernels = reads_length = False
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -493,9 +505,7 @@ class Transformer(nn.Module):
     def caches(self, batch: int, slots: int) -> nn.ModuleList:
         """A cache for every layer."""
         weight = self.embed.weight
-        return nn.ModuleList(
-            self.Cache(batch, slots, self.args, weight.dtype, weight.device) for _ in self.layers
-        )
+        return self.Cache.of_layers(len(self.layers), batch, slots, self.args, weight.dtype, weight.device)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
         """What `caches` take."""
@@ -503,14 +513,14 @@ class Transformer(nn.Module):
         return args.num_layers * self.Cache.bytes(batch, slots, args, self.embed.weight.dtype)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches,
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible, caches,
         aux_layers: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor | None]:
         """One pass over T rows per sequence.
 
         tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its
         keys/values go. visible [B, T, n] bool: which cache slots each row attends to, its own included; only
-        the first n are read. caches: one per layer, written in place. Returns the last residual
+        the first n are read (see `Pass`). caches: one per layer, written in place. Returns the last residual
         stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the residual streams
         entering those layers side by side [B, T, len(aux_layers)*H], else None.
         """

@@ -8,7 +8,6 @@ allow.
 from __future__ import annotations
 
 import torch
-import torch.nn as nn
 from torch import Tensor
 
 from checkpoint.folder import read_config
@@ -18,8 +17,8 @@ from drafters.base import Proposal
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
-from kernels.parts import gumbel, prune
-from model import KVCache, Transformer
+from kernels.parts import gumbel, prune, visible_before
+from model import Transformer
 from sampling.noise import PROPOSING, stream
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, pick
@@ -52,10 +51,7 @@ class DraftModel(NetworkDrafter):
         return self.model
 
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        args, dtype = self.model.args, self.model.embed.weight.dtype
-        self.caches = nn.ModuleList(
-            KVCache(batch, slots, args, dtype, device) for _ in range(args.num_layers)
-        )
+        self.caches = self.model.caches(batch, slots)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
         self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
@@ -76,10 +72,8 @@ class DraftModel(NetworkDrafter):
         """Read W rows that end with the root; the last step committed the last n_new of them."""
         start = state.length - state.n_new + 1
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
-        h, _ = self.model(
-            state.tokens.gather(1, positions), positions, positions, slots <= positions[..., None],
-            self.caches
-        )
+        visible = visible_before(slots, start, self.shape.window)
+        h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
 
     def _rows(

@@ -16,7 +16,7 @@ from drafters.base import Proposal, StaticLevel, StaticTree
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
-from kernels.parts import visible_slots
+from kernels.parts import visible_before, visible_slots
 from networks.head import Head
 from tree import EAGLE1_TREE, PathTree, TreeShape, pick
 
@@ -62,7 +62,7 @@ class Eagle(NetworkDrafter):
         head, start = self.head, state.length - state.n_new
         positions = start[:, None] + torch.arange(state.window, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
-        visible = slots <= positions[..., None]
+        visible = visible_before(slots, start, state.window)
         features = head.fuse(state.features[:, : state.window])
         h = head(next_tokens, features, positions, positions, visible, self.caches)
         return pick(h, (state.n_new - 1).clamp(min=0)[:, None])

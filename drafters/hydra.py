@@ -14,6 +14,7 @@ from drafters.base import Proposal, StaticLevel
 from drafters.medusa import MultiTokenDrafter, build_multi_token
 from drafters.network import rank
 from drafters.request import Request
+from kernels.parts import visible_before
 from networks.hydra import HydraHeads
 from tree import PathTree, pick
 
@@ -36,7 +37,8 @@ class Hydra(MultiTokenDrafter):
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         head, start, noise = self.head, state.length - state.n_new, self._draft_noise(noise)
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
-        p = head(head.fuse(state.features), positions, positions, slots <= positions[..., None], self.caches)
+        visible = visible_before(slots, start, self.shape.window)
+        p = head(head.fuse(state.features), positions, positions, visible, self.caches)
         p = pick(p, (state.n_new - 1).clamp(min=0)[:, None])  # [B, 1, H]
         k, root = self.shape.width, state.root()[:, None]
         paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]

@@ -35,6 +35,7 @@ from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan
 from kernels.cpu import try_kernels
+from kernels.gpu import here
 from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
 from model import Transformer
@@ -60,7 +61,7 @@ class Drafting:
     tree: TreeSpec = None
     accept: str = "equal"  # one of `sampling.rules.RULES`
     coupled: bool = True  # draft with the target's sampling noise
-    # On our kernels, quantise a bfloat16 head while loading it: it is read several times a step.
+    # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
     # The method's own, see METHODS; what is missing takes its default.
     flags: dict = field(default_factory=dict)
@@ -150,14 +151,20 @@ class Target:
         )
 
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
-        """Put models on the CPU kernels, if this target runs there. int8: quantise bfloat16 ones first."""
-        if not self.runtime.on_kernels:
+        """Put models on our kernels, if this target runs there. int8: quantise bfloat16 ones first."""
+        weight = self.model.embed.weight
+        on_gpu = self.runtime.on_gpu_kernels and here.runs_on(weight)
+        if not (self.runtime.on_kernels or on_gpu):
             return
-        if int8 and self.model.embed.weight.dtype == torch.bfloat16:
+        if int8 and weight.dtype in ((torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,)):
             for model in models:
                 own = not isinstance(model, Head) or model.args.own_lm_head
                 quantize_linears(model, Scheme("int8", 0, "int8" if own else None))
-        if not pack_models(*models):
+        if on_gpu:
+            from kernels.gpu.models import put_on_kernels  # imports Triton
+
+            put_on_kernels(*models)
+        elif not pack_models(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"
                 " leave plain text at near ties"

@@ -11,19 +11,20 @@ class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
     One memory pool serves them all; what a call returns is overwritten by the next. `still` gives a context
-    in which a call changes nothing of meaning.
+    in which a call changes nothing of meaning. device: the GPU that the buffers are on.
     """
 
-    def __init__(self, still: Callable[[], contextlib.AbstractContextManager]):
-        self.still, self.graphs = still, {}
+    def __init__(self, device: torch.device, still: Callable[[], contextlib.AbstractContextManager]):
+        self.device, self.still, self.graphs = device, still, {}
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key: tuple, call: Callable):
         """What `call` returns; `key` tells calls of different shapes apart."""
-        if key not in self.graphs:
-            self.graphs[key] = self._capture(call)
-        graph, result = self.graphs[key]
-        graph.replay()
+        with torch.cuda.device(self.device):
+            if key not in self.graphs:
+                self.graphs[key] = self._capture(call)
+            graph, result = self.graphs[key]
+            graph.replay()
         return result
 
     def _capture(self, call: Callable):

@@ -29,6 +29,7 @@ from engine.step import step
 from engine.switching import Switch
 from engine.tuning import Plan
 from kernels.packed import threads_for
+from kernels.parts import visible_before
 from model import KVCache, Transformer
 from sampling.noise import seed_keys
 from sampling.options import Sampling
@@ -68,6 +69,9 @@ class Decoder:
         on_cuda = self.device.type == "cuda"
         self.target, self.drafter = target, drafter or Drafter()
         self.batch, self.max_seq_len = batch, max_seq_len
+        # Without compiling everything runs eagerly and gives the same text. On our CPU kernels a step calls
+        # few operators: compiling it would save nothing.
+        self.compiled = compile and not target.on_kernels
         self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
         self.lag = int(on_cuda) if lag is None else lag
         self.say = say or (lambda line: None)
@@ -80,8 +84,11 @@ class Decoder:
         room = max(self.drafter.extra_slots, self._extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
         self.cache_bytes = self._check_memory()
-        self.caches = target.caches(batch, self.slots)
-        self.drafter.allocate(batch, self.slots, dtype, self.device)
+        # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
+        # for another graph: a cache is longer than what is ever live.
+        allocated = self.slots + (SPAN if self.compiled else 0)
+        self.caches = target.caches(batch, allocated)
+        self.drafter.allocate(batch, allocated, dtype, self.device)
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
@@ -91,9 +98,6 @@ class Decoder:
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
         self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
 
-        # Without compiling everything runs eagerly and gives the same text. On our kernels a step calls few
-        # operators: compiling it would save nothing.
-        self.compiled = compile and not target.on_kernels
         self._prefill = self._function(prefill, "prefill")
         self.switch = Switch(plan) if plan else None
         self._trees = {
@@ -107,7 +111,7 @@ class Decoder:
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is asked before each step.
         self._asks = not on_cuda and self.drafter.may_pass
-        self.captured = CapturedCalls(self._still) if compile and on_cuda else None
+        self.captured = CapturedCalls(self.device, self._still) if compile and on_cuda else None
         self._serial = 0  # of the text at hand
 
     def _function(self, function: Callable, what: str) -> Callable:
@@ -313,8 +317,9 @@ class Decoder:
     def _read_behind(self, span: Tensor) -> None:
         """Let the drafter read what plain steps have committed, in one pass."""
         state = self.state
-        positions = (state.length - state.n_new)[:, None] + self.slot_ids[:UNREAD]
-        self.drafter.read(state, state.features, positions, span <= positions[..., None])
+        start = state.length - state.n_new
+        positions = start[:, None] + self.slot_ids[:UNREAD]
+        self.drafter.read(state, state.features, positions, visible_before(span, start, UNREAD))
         state.keep_last_unread()
 
     def _launch_step(self, span: Tensor, kind: Kind):
@@ -336,7 +341,12 @@ class Decoder:
             return call()
 
     def _span(self, needed: int) -> Tensor:
-        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph."""
+        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
+
+        Where attention reads the lengths itself, all slots: one graph serves every context.
+        """
+        if self.target.reads_length:
+            return self.slot_ids
         size = round_up(needed, SPAN)
         if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
             size = max(256, 1 << (size - 1).bit_length())
@@ -352,7 +362,7 @@ class Decoder:
         host = torch.empty(self.state.out.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(self.state.out, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(self.device))
         return host, copied
 
     def _read(self, unread: deque, keep: int) -> Iterator[list[list[int]]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from drafters.base import Drafter
 from engine.state import State
 from engine.step import noise_ahead, restrict_logits
-from kernels.parts import draw
+from kernels.parts import draw, visible_before
 from model import Transformer
 from tree import pick
 
@@ -24,7 +24,7 @@ def prefill(
     prompt's end compute nothing anyone sees: their slots are overwritten before they become visible.
     """
     positions = start[:, None] + chunk
-    visible = slots <= positions[..., None]
+    visible = visible_before(slots, start, chunk.shape[0])
     x, features = target(
         state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
     )

@@ -13,6 +13,7 @@ from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line
 from common.threads import use_threads
 from engine.saved_graph import READ_ONLY
+from kernels.gpu import here
 from kernels.isa import choose
 
 
@@ -27,7 +28,7 @@ class Runtime:
     device: str | None = None  # None: cuda if there is one, else cpu
     dtype: str | None = None  # a name of `common.dtypes`; None: as stored
     compile: bool = True  # run through torch.compile
-    kernels: bool = True  # on a CPU, when compiling: our own compiled products (see kernels/)
+    kernels: bool = True  # when compiling: our own kernels, see kernels/; on GPUs for the whole process
     autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
     kv: str = "auto"  # keys and values of the target: "auto", in its dtype, or "int8", on our CPU kernels
@@ -48,6 +49,11 @@ class Runtime:
         return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
 
     @property
+    def on_gpu_kernels(self) -> bool:
+        """Whether modules are put on our GPU kernels, where these can run."""
+        return self.compile and self.kernels and not self.on_kernels
+
+    @property
     def isa_name(self) -> str | None:
         """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
         return choose(self.isa).name if self.on_kernels else None
@@ -60,6 +66,8 @@ class Runtime:
         """
         use_threads()
         check_device(self.device_name)
+        if torch.device(self.device_name).type == "cuda":
+            use_device(torch.device(self.device_name), self.on_gpu_kernels)
         _ = self.torch_dtype
         _ = self.isa_name
         if self.kv not in KV_DTYPES:
@@ -86,6 +94,16 @@ def check_device(device: str) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise InputError(f"--device {device}: {first_line(e)}") from None
+
+
+def use_device(device: torch.device, kernels: bool) -> None:
+    """Make a GPU the one that work is launched on, and let our kernels run on GPUs, or not."""
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    here.want(kernels)
+    # Where masked attention is torch's: cuDNN, its first choice, makes a plan for every number of rows and
+    # slots.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def check_compiler() -> None:

@@ -6,6 +6,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels import cpu
+from kernels.parts import emit
 from tree import pick
 
 
@@ -60,9 +61,10 @@ class State(nn.Module):
         Moves `length` so that the last one appended is the new root; sets `done` and `out`. Returns how many
         were appended [B].
         """
-        if cpu.is_alone():
-            buffers = self.tokens, self.length, self.done, self.out, self.limit, self.stop_ids
-            return cpu.emit(tokens, count, *buffers)
+        buffers = self.tokens, self.length, self.done, self.out, self.limit, self.stop_ids
+        appended = emit(tokens, count, *buffers)
+        if appended is not None:
+            return appended
         W, drafted = tokens.shape[1], count - 1
         at = torch.arange(W, device=tokens.device)
         count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))

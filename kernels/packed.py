@@ -40,6 +40,8 @@ class ByteCache(nn.Module):
         of_block, *sizes = cpu.byte_blocks(args.head_dim)
         return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
 
+    of_layers = classmethod(KVCache.of_layers.__func__)
+
     @classmethod
     def bytes(cls, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
         """What a cache takes."""

@@ -1,11 +1,13 @@
 """The parts of a step beside the networks.
 
-Each is one operator if the target at work is on the CPU kernels, else its definition in `tree`, `sampling` or
-here.
+Each is one operator if the target at work is on the CPU kernels, one kernel where those for GPUs run, else
+its definition in `tree`, `sampling` or here.
 
-Both ways give the same, but for the last bits of noise and of the draft's log-probabilities.
+All ways give the same, but for the last bits of noise and of the draft's log-probabilities.
 """
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,27 +16,62 @@ import sampling.noise
 import sampling.restrict
 import tree
 from kernels import cpu
+from kernels.gpu import here
 from tree import Growth, Tree
 
+if here.CAN:
+    from kernels.gpu import growing, ranking
+    from kernels.gpu import sampling as gpu_sampling
 
-def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
-    """`tree.visible_slots`."""
+
+class Sight(NamedTuple):
+    """Which cache slots each row of a pass attends to, in few words: the arguments of `tree.visible_slots`.
+
+    The pass's own rows stand in the last T of the M slots that `local` [B, T, M] speaks of.
+    """
+
+    slots: Tensor
+    length: Tensor
+    local: Tensor
+
+    def dense(self) -> Tensor:
+        """[B, T, n] bool."""
+        return tree.visible_slots(*self)
+
+
+def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor | Sight:
+    """`tree.visible_slots`; a `Sight` for the attention of GPU kernels, which reads it on the device."""
     if cpu.is_alone():
         return cpu.see(length, local, slots.shape[0])
+    if here.runs_on(length):
+        return Sight(slots, length, local.contiguous())  # once, and not in every layer
     return tree.visible_slots(slots, length, local)
+
+
+def visible_before(slots: Tensor, start: Tensor, count: int) -> Tensor | Sight:
+    """`visible_slots` of `count` rows at slots start [B] ... of which each sees itself and all before it."""
+    rows = torch.arange(count, device=slots.device)
+    if here.runs_on(start) and not cpu.is_alone():
+        return Sight(slots, start, (rows <= rows[:, None]).repeat(len(start), 1, 1))
+    return slots <= (start[:, None] + rows)[..., None]
 
 
 def gumbel(key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:
     """temperature [B] times `sampling.noise.gumbel` [B, W, V]."""
     if cpu.is_alone():
         return cpu.gumbel(key, positions, temperature, vocabulary)
+    if here.runs_on(key):
+        return gpu_sampling.gumbel(key, positions, temperature, vocabulary)
     return temperature[:, None, None] * sampling.noise.gumbel(key, positions, vocabulary)
 
 
 def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """`sampling.restrict.restrict`."""
-    function = cpu.restrict if cpu.is_alone() else sampling.restrict.restrict
-    return function(logits, temperature, top_k, top_p)
+    if cpu.is_alone():
+        return cpu.restrict(logits, temperature, top_k, top_p)
+    if here.runs_on(logits):
+        return gpu_sampling.restrict(logits, temperature, top_k, top_p)
+    return sampling.restrict.restrict(logits, temperature, top_k, top_p)
 
 
 def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
@@ -45,6 +82,8 @@ def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> T
     """
     if cpu.is_alone():
         return cpu.draw(logits, noise, depth)
+    if here.runs_on(logits):
+        return ranking.draw(logits, noise, depth)
     if noise is not None:
         logits = logits + (noise[:, :1] if depth is None else tree.pick(noise, depth))
     return logits.argmax(-1)
@@ -60,6 +99,8 @@ def rank(
     """
     if cpu.is_alone():
         return cpu.rank(logits, noise, k, names)
+    if here.runs_on(logits):
+        return ranking.rank(logits, noise, k, names)
     if noise is not None:
         logits = logits + noise
     top, ids = logits.topk(k, dim=-1)
@@ -68,9 +109,13 @@ def rank(
 
 def advance(growth: Growth) -> Tensor:
     """`tree.Growth.advance`."""
-    if not cpu.is_alone():
+    newest = growth.child_scores, growth.child_tokens, growth.beam_sees, growth.size
+    if cpu.is_alone():
+        beam = cpu.advance(*newest)
+    elif here.runs_on(growth.child_scores):
+        beam = growing.advance(*newest)
+    else:
         return growth.advance()
-    beam = cpu.advance(growth.child_scores, growth.child_tokens, growth.beam_sees, growth.size)
     growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees, row = beam
     growth.size += growth.child_tokens.shape[1]
     return row
@@ -78,14 +123,28 @@ def advance(growth: Growth) -> Tensor:
 
 def prune(growth: Growth, root: Tensor) -> Tree:
     """`tree.Growth.prune`."""
-    if not cpu.is_alone():
+    on_gpu = here.runs_on(root)
+    if not (cpu.is_alone() or on_gpu):
         return growth.prune(root)
     candidates = (torch.cat(x, dim=1) for x in (growth.scores, growth.tokens, growth.parents))
-    return Tree(*cpu.prune(*candidates, root, growth.shape.nodes))
+    shape = growth.shape
+    if on_gpu:
+        return Tree(*growing.prune(*candidates, root, shape.nodes, shape.depth + 1))
+    return Tree(*cpu.prune(*candidates, root, shape.nodes))
 
 
 def accept(drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """`tree.accept`."""
+    nodes = drafted.tokens, drafted.parent, drafted.depth
     if cpu.is_alone():
-        return cpu.accept(drafted.tokens, drafted.parent, drafted.depth, chosen, window)
+        return cpu.accept(*nodes, chosen, window)
+    if here.runs_on(chosen):
+        return growing.accept(*nodes, chosen, window)
     return tree.accept(drafted, chosen, window)
+
+
+def emit(tokens: Tensor, count: Tensor, *buffers: Tensor) -> Tensor | None:
+    """`engine.state.State.emit` on its buffers. None, and nothing is done, if there is no kernel for it."""
+    if cpu.is_alone():
+        return cpu.emit(tokens, count, *buffers)
+    return growing.emit(tokens, count, *buffers) if here.runs_on(tokens) else None

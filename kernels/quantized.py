@@ -17,7 +17,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import gpu
+from kernels.gpu import here
+
+if here.CAN:
+    from kernels.gpu import products
 
 MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
 FOUR_BITS = ("int4", "w4a8")
@@ -189,8 +192,8 @@ class QuantizedLinear(nn.Module):
             x = round_inputs(x, self.group or INPUTS)
         if self.mode == "fp8":
             y = self._fp8(x)
-        elif gpu.takes(x):
-            y = gpu.linear(x, self.weight, self.scale, self.bias, self.group)
+        elif here.runs_on(x):
+            y = products.linear(x, self.weight, self.scale, self.bias, self.group)
         else:
             y = F.linear(x, self.dequantize(x.dtype), self.bias)
         return y if onto is None else onto + y

@@ -56,6 +56,7 @@ class Head(nn.Module):
     """
 
     Args = HeadArgs
+    Cache = KVCache  # may be replaced by another class of the kind
 
     def __init__(self, args: HeadArgs):
         super().__init__()
@@ -98,10 +99,8 @@ class Head(nn.Module):
         return head
 
     def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
-        """One KVCache per layer of the head."""
-        return nn.ModuleList(
-            KVCache(batch, slots, self.args, dtype, device) for _ in range(self.args.num_layers)
-        )
+        """A cache for every layer of the head."""
+        return self.Cache.of_layers(self.args.num_layers, batch, slots, self.args, dtype, device)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""

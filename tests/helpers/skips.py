@@ -28,6 +28,7 @@ X86 = platform.machine() == "x86_64"
 EXPECTED = (
     (r"no GPU", no_gpu),
     (r"this GPU does not multiply fp8", lambda: not no_gpu()),
+    (r"there is a GPU: the tests run there", lambda: not no_gpu()),
     (r"Triton is not installed", lambda: not (X86 and sys.platform == "linux")),
     (r"could not import 'transformers'", lambda: sys.version_info < (3, 11)),
     (r"names an x86 processor", lambda: not X86),

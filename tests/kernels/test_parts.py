@@ -1,17 +1,22 @@
 """The parts of a step as operators: each gives what its definition gives."""
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from engine.state import State
-from kernels import cpu, parts
+from kernels import cpu, isa, parts
+from kernels.gpu import here
 from sampling.noise import seed_keys
-from tree import Growth, TreeShape, chain
+from tree import Growth, Tree, TreeShape, chain
 
-pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("each_isa")]
+pytestmark = pytest.mark.compile
+GPU = "gpu"
 
 
-def both(function, *arguments):
-    """What a part returns by its definition and as an operator."""
+def on_cpu_kernels(function, *arguments):
+    """What a part returns by its definition and as an operator of the CPU kernels."""
+    here.want(False)
     defined = function(*arguments)
     with cpu.alone():
         assert cpu.is_alone()
@@ -20,21 +25,60 @@ def both(function, *arguments):
     return defined, found
 
 
+def on_gpu_kernels(function, *arguments):
+    """What a part returns by its definition on the CPU, and on the GPU, or in the interpreter, as a
+    kernel.
+    """
+    here.want(False)
+    defined = function(*arguments)
+    here.want(True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        arguments = tree_map_only(torch.Tensor, lambda x: x.to(device), arguments)
+        assert here.runs_on(torch.empty(0))
+        found = function(*arguments)
+    return defined, tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
+
+
+@pytest.fixture
+def cpu_kernels(each_isa):
+    yield on_cpu_kernels
+    here.want(True)
+
+
+@pytest.fixture(params=[*isa.available(), *([GPU] if here.CAN else [])])
+def both(request):
+    """A function that calls a part by its definition and as an operator."""
+    if request.param == GPU:
+        yield on_gpu_kernels
+    else:
+        cpu.load_kernels(isa=request.param)
+        yield on_cpu_kernels
+        cpu.load_kernels()
+    here.want(True)
+
+
 def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device())
+
+
+def integers(high, shape, seed=0):
+    g = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(0, high, shape, generator=g, device="cpu").to(torch.get_default_device())
 
 
 @pytest.mark.parametrize("n", (64, 192))
-def test_visible_slots(n):
+def test_visible_slots(cpu_kernels, n):
     length = torch.tensor([0, 7, 60, 64])
     local = random(4, 5, 9) > 0
-    defined, found = both(parts.visible_slots, torch.arange(n), length, local)
+    defined, found = cpu_kernels(parts.visible_slots, torch.arange(n), length, local)
     assert torch.equal(defined, found) and found.any() and not found.all()
 
 
 @pytest.mark.parametrize("V", (7, 320, 4096, 9001))
 @pytest.mark.parametrize("noisy", (False, True))
-def test_draw(V, noisy):
+def test_draw(both, V, noisy):
     logits, depth = random(2, 5, V), torch.tensor([[0, 1, 1, 2, 2], [0, 1, 2, 3, 1]])
     logits[0, 0, 3] = logits[0, 0, 5] = 9.0  # a tie: the first
     logits[1, 2, ::2] = float("-inf")
@@ -43,7 +87,7 @@ def test_draw(V, noisy):
     assert torch.equal(defined, found) and (noisy or found[0, 0] == 3)
 
 
-def test_draw_where_everything_is_tied():
+def test_draw_where_everything_is_tied(both):
     for logits in (torch.zeros(1, 2, 5000), torch.full((1, 2, 5000), float("-inf"))):
         defined, found = both(parts.draw, logits, None)
         assert torch.equal(defined, found) and not found.any()
@@ -51,7 +95,7 @@ def test_draw_where_everything_is_tied():
 
 @pytest.mark.parametrize("V, k", ((7, 7), (320, 4), (4097, 10), (9001, 60)))
 @pytest.mark.parametrize("rows", (None, 1, 3))
-def test_rank(V, k, rows):
+def test_rank(both, V, k, rows):
     logits = 3 * random(2, 3, V)
     noise = None if rows is None else random(2, rows, V, seed=1)
     (scores, ids), (found_scores, found_ids) = both(parts.rank, logits, noise, k)
@@ -59,14 +103,14 @@ def test_rank(V, k, rows):
     torch.testing.assert_close(found_scores, scores, rtol=1e-5, atol=2e-6)
 
 
-def test_rank_under_other_names():
+def test_rank_under_other_names(both):
     names = torch.randperm(500, generator=torch.Generator().manual_seed(1))
     (_, ids), (_, found) = both(parts.rank, random(1, 2, 500), None, 7, names)
     assert torch.equal(ids, found) and torch.equal(ids, names[parts.rank(random(1, 2, 500), None, 7)[1]])
 
 
 @pytest.mark.parametrize("k", (1, 4, 10))
-def test_advance(k):
+def test_advance(both, k):
     """Three levels of a growth: the same beam, and the same rows it came from."""
     def grow() -> list:
         growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
@@ -74,60 +118,58 @@ def test_advance(k):
             if level:
                 row = parts.advance(growth)
                 found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
-            tokens = torch.randint(0, 99, (3, k, k), generator=torch.Generator().manual_seed(level))
-            growth.extend(random(3, k, k, seed=level + 1), tokens)
+            growth.extend(random(3, k, k, seed=level + 1), integers(99, (3, k, k), level))
         return [*found, torch.tensor(growth.size)]
 
     defined, found = both(grow)
     assert len(found) == 11 and all(torch.equal(a, b) for a, b in zip(defined, found))
 
 
-def test_gumbel_noise():
+def test_gumbel_noise(both):
     """To a few units of the last place; the largest, which win, relative to themselves."""
     key, positions = seed_keys([3, 2**40 + 5]), torch.tensor([[0, 1, 2], [7, 8, 2**20]])
     temperature = torch.tensor([1.0, 0.5])
     defined, found = both(parts.gumbel, key, positions, temperature, 49157)
     torch.testing.assert_close(found, defined, rtol=3e-6, atol=2e-6)
-    with cpu.alone():
-        assert torch.equal(parts.gumbel(key, positions[:, 1:], temperature, 49157), found[:, 1:])
-        assert torch.equal(parts.gumbel(key, positions, temperature, 500), found[..., :500])
+    assert torch.equal(both(parts.gumbel, key, positions[:, 1:], temperature, 49157)[1], found[:, 1:])
+    assert torch.equal(both(parts.gumbel, key, positions, temperature, 500)[1], found[..., :500])
 
 
 @pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
-def test_prune_and_accept(shape):
+def test_prune_and_accept(both, shape):
     """Random growths, with equal scores among them."""
-    g = torch.Generator().manual_seed(shape.nodes)
-    for _ in range(20):
-        def children(*size):
-            return -torch.randint(0, 4, size, generator=g).float(), torch.randint(0, 6, size, generator=g)
+    def grow(seed: int) -> tuple[Tree, Tensor, Tensor]:
+        B, k, draw = 3, shape.width, iter(range(1000 * seed, 1000 * (seed + 1)))
 
-        B, k = 3, shape.width
+        def children(*size):
+            return -integers(4, size, next(draw)).float(), integers(6, size, next(draw))
+
         growth = Growth(shape, *children(B, k))
         for level in range(shape.depth):
             if level:
                 growth.advance()
             growth.extend(*children(B, k, k))
-        root = torch.randint(0, 6, (B,), generator=g)
-        defined, found = both(parts.prune, growth, root)
-        assert all(torch.equal(a, b) for a, b in zip(defined, found))
-        chosen = torch.randint(0, 6, (B, shape.nodes), generator=g)
-        for a, b in zip(*both(parts.accept, defined, chosen, shape.window)):
-            assert torch.equal(a, b)
+        drafted = parts.prune(growth, integers(6, (B,), next(draw)))
+        chosen = integers(6, (B, shape.nodes), next(draw))
+        return drafted, *parts.accept(drafted, chosen, shape.window)
+
+    for seed in range(20):
+        (tree, *taken), (found, *found_taken) = both(grow, seed)
+        assert all(torch.equal(a, b) for a, b in zip([*tree, *taken], [*found, *found_taken]))
 
 
-def test_accept_of_a_whole_chain():
+def test_accept_of_a_whole_chain(both):
     tree = chain(torch.tensor([[4, 5, 6, 7]]))
     path, count = both(parts.accept, tree, torch.tensor([[5, 6, 7, 8]]), 4)[1]
     assert path.tolist() == [[0, 1, 2, 3]] and count.tolist() == [4]
 
 
-def test_emit():
+def test_emit(both):
     """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
-    tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
-    count = torch.tensor([2, 3, 3, 3, 1])
-
     def step(width):
-        state = State(5, 40, 4, 0, [2, 9], torch.float32, "cpu")
+        tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
+        count = torch.tensor([2, 3, 3, 3, 1])
+        state = State(5, 40, 4, 0, [2, 9], torch.float32, tokens.device)
         state.length.copy_(torch.tensor([3, 4, 5, 6, 7]))
         state.limit.copy_(torch.tensor([30, 30, 7, 30, 30]))
         state.done.copy_(torch.tensor([False, False, False, True, False]))
@@ -143,7 +185,7 @@ def test_emit():
 
 @pytest.mark.parametrize("more", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_hand_over(more, dtype):
+def test_hand_over(cpu_kernels, more, dtype):
     """One to three tokens of a pass of five rows; after unread ones, as far as there is room."""
     features = torch.randn(4, 5, 6, dtype=dtype)
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
@@ -155,15 +197,15 @@ def test_hand_over(more, dtype):
         state.hand_over(features, path, count, torch.tensor([True, True, True, False]), more)
         return state.n_new, [row[:n] for row, n in zip(state.features, state.n_new)]
 
-    (n, rows), (found_n, found) = both(leave, features)
+    (n, rows), (found_n, found) = cpu_kernels(leave, features)
     assert n.tolist() == found_n.tolist() == ([3, 7, 3, 3] if more else [1, 3, 3, 3])
     assert all(torch.equal(a, b) for a, b in zip(rows, found))
     assert torch.equal(found[1][-3:], features[1, path[1]]) and (found[3] == 9).all()
-    (n, _), (found_n, _) = both(leave, None)
+    (n, _), (found_n, _) = cpu_kernels(leave, None)
     assert torch.equal(n, found_n)
 
 
-def test_angles():
+def test_angles(each_isa):
     from model import ModelArgs, inverse_frequencies, rope_table
 
     args = ModelArgs(
@@ -180,7 +222,7 @@ def test_angles():
 
 @pytest.mark.parametrize("top_k", (0, 1, 5, 300, 1000))
 @pytest.mark.parametrize("top_p", (1.0, 0.9, 0.5, 1e-6))
-def test_restrict(top_k, top_p):
+def test_restrict(both, top_k, top_p):
     logits = random(3, 3, 300, seed=top_k) * 4
     logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
     logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")

@@ -1,0 +1,80 @@
+"""The caches of all layers as one tensor, so that one kernel moves what a step commits."""
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from model import KVCache, ModelArgs
+
+
+class LayerCache(nn.Module):
+    """The cache of one layer in kv [L, 2, B, nkv, S, hd], which all layers share."""
+
+    def __init__(self, kv: Tensor, layer: int):
+        super().__init__()
+        self.register_buffer("kv", kv, persistent=False)
+        self.layer = layer
+
+    @property
+    def k(self) -> Tensor:
+        """The layer's keys [B, S, nkv, hd], as `KVCache` has them."""
+        return self.kv[self.layer, 0].transpose(1, 2)
+
+    @property
+    def v(self) -> Tensor:
+        """Its values, likewise."""
+        return self.kv[self.layer, 1].transpose(1, 2)
+
+    write = KVCache.write
+    bytes = KVCache.bytes
+
+    @staticmethod
+    def of_layers(
+        layers: int, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
+    ) -> nn.ModuleList:
+        """As `KVCache.of_layers`."""
+        shape = (layers, 2, batch, args.num_kv_heads, slots, args.head_dim)
+        kv = torch.zeros(shape, dtype=dtype, device=device)
+        return nn.ModuleList(LayerCache(kv, i) for i in range(layers))
+
+
+@triton.jit
+def move_kernel(kv, source, target, S, W, HEAD: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
+                WIDTH: tl.constexpr):
+    """One head of one sequence, keys or values of one layer: kv [L * 2 * B * HEADS, S, HEAD]."""
+    pair, plane = tl.program_id(0), tl.program_id(1)
+    w, d = tl.arange(0, WINDOW), tl.arange(0, WIDTH)
+    b, batch = pair // HEADS, tl.num_programs(0)
+    here = kv + (plane.to(tl.int64) * batch + pair) * S * HEAD
+    mask = (w < W)[:, None] & (d < HEAD)[None]
+    from_ = tl.load(source + b * W + w, mask=w < W, other=0)[:, None]
+    to = tl.load(target + b * W + w, mask=w < W, other=0)[:, None]
+    moved = tl.load(here + from_ * HEAD + d[None], mask=mask)
+    tl.debug_barrier()  # all is read before anything is written
+    tl.store(here + to * HEAD + d[None], moved, mask=mask)
+
+
+@torch.library.custom_op("eagle_gpu::move", mutates_args=("kv",))
+def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy the entries at slots `source` [B, W] of all layers of kv [L, 2, B, nkv, S, hd] to slots
+    `target`.
+    """
+    L, _, B, nkv, S, hd = kv.shape
+    W = source.shape[1]
+    move_kernel[(B * nkv, 2 * L)](
+        kv, source.contiguous(), target.contiguous(), S, W, HEAD=hd, HEADS=nkv,
+        WINDOW=triton.next_power_of_2(W), WIDTH=triton.next_power_of_2(hd), num_warps=4,
+    )
+
+
+@move_slots.register_fake
+def _(kv, source, target):
+    return None
+
+
+def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
+    """`model.move` as one kernel."""
+    move_slots(caches[0].kv, source, target)

@@ -1,0 +1,29 @@
+"""Whether our kernels for GPUs can run here, and are to.
+
+They are written in Triton, which a CUDA build of PyTorch brings. Triton's interpreter (TRITON_INTERPRET=1 in
+the environment, before anything is imported) runs them on a CPU, slowly: for tests.
+"""
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+# Importing Triton takes time, which is only spent where it can be of use.
+CAN = (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
+
+_wanted = True
+
+
+def want(kernels: bool) -> None:
+    """Let our kernels run where they can, or not at all: for the whole process, from now on."""
+    global _wanted
+    _wanted = kernels
+
+
+def runs_on(x: Tensor) -> bool:
+    """Whether our kernels take what lies where this tensor does."""
+    return CAN and _wanted and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))

@@ -1,0 +1,68 @@
+"""Triton kernels compiled for GPUs that are not there."""
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+# By compute capability, the most bytes of shared memory that a program may have: A100, H100 and H200, B200
+# (CUDA C++ Programming Guide, table of technical specifications per compute capability).
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
+    torch.uint8: "*u8", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
+}
+
+
+class Compiled(NamedTuple):
+    """What a kernel became."""
+
+    shared: int  # bytes of shared memory of a program
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's local memory: registers that did not suffice
+    ptx: str
+
+    @property
+    def on_tensor_cores(self) -> bool:
+        """Whether products run on the tensor cores."""
+        return bool(re.search(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", self.ptx))
+
+
+def compile_for(
+    capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3
+) -> Compiled:
+    """Compile `kernel` for a GPU of this compute capability, one of `SHARED`.
+
+    given: for every argument a dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any
+    i32" (any integer), "fp32", or, for the compile-time constants, the value.
+    """
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, kind) in enumerate(given.items()):
+        constant = kernel.params[i].is_constexpr
+        assert kernel.params[i].name == name, (kernel.params[i].name, name)
+        if constant:
+            signature[name], constants[name] = "constexpr", kind
+            continue
+        signature[name] = POINTERS[kind] if isinstance(kind, torch.dtype) else kind.removeprefix("any ")
+        if isinstance(kind, torch.dtype) or kind in ("i32", "i64"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    target = GPUTarget("cuda", capability, 32)
+    made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.cubin"
+        file.write_bytes(made.asm["cubin"])
+        tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+        listed = subprocess.run(
+            [tool, "--dump-resource-usage", file], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", listed).groups())
+    return Compiled(made.metadata.shared, registers, stack + local, made.asm["ptx"])

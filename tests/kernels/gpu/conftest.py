@@ -1,0 +1,14 @@
+"""The GPU kernels, on a GPU or, by `test_in_the_interpreter.py`, in Triton's interpreter."""
+import pytest
+import torch
+
+from kernels.gpu import here
+
+if not here.CAN:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernels run."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,98 @@
+"""Tree attention in one kernel against its definition: masked attention over the whole cache."""
+import pytest
+import torch
+
+from kernels.gpu import attention
+from kernels.gpu.cache import LayerCache, move
+from kernels.gpu.scratch import counters
+from model import Block, KVCache, ModelArgs, Pass, inverse_frequencies, rope_table
+from model import attention as defined
+from model import move as defined_move
+from tree import visible_slots
+
+DTYPES = [(torch.float32, 2e-6)]
+if torch.cuda.is_available():  # the interpreter multiplies 16-bit numbers in its own way
+    DTYPES += [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)]
+
+
+def case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm=False, layers=2, slots=200):
+    draw = torch.Generator().manual_seed(B * 1000 + T * 10 + M)
+    args = ModelArgs(32, nh * hd, 32, layers, nh, nkv, hd, qk_norm=norm)
+    block = Block(args).to(dtype)
+    if norm:
+        block.q_norm.weight.data = torch.rand(hd, generator=draw).to(dtype) + 0.5
+        block.k_norm.weight.data = torch.rand(hd, generator=draw).to(dtype) + 0.5
+    qkv = torch.randn(B, T, (nh + 2 * nkv) * hd, generator=draw).to(device, dtype)
+    kv = torch.randn(layers, 2, B, nkv, slots, hd, generator=draw).to(device, dtype)
+    length = torch.tensor(lengths, device=device)
+    local = torch.rand(B, T, M, generator=draw) < 0.4
+    local[:, torch.arange(T), M - T + torch.arange(T)] = True  # a row sees itself
+    return args, block.to(device), qkv, kv, length, local.to(device)
+
+
+CASES = (  # B, T, nh, nkv, hd, M, lengths, norm
+    (1, 1, 4, 2, 16, 1, [0], False),
+    (1, 1, 4, 2, 16, 1, [130], False),
+    (1, 1, 9, 3, 64, 1, [77], False),
+    (2, 5, 4, 2, 16, 5, [3, 150], True),
+    (2, 4, 6, 3, 20, 12, [40, 0], False),  # the beam of a draft level: eight rows of M are in the cache
+    (1, 60, 4, 1, 16, 60, [100], False),
+    (3, 10, 2, 2, 128, 30, [64, 65, 101], True),
+    (1, 64, 4, 4, 16, 64, [96], False),
+)
+
+
+@pytest.mark.parametrize("dtype, limit", DTYPES)
+@pytest.mark.parametrize("B, T, nh, nkv, hd, M, lengths, norm", CASES)
+def test_attention(device, monkeypatch, dtype, limit, B, T, nh, nkv, hd, M, lengths, norm):
+    monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)  # so that keys are split
+    args, block, qkv, kv, length, local = case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm)
+    slots = kv.shape[4]
+    own = length[:, None] + M - T + torch.arange(T, device=device)
+    shared = Pass(
+        args, inverse_frequencies(args).to(device), own + 3, own,
+        visible_slots(torch.arange(slots, device=device), length, local)
+    )
+    cos, sin = rope_table(args, inverse_frequencies(args).to(device), own + 3)
+    layer = 1
+    mine = kv.clone()
+    found = attention.attend(
+        qkv, cos, sin, block.q_norm and block.q_norm.weight, block.k_norm and block.k_norm.weight,
+        args.norm_eps, mine, layer, length, local,
+    )
+    want = defined(block, qkv, LayerCache(kv, layer), shared)
+    torch.testing.assert_close(found, want, rtol=limit, atol=limit)
+    torch.testing.assert_close(mine, kv, rtol=limit, atol=limit)
+    assert torch.equal(mine[0], kv[0])  # another layer's
+    again = attention.attend(
+        qkv, cos, sin, block.q_norm and block.q_norm.weight, block.k_norm and block.k_norm.weight,
+        args.norm_eps, mine, layer, length, local,
+    )
+    assert torch.equal(found, again)
+
+
+def test_counters_are_zeros_again(device):
+    """After passes whose keys are split among programs."""
+    args, _, qkv, kv, length, local = case(device, torch.float32, 1, 1, 4, 2, 16, 1, [190])
+    cos, sin = rope_table(args, inverse_frequencies(args).to(device), length[:, None])
+    attention.attend(qkv, cos, sin, None, None, 0.0, kv, 0, length, local)
+    used = counters(qkv.device, 1)
+    assert not used.any()
+
+
+@pytest.mark.parametrize("W", (1, 3, 9))
+def test_move(device, W):
+    draw = torch.Generator().manual_seed(W)
+    args = ModelArgs(32, 64, 32, 3, 4, 2, 20)
+    caches = LayerCache.of_layers(3, 2, 40, args, torch.float32, device)
+    caches[0].kv.copy_(torch.randn(caches[0].kv.shape, generator=draw))
+    single = KVCache.of_layers(3, 2, 40, args, torch.float32, device)
+    for ours, theirs in zip(single, caches):
+        ours.k.copy_(theirs.k)
+        ours.v.copy_(theirs.v)
+    target = torch.tensor([[5], [20]], device=device) + torch.arange(W, device=device)
+    source = target + torch.randint(0, 6, (2, W), generator=draw).to(device)  # overlaps what is written
+    move(caches, source, target)
+    defined_move(single, source, target)
+    for ours, theirs in zip(single, caches):
+        assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)

@@ -1,0 +1,102 @@
+"""The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores."""
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from helpers.ahead_of_time import SHARED, compile_for
+
+from kernels.gpu import attention, cache, growing, ranking, sampling
+
+pytestmark = pytest.mark.slow
+BF16, F32, I32, I64, BOOL = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.bool
+ANY = "any i32"
+# Key/value heads, query heads that share one, head size, whether they are normed.
+HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2
+    "llama": (8, 4, 128, False), "qwen3": (8, 4, 128, True), "vicuna": (32, 1, 128, False),
+    "smollm2": (3, 3, 64, False),
+}
+
+
+def attend(capability, dtype, heads, rows, old=False, kv=None):
+    nkv, group, hd, norm = HEADS[heads]
+    tall, keys, warps, stages = attention.tiles(rows * group, dtype)
+    given = {
+        "qkv": dtype, "cos": F32, "sin": F32, "q_norm": dtype, "k_norm": dtype, "k": kv or dtype,
+        "v": kv or dtype, "length": I64, "local": BOOL, "out": dtype, "parts": F32, "marks": F32,
+        "arrived": I32, "T": ANY, "M": ANY, "S": "i32", "eps": "fp32", "scale": "fp32", "HEADS": nkv,
+        "GROUP": group, "HEAD": hd, "HALF": hd // 2, "VALUES": hd, "ROWS": tall, "KEYS": keys,
+        "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
+        "PRECISION": "ieee" if dtype == F32 else "tf32",
+    }
+    return compile_for(capability, attention.attend_kernel, given, warps, stages)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("heads, rows, old", [
+    ("llama", 1, False), ("llama", 8, False), ("llama", 10, True), ("qwen3", 60, False),
+    ("smollm2", 12, False),
+])
+def test_attention(capability, heads, rows, old):
+    made = attend(capability, BF16, heads, rows, old)
+    assert made.shared <= SHARED[capability] and made.spilled == 0 and made.on_tensor_cores
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_attention_in_float32(capability):
+    made = attend(capability, F32, "llama", 60)
+    assert made.shared <= SHARED[capability] and made.spilled == 0
+
+
+# The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.
+OTHERS = {
+    "rank": (ranking.best_kernel, {
+        "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
+        "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 16,
+        "CHUNK": ranking.CHUNK, "CHUNKS": 16, "NOISY": True, "CHOSEN": False, "NAMED": True, "SCORED": True,
+    }, 4),
+    "draw": (ranking.best_kernel, {
+        "logits": F32, "noise": F32, "which": I64, "names": I64, "scores": F32, "ids": I64, "found": I64,
+        "sums": F32, "arrived": I32, "V": "i32", "K": ANY, "ROWS": ANY, "NOISE_ROWS": ANY, "BEST": 1,
+        "CHUNK": ranking.CHUNK, "CHUNKS": 63, "NOISY": True, "CHOSEN": True, "NAMED": False, "SCORED": False,
+    }, 4),
+    "advance": (growing.advance_kernel, {
+        "scores": F32, "tokens": I64, "sees": BOOL, "beam_scores": F32, "beam_tokens": I64,
+        "beam_flat": I64, "beam_sees": BOOL, "rows": I64, "size": ANY, "K": ANY, "M": ANY, "BEST": 16,
+        "CHILDREN": 128, "SEEN": 64,
+    }, 4),
+    "prune": (growing.prune_kernel, {
+        "scores": F32, "tokens": I64, "parents": I64, "root": I64, "tree_tokens": I64, "tree_parent": I64,
+        "depth": I64, "ancestors": BOOL, "tree_scores": F32, "place": I32, "C": ANY, "T": ANY, "LEVELS": ANY,
+        "CANDIDATES": 1024, "NODES": 64, "SOME": 16,
+    }, 8),
+    "accept": (growing.accept_kernel, {
+        "tokens": I64, "parent": I64, "depth": I64, "chosen": I64, "path": I64, "count": I64, "T": ANY,
+        "W": ANY, "NODES": 64, "WINDOW": 16,
+    }, 4),
+    "emit": (growing.emit_kernel, {
+        "tokens": I64, "count": I64, "text": I64, "length": I64, "done": BOOL, "out": I64, "limit": I64,
+        "stop_ids": I64, "appended": I64, "W": ANY, "S": ANY, "STOPS": ANY, "WIDTH": ANY, "WINDOW": 16,
+        "SOME": 16,
+    }, 1),
+    "move": (cache.move_kernel, {
+        "kv": BF16, "source": I64, "target": I64, "S": "i32", "W": ANY, "HEAD": 128, "HEADS": 8,
+        "WINDOW": 16, "WIDTH": 128,
+    }, 4),
+    "gumbel": (sampling.gumbel_kernel, {
+        "key": I64, "positions": I64, "temperature": F32, "out": F32, "W": ANY, "V": "i32",
+        "CHUNK": sampling.CHUNK,
+    }, 4),
+    "restrict": (sampling.restrict_kernel, {
+        "logits": F32, "temperature": F32, "top_k": I64, "top_p": F32, "out": F32, "T": ANY, "V": "i32",
+        "CHUNK": 4096,
+    }, 16),
+}
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_others(capability, name):
+    kernel, given, warps = OTHERS[name]
+    made = compile_for(capability, kernel, given, warps)
+    assert made.shared <= SHARED[capability] and made.spilled == 0

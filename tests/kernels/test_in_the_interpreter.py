@@ -1,0 +1,26 @@
+"""The tests of the GPU kernels where there is no GPU: in Triton's interpreter, file by file."""
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+
+KERNELS = ROOT / "tests/kernels"
+FILES = [*sorted(KERNELS.glob("gpu/test_*.py")), KERNELS / "test_parts.py"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the tests run there")
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_in_the_interpreter(file):
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q",
+         "--import-mode=importlib", str(file)],
+        cwd=ROOT, env=environment, capture_output=True, text=True,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
