@@ -308,8 +308,18 @@ class Linear(nn.Linear):
         return y if onto is None else onto + y
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32, for an lm_head."""
-        return self(x).float()
+        """The same in float32, for an lm_head, which has no bias."""
+        return scores(x, self.weight)
+
+
+def scores(x: Tensor, rows: Tensor) -> Tensor:
+    """The products of x [..., H] with rows [V, H], in float32 [..., V].
+
+    A GPU leaves its sums as they are: rounded to 16 bits first, many a likeliest token would be a tie.
+    """
+    if x.is_cuda and x.dtype.itemsize == 2 and not torch.is_grad_enabled():
+        return torch.mm(x.flatten(0, -2), rows.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+    return F.linear(x, rows).float()
 
 
 class MLP(nn.Module):
@@ -318,8 +328,8 @@ class MLP(nn.Module):
         self.w_gate_up = Linear(args.hidden_size, 2 * args.intermediate_size, bias=False)
         self.w_down = Linear(args.intermediate_size, args.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
-        """Normed x [B, T, H]; what comes out is added to the residual stream `onto` [B, T, H]."""
+    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
+        """Normed x [B, T, H]; what comes out is added to the residual stream `onto` [B, T, H], if given."""
         gate, up = self.w_gate_up(x).chunk(2, dim=-1)
         return self.w_down(F.silu(gate) * up, onto)
 
@@ -345,7 +355,7 @@ class Experts(nn.Module):
             return stack(chosen, dtype)
         return stack if chosen is None else stack[chosen]
 
-    def forward(self, x: Tensor, onto: Tensor) -> Tensor:
+    def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """As `MLP.forward`."""
         rows = x.flatten(0, -2)  # [R, H]
         weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
@@ -367,7 +377,8 @@ class Experts(nn.Module):
             out = (F.silu(gate) * up) @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
-        return onto + out.view_as(x)
+        out = out.view_as(x)
+        return out if onto is None else onto + out
 
 
 # The target's layers differ only in their weights. Marking their parts as regions lets torch.compile trace
@@ -558,4 +569,4 @@ def project(head: nn.Module, x: Tensor) -> Tensor:
 
     head: a layer with `logits`, or an embedding table that is tied to the lm_head.
     """
-    return F.linear(x, head.weight).float() if isinstance(head, nn.Embedding) else head.logits(x)
+    return scores(x, head.weight) if isinstance(head, nn.Embedding) else head.logits(x)

@@ -82,16 +82,16 @@ class Lookahead(Drafter):
         window = self.rows.flatten(1)[:, 1:]
 
         def learn(chosen: Tensor) -> None:
-            self.learn(root[:, 0], chosen)
+            self.learn(root[:, 0], chosen, ~state.done)
 
         depth, sees = self.depth.expand(B, -1), self.sees.expand(B, -1, -1)
         return Proposal(tree, extra=ExtraRows(window, depth, sees, self.columns, learn))
 
-    def learn(self, root: Tensor, chosen: Tensor) -> None:
+    def learn(self, root: Tensor, chosen: Tensor, where: Tensor) -> None:
         """Take in the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
 
         The columns go into the pool one after the other, for two may begin alike; then the window moves up a
-        row.
+        row. where [B]: in which sequences; those that are held still learn nothing.
         """
         firsts = torch.cat((root[:, None], self.rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)
@@ -103,10 +103,10 @@ class Lookahead(Drafter):
             leaves = torch.where(same.any(-1), same.long().argmax(-1), 0)[:, None]  # itself, else the oldest
             source = (place + (place >= leaves)).clamp(max=self.guesses - 1)
             moved = known.gather(1, source[..., None].expand_as(known))
-            self.pool[batch, firsts[:, c]] = torch.where(
-                (place == self.guesses - 1)[:, None], new[:, None], moved
-            )
-        self.rows.copy_(torch.cat((self.rows[:, 1:], chosen[:, None]), 1))
+            learnt = torch.where((place == self.guesses - 1)[:, None], new[:, None], moved)
+            self.pool[batch, firsts[:, c]] = torch.where(where[:, None, None], learnt, known)
+        rows = torch.cat((self.rows[:, 1:], chosen[:, None]), 1)
+        self.rows.copy_(torch.where(where[:, None, None], rows, self.rows))
 
 
 def build(request: Request) -> Lookahead:

@@ -48,6 +48,15 @@ class Kind(NamedTuple):
     step: Callable
 
 
+class Unread(NamedTuple):
+    """What a step emitted, on its way to the host."""
+
+    kind: Kind | None  # None: a pass over prompts
+    shape: TreeShape | None  # what the switch chose
+    out: Tensor  # on the host
+    copied: torch.cuda.Event | None  # that it has arrived; None: it has
+
+
 class Decoder:
     """Decodes token-id prompts with one target and one drafter. Text is the business of `engine.api`.
 
@@ -130,7 +139,7 @@ class Decoder:
                 return "plain"
             return shape.name if isinstance(shape, TreeShape) else f"{shape.nodes} nodes"
 
-        return {name(kind.drafter.shape): count for kind, count in self.taken.most_common()}
+        return {name(kind.drafter.shape): count for kind, count in self.taken.most_common() if count}
 
     def bytes_read(self) -> int:
         """Weight bytes that the steps of this text have read."""
@@ -250,10 +259,10 @@ class Decoder:
         There are often none during prefill. How many of them were drafted is in `drafted`.
         Raises RuntimeError if another text was started in between.
         """
-        unread: deque = deque()
+        unread: deque[Unread] = deque()
         serial = self._serial
         for _ in self._read_prompts():
-            unread.append((None, *self._out_to_host()))
+            unread.append(self._out_to_host())
             yield from self._read(unread, 0)
         while True:
             if serial != self._serial:
@@ -262,12 +271,13 @@ class Decoder:
                 )
             if all(self._done):
                 break
-            tree, path = self._run_step(len(unread))
+            kind, (tree, path) = self._run_step(len(unread))
             if self._observer:
                 self._observer(tree, path)
-            unread.append((self._shape, *self._out_to_host()))
+            unread.append(self._out_to_host(kind))
             yield from self._read(unread, self.lag)
-        yield from self._read(unread, 0)
+        # Steps launched before the host knew that all had ended: nobody waits for them, nor counts them.
+        self.taken.subtract(late.kind for late in unread)
 
     def _read_prompts(self) -> Iterator[None]:
         start = list(self._start)
@@ -281,7 +291,7 @@ class Decoder:
             yield
 
     def _run_step(self, unread: int):
-        """Launch one step; returns (tree, path).
+        """Launch one step; returns its kind and (tree, path).
 
         Each of the `unread` steps may have committed up to W tokens that the host does not know of.
         """
@@ -294,7 +304,7 @@ class Decoder:
             on_cpu = self.device.type == "cpu"  # elsewhere a step is only launched by now
             if self.switch and not self._observer and on_cpu:
                 self.switch.time(self._shape, max(self._length), time.perf_counter() - began)
-            return result
+            return kind, result
 
     def _choose(self, span: Tensor) -> Kind:
         """What kind of step comes next."""
@@ -355,30 +365,31 @@ class Decoder:
             torch._dynamo.mark_dynamic(span, 0)
         return span
 
-    def _out_to_host(self):
-        """Start copying what the step emitted; `_read` waits for it."""
+    def _out_to_host(self, kind: Kind | None = None) -> Unread:
+        """Start copying what a step of this kind, or a pass over prompts, emitted; `_read` waits for it."""
         if self.device.type != "cuda":
-            return self.state.out.clone(), None
+            return Unread(kind, self._shape, self.state.out.clone(), None)
         host = torch.empty(self.state.out.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(self.state.out, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
-        return host, copied
+        return Unread(kind, self._shape, host, copied)
 
-    def _read(self, unread: deque, keep: int) -> Iterator[list[list[int]]]:
+    def _read(self, unread: deque[Unread], keep: int) -> Iterator[list[list[int]]]:
         """Read finished steps, oldest first, until only `keep` are unread."""
         while len(unread) > keep:
-            shape, host, copied = unread.popleft()
-            if copied is not None:
-                copied.synchronize()
+            step = unread.popleft()
+            if step.copied is not None:
+                step.copied.synchronize()
             emitted, self.drafted = [], []
-            for i, (*tokens, count, drafted, done) in enumerate(host[: len(self._prompts)].tolist()):
+            for i, (*tokens, count, drafted, done) in enumerate(step.out[: len(self._prompts)].tolist()):
                 emitted.append(tokens[:count])
                 self.drafted.append(drafted)
                 self._length[i] += count
                 self._done[i] = bool(done)
             if self.switch:
-                self.switch.record(shape, max(self._length), [len(tokens) for tokens in emitted if tokens])
+                lengths = [len(tokens) for tokens in emitted if tokens]
+                self.switch.record(step.shape, max(self._length), lengths)
             yield emitted
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ The products stay torch's, or those of `kernels.quantized`.
 """
 from __future__ import annotations
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 
@@ -11,7 +12,8 @@ import model
 from kernels.gpu.attention import attend
 from kernels.gpu.cache import LayerCache, move
 from kernels.parts import Sight
-from model import Block, Pass, Transformer
+from kernels.quantized import QuantizedLinear
+from model import Block, Pass, TargetBlock, Transformer
 from networks.head import Head
 
 
@@ -26,11 +28,53 @@ def attention(block: Block, qkv: Tensor, cache: LayerCache, shared: Pass) -> Ten
     return attend(qkv, *shared.angles(), *norms, cache.kv, cache.layer, sight.length, sight.local)
 
 
+@torch.compiler.nested_compile_region
+def _first(layer: TargetBlock, x: Tensor) -> Tensor:
+    return layer.project(x)
+
+
+@torch.compiler.nested_compile_region
+def _enter(layer: TargetBlock, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+    x = x + more
+    return x, layer.project(x)
+
+
+@torch.compiler.nested_compile_region
+def _leave(layer: TargetBlock, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    x = layer.wo(attended, x)
+    return x, layer.mlp(layer.mlp_norm(x), None)
+
+
+def run_layers(
+    target: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
+):
+    """`model.run_layers`. What a layer's MLP gives is added where the next layer begins.
+
+    torch.compile makes one kernel of that sum and the norm after it, as it does of the sum after attention.
+    Products that add to the residual stream themselves gain nothing by this.
+    """
+    features, more = [], None
+    for i, (layer, cache) in enumerate(zip(target.layers, caches)):
+        if more is None:
+            qkv = _first(layer, x)
+        else:
+            x, qkv = _enter(layer, x, more)
+        if i in aux_layers:
+            features.append(x)
+        x, more = _leave(layer, x, layer.attention(layer, qkv, cache, shared))
+    x = x + more
+    if len(target.layers) in aux_layers:
+        features.append(x)
+    return x, torch.cat(features, dim=-1) if features else None
+
+
 def put_on_kernels(*models: nn.Module) -> None:
     """Let targets and heads, on a GPU, run on our kernels."""
     for each in models:
         if isinstance(each, Transformer):
             each.move, each.reads_length = move, True
+            if not any(isinstance(module, QuantizedLinear) for module in each.layers.modules()):
+                each.run_layers = run_layers
         if isinstance(each, Transformer | Head):
             each.Cache = LayerCache
         for block in each.modules():

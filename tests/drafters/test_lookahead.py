@@ -67,7 +67,7 @@ def test_window_and_pool_are_those_of_lists(window, level, guesses):
         ]
         for i in range(2):
             lists[i].learn(roots[i], new[i])
-        drafter.learn(torch.tensor(roots), torch.tensor(new))
+        drafter.learn(torch.tensor(roots), torch.tensor(new), torch.ones(2, dtype=torch.bool))
         for i in range(2):
             assert drafter.rows[i].tolist() == lists[i].rows
             for token in range(4):
@@ -90,12 +90,12 @@ def test_an_extra_row_reads_what_its_column_says(models):
     decoder, heard = Decoder(target, drafter, max_seq_len=200, compile=False), []
     learn = drafter.learn
 
-    def listen(root, chosen):
+    def listen(root, chosen, where):
         n = int(decoder.state.length[0])
         heard.append(
             (decoder.state.tokens[0, : n + 1].tolist(), drafter.rows[0].tolist(), chosen[0].tolist())
         )
-        learn(root, chosen)
+        learn(root, chosen, where)
 
     drafter.learn = listen
     decoder.generate([PROMPTS[1]], Sampling(12))

@@ -1,0 +1,182 @@
+"""What a captured step must be, seen without a GPU: it waits for nothing, and it can be held still."""
+import contextlib
+
+import pytest
+import torch
+from helpers.decoding import ids, plain, prompts, speculative
+from helpers.drafters import NAMES, make_drafter
+from shapes import random_models
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drafters.base import Drafter
+from engine.capture import CapturedCalls
+from engine.compiling import compile_graph
+from engine.decoder import SPAN, Decoder
+from engine.run import Run
+from engine.step import step
+from sampling.options import Sampling
+from tree import TreeShape
+
+aten = torch.ops.aten
+# What brings a number to the host, or has a result whose size only the device knows.
+WAITS = {
+    aten._local_scalar_dense.default, aten.nonzero.default, aten.masked_select.default, aten.equal.default,
+    aten.is_nonzero.default, aten._unique2.default, aten.unique_dim.default, aten.bincount.default,
+    aten.repeat_interleave.Tensor, aten.lift_fresh.default, aten.lift_fresh_copy.default,
+}
+INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
+MODES = {"greedy": (False, False), "sampled": (True, False), "restricted": (True, True)}
+
+
+class Watched(TorchDispatchMode):
+    """Collects the operators that a step on a device may not call if it is to be captured."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self.device, self.seen = device, []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator in WAITS:
+            self.seen.append(str(operator))
+        if operator in INDEXED and any(i is not None and i.dtype == torch.bool for i in args[1]):
+            self.seen.append(f"{operator} by a mask")
+        result = operator(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.device.type != self.device:
+                self.seen.append(f"{operator} gives a tensor on {x.device}")
+        return result
+
+
+@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_waits_for_nothing(name, modes):
+    """On the meta device, where nothing has a value: an operator that asks for one fails, if `Watched` does
+    not see it first.
+    """
+    target, head = random_models("tiny", torch.bfloat16, "cpu", None)
+    drafter = make_drafter(name, target, head, head, lambda heads: None).to("meta")
+    decoder = Decoder(target.to("meta"), drafter, batch=2, max_seq_len=300, compile=False)
+    decoder._length, decoder._modes = [3, 3], modes
+    for run in (lambda: decoder._run_step(0), lambda: decoder._launch_prefill(decoder._span(64), 64)):
+        decoder._shape, decoder._asks, decoder.taken = None, False, {decoder._usual: 0}
+        with torch.no_grad(), Watched("meta") as watched:
+            run()
+        assert not watched.seen
+
+
+@pytest.mark.parametrize("ask", [
+    lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x + torch.tensor(1.0),
+    lambda x: x.cpu().sum(), lambda x: x.index_put_((x > 0,), torch.zeros(())),
+])
+def test_what_waits_is_seen(ask):
+    with Watched("cpu" if "cpu" not in ask.__code__.co_names else "meta") as watched:
+        ask(torch.ones(3))
+    assert watched.seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
+    """A step captured in the middle of a text changes nothing: neither the state nor what the drafter knows.
+    """
+    drafter = make_drafter(name, *models, models1[1], lambda heads: None)
+    decoder = Decoder(models[0], drafter, batch=3, max_seq_len=300, compile=False)
+    texts, samplings = prompts(3, longest=60), [Sampling(24), Sampling(24, 1.0, seed=1), Sampling(24)]
+    alone = ids(decoder, texts, samplings)
+    run = Run(decoder, texts, samplings)
+    for i, _ in enumerate(run):
+        if i not in (3, 4):
+            continue
+        kept = {
+            name: buffer.clone()
+            for name, buffer in (*decoder.state.named_buffers(), *drafter.named_buffers())
+            if "caches" not in name and name != "out"  # drafted rows of caches are overwritten
+        }
+        with decoder._still(), torch.no_grad():
+            for kind in (decoder._usual, decoder._plain):
+                decoder._launch_step(decoder._span(120), kind)
+        now = dict([*decoder.state.named_buffers(), *drafter.named_buffers()])
+        changed = [name for name, before in kept.items() if not torch.equal(before, now[name])]
+        assert kept and not changed
+    assert [o.ids for o in run.outputs()] == alone
+
+
+def test_late_steps_are_neither_waited_for_nor_counted(models):
+    """The host reads two steps late, as it does one on a GPU: what runs after the end is not in the books."""
+    texts, sampling = prompts(2, seed=4), Sampling(40)
+    books = []
+    for lag in (0, 2):
+        decoder = speculative(models, TreeShape(8, 2, 3), batch=2, lag=lag)
+        launched, run_step = [], decoder._run_step
+        decoder._run_step = lambda unread, run_step=run_step: launched.append(1) or run_step(unread)  # noqa: B023
+        run = Run(decoder, texts, sampling)
+        passes = sum(1 for _ in run)
+        books.append((passes, [o.ids for o in run.outputs()], decoder.trees_taken()))
+        assert sum(decoder.trees_taken().values()) == len(launched) - lag
+    assert books[0] == books[1]
+    assert ids(decoder, texts, sampling) == ids(plain(models, batch=2), texts, sampling)
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize("whole_first", (False, True))
+def test_a_span_may_be_all_slots(batch, whole_first):
+    """One graph serves every span, the longest too: a cache that ended there would be another layout to
+    dynamo (batches of two and more failed).
+    """
+    target, _ = random_models("tiny", torch.float32, "cpu", None)
+    decoder = Decoder(target, Drafter(), batch=batch, max_seq_len=300)
+    decoder.state.length.fill_(30)
+    decoder.state.limit.fill_(299)
+    decoder.state.done.fill_(False)
+    torch._dynamo.reset()
+    compiled, spans = compile_graph(step, backend="aot_eager"), [2 * SPAN, decoder.slots]
+    for i, size in enumerate(reversed(spans) if whole_first else spans):
+        span = decoder.slot_ids[:size]
+        torch._dynamo.mark_dynamic(span, 0)
+        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
+            compiled(target, decoder.caches, decoder.drafter, decoder.state, span, False, False)
+    assert decoder.state.length.tolist() == [32] * batch
+
+
+def test_calls_are_captured_on_the_models_own_gpu(monkeypatch):
+    """--device cuda:1: streams, graphs and replays are those of that GPU, whichever is the current one."""
+    current, seen = [torch.device("cuda:0")], []
+
+    class On:
+        def __init__(self, device):
+            self.device = torch.device(device)
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    class Noted:
+        """A stream or a graph, or a context on one."""
+
+        def __init__(self, *_, **__):
+            seen.append(current[-1])
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def replay(self):
+            seen.append(current[-1])
+
+        def wait_stream(self, other):
+            pass
+
+    for name in ("Stream", "CUDAGraph", "stream", "graph", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Noted)
+    monkeypatch.setattr(torch.cuda, "device", On)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    captured = CapturedCalls(torch.device("cuda:1"), contextlib.nullcontext)
+    for _ in range(2):
+        assert captured(("step",), lambda: seen.append(current[-1]) or "result") == "result"
+    assert len(seen) > 6 and set(seen) == {torch.device("cuda:1")} and current == [torch.device("cuda:0")]

@@ -1,0 +1,59 @@
+"""Every drafter on small models, by name."""
+from collections.abc import Callable
+
+import torch
+
+from drafters.base import Drafter
+from drafters.draft_model import DraftModel
+from drafters.eagle import Eagle, StaticEagle
+from drafters.hydra import Hydra
+from drafters.lookahead import Lookahead
+from drafters.lookup import Lookup
+from drafters.medusa import Medusa
+from drafters.rest import Rest
+from model import Transformer
+from networks.head import Head
+from training.new_head import new_multi_token_heads
+from tree import EAGLE1_TREE, TreeShape, likely_tree
+
+NAMES = (
+    "plain", "eagle3", "eagle2", "eagle1", "medusa", "hydra", "hydra++", "draft-model", "residual",
+    "lookahead", "lookup", "rest",
+)
+STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
+
+
+def make_drafter(
+    name: str, target: Transformer, eagle3: Head, eagle1: Head, prepare: Callable[[torch.nn.Module], None]
+) -> Drafter:
+    """A drafter of `NAMES` for a target and its heads. prepare: what is done to models that are made here."""
+    weight = target.embed.weight
+
+    def guessing(kind: str, prefix: bool) -> Head:
+        """Random heads of Medusa or Hydra."""
+        ids = torch.arange(min(300, target.args.vocab_size))
+        heads = new_multi_token_heads(target, kind, ids, 3, 1, prefix, 0).to(weight.device)
+        for p in heads.parameters():
+            p.data = p.data.to(weight.dtype)
+        prepare(heads)
+        return heads
+
+    def rest() -> Rest:
+        suffixes = sorted(range(len(STORED)), key=lambda i: STORED[i:])
+        store = (torch.tensor(x, dtype=torch.int32) for x in (STORED, suffixes))
+        return Rest(*store, target.args.vocab_size, nodes=12)
+
+    return {
+        "plain": Drafter,
+        "eagle3": lambda: Eagle(eagle3, TreeShape(8, 2, 3)),
+        "eagle2": lambda: Eagle(eagle1, TreeShape(8, 2, 3)),
+        "eagle1": lambda: StaticEagle(eagle1, EAGLE1_TREE),
+        "medusa": lambda: Medusa(guessing("medusa", False), likely_tree(12, 3)),
+        "hydra": lambda: Hydra(guessing("hydra", False), likely_tree(12, 3)),
+        "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
+        "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
+        "residual": lambda: DraftModel(target, TreeShape(6, 4, 1), rule="residual"),
+        "lookahead": lambda: Lookahead(target.args.vocab_size, 3, 3, 3),
+        "lookup": Lookup,
+        "rest": rest,
+    }[name]()
