@@ -308,18 +308,19 @@ class Linear(nn.Linear):
         return y if onto is None else onto + y
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32, for an lm_head, which has no bias."""
-        return scores(x, self.weight)
+        """The same in float32, for an lm_head."""
+        return scores(x, self.weight, self.bias)
 
 
-def scores(x: Tensor, rows: Tensor) -> Tensor:
-    """The products of x [..., H] with rows [V, H], in float32 [..., V].
+def scores(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The products of x [..., H] with rows [V, H], plus bias [V], in float32 [..., V].
 
     A GPU leaves its sums as they are: rounded to 16 bits first, many a likeliest token would be a tie.
     """
-    if x.is_cuda and x.dtype.itemsize == 2 and not torch.is_grad_enabled():
-        return torch.mm(x.flatten(0, -2), rows.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
-    return F.linear(x, rows).float()
+    if not (x.is_cuda and x.dtype.itemsize == 2) or torch.is_grad_enabled():
+        return F.linear(x, rows, bias).float()
+    y = torch.mm(x.flatten(0, -2), rows.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
 
 
 class MLP(nn.Module):
