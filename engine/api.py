@@ -132,7 +132,7 @@ class Target:
         if max_seq_len is not None and not 2 <= max_seq_len <= longest:
             raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
         max_seq_len = max_seq_len or min(2048, longest)
-        drafter = self._drafter(drafting, max_seq_len)
+        drafter = self._drafter(drafting, max_seq_len, batch)
         plan = self._plan(drafter, drafting, batch, max_seq_len)
         if plan and plan.shapes:
             drafter = drafter.with_tree(plan.shapes[0])
@@ -143,11 +143,10 @@ class Target:
         )
         return TextDecoder(decoder, self.tokenizer)
 
-    @property
-    def default_tree(self) -> TreeSpec:
-        """The tree of a drafter that is not told which."""
+    def default_tree(self, batch: int) -> TreeSpec:
+        """The tree of a drafter that is not told which, for so many texts at a time."""
         return default_tree(
-            self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name
+            self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
 
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
@@ -170,11 +169,11 @@ class Target:
                 " leave plain text at near ties"
             )
 
-    def _drafter(self, drafting: Drafting, max_seq_len: int) -> Drafter | None:
+    def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
         return build_drafter(Request(
             method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
             draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
-            default_tree=self.default_tree, coupled=drafting.coupled, max_seq_len=max_seq_len,
+            default_tree=self.default_tree(batch), coupled=drafting.coupled, max_seq_len=max_seq_len,
             rule=drafting.accept,
             flags=default_flags(drafting.method) | drafting.flags,
             prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
@@ -215,10 +214,13 @@ class Target:
     def _plan(self, drafter: Drafter | None, drafting: Drafting, batch: int, longest: int) -> Plan | None:
         """Which trees to draft, by what they cost here and what they are accepted for.
 
-        None: the drafter's own. Without "auto" that is wherever trees have to be compiled.
+        None: the drafter's own. Without "auto" that is so with torch.compile on a CPU, whose passes would
+        have to be compiled for every number of rows.
         """
-        free = drafting.tree == "auto" or (drafting.tree is None and self._has_free_trees)
-        if not free or type(drafter) is not Eagle:
+        on_gpu = self.model.embed.weight.is_cuda
+        measured = self._has_free_trees or (on_gpu and self.runtime.compile)
+        wanted = drafting.tree == "auto" or (drafting.tree is None and measured)
+        if not wanted or type(drafter) is not Eagle:
             return None
         calibration = Calibration.read(drafter.folder)
         if calibration is None:
@@ -236,7 +238,8 @@ class Target:
             )
             with contextlib.suppress(OSError):  # measured again next time
                 calibration.write(drafter.folder)
-        costs = measured_once(self.model, drafter.head, self._compiles, longest, drafter.folder, self.say)
+        compile = self._compiles and not on_gpu  # see `engine.costs.Passes`
+        costs = measured_once(self.model, drafter.head, compile, longest, drafter.folder, self.say)
         plan = make_plan(calibration, costs, batch, longest, drafter.head.args.draft_vocab_size)
         self.say(str(plan))
         return plan

@@ -7,6 +7,23 @@ from collections.abc import Callable
 import torch
 
 
+def capture(call: Callable, pool: tuple | None = None) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A call over static buffers as a graph of the current GPU, and what the call returns.
+
+    It is called twice before, for whatever is compiled, tuned or allocated the first time.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = call()
+    return graph, result
+
+
 class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
@@ -22,21 +39,8 @@ class CapturedCalls:
         """What `call` returns; `key` tells calls of different shapes apart."""
         with torch.cuda.device(self.device):
             if key not in self.graphs:
-                self.graphs[key] = self._capture(call)
+                with self.still():
+                    self.graphs[key] = capture(call, self.pool)
             graph, result = self.graphs[key]
             graph.replay()
         return result
-
-    def _capture(self, call: Callable):
-        """Warm up (compile, let libraries allocate) and capture."""
-        with self.still():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    call()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool):
-                result = call()
-        return graph, result

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from common.errors import InputError
 from common.files import read_json, write_text
 from engine.calibration import LONG, SHORT
+from engine.capture import capture
 from engine.compiling import compile_graph, unguarded
 from kernels.build import digest
 from kernels.cpu import isa_in_use
@@ -34,6 +35,8 @@ from tree import TreeShape
 
 FILE = "costs.json"
 VERIFY_ROWS, LEVEL_ROWS = (1, 2, 4, 6, 8, 12, 16, 32), (1, 4, 10)
+# On a GPU, where a pass over so many rows may take the time of one.
+MANY_VERIFY_ROWS, MANY_LEVEL_ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512), (1, 10, 40, 80, 160, 320)
 BUDGET = 2.0  # seconds of measuring; and of each of the first MIN_REPEAT turns, of which only one is sure
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
@@ -52,9 +55,10 @@ class Costs:
     read: Seconds
     level: Seconds
 
-    def check(self, contexts: tuple[int, ...]) -> None:
+    def check(self, contexts: tuple[int, ...], device: torch.device) -> None:
         """Raise ValueError unless these are times of all passes that are measured, at these contexts."""
-        for part, sizes in zip((self.verify, self.read, self.level), (VERIFY_ROWS, LEVEL_ROWS, LEVEL_ROWS)):
+        verify_rows, level_rows = rows_of(device)
+        for part, sizes in zip((self.verify, self.read, self.level), (verify_rows, level_rows, level_rows)):
             if part.keys() != set(contexts) or any(by_rows.keys() != set(sizes) for by_rows in part.values()):
                 raise ValueError("it is not complete")
             if not all(0 < t < math.inf for by_rows in part.values() for t in by_rows.values()):
@@ -88,14 +92,23 @@ def between(measured: dict[int, float], at: int) -> float:
     return max(measured[low] + (measured[high] - measured[low]) * share, min(measured.values()))
 
 
+def rows_of(device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The rows at which the target's pass and the head's are measured."""
+    return (MANY_VERIFY_ROWS, MANY_LEVEL_ROWS) if device.type == "cuda" else (VERIFY_ROWS, LEVEL_ROWS)
+
+
 class Passes:
-    """The passes of a step alone, over caches of their own that hold `context` tokens."""
+    """The passes of a step alone, over caches of their own that hold `context` tokens.
+
+    On a GPU they are captured, and not compiled: what compiling saves is the same for every number of rows.
+    """
 
     def __init__(self, target: Transformer, head: Head, compile: bool, context: int):
         self.target, self.head = target, head
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
-        live = context + max(*VERIFY_ROWS, *LEVEL_ROWS)
+        self.verify_rows, self.level_rows = rows_of(self.device)
+        live = context + max(*self.verify_rows, *self.level_rows)
         self.slots = torch.arange(live, device=self.device)
         self.length = torch.full((1,), context, device=self.device)
         self.caches = target.caches(1, live)
@@ -121,7 +134,7 @@ class Passes:
     def calls(self) -> dict[tuple[str, int], Callable[[], object]]:
         """What is timed, by pass and rows."""
         calls: dict[tuple[str, int], Callable[[], object]] = {}
-        for name, sizes in (("verify", VERIFY_ROWS), ("level", LEVEL_ROWS)):
+        for name, sizes in (("verify", self.verify_rows), ("level", self.level_rows)):
             for rows in sizes:
                 own = self.length[:, None] + torch.arange(rows, device=self.device)
                 tokens = torch.zeros_like(own)
@@ -130,12 +143,18 @@ class Passes:
                     partial(self.verify_pass, tokens, own) if name == "verify"
                     else partial(self.level_pass, tokens, own, feature)
                 )
-        return calls
+        return {key: self._captured(call) for key, call in calls.items()}
+
+    def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
+        if self.device.type != "cuda":
+            return call
+        with torch.cuda.device(self.device):
+            return capture(call)[0].replay
 
     def settle(self) -> None:
         """Wait until the device has done what it was asked."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
 
 
 @torch.no_grad()
@@ -169,7 +188,7 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
                     break
                 for (context, name, rows), call in calls.items():
                     if name == "level":
-                        calls[context, "verify", VERIFY_ROWS[0]]()
+                        calls[context, "verify", 1]()
                         timed(context, "read", rows, call)
                     timed(context, name, rows, call)
     typical = {key: sorted(t)[len(t) // 4] for key, t in times.items()}
@@ -197,7 +216,7 @@ def measured_once(
                 {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
                 for part in (kept[made_by][f"{name}_ms"] for name in PASSES)
             ))
-            costs.check(contexts)
+            costs.check(contexts, target.embed.weight.device)
             return costs
     except (InputError, KeyError, TypeError, ValueError, AttributeError) as e:
         say(f"{file}: damaged, not used ({type(e).__name__}: {e})")

@@ -163,9 +163,10 @@ class QuantizedLinear(nn.Module):
     """A linear layer [K] -> [N] whose weight is int8 (w8a8 too), int4 (w4a8 too) in groups of `group` inputs,
     or fp8.
 
-    On a GPU, int8 and int4 run on our kernel (`kernels.gpu`) and fp8 on the tensor cores; elsewhere this is
-    the reference, which dequantises the weight at every call. `kernels.packed` is the fast form for a CPU.
-    w8a8 and w4a8 are made for a CPU: on a GPU they are int8 and int4 after the rounding of x.
+    On a GPU, int8 and int4 run on our kernel (`kernels.gpu`), for any number of rows, and fp8 on the tensor
+    cores of one that multiplies it; elsewhere this is the reference, which dequantises the weight at every
+    call. `kernels.packed` is the fast form for a CPU. w8a8 and w4a8 are made for a CPU: on a GPU they are
+    int8 and int4 after the rounding of x.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False, mode: str = "int8", group: int = 0):
@@ -188,32 +189,43 @@ class QuantizedLinear(nn.Module):
         return dequantize(self.weight, self.scale, dtype)
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """x [..., K] -> [..., N] in x's dtype, added to `onto` [..., N] after rounding."""
+        return self._product(x, onto, wide=False)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The same in float32, for an lm_head: on a GPU without rounding to x's dtype in between."""
+        return self._product(x, None, wide=True)
+
+    def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
         if self.mode in ("w8a8", "w4a8"):
             x = round_inputs(x, self.group or INPUTS)
-        if self.mode == "fp8":
-            y = self._fp8(x)
-        elif here.runs_on(x):
-            y = products.linear(x, self.weight, self.scale, self.bias, self.group)
-        else:
-            y = F.linear(x, self.dequantize(x.dtype), self.bias)
+        if self.mode != "fp8" and here.runs_on(x):
+            return products.linear(x, self.weight, self.scale, self.bias, onto, self.group, wide)
+        y = self._fp8(x, wide) if self.mode == "fp8" else F.linear(x, self.dequantize(x.dtype), self.bias)
+        y = y.float() if wide else y
         return y if onto is None else onto + y
 
-    def _fp8(self, x: Tensor) -> Tensor:
+    def _fp8(self, x: Tensor, wide: bool) -> Tensor:
         rows = x.flatten(0, -2)
         scale = scales(rows, "fp8")
         q = values(rows, scale, "fp8")
         fits = x.is_cuda and all(n % 16 == 0 for n in self.weight.shape)
-        if fits and torch.cuda.get_device_capability(x.device) >= (8, 9):
-            scaling = {"scale_a": scale, "scale_b": self.scale.t()}
-            y = torch._scaled_mm(q, self.weight.t(), out_dtype=torch.bfloat16, **scaling)
+        on_tensor_cores = fits and torch.cuda.get_device_capability(x.device) >= (8, 9)
+        if on_tensor_cores and x.dtype == torch.bfloat16 and not wide:
+            y = torch._scaled_mm(
+                q, self.weight.t(), scale, self.scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
+            )
         else:
-            y = (q.float() @ self.weight.float().t()) * scale * self.scale.t()
+            if on_tensor_cores:  # scales of rows give bfloat16 only, one of 1 gives float32
+                one = torch.ones((), device=x.device)
+                y = torch._scaled_mm(
+                    q, self.weight.t(), one, one, out_dtype=torch.float32, use_fast_accum=True
+                )
+            else:
+                y = q.float() @ self.weight.float().t()
+            y = y * scale * self.scale.t()
         y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """The same in float32."""
-        return self(x).float()
+        return y.to(torch.float32 if wide else x.dtype).view(*x.shape[:-1], -1)
 
 
 class QuantizedStack(nn.Module):

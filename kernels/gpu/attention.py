@@ -11,14 +11,12 @@ arrive adds the parts up, in the order of the keys: results do not depend on who
 """
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import INTERPRETED
+from kernels.gpu.here import INTERPRETED, programs_at_once
 from kernels.gpu.scratch import counters
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -196,12 +194,6 @@ def tiles(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if rows <= 32:
         return (16 if rows <= 16 else 32), 64, 4, 3
     return 64, 64, 8, 3  # 4 warps, or blocks of 128, spill on an A100
-
-
-@cache
-def programs_at_once(device: torch.device) -> int:
-    """How many programs keep this device busy: one for each of its multiprocessors."""
-    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @torch.library.custom_op("eagle_gpu::attend", mutates_args=("kv",))

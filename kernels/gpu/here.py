@@ -6,6 +6,7 @@ the environment, before anything is imported) runs them on a CPU, slowly: for te
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -27,3 +28,9 @@ def want(kernels: bool) -> None:
 def runs_on(x: Tensor) -> bool:
     """Whether our kernels take what lies where this tensor does."""
     return CAN and _wanted and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+
+
+@cache
+def programs_at_once(device: torch.device) -> int:
+    """How many programs keep this device busy: one for each of its multiprocessors."""
+    return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

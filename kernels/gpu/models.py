@@ -68,12 +68,17 @@ def run_layers(
     return x, torch.cat(features, dim=-1) if features else None
 
 
+def _adds_itself(product: nn.Module) -> bool:
+    """Whether a product adds to the residual stream in its own kernel."""
+    return isinstance(product, QuantizedLinear) and product.mode != "fp8"
+
+
 def put_on_kernels(*models: nn.Module) -> None:
     """Let targets and heads, on a GPU, run on our kernels."""
     for each in models:
         if isinstance(each, Transformer):
             each.move, each.reads_length = move, True
-            if not any(isinstance(module, QuantizedLinear) for module in each.layers.modules()):
+            if not any(_adds_itself(module) for module in each.layers.modules()):
                 each.run_layers = run_layers
         if isinstance(each, Transformer | Head):
             each.Cache = LayerCache

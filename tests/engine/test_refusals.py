@@ -1,16 +1,18 @@
 """Where and how a target cannot run, and what it cannot decode, is refused before anything is compiled."""
+import importlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from common.errors import InputError
-from drafters.tree_spec import default_tree
+from drafters.tree_spec import GPU_ROWS, default_tree, eagle_tree
 from engine.api import Drafting, Target, TextDecoder, encode, load_target
 from engine.decoder import Decoder
 from engine.runtime import Runtime, check_compiler, check_device
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
+from tree import PAPER_TREE
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +58,7 @@ def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
     with monkeypatch.context() as m, pytest.raises(InputError, match=r"Python.h is missing.*--no-compile"):
         m.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
         check_compiler()
+    importlib.import_module("torch._inductor.config")  # keeps what CXX is when it is first imported
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler.*--no-compile"):
         check_compiler()
@@ -126,6 +129,10 @@ def test_batches_that_do_not_fit(target):
 
 def test_a_cpu_has_a_small_tree():
     assert default_tree("cuda:1") == "paper" and default_tree("cpu").nodes > default_tree("cpu", True).nodes
+    for batch in range(1, 49):
+        tree = eagle_tree(default_tree("cuda", batch=batch))
+        assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
+    assert default_tree("cuda", batch=64).nodes == 4
     assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
 
 

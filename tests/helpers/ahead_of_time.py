@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8",
-    torch.uint8: "*u8", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.int16: "*i16", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
 

@@ -1,82 +1,134 @@
-"""The Triton kernels, in Triton's interpreter where there is no GPU: exactly the product with the weight they
-stand for.
-"""
-import importlib.util
-import os
-import subprocess
-import sys
-
+"""Products with quantised weights, in one kernel, against those with the weights they stand for."""
 import pytest
 import torch
-from helpers import ROOT
 
-from kernels import gpu
+from kernels.gpu import here, products
+from kernels.gpu.scratch import counters
 from kernels.quantized import QuantizedLinear, round_inputs
 
-INTERPRETED = """
-import torch
-from kernels import gpu
-from kernels.quantized import QuantizedLinear
-
-draw = torch.Generator().manual_seed(0)
-worst = 0.0
-# The interpreter has no bfloat16 products.
-for dtype, limit in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
-    for M, N, K in ((1, 100, 192), (5, 64, 128), (60, 70, 256), (16, 33, 64)):
-        for mode, group in (("int8", 0), ("int4", 32), ("int4", 64)):
-            for bias in (None, torch.randn(N, generator=draw).to(dtype)):
-                layer = QuantizedLinear.of(torch.randn(N, K, generator=draw), mode, group, bias)
-                x, out = torch.randn(M, K, generator=draw).to(dtype), torch.empty(M, N, dtype=dtype)
-                given = {"HAS_BIAS": bias is not None, "EXACT": dtype == torch.float32, "COLUMNS": 32}
-                given["ROWS"] = max(16, gpu.triton.next_power_of_2(M))
-                onto = layer.scale.data if bias is None else bias
-                arguments = (x, layer.weight.data, layer.scale.data, onto, out, M, N, K)
-                grid = (gpu.triton.cdiv(N, 32),)
-                if group:
-                    gpu.int4_kernel[grid](*arguments, GROUP=group, **given)
-                else:
-                    gpu.int8_kernel[grid](*arguments, DEPTH=128, **given)
-                want = x.double() @ layer.dequantize(torch.float64).T + (0 if bias is None else bias.double())
-                error = float((out.double() - want).abs().max() / want.abs().max())
-                assert error < limit, (dtype, M, N, K, mode, group, error)
-                worst = max(worst, error)
-assert worst > 0
-"""
+# Where the interpreter should round to bfloat16 it cuts off.
+DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
+ROUNDED = [torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
+WEIGHTS = [("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def case(device, dtype, mode, group, rows, N, K, bias=True):
+    """A layer [K] -> [N], inputs [rows, K] and a residual stream [rows, N]."""
+    draw = torch.Generator().manual_seed(rows * 1000 + N + K)
+    weight, shift = torch.randn(N, K, generator=draw), torch.randn(N, generator=draw).to(dtype)
+    layer = QuantizedLinear.of(weight, mode, group, shift if bias else None)
+    x, onto = (torch.randn(rows, n, generator=draw).to(device, dtype) for n in (K, N))
+    return layer.to(device), x, onto
 
 
-def test_a_cpu_is_not_taken():
-    assert not gpu.takes(torch.zeros(1, 4))
+def exactly(layer, x):
+    """The product in float64."""
+    y = x.double() @ layer.dequantize(torch.float64).T
+    return y if layer.bias is None else y + layer.bias.double()
 
 
-@pytest.mark.compile
-@pytest.mark.xdist_group("GPU")
+def error(found, want):
+    """The largest error relative to the largest number."""
+    return float((found.double() - want).abs().max() / want.abs().max())
+
+
+@pytest.mark.parametrize("dtype, limit", DTYPES)
+@pytest.mark.parametrize("mode, group", WEIGHTS)
+@pytest.mark.parametrize("rows", (1, 3, 17, 60, 130))
+def test_rows(device, dtype, limit, mode, group, rows):
+    layer, x, onto = case(device, dtype, mode, group, rows, 75, 384)
+    assert error(layer(x), exactly(layer, x)) < limit
+    assert error(layer(x, onto), exactly(layer, x) + onto.double()) < limit
+
+
+@pytest.mark.parametrize("dtype, limit", DTYPES)
+@pytest.mark.parametrize("mode, group, N, K", [
+    ("int8", 0, 33, 95), ("int8", 0, 1, 130), ("int8", 0, 64, 64), ("int4", 32, 33, 96), ("int4", 64, 7, 192),
+])
+def test_odd_sizes(device, dtype, limit, mode, group, N, K):
+    """Columns and inputs that no tile divides."""
+    layer, x, _ = case(device, dtype, mode, group, 5, N, K, bias=False)
+    assert error(layer(x), exactly(layer, x)) < limit
+
+
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
+def test_every_value(device, mode, group):
+    """Each stored value becomes its number exactly: the inputs are a one and zeros."""
+    K = 256
+    layer = QuantizedLinear(K, 64, False, mode, group)
+    layer.weight.data = torch.arange(layer.weight.numel()).reshape(layer.weight.shape).to(layer.weight.dtype)
+    layer.scale.data.fill_(1)
+    layer.to(device)
+    for dtype, _ in DTYPES:
+        some = torch.tensor([0, 1, 126, 127, 128, 200, 255])
+        x = torch.eye(K)[some].to(device, dtype)
+        assert torch.equal(layer(x).float(), layer.dequantize(torch.float32).T[some.to(device)])
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
+def test_programs_share_tiles(device, dtype, mode, group):
+    """One tile of columns and many inputs: the sums come in parts, the same at every call."""
+    layer, x, _ = case(device, dtype, mode, group, 3, 16, 4096, bias=False)
+    tile = products.tiles(16, dtype, group)[0].kwargs
+    assert -(-16 // tile["COLUMNS"]) == 1 and 4096 // tile["DEPTH"] >= 2 * products.LEAST_STEPS
+    found = layer(x)
+    assert error(found, exactly(layer, x)) < (2e-2 if dtype == torch.bfloat16 else 2e-6)
+    assert all(torch.equal(layer(x), found) for _ in range(3))
+    assert not counters(found.device, 1).any()
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 64)])
+def test_sums_are_rounded_once_or_not_at_all(device, dtype, mode, group):
+    """What is added to the residual stream is rounded first, as elsewhere; logits stay float32."""
+    layer, x, onto = case(device, dtype, mode, group, 3, 40, 256)
+    logits = layer.logits(x)
+    assert logits.dtype == torch.float32 and error(logits, exactly(layer, x)) < 2e-6
+    assert torch.equal(layer(x), logits.to(dtype))
+    assert torch.equal(layer(x, onto), onto + layer(x))
+
+
+@pytest.mark.parametrize("mode, group", [("w8a8", 0), ("w4a8", 64)])
+def test_inputs_are_rounded_first(device, mode, group):
+    layer, x, _ = case(device, torch.float32, mode, group, 3, 40, 256)
+    assert error(layer(x), exactly(layer, round_inputs(x, group or 64))) < 2e-6
+
+
+def test_shapes_and_layouts(device):
+    """Rows of any number of dimensions, and those that do not lie one after the other."""
+    layer, x, onto = case(device, torch.float32, "int8", 0, 12, 20, 64)
+    together = layer(x, onto)
+    assert torch.equal(layer(x.view(2, 6, 64), onto.view(2, 6, 20)), together.view(2, 6, 20))
+    assert torch.equal(layer(x[::2], onto[::2]), together[::2])
+
+
+def test_one_node(device):
+    """`torch.compile` sees one operation, with the dtype and shape that it has."""
+    layer, x, onto = case(device, torch.bfloat16, "int8", 0, 4, 20, 64)
+    for arguments in ((x, onto), (x, None)):
+        torch.library.opcheck(
+            products.linear, (arguments[0], layer.weight, layer.scale, layer.bias, arguments[1], 0, False),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, onto), layer(x, onto))
+
+
+def test_not_without_kernels(device):
+    """`--no-kernels` leaves the definition."""
+    layer, x, _ = case(device, torch.bfloat16, "int8", 0, 4, 20, 64)
+    here.want(False)
+    try:
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, layer.dequantize(x.dtype), layer.bias))
+        assert torch.equal(layer.logits(x), layer(x).float())
+    finally:
+        here.want(True)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize(
-    "dtype, limit", ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3))
-)
-@pytest.mark.parametrize(
-    "mode, group",
-    (("int8", 0), ("w8a8", 0), ("int4", 32), ("int4", 64), ("int4", 128), ("w4a8", 64), ("fp8", 0))
-)
-@pytest.mark.parametrize("rows", (1, 7, 60, 300))
-def test_on_the_gpu(dtype, limit, mode, group, rows):
-    """All rows, also those too many for the kernel; compiled and not."""
-    torch.manual_seed(0)
-    layer = QuantizedLinear.of(torch.randn(208, 256), mode, group, torch.randn(208)).to("cuda")
-    layer.bias.data = layer.bias.data.to(dtype)
-    x = torch.randn(rows, 256, device="cuda", dtype=dtype)
-    read = round_inputs(x, group or 64) if mode in ("w8a8", "w4a8") else x
-    want = read.double() @ layer.dequantize(torch.float64).T + layer.bias.double()
-    for run in (layer, torch.compile(layer)):
-        error = (run(x).double() - want).abs().max() / want.abs().max()
-        assert error < (0.08 if mode == "fp8" else limit)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("rows", (1, 60, 300))
+def test_fp8(device, dtype, rows):
+    layer, x, _ = case(device, dtype, "fp8", 0, rows, 208, 256)
+    assert error(layer(x), exactly(layer, x)) < 0.08
+    assert layer.logits(x).dtype == torch.float32 and error(layer.logits(x), exactly(layer, x)) < 0.08

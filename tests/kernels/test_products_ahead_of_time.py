@@ -1,0 +1,119 @@
+"""Products with quantised weights compiled for GPUs that are not here: they fit, spill nothing, use the
+tensor cores, and their assembler does what it says.
+"""
+import re
+import struct
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from helpers.ahead_of_time import SHARED, compile_for
+
+from kernels.gpu import products
+
+BF16, F16, F32, I32 = torch.bfloat16, torch.float16, torch.float32, torch.int32
+ROWS = (1, 17, 60, 130)  # one for each tile of rows
+REGISTERS = 65536  # of a multiprocessor
+WEIGHTS = {"int8": (torch.int16, 0)} | {f"int4/{group}": (torch.uint8, group) for group in (32, 64, 128)}
+
+
+@cache
+def compiled(capability, dtype, kind, rows, choice, even=True):
+    stored, group = WEIGHTS[kind]
+    tile = products.tile_rows(rows, dtype, group)
+    chosen = products.tiles(tile, dtype, group)[choice]
+    given = {
+        "x": dtype, "weight": stored, "scale": BF16 if group else F32, "bias": dtype, "onto": dtype,
+        "out": dtype, "parts": F32, "arrived": I32, "M": "any i32", "N": "i32", "K": "i32", "WIDTH": "i32",
+        "GROUP": group, "PAIRS": True, "BIASED": False, "ADDED": True, "EVEN": even,
+        "PRECISION": "ieee" if dtype == F32 else "tf32", "ROWS": tile, **chosen.kwargs,
+    }
+    made = compile_for(capability, products.product_kernel, given, chosen.num_warps, chosen.num_stages)
+    return made, chosen
+
+
+def choices():
+    """(compute capability, kind of weights, rows, number of the tile) of products in bfloat16.
+
+    On an H200 all that are tried, of int4 in groups of 64; elsewhere, and in other groups, the first.
+    """
+    found = {}
+    for capability in SHARED:
+        for kind, (_, group) in WEIGHTS.items():
+            for rows in ROWS:
+                tile = products.tile_rows(rows, BF16, group)
+                whole = capability == 90 and kind in ("int8", "int4/64")
+                for choice in range(len(products.tiles(tile, BF16, group)) if whole else 1):
+                    found.setdefault((capability, kind, tile, choice), (capability, kind, rows, choice))
+    return list(found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability, kind, rows, choice", choices())
+def test_bfloat16(capability, kind, rows, choice):
+    made, chosen = compiled(capability, BF16, kind, rows, choice)
+    assert made.shared <= SHARED[capability] and made.spilled == 0 and made.on_tensor_cores
+    if capability == 90:
+        assert "wgmma" in made.ptx
+        resident, threads = chosen.kwargs["RESIDENT"], 32 * chosen.num_warps
+        assert resident * (made.shared + 1024) <= SHARED[90] + 1024
+        assert resident * threads * -(-made.registers // 8) * 8 <= REGISTERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("dtype, even", [(BF16, False), (F16, True), (F32, True), (F32, False)])
+@pytest.mark.parametrize("kind", ("int8", "int4/64"))
+def test_other_dtypes_and_sizes(capability, dtype, even, kind):
+    """What is tried first; inputs that no tile divides."""
+    made, _ = compiled(capability, dtype, kind, 60, 0, even)
+    assert made.shared <= SHARED[capability] and made.spilled == 0
+    assert made.on_tensor_cores == (dtype != F32)
+
+
+def bfloat16(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
+
+
+def run(text: str, word: int) -> list[float]:
+    """What assembler makes of a word: the low and the high bfloat16 of its result."""
+    at = {"$1": word}
+
+    def value(name: str) -> int:
+        return at[name] if name in at else int(name, 0)
+
+    for instruction, arguments in re.findall(r"^\s+(\w[\w.]*) (.*);", text, re.MULTILINE):
+        if instruction == ".reg":
+            continue
+        to, *names = arguments.split(", ")
+        given = [value(name) for name in names]
+        if instruction == "mov.b32":
+            at[to] = given[0]
+        elif instruction == "mul.lo.u32":
+            at[to] = given[0] * given[1] & 0xFFFFFFFF
+        elif instruction == "prmt.b32":  # bytes chosen from both words
+            both = (given[0] | given[1] << 32).to_bytes(8, "little")
+            at[to] = int.from_bytes([both[given[2] >> 4 * i & 7] for i in range(4)], "little")
+        elif instruction == "lop3.b32":
+            assert given[3] == 0xEA  # the table of (a & b) | c
+            at[to] = given[0] & given[1] | given[2]
+        elif instruction == "fma.rn.bf16x2":
+            a, b, c = ([bfloat16(word >> shift & 0xFFFF) for shift in (0, 16)] for word in given)
+            at[to] = [x * y + z for x, y, z in zip(a, b, c)]
+        else:
+            raise AssertionError(f"{instruction} is not known here")
+    return at["$0"]
+
+
+def test_assembler():
+    """For every stored value, beside many others."""
+    for low in range(-128, 128):
+        for high in range(-128, 128, 5):
+            word = (low & 255) | (high & 255) << 8
+            assert run(products.BYTES_TO_BF16.value, word) == [low, high]
+    for low in range(-8, 8):
+        for high in range(-8, 8):
+            assert run(products.NIBBLES_TO_BF16.value, low + 8 | high + 8 << 4) == [low, high]
