@@ -66,18 +66,18 @@ def weight_of(x, top, warm):
 
 
 @triton.jit
-def heavier(logits, V, floor, bar, top, warm, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many logits of a row are at least `bar` (an ordered integer) or, if MASS, what those that are at
-    least `floor` too weigh.
+def heavier(logits, V, floor, bars, top, warm, MASS: tl.constexpr, CHUNK: tl.constexpr):
+    """How many logits of a row are at least each of the bars [n] (ordered integers) or, if MASS, what those
+    that are at least `floor` too weigh.
     """
-    sums = tl.zeros((CHUNK,), tl.int64)
+    sums = tl.zeros((CHUNK, bars.shape[0]), tl.int64)
     for start in range(0, V, CHUNK):
         at = start + tl.arange(0, CHUNK)
         x = tl.load(logits + at, mask=at < V, other=float("-inf"))
         order = ordered(x)
-        counts = (at < V) & (order >= bar) & (order >= floor)
+        counts = ((at < V) & (order >= floor))[:, None] & (order[:, None] >= bars[None])
         if MASS:
-            sums += tl.where(counts, weight_of(x, top, warm), 0)
+            sums += tl.where(counts, weight_of(x, top, warm)[:, None], 0)
         else:
             sums += counts.to(tl.int64)
     return tl.sum(sums, 0)
@@ -85,15 +85,17 @@ def heavier(logits, V, floor, bar, top, warm, MASS: tl.constexpr, CHUNK: tl.cons
 
 @triton.jit
 def highest_bar(logits, V, floor, need, top, warm, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """The highest ordered integer that so many logits, or so much of their weight, reach. Halves a range of
-    2^32.
+    """The highest ordered integer that so many logits, or so much of their weight, reach.
+
+    Eleven passes find it: each looks at eight bars and leaves an eighth of a range of 2^32.
     """
-    low, high = tl.full((), -(2**31), tl.int64), tl.full((), 2**31, tl.int64)
-    for _ in range(32):
-        middle = (low + high) >> 1
-        enough = heavier(logits, V, floor, middle.to(tl.int32), top, warm, MASS, CHUNK) >= need
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+    low, apart = tl.full((), -(2**31), tl.int64), tl.full((), 2**29, tl.int64)
+    for _ in range(11):
+        bars = low + apart * tl.arange(0, 8)
+        enough = heavier(logits, V, floor, bars, top, warm, MASS, CHUNK) >= need
+        # The first is always reached: what is not are the highest ones.
+        low += apart * (tl.sum(enough.to(tl.int64), 0) - 1)
+        apart = tl.maximum(apart >> 3, 1)
     return low.to(tl.int32)
 
 
@@ -115,7 +117,8 @@ def restrict_kernel(logits, temperature, top_k, top_p, out, T, V, CHUNK: tl.cons
                 at = start + tl.arange(0, CHUNK)
                 tops = tl.maximum(tops, tl.load(logits + at, mask=at < V, other=float("-inf")))
             top = tl.max(tops, 0)
-            all_of = heavier(logits, V, floor, bar, top, warm, True, CHUNK)
+            lowest = tl.zeros((1,), tl.int32) + bar
+            all_of = tl.sum(heavier(logits, V, floor, lowest, top, warm, True, CHUNK), 0)
             need = tl.ceil(all_of.to(tl.float64) * p.to(tl.float64)).to(tl.int64)
             bar = highest_bar(logits, V, floor, need, top, warm, True, CHUNK)
     for start in range(0, V, CHUNK):
@@ -132,7 +135,7 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     restrict_kernel[(B * T,)](
         logits.contiguous(), temperature, top_k, top_p, out, T, V,
-        CHUNK=min(4096, triton.next_power_of_2(V)), num_warps=16,
+        CHUNK=min(1024, triton.next_power_of_2(V)), num_warps=16,
     )
     return out
 

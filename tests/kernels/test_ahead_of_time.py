@@ -89,7 +89,7 @@ OTHERS = {
     }, 4),
     "restrict": (sampling.restrict_kernel, {
         "logits": F32, "temperature": F32, "top_k": I64, "top_p": F32, "out": F32, "T": ANY, "V": "i32",
-        "CHUNK": 4096,
+        "CHUNK": 1024,
     }, 16),
 }
 
