@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED, programs_at_once
+from kernels.gpu.launch import begin, options
 from kernels.gpu.scratch import counters
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -53,7 +54,7 @@ def attend_kernel(
     qkv, cos, sin, q_norm, k_norm, k, v, length, local, out, parts, marks, arrived, T, M, S, eps, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    NORM: tl.constexpr, OLD: tl.constexpr, PRECISION: tl.constexpr,
+    NORM: tl.constexpr, OLD: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One block of ROWS rows of one key/value head of one sequence, over one split of the keys.
 
@@ -61,6 +62,7 @@ def attend_kernel(
     local [B, T, M], M >= T: the pass's own rows are the last T columns, the others (if OLD) are in the cache.
     parts, marks: scratch, of SPLITS for each block; arrived: zeros, and zeros again afterwards.
     """
+    begin(EARLY)
     block, split, pair = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, head = pair // HEADS, pair % HEADS
     committed = tl.load(length + b).to(tl.int32)
@@ -231,7 +233,7 @@ def attend(
         HEADS=nkv, GROUP=nh // nkv, HEAD=hd, HALF=max(16, triton.next_power_of_2(hd // 2)), VALUES=values,
         ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
         NORM=q_norm is not None, OLD=M > T, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **options(qkv.device),
     )
     return out
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import begin, options
 from model import KVCache, ModelArgs
 
 
@@ -43,8 +44,9 @@ class LayerCache(nn.Module):
 
 @triton.jit
 def move_kernel(kv, source, target, S, W, HEAD: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
-                WIDTH: tl.constexpr):
+                WIDTH: tl.constexpr, EARLY: tl.constexpr):
     """One head of one sequence, keys or values of one layer: kv [L * 2 * B * HEADS, S, HEAD]."""
+    begin(EARLY)
     pair, plane = tl.program_id(0), tl.program_id(1)
     w, d = tl.arange(0, WINDOW), tl.arange(0, WIDTH)
     b, batch = pair // HEADS, tl.num_programs(0)
@@ -67,6 +69,7 @@ def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
     move_kernel[(B * nkv, 2 * L)](
         kv, source.contiguous(), target.contiguous(), S, W, HEAD=hd, HEADS=nkv,
         WINDOW=triton.next_power_of_2(W), WIDTH=triton.next_power_of_2(hd), num_warps=4,
+        **options(kv.device),
     )
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED, programs_at_once
+from kernels.gpu.launch import begin, options
 from kernels.gpu.scratch import counters
 
 LEAST_STEPS = 2  # of a program: fewer would cost more in adding up than they save
@@ -89,7 +90,7 @@ def product_kernel(
     x, weight, scale, bias, onto, out, parts, arrived, M, N, K, WIDTH,
     GROUP: tl.constexpr, PAIRS: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    RESIDENT: tl.constexpr,
+    RESIDENT: tl.constexpr, EARLY: tl.constexpr,
 ):
     """out [M, N] = x [M, K] @ (weight [N, K] * scale)^T, + bias [N] if BIASED, onto [M, N] + that if ADDED.
 
@@ -97,6 +98,7 @@ def product_kernel(
     EVEN: DEPTH divides K. RESIDENT: programs of a multiprocessor, for the grid only. parts: two tiles
     of scratch a program; arrived: zeros, and zeros again afterwards. Sums are float32.
     """
+    begin(EARLY)
     worker, workers = tl.program_id(1), tl.num_programs(1)
     group_of_workers = tl.program_id(0) * workers
     steps = tl.cdiv(K, DEPTH)
@@ -257,7 +259,7 @@ def linear(
     kernel[grid](
         rows.contiguous(), weight, scale, scale if bias is None else bias,
         rows if onto is None else onto.contiguous(), out, parts, counters(x.device, programs), M, N, K, width,
-        **given,
+        **given, **options(x.device),
     )
     return out
 

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.launch import begin, options
+
 CHUNK = 1024  # numbers of noise of a program
 LOWEST = tl.constexpr(-(2**31))
 
@@ -19,8 +21,9 @@ def mixed(x):
 
 
 @triton.jit
-def gumbel_kernel(key, positions, temperature, out, W, V, CHUNK: tl.constexpr):
+def gumbel_kernel(key, positions, temperature, out, W, V, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """See `gumbel`."""
+    begin(EARLY)
     row, id = tl.program_id(0), tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     b = row // W
     low, high = tl.load(key + 2 * b).to(tl.uint32), tl.load(key + 2 * b + 1).to(tl.uint32)
@@ -42,7 +45,8 @@ def gumbel(key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int)
     B, W = positions.shape
     out = torch.empty(B, W, vocabulary, dtype=torch.float32, device=key.device)
     gumbel_kernel[(B * W, triton.cdiv(vocabulary, CHUNK))](
-        key.contiguous(), positions.contiguous(), temperature, out, W, vocabulary, CHUNK=CHUNK, num_warps=4
+        key.contiguous(), positions.contiguous(), temperature, out, W, vocabulary, CHUNK=CHUNK, num_warps=4,
+        **options(key.device),
     )
     return out
 
@@ -100,8 +104,9 @@ def highest_bar(logits, V, floor, need, top, warm, MASS: tl.constexpr, CHUNK: tl
 
 
 @triton.jit
-def restrict_kernel(logits, temperature, top_k, top_p, out, T, V, CHUNK: tl.constexpr):
+def restrict_kernel(logits, temperature, top_k, top_p, out, T, V, CHUNK: tl.constexpr, EARLY: tl.constexpr):
     """One row; see `restrict`."""
+    begin(EARLY)
     row = tl.program_id(0)
     b = row // T
     warm, k, p = tl.load(temperature + b), tl.load(top_k + b), tl.load(top_p + b)
@@ -135,7 +140,7 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     restrict_kernel[(B * T,)](
         logits.contiguous(), temperature, top_k, top_p, out, T, V,
-        CHUNK=min(1024, triton.next_power_of_2(V)), num_warps=16,
+        CHUNK=min(1024, triton.next_power_of_2(V)), num_warps=16, **options(logits.device),
     )
     return out
 

@@ -37,13 +37,16 @@ class Compiled(NamedTuple):
 
 
 def compile_for(
-    capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3
+    capability: int, kernel: triton.JITFunction, given: dict, warps: int = 4, stages: int = 3,
+    early: bool = False,
 ) -> Compiled:
     """Compile `kernel` for a GPU of this compute capability, one of `SHARED`.
 
     given: for every argument a dtype (a pointer to it), "i32" or "i64" (an integer, a multiple of 16), "any
-    i32" (any integer), "fp32", or, for the compile-time constants, the value.
+    i32" (any integer), "fp32", or, for the compile-time constants, the value. early: for programmatic
+    launch.
     """
+    given = {**given, "EARLY": early}
     signature, constants, attributes = {}, {}, {}
     for i, (name, kind) in enumerate(given.items()):
         constant = kernel.params[i].is_constexpr
@@ -56,7 +59,8 @@ def compile_for(
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(source, target=target, options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages, "launch_pdl": early}
+    made = triton.compile(source, target=target, options=options)
     with TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(made.asm["cubin"])

@@ -1,4 +1,6 @@
 """The GPU kernels compiled for GPUs that are not here: they fit, spill nothing, and use the tensor cores."""
+import re
+
 import pytest
 import torch
 
@@ -18,18 +20,18 @@ HEADS = {  # Llama-3.1-8B, Qwen3-8B, Vicuna, SmolLM2
 }
 
 
-def attend(capability, dtype, heads, rows, old=False, kv=None):
+def attend(capability, dtype, heads, rows, old=False, early=False):
     nkv, group, hd, norm = HEADS[heads]
     tall, keys, warps, stages = attention.tiles(rows * group, dtype)
     given = {
-        "qkv": dtype, "cos": F32, "sin": F32, "q_norm": dtype, "k_norm": dtype, "k": kv or dtype,
-        "v": kv or dtype, "length": I64, "local": BOOL, "out": dtype, "parts": F32, "marks": F32,
+        "qkv": dtype, "cos": F32, "sin": F32, "q_norm": dtype, "k_norm": dtype, "k": dtype,
+        "v": dtype, "length": I64, "local": BOOL, "out": dtype, "parts": F32, "marks": F32,
         "arrived": I32, "T": ANY, "M": ANY, "S": "i32", "eps": "fp32", "scale": "fp32", "HEADS": nkv,
         "GROUP": group, "HEAD": hd, "HALF": hd // 2, "VALUES": hd, "ROWS": tall, "KEYS": keys,
         "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
         "PRECISION": "ieee" if dtype == F32 else "tf32",
     }
-    return compile_for(capability, attention.attend_kernel, given, warps, stages)
+    return compile_for(capability, attention.attend_kernel, given, warps, stages, early)
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -46,6 +48,16 @@ def test_attention(capability, heads, rows, old):
 def test_attention_in_float32(capability):
     made = attend(capability, F32, "llama", 60)
     assert made.shared <= SHARED[capability] and made.spilled == 0
+
+
+def test_programmatic_launch():
+    """The kernel waits for the one before it; it reads nothing before."""
+    made = attend(90, BF16, "llama", 1, early=True)
+    assert made.spilled == 0 and made.ptx.count("griddepcontrol.wait") == 1
+    before, _, after = made.ptx.partition("griddepcontrol.wait")
+    assert "griddepcontrol.launch_dependents" in after
+    assert not re.search(r"\b(ld|cp\.async|st)\.global|cp\.async", before)
+    assert "griddepcontrol" not in attend(90, BF16, "llama", 1).ptx
 
 
 # The kernels around the networks, at the sizes of the paper's tree and a vocabulary of 128k.

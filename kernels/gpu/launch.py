@@ -1,0 +1,36 @@
+"""How our kernels are launched: each after the one before it has ended or, if asked for, while that one runs.
+
+TORCHINDUCTOR_ENABLE_PDL=1 in the environment, which torch.compile's kernels heed too, asks for programmatic
+dependent launch: a kernel is set up early and waits, before it touches memory, until the one before it has
+ended. Compute capability 9.0 and later have it. What it gains has not been measured.
+"""
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gpu.here import INTERPRETED
+
+
+@cache
+def early(device: torch.device) -> bool:
+    """Whether kernels on this device are set up early."""
+    asked = os.environ.get("TORCHINDUCTOR_ENABLE_PDL") == "1" and not INTERPRETED
+    return asked and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def options(device: torch.device) -> dict[str, bool]:
+    """The arguments of a kernel that calls `begin`, and of its launch."""
+    return {"EARLY": True, "launch_pdl": True} if early(device) else {"EARLY": False}
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    """What a kernel does first: it waits for the one before it, and lets the next one be set up."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
