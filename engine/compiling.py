@@ -46,33 +46,26 @@ class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
     Arguments are those modules, tensors (of one shape, but for dimensions marked dynamic) and constants. Each
-    combination of shapes and constants is compiled by its first call, which `say` announces. direct: later
-    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
+    combination of shapes and constants is compiled by its first call, which `say` announces. Later calls pass
+    torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     """
 
-    def __init__(self, function: Callable, what: str, say: Callable[[str], None], direct: bool):
-        self.function, self.what, self.say, self.direct = function, what, say, direct
-        self.compiled = None if direct else compile_graph(function)
-        self.variants: dict[tuple, SavedGraph | None] = {}
+    def __init__(self, function: Callable, what: str, say: Callable[[str], None]):
+        self.function, self.what, self.say = function, what, say
+        self.variants: dict[tuple, SavedGraph] = {}
 
     def __call__(self, *args):
         key = tuple(variant_of(x) for x in args if not isinstance(x, nn.Module))
         if key in self.variants:
-            if graph := self.variants[key]:
-                return graph(args)
-            with unguarded():
-                return self.compiled(*args)
-        places = saved_places(self.function, args) if self.direct else ()
+            return self.variants[key](args)
+        places = saved_places(self.function, args)
         if graph := next(filter(None, map(SavedGraph.find, places)), None):
             self.variants[key] = graph
             return graph(args)
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
-        if self.direct:
-            graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
-            self.variants[key], result = graph, graph(args)
-        else:
-            self.variants[key], result = None, retry_broken_library(lambda: self.compiled(*args))
+        graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
+        self.variants[key], result = graph, graph(args)
         self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
         return result
 

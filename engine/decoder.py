@@ -127,7 +127,7 @@ class Decoder:
         """A function of a step, compiled if it is to be."""
         if not self.compiled:
             return function
-        return CompiledFunction(function, what, self.say, direct=self.device.type != "cuda")
+        return CompiledFunction(function, what, self.say)
 
     def _kind(self, drafter: Drafter, what: str) -> Kind:
         return Kind(drafter, self._function(step, what))

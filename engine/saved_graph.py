@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from common.files import atomic_path
 from kernels.build import sources
 from kernels.cpu import isa_in_use
+from kernels.gpu import here
 from kernels.isa import features
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,7 +102,7 @@ def _digests(compiled, args: tuple) -> dict[str, str] | None:
         nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
         names = {node.module for node in nodes if any(alias.name.isupper() for alias in node.names)}
         files |= {_file_of(name) for name in names if name in sys.modules and not _is_library(name)}
-    files |= set(sources())
+    files |= {*sources(), *Path(here.__file__).parent.glob("*.py")}
     if any(file.stat().st_mtime > IMPORTED for file in files):
         return None
     return {os.path.relpath(file, ROOT): _digest(file) for file in sorted(files)}
@@ -136,9 +138,18 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     settings = torch._inductor.config.get_hash().hex()
     processor = platform.machine(), platform.processor(), sorted(features())
     machine = torch.__version__, processor, isa_in_use(), os.environ.get("CXX"), torch.get_num_threads()
-    made_by = function.__qualname__, machine, settings, list(_described(args))
+    made_by = function.__qualname__, machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
+
+
+def _gpu(args: tuple) -> tuple:
+    """What a graph on a GPU depends on: the GPU, what compiled it, whether our kernels run there."""
+    devices = {tensor.device for tensor in _tensors(args).values() if tensor.is_cuda}
+    if not devices:
+        return ()
+    gpus = sorted({torch.cuda.get_device_name(device) for device in devices})
+    return *gpus, torch.version.cuda, version("triton"), here.wanted()
 
 
 def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
@@ -169,7 +180,7 @@ def _described(args: tuple) -> Iterator[tuple]:
     first: dict[int, tuple] = {}
     for path, tensor in _tensors(args).items():
         same_as, strides = first.setdefault(id(tensor), path), path[1] and tensor.stride()
-        yield path, same_as, variant_of(tensor), tensor.device.type, strides
+        yield path, same_as, variant_of(tensor), str(tensor.device), strides
 
 
 def variant_of(arg) -> object:

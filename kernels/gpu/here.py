@@ -25,6 +25,11 @@ def want(kernels: bool) -> None:
     _wanted = kernels
 
 
+def wanted() -> bool:
+    """What `want` was told last."""
+    return _wanted
+
+
 def runs_on(x: Tensor) -> bool:
     """Whether our kernels take what lies where this tensor does."""
     return CAN and _wanted and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))

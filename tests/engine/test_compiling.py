@@ -30,14 +30,14 @@ def cache(tmp_path, monkeypatch):
 
 def test_compiled_once_and_found_again(cache):
     said: list[str] = []
-    check(CompiledFunction(add, "sum", said.append, direct=True), Adder())
+    check(CompiledFunction(add, "sum", said.append), Adder())
     assert [line for line in said if "took" not in line] == ["compiling the sum ..."] * 2  # twice or not
     again: list[str] = []
-    whole = CompiledFunction(add, "sum", again.append, direct=True)
+    whole = CompiledFunction(add, "sum", again.append)
     check(whole, Adder())
     assert not again
     other = Adder(by=5)  # a constant that is compiled in
-    check(CompiledFunction(add, "sum", again.append, direct=True), other, (7,))
+    check(CompiledFunction(add, "sum", again.append), other, (7,))
     assert len(again) == 4
 
 
@@ -45,7 +45,7 @@ def test_another_process_finds_it(cache):
     """And what it finds is right; a damaged file is made again."""
     script = (
         "from helpers.compiling import *; lines = [];"
-        "check(CompiledFunction(add, 'sum', lines.append, direct=True), Adder()); print(len(lines))"
+        "check(CompiledFunction(add, 'sum', lines.append), Adder()); print(len(lines))"
     )
 
     def said() -> int:
@@ -72,7 +72,7 @@ def test_a_cache_that_can_only_be_read(cache, monkeypatch):
     """
     kept = cache / ".compiled"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
-    check(CompiledFunction(add, "sum", print, direct=True), Adder())
+    check(CompiledFunction(add, "sum", print), Adder())
     before = sorted(kept.rglob("*"))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "other"))
     monkeypatch.setattr("engine.runtime.READ_ONLY", found := [])
@@ -84,17 +84,10 @@ def test_a_cache_that_can_only_be_read(cache, monkeypatch):
         keep_compiled(cache)
     assert found == [kept] and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "other")
     said: list[str] = []
-    check(CompiledFunction(add, "sum", said.append, direct=True), Adder())
+    check(CompiledFunction(add, "sum", said.append), Adder())
     assert not said
-    check(CompiledFunction(add, "sum", said.append, direct=True), Adder(by=5))
+    check(CompiledFunction(add, "sum", said.append), Adder(by=5))
     assert said and sorted(kept.rglob("*")) == before
-
-
-def test_indirect_is_compiled_too():
-    """The way of CUDA: torch.compile itself is called."""
-    said: list[str] = []
-    check(CompiledFunction(add, "sum", said.append, direct=False), Adder())
-    assert len(said) == 4
 
 
 def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
@@ -116,6 +109,9 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
     with monkeypatch.context() as m:
         m.setattr("engine.saved_graph.features", lambda: frozenset({"another"}))
         others.append(where())
+    with monkeypatch.context() as m:
+        m.setattr("engine.saved_graph._gpu", lambda args: ("another",))
+        others.append(where())
     assert len({same, *others}) == len(others) + 1
     assert same == where()
 
@@ -123,7 +119,7 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
 def times_compiled(function) -> int:
     """How often a function that doubles its input was compiled when a new process would first call it."""
     said: list[str] = []
-    compiled = CompiledFunction(function, "double", said.append, direct=True)
+    compiled = CompiledFunction(function, "double", said.append)
     assert compiled(Adder(), torch.ones(3)).tolist() == [4.0] * 3
     return len(said) // 2
 
