@@ -3,7 +3,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
 
 from common.cli import MOST_THREADS, Options, note, run_command  # noqa: E402
@@ -28,8 +31,19 @@ def options(description: str, name: str, threads: int = 2) -> Options:
     p = Options(description)
     p.add_argument("--threads", type=int, default=threads, help=f"CPU threads (default {threads})")
     p.within("--threads", 1, MOST_THREADS)
-    p.add_argument("--name", default=name, help=f"of the files under benchmarks/results (default {name})")
+    p.add_argument(
+        "--name", default=name, help=f"of the files under benchmarks/results, or $OUT (default {name})"
+    )
     return p
+
+
+def add_model(p: Options, what: str = "converted target with its EAGLE-3 head") -> None:
+    """Add --checkpoint and --shape, one of which must be given."""
+    p.add_argument("--checkpoint", help=what)
+    p.add_argument("--shape", help="instead: a published shape with random weights, see benchmarks/shapes.py")
+    p.refuse(
+        lambda o: bool(o.checkpoint) == bool(o.shape), lambda o: "give --checkpoint DIR or --shape NAME"
+    )
 
 
 def run(p: Options, action: Callable, argv: list[str] | None) -> int:
@@ -65,7 +79,7 @@ def table_head(record: dict, *columns: str) -> None:
 
 
 def write(name: str, record: dict) -> None:
-    """Write benchmarks/results/NAME.json."""
+    """Write benchmarks/results/NAME.json; the folder that OUT names in the environment, if it does."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -74,6 +88,48 @@ def settle(device: torch.device | str) -> None:
     """Wait until the device has done what it was asked."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
+
+
+def captured(call: Callable[[], object], device: torch.device | str) -> Callable[[], object]:
+    """A call over static tensors as a CUDA graph to replay, after three calls to warm up; on a CPU the call
+    itself.
+    """
+    if torch.device(device).type != "cuda":
+        return call
+    for _ in range(3):
+        call()
+    settle(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def median_seconds(call: Callable[[], object], device: torch.device | str, repeat: int = 8) -> float:
+    """What a call takes until the device has done it: the median, after two calls that warm up."""
+    times = []
+    for _ in range(2 + repeat):
+        settle(device)
+        began = time.perf_counter()
+        call()
+        settle(device)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[2:])
+
+
+def memory_rates(device: torch.device | str) -> dict[str, float]:
+    """Bytes per second that this device moves: "copy" reads and writes, "read" adds up."""
+    n = 2**28 if torch.device(device).type == "cuda" else 2**26
+    a, b = torch.zeros(n, device=device), torch.empty(n, device=device)
+    works = {"copy": (lambda: b.copy_(a), 8 * n), "read": (lambda: a.sum(), 4 * n)}
+    return {name: moved / median_seconds(work, device) for name, (work, moved) in works.items()}
+
+
+def use_autotune() -> None:
+    """Let torch.compile time several kernels for every product: `engine.runtime.Runtime.autotune`."""
+    import torch._inductor.config as settings
+
+    settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
 
 
 class Decoded(NamedTuple):
@@ -89,8 +145,8 @@ Contender = Callable[[list[int], int], Decoded]  # takes a prompt as token ids a
 
 
 def contender_of(model: TextDecoder) -> Contender:
-    """One of our decoders as a contender, compiled and warm."""
-    model.warm_up()
+    """One of our decoders as a contender, compiled and warm: no text is timed while a graph is captured."""
+    model.warm_up(every_length=True)
 
     def decode(ids: list[int], tokens: int) -> Decoded:
         result = model.generate(ids, max_new_tokens=tokens)

@@ -1,48 +1,162 @@
 #!/bin/sh
-# Everything a GPU is asked, in one call: correctness, then the sweep at the Llama-3.1-8B shape, then the peers.
-#   benchmarks/gpu.sh                                  # random weights (by arithmetic, 40 GB)
-#   CHECKPOINT=DIR QUESTIONS=question.jsonl GGUF=FILE GPT_FAST=DIR GPT_FAST_CHECKPOINT=FILE benchmarks/gpu.sh
-# Needs what requirements-dev.txt lists. Raw figures: benchmarks/results/gpu-*.json. PYTHON names the interpreter
-# (default .venv/bin/python).
-set -eu
-cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-.venv/bin/python}
+# What a GPU is asked, in stages. Each takes less than 9 minutes, needs no other one, and goes on after a
+# failure; at the end stands what has failed.
+#
+#   benchmarks/gpu.sh STAGE...    or `all` of them
+#
+#   probe     versions, memory bandwidth, the cost of a launch, products in bf16
+#   correct   tests on the GPU: kernels, captured steps, the text of every drafter; compute-sanitizer
+#   step      a step of 1, 8, 32 and 60 rows, and where its time goes
+#   context   1 and 60 rows after 128 to 32,768 tokens; attention against torch's
+#   batch     1, 16 and 60 rows of 1 to 32 texts
+#   quant     int8, fp8 and int4; their products alone
+#   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
+#   smollm2   text and peers on CHECKPOINT, with the questions of QUESTIONS if that is set
+#   train     a head for CHECKPOINT on the shards in TRAIN_DATA, for MINUTES (8); another call goes on
+#
+# Models have random weights of SHAPE (llama-3.1-8b), made on the GPU. CHECKPOINT is checkpoints/smollm2-135m;
+# what is not there is joined from runs/carry, see parts.py. OPTIONS are more of step.py and peers.py, such as
+# --autotune, TRAIN_OPTIONS of train.py. PYTHON is .venv/bin/python, or else python3. Raw figures go to
+# benchmarks/results/gpu-*, or into OUT.
+
+set -u
+cd "$(dirname "$0")/.." || exit 1
+STAGES="probe correct step context batch quant peers smollm2 train"
 SHAPE=${SHAPE:-llama-3.1-8b}
-CHECKPOINT=${CHECKPOINT:-}
-CHECKPOINT=${CHECKPOINT%/}
+CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
+OPTIONS=${OPTIONS:-}
+[ -n "${PYTHON:-}" ] || { PYTHON=.venv/bin/python && [ -x "$PYTHON" ]; } || PYTHON=python3
+export PYTHONUNBUFFERED=1
+notes=$(mktemp -d)
+trap 'rm -rf "$notes"' EXIT
+
+# part SECONDS NAME COMMAND...: run it for so long at most, remember if it failed, go on.
+part() {
+    seconds=$1 name=$2
+    shift 2
+    echo "== $name: at most $seconds s"
+    timeout -k 10 "$seconds" "$@" || { echo "== $name failed, status $?"; echo "$name" >>"$notes/failed"; }
+}
+
+# measure SECONDS NAME SCRIPT OPTION...: a benchmark, whose figures are called gpu-NAME
+measure() {
+    seconds=$1 name=$2 script=$3
+    shift 3
+    part "$seconds" "$name" "$PYTHON" "benchmarks/$script.py" --name "gpu-$name" "$@"
+}
+
+# tests SECONDS NAME WHICH...
+tests() {
+    seconds=$1 name=$2
+    shift 2
+    part "$seconds" "$name" "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -s --durations=8 "$@"
+}
+
+# beside SECONDS NAME WHICH...: tests that run beside others, as most of their time goes into compiling
+beside() {
+    tests "$@" >"${OUT:-$notes}/tests-$2.log" 2>&1 &
+}
+
+left_out() {
+    echo "== left out: $1"
+    echo "$1" >>"$notes/left_out"
+}
+
+# have_checkpoint STAGE: whether CHECKPOINT is there, or can be joined
+have_checkpoint() {
+    [ -d "$CHECKPOINT" ] || [ ! -d runs/carry ] ||
+        part 60 join "$PYTHON" benchmarks/parts.py join runs/carry "$(dirname "$CHECKPOINT")"
+    [ -d "$CHECKPOINT" ] || { left_out "$1 (no $CHECKPOINT)"; return 1; }
+}
+
+probe() {
+    measure 300 probe probe --shape "$SHAPE"
+}
+
+correct() {
+    beside 380 kernels tests/kernels/gpu
+    beside 380 captured tests/engine/test_cuda.py
+    beside 380 float32 tests/engine/test_cuda_drafters.py -k "tiny and float32"
+    beside 380 bfloat16 tests/engine/test_cuda_drafters.py -k "tiny and bfloat16"
+    wait
+    cat "${OUT:-$notes}"/tests-*.log
+    part 150 sanitizer "$PYTHON" benchmarks/sanitize.py
+}
+
+step() {
+    measure 520 step step --shape "$SHAPE" --rows 1 8 32 60 --context 128 --top 12 --limit 430 $OPTIONS
+}
+
+context() {
+    measure 130 attention gpu_attention --shape "$SHAPE"
+    measure 400 context step --shape "$SHAPE" --rows 1 60 \
+        --context 128 1024 4096 8192 16384 32768 --limit 310 $OPTIONS
+}
+
+batch() {
+    measure 520 batch step --shape "$SHAPE" --rows 60 1 16 --batch 32 8 1 2 4 16 \
+        --context 1024 --limit 430 $OPTIONS
+}
+
+quant() {
+    fp8=$("$PYTHON" -c 'import torch; print("fp8" * (torch.cuda.get_device_capability() >= (8, 9)))')
+    measure 370 quant step --shape "$SHAPE" --modes int8 $fp8 int4 --rows 1 60 \
+        --context 128 --limit 290 $OPTIONS
+    measure 160 products products --shape "$SHAPE" --rows 1 16 60
+}
+
+peers() {
+    measure 270 peers-ours peers --shape "$SHAPE" --limit 4 $OPTIONS
+    set -- --no-ours --transformers --torch-compile
+    [ -z "${GPT_FAST:-}" ] || set -- "$@" --gpt-fast "$GPT_FAST" --gpt-fast-checkpoint "$GPT_FAST_CHECKPOINT"
+    measure 260 peers peers --shape "$SHAPE" --limit 4 "$@" $OPTIONS
+}
+
+smollm2() {
+    have_checkpoint smollm2 || return
+    tests 150 smollm2-text tests/engine/test_cuda_drafters.py -k smollm2
+    [ -d "$CHECKPOINT-int8" ] ||
+        part 60 quantize "$PYTHON" quantize.py --checkpoint "$CHECKPOINT" --mode int8
+    set -- --checkpoint "$CHECKPOINT" --int8 "$CHECKPOINT-int8" --transformers --torch-compile
+    [ -z "${QUESTIONS:-}" ] || set -- "$@" --questions "$QUESTIONS" --limit 12
+    measure 260 smollm2 peers "$@" $OPTIONS
+}
+
+train() {
+    have_checkpoint train || return
+    [ -n "${TRAIN_DATA:-}" ] || { left_out "train (no TRAIN_DATA)"; return; }
+    echo "== train: at most ${MINUTES:-8} minutes"
+    timeout -s INT -k 20 "$((60 * ${MINUTES:-8}))" "$PYTHON" train.py --checkpoint "$CHECKPOINT" \
+        --shards "$TRAIN_DATA" --out runs/gpu-head --save-seconds 60 ${TRAIN_OPTIONS:-}
+    case $? in
+    0 | 124) ;; # done, or out of time: the next call goes on
+    *) echo train >>"$notes/failed" ;;
+    esac
+    [ -n "${OUT:-}" ] || return
+    cp runs/gpu-head-work/log.jsonl "$OUT/gpu-train.jsonl"
+    [ ! -d runs/gpu-head ] ||
+        part 20 head "$PYTHON" benchmarks/parts.py split runs/gpu-head "$OUT/head" --size 15
+}
+
+[ "$*" != all ] || set -- $STAGES
+for stage in "$@"; do
+    case " $STAGES " in *" $stage "*) ;; *) echo "error: no stage $stage" >&2; set --; break ;; esac
+done
+if [ $# = 0 ]; then
+    sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
+    exit 2
+fi
 if [ -n "${GPT_FAST:-}" ] && [ -z "${GPT_FAST_CHECKPOINT:-}" ]; then
     echo "error: GPT_FAST needs GPT_FAST_CHECKPOINT too" >&2
-    exit 1
+    exit 2
 fi
-
-"$PYTHON" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "error: torch sees no GPU here")'
-FP8=$("$PYTHON" -c 'import torch; print("fp8" if torch.cuda.get_device_capability() >= (8, 9) else "")')
-
-echo "== correctness"
-"$PYTHON" -m pytest tests/engine/test_cuda.py tests/kernels/test_gpu_kernels.py
-
-echo "== the step, by precision and tree size"
-"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 $FP8 --rows 1 8 16 32 60 \
-    --context 128 1024 4096 --name gpu-step
-
-echo "== by context"
-"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 --rows 1 60 \
-    --context 128 1024 4096 16384 32768 --name gpu-context
-
-echo "== by batch"
-"$PYTHON" benchmarks/step.py --shape "$SHAPE" --modes none int8 --rows 1 16 60 \
-    --context 1024 --batch 1 2 4 8 16 32 --name gpu-batch
-
-if [ -n "$CHECKPOINT" ]; then
-    echo "== products"
-    "$PYTHON" benchmarks/products.py --checkpoint "$CHECKPOINT" --name gpu-products
-    echo "== start"
-    "$PYTHON" benchmarks/startup.py --checkpoint "$CHECKPOINT" --name gpu-startup
-    echo "== peers"
-    set -- --checkpoint "$CHECKPOINT" --transformers --name gpu-peers
-    [ -z "${QUESTIONS:-}" ] || set -- "$@" --questions "$QUESTIONS"
-    [ ! -d "$CHECKPOINT-int8" ] || set -- "$@" --int8 "$CHECKPOINT-int8"
-    [ -z "${GGUF:-}" ] || set -- "$@" --gguf "$GGUF"
-    [ -z "${GPT_FAST:-}" ] || set -- "$@" --gpt-fast "$GPT_FAST" --gpt-fast-checkpoint "$GPT_FAST_CHECKPOINT"
-    "$PYTHON" benchmarks/peers.py "$@"
-fi
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    { echo "error: torch sees no GPU here" >&2; exit 2; }
+[ -z "${OUT:-}" ] || mkdir -p "$OUT"
+for stage in "$@"; do
+    "$stage"
+done
+[ ! -s "$notes/left_out" ] || echo "left out: $(paste -sd, "$notes/left_out")"
+[ -s "$notes/failed" ] || { echo "all parts ended well"; exit 0; }
+echo "failed: $(paste -sd' ' "$notes/failed")"
+exit 1

@@ -7,18 +7,19 @@ import torch
 from bench import Decoded  # first: it makes the modules below importable
 
 from common.errors import InputError
-from model import Transformer
+from model import Transformer, blank
 
 
 def as_llama(target: Transformer):
     """The target as a LlamaForCausalLM of transformers, on the same tensors.
 
-    Raises InputError if it is no LLaMA with plain rotary embeddings.
+    Raises InputError if it is no LLaMA whose rotary embeddings are plain or scaled as Llama 3.1's.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     a = target.args
-    if a.rope_scaling:
+    if a.rope_scaling and a.rope_scaling.get("rope_type") != "llama3":
         raise InputError("transformers: this target scales its rotary embeddings; that is not handed over")
     if a.qkv_bias or a.qk_norm or a.num_experts:
         raise InputError("transformers: this target is no LLaMA; only a LLaMA is handed over")
@@ -35,21 +36,32 @@ def as_llama(target: Transformer):
             "input_layernorm": layer.attn_norm.weight, "post_attention_layernorm": layer.mlp_norm.weight,
         }
         weights |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
-    llama = LlamaForCausalLM(LlamaConfig(
+    config = LlamaConfig(
         vocab_size=a.vocab_size, hidden_size=a.hidden_size, intermediate_size=a.intermediate_size,
         num_hidden_layers=a.num_layers, num_attention_heads=a.num_heads, num_key_value_heads=a.num_kv_heads,
-        head_dim=a.head_dim, rms_norm_eps=a.norm_eps, rope_theta=a.rope_base,
-        tie_word_embeddings=a.tie_embeddings, max_position_embeddings=a.max_seq_len,
-    ))
+        head_dim=a.head_dim, rms_norm_eps=a.norm_eps, tie_word_embeddings=a.tie_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": a.rope_base, **(a.rope_scaling or {})},
+        max_position_embeddings=a.max_seq_len, eos_token_id=None,
+    )
+    with blank():
+        llama = LlamaForCausalLM(config)
     llama.load_state_dict(weights, assign=True)  # the weights keep their dtype, the rotary embeddings float32
+    llama.model.rotary_emb = LlamaRotaryEmbedding(config).to(target.embed.weight.device)
     return llama.eval()
 
 
 class HuggingFace:
-    """`generate` of a model of transformers, greedy."""
+    """`generate` of a model of transformers, greedy.
 
-    def __init__(self, model, stop_ids: list[int], **options):
-        self.model, self.stop_ids, self.options = model, stop_ids, options
+    slots: keys and values go into a static cache of so many, and on a GPU transformers compiles the model.
+    """
+
+    def __init__(self, model, stop_ids: list[int], slots: int | None = None, **options):
+        self.model, self.stop_ids, self.options, self.cache = model, stop_ids, options, None
+        if slots:
+            from transformers import StaticCache
+
+            self.cache = StaticCache(config=model.config, max_cache_len=slots)
 
     @torch.no_grad()
     def decode(self, ids: list[int], tokens: int) -> Decoded:
@@ -62,11 +74,14 @@ class HuggingFace:
             marks.append((time.perf_counter(), input_ids.shape[1]))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-        prompt = torch.tensor([ids], device=self.model.device)
+        prompt, options = torch.tensor([ids], device=self.model.device), dict(self.options)
+        if self.cache:
+            self.cache.reset()
+            options["past_key_values"] = self.cache
         out = self.model.generate(
             prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
-            eos_token_id=self.stop_ids, pad_token_id=self.stop_ids[0],
-            stopping_criteria=StoppingCriteriaList([mark]), **self.options,
+            eos_token_id=self.stop_ids or None, pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
+            stopping_criteria=StoppingCriteriaList([mark]), **options,
         )
         began, first = marks[0]
         seconds, decoded = time.perf_counter() - began, out.shape[1] - first

@@ -2,10 +2,13 @@
 
     python benchmarks/peers.py --checkpoint DIR --questions question.jsonl --gguf MODEL.gguf --transformers
     python benchmarks/peers.py --checkpoint DIR --int8 DIR-int8 --gpt-fast DIR --gpt-fast-checkpoint model.pth
+    python benchmarks/peers.py --shape llama-3.1-8b --transformers --torch-compile
 
 ours          plain and EAGLE-3, as stored and (--int8 DIR, --w8a8 DIR) quantised; --ladder: without our
-              kernels, and without torch.compile
-transformers  `generate`, plain and with prompt lookup (--transformers)
+              kernels, and without torch.compile; --no-ours: none of these
+transformers  `generate`, plain and with prompt lookup (--transformers); on CUDA also with a static cache, for
+              which it compiles the model, unless that fails
+torch.compile our model's pass over one row in mode "reduce-overhead", in a plain loop (--torch-compile)
 llama.cpp     bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights are ours), by
               llama-cpp-python or by llama-server (--llama-server); the latter also Q8_0 with EAGLE-3,
               drafting chains (--llama-head: our head as GGUF)
@@ -13,11 +16,13 @@ OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees (
               it; --openvino-target, --openvino-head: our weights as optimum-cli exports them)
 gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
 
-docs/benchmarks.md says how to build the peers. Speeds are tokens after the first over the time after the
-first, greedy, one sequence: medians over the questions, and medians of the ratios of each question.
-llama-server and OpenVINO are loaded once, in processes of their own that keep that time themselves. "its
-plain" is plain decoding of the same kind and precision; a speculative contender's text is compared with it.
-tau is over all steps of all questions. On a CPU a bf16 target's head is int8, the default of generate.py.
+--shape: random weights and prompts; next to no draft is accepted, so EAGLE-3 shows what a step costs, not
+what it gains. docs/benchmarks.md says how to build the peers. Speeds are tokens after the first over the
+time after the first, greedy, one sequence: medians over the questions, and medians of the ratios of each
+question. llama-server and OpenVINO are loaded once, in processes of their own that keep that time
+themselves. "its plain" is plain decoding of the same kind and precision; a speculative contender's text is
+compared with it. tau is over all steps of all questions. On a CPU a bf16 target's head is int8, the default
+of generate.py.
 Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
 """
 from __future__ import annotations
@@ -29,30 +34,35 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import bench  # first: it makes the modules below importable
+import torch
 from bench import Contender, Decoded, describe, write
+from shapes import random_models, shape_of
+from speeds import chart, summarise, table
+from step import models_for
 
 from checkpoint.folder import read_config
 from common.cli import note, positive
-from common.errors import InputError
-from common.plots import picture
-from engine.api import Drafting, encode, load_target
+from common.errors import InputError, first_line
+from drafters.eagle import Eagle
+from engine.api import Drafting, TextDecoder, encode, load_target
 from engine.calibrating import PROMPTS
+from engine.decoder import Decoder
 from engine.runtime import Runtime
 from model import Transformer
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
-from tree import TreeShape
+from tree import PAPER_TREE, TreeShape
 
-BASES = ("ours plain", "llama.cpp bf16", "transformers")  # what ratios are given to, if it is measured
 UNCOMPILED = Runtime(compile=False)  # the target's modules keep their plain weights
+SEED = 0  # of random weights and prompts
 
 
 class Entry(NamedTuple):
@@ -81,7 +91,11 @@ def check(o) -> None:
     for mode, checkpoint in (("int8", o.int8), ("w8a8", o.w8a8)):
         if checkpoint and read_config(checkpoint, "target").get("quantization", {}).get("mode") != mode:
             raise InputError(f"--{mode} {checkpoint}: is not quantised so; see quantize.py --mode {mode}")
-    if (o.transformers or o.gguf) and "quantization" in read_config(o.checkpoint, "target"):
+    for name in ("int8", "w8a8", "questions", "ladder", "gguf", "openvino"):
+        if o.shape and vars(o)[name]:
+            raise InputError(f"--{name}: needs --checkpoint; --shape has random weights")
+    plain = o.transformers or o.torch_compile or o.gguf
+    if plain and o.checkpoint and "quantization" in read_config(o.checkpoint, "target"):
         raise InputError(f"{o.checkpoint}: is quantised; name the unquantised one, and this with --int8")
     if o.gguf and not o.llama_server:
         try:
@@ -91,23 +105,67 @@ def check(o) -> None:
             raise InputError(f"{message}; or name --llama-server") from None
 
 
-def load_contenders(o, started: contextlib.ExitStack) -> dict[str, Entry]:
-    """Everything that is asked for, by name. started: ends the peers' processes and removes their files."""
-    load = functools.cache(lambda checkpoint, runtime: load_target(checkpoint, runtime, note))
-    contenders = _ours(o, load)
-    stop_ids = read_config(o.checkpoint, "target")["stop_ids"]
-    if o.transformers:
-        from hugging_face import HuggingFace, as_llama
+def load_contenders(o, slots: int, started: contextlib.ExitStack) -> dict[str, Entry]:
+    """Everything that is asked for, by name.
 
-        model = as_llama(load(o.checkpoint, UNCOMPILED).model)
-        lookup = HuggingFace(model, stop_ids, prompt_lookup_num_tokens=10)
-        contenders["transformers"] = Entry(HuggingFace(model, stop_ids).decode)
-        contenders["transformers, prompt lookup"] = Entry(lookup.decode, "transformers")
+    slots: tokens of the longest prompt and its answer. started: ends the peers' processes and removes their
+    files.
+    """
+    load = functools.cache(lambda checkpoint, runtime: load_target(checkpoint, runtime, note))
+    contenders: dict[str, Entry] = {}
+    if o.ours:
+        contenders = _ours_at_random(o, slots) if o.shape else _ours(o, load)
+    stop_ids = [] if o.shape else read_config(o.checkpoint, "target")["stop_ids"]
+
+    @functools.cache
+    def model() -> Transformer:
+        """The same weights in plain modules, for others."""
+        if o.checkpoint:
+            return load(o.checkpoint, UNCOMPILED).model
+        torch.manual_seed(SEED)
+        return random_models(o.shape, torch.bfloat16, Runtime().device_name, None)[0]
+
+    if o.transformers:
+        contenders |= _transformers(model(), stop_ids, slots)
+    if o.torch_compile:
+        from compiled_peer import CompiledLoop
+
+        contenders["torch.compile"] = Entry(CompiledLoop(model(), stop_ids, slots).decode)
     if o.gguf:
-        contenders |= _llama_cpp(o, load(o.checkpoint, UNCOMPILED).model, stop_ids, started)
+        contenders |= _llama_cpp(o, model(), stop_ids, started)
     if o.openvino:
         contenders |= _openvino(o, stop_ids, started)
     return contenders
+
+
+def _transformers(model: Transformer, stop_ids: list[int], slots: int) -> dict[str, Entry]:
+    from hugging_face import HuggingFace, as_llama
+
+    llama = as_llama(model)
+    contenders = {"transformers": Entry(HuggingFace(llama, stop_ids).decode)}
+    lookup = HuggingFace(llama, stop_ids, prompt_lookup_num_tokens=10)
+    contenders["transformers, prompt lookup"] = Entry(lookup.decode, "transformers")
+    if model.embed.weight.is_cuda:
+        static = HuggingFace(llama, stop_ids, slots).decode
+        try:
+            static([0] * 8, 8)
+            contenders["transformers, static cache"] = Entry(static)
+        except Exception as e:  # whatever a compiler that is not ours raises
+            note(f"transformers with a static cache: left out ({first_line(e)})")
+    return contenders
+
+
+def _ours_at_random(o, slots: int) -> dict[str, Entry]:
+    torch.manual_seed(SEED)
+    asked = argparse.Namespace(**vars(o) | {"device": Runtime().device_name, "dtype": "bf16"})
+    target, head = models_for(asked, "none", None)
+
+    def contender(drafter: Eagle | None = None) -> Contender:
+        options = {"max_seq_len": slots, "compile": o.compile, "chunks": (64,), "say": note}
+        return bench.contender_of(TextDecoder(Decoder(target, drafter, **options), None))
+
+    plain = "ours plain"
+    return {plain: Entry(contender()), "ours EAGLE-3": Entry(contender(Eagle(head, PAPER_TREE)), plain)}
 
 
 def _ours(o, load) -> dict[str, Entry]:
@@ -178,11 +236,12 @@ def gpt_fast(o) -> float:
 def run(o) -> None:
     """All questions, every contender in turns; the table, the chart, the raw figures."""
     check(o)
-    questions = read_prompts(o.questions) if o.questions else list(PROMPTS)
-    tokenizer = Tokenizer.load(o.checkpoint)
-    prompts = [encode(tokenizer, question) for question in questions[: o.limit]]
+    if o.autotune:
+        bench.use_autotune()
+    prompts = prompts_of(o)
+    slots = max(map(len, prompts)) + o.max_new_tokens
     with contextlib.ExitStack() as started:
-        entries = load_contenders(o, started)
+        entries = load_contenders(o, slots, started)
         decoders = {name: entry.decode for name, entry in entries.items()}
         answers = bench.time_in_turns(decoders, prompts, o.max_new_tokens)
     plain = {name: entry.plain for name, entry in entries.items() if entry.plain}
@@ -190,15 +249,28 @@ def run(o) -> None:
     summary = summarise(rows, plain)
     if o.gpt_fast:
         summary["gpt-fast"] = {"rate": gpt_fast(o)}
+    asked = Path(o.questions).name if o.questions else "random" if o.shape else "own"
     record = describe(o.threads) | {
-        "questions": Path(o.questions).name if o.questions else "own", "max_new_tokens": o.max_new_tokens,
+        "model": o.shape or Path(o.checkpoint).name, "questions": asked, "max_new_tokens": o.max_new_tokens,
         "rows": rows, "summary": summary,
     }
     write(o.name, record)
     lines = table(summary, len(rows), record)
     print(lines)
     (bench.RESULTS / f"{o.name}.md").write_text(lines + "\n")
-    chart(summary, record, bench.RESULTS / f"{o.name}.png")
+    if find_spec("matplotlib"):
+        chart(summary, record, bench.RESULTS / f"{o.name}.png")
+
+
+def prompts_of(o) -> list[list[int]]:
+    """The questions as token ids; for a shape, random ids."""
+    if o.shape:
+        draw = torch.Generator().manual_seed(SEED)
+        ids = torch.randint(shape_of(o.shape)[0].vocab_size, (len(PROMPTS), 128), generator=draw)
+        return ids[: o.limit].tolist()
+    questions = read_prompts(o.questions) if o.questions else list(PROMPTS)
+    tokenizer = Tokenizer.load(o.checkpoint)
+    return [encode(tokenizer, question) for question in questions[: o.limit]]
 
 
 def _row(answers: dict[str, Decoded], plain: dict[str, str]) -> dict:
@@ -212,58 +284,11 @@ def _row(answers: dict[str, Decoded], plain: dict[str, str]) -> dict:
     }
 
 
-def summarise(rows: list[dict], plain: dict[str, str]) -> dict[str, dict]:
-    """Medians of speeds and of ratios; of the speculative, equal texts, and tau if steps are known."""
-    def ratio(name: str, base: str) -> float:
-        return statistics.median(row["rates"][name] / row["rates"][base] for row in rows)
-
-    summary = {}
-    for name in rows[0]["rates"]:
-        figures = {"rate": statistics.median(row["rates"][name] for row in rows)}
-        figures |= {f"x {base}": ratio(name, base) for base in BASES if base in rows[0]["rates"]}
-        if name in plain:
-            figures["x its plain"] = ratio(name, plain[name])
-            figures["equal"] = sum(row["equal"][name] for row in rows)
-            if steps := sum(row["steps"][name] for row in rows):
-                figures["tau"] = sum(row["tokens"][name] - 1 for row in rows) / steps  # the first has no step
-        summary[name] = figures
-    return summary
-
-
-def table(summary: dict, count: int, record: dict) -> str:
-    """The summary as Markdown, the fastest first."""
-    bases = ["x its plain", *(f"x {base}" for base in BASES if f"x {base}" in next(iter(summary.values())))]
-    heads = ["", "tokens/s", *bases, "τ", "texts equal plain"]
-    lines = [
-        f"{record['device']}, {record['threads']} threads, torch {record['torch']}, {record['date']};"
-        f" {count} questions ({record['questions']}), at most {record['max_new_tokens']} new tokens, greedy.",
-        "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|",
-    ]
-    for name, figures in sorted(summary.items(), key=lambda item: -item[1]["rate"]):
-        cells = [name, f"{figures['rate']:.1f}"]
-        cells += [f"{figures[column]:.2f}" if column in figures else "" for column in (*bases, "tau")]
-        cells.append(f"{figures['equal']}/{count}" if "equal" in figures else "")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def chart(summary: dict, record: dict, path: Path) -> None:
-    """Speeds as bars, ours in colour."""
-    names = sorted(summary, key=lambda name: summary[name]["rate"])
-    with picture(path, 8, 0.45 * len(names) + 1.2) as figure:
-        axes = figure.add_subplot()
-        colors = ["#2a6fbb" if name.startswith("ours") else "#b8b8b8" for name in names]
-        bars = axes.barh(names, [summary[name]["rate"] for name in names], color=colors)
-        axes.bar_label(bars, fmt="%.0f", padding=3)
-        title = f"{record['device']}, {record['threads']} threads"
-        axes.set(xlabel="tokens per second (median)", title=title)
-
-
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     p = bench.options(__doc__, "peers", threads=os.cpu_count() or 1)
     add = p.add_argument
-    add("--checkpoint", required=True, help="converted target with its EAGLE-3 head")
+    bench.add_model(p)
     add("--int8", metavar="DIR", help="the same, quantised by quantize.py")
     add("--w8a8", metavar="DIR", help="the same, quantised by quantize.py --mode w8a8")
     add("--questions", help="JSON lines; their first turns are asked (default: eight of our own)")
@@ -271,7 +296,9 @@ def main(argv: list[str] | None = None) -> int:
     p.within("--limit", 1, float("inf"))
     add("--max-new-tokens", type=int, default=128)
     add("--ladder", action="store_true", help="also ours without our kernels, and without torch.compile")
+    add("--ours", action=argparse.BooleanOptionalAction, default=True)
     add("--transformers", action="store_true")
+    add("--torch-compile", action="store_true")
     add("--gguf", metavar="FILE", help="compare llama.cpp; FILE is any GGUF of this model")
     add("--llama-server", metavar="FILE", help="llama.cpp's llama-server, instead of llama-cpp-python")
     add("--llama-head", metavar="FILE", help="the EAGLE-3 head as GGUF, for llama-server")
@@ -285,6 +312,11 @@ def main(argv: list[str] | None = None) -> int:
     add("--gpt-fast", metavar="DIR", help="its repository; CUDA")
     add("--gpt-fast-checkpoint", metavar="FILE", help="the model in its format")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
+    contenders = "ours", "transformers", "torch_compile", "gguf", "openvino"
+    p.refuse(
+        lambda o: not any(vars(o)[name] for name in contenders), lambda o: "--no-ours: name somebody else"
+    )
     p.refuse(
         lambda o: any("=" not in setting for setting in o.openvino_set),
         lambda o: f"--openvino-set {' '.join(o.openvino_set)}: must be NAME=VALUE",

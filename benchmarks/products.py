@@ -1,12 +1,13 @@
 """Matrix products alone, ours and PyTorch's: every linear layer of a target once, over so many rows.
 
     python benchmarks/products.py --checkpoint checkpoints/smollm2-135m --isa avx2 avx512
+    python benchmarks/products.py --shape llama-3.1-8b
 
 All layers are multiplied one after the other, so that weights come from memory and not from a cache. The
 products and the row counts take turns; figures are medians in milliseconds. "PyTorch whole" and "whole"
 multiply by bf16 weights, "PyTorch int8pack" is torch._weight_int8pack_mm; on a CPU ours are named by their
-instruction set. On CUDA ours are the Triton kernels, and every layer is compiled. Raw figures go to
-benchmarks/results/NAME.json.
+instruction set. On CUDA ours are the Triton kernels, and the layers of a product are one captured graph; a
+product that this GPU or PyTorch does not have is left out. Raw figures go to benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import bench  # first: it makes the modules below importable
@@ -21,10 +23,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from bench import describe, settle, table_head, write
+from shapes import random_models
 
 from checkpoint.loading import load_model
 from common.cli import note
-from common.errors import InputError
+from common.errors import InputError, first_line
 from engine.runtime import check_device
 from kernels.cpu import load_kernels
 from kernels.packed import PackedLinear
@@ -34,14 +37,17 @@ PAUSE = 0.02  # seconds, in which the threads of PyTorch's products stop waiting
 INT8PACK = "PyTorch int8pack"  # takes inputs without a batch dimension
 
 
-def weights_of(checkpoint: str, device: str) -> list[torch.Tensor]:
-    """Every matrix that a pass reads, in bf16; the embedding table if it serves as lm_head.
+def weights_of(checkpoint: str | None, shape: str | None, device: str) -> list[torch.Tensor]:
+    """Every matrix that a pass of a checkpoint reads, or one of a shape with random weights, in bf16.
 
-    Raises InputError on a quantised checkpoint.
+    The embedding table is one if it serves as lm_head. Raises InputError on a quantised checkpoint.
     """
-    target, config = load_model(checkpoint, device, torch.bfloat16)
-    if "quantization" in config:
-        raise InputError(f"{checkpoint}: is quantised; name the checkpoint before quantisation")
+    if shape:
+        target, _ = random_models(shape, torch.bfloat16, device, None)
+    else:
+        target, config = load_model(checkpoint, device, torch.bfloat16)
+        if "quantization" in config:
+            raise InputError(f"{checkpoint}: is quantised; name the checkpoint before quantisation")
     linears = [m for name, m in target.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"]
     return [linear.weight for linear in linears] + [target.lm_rows]
 
@@ -77,9 +83,10 @@ def products_of(weights: list[torch.Tensor], device: str, isas: list[str | None]
         INT8PACK: Product([int8pack(w) for w in weights]),
     }
     if device != "cpu":
-        for mode in modes.keys() - {"w8a8", "w4a8"}:
-            layers = [QuantizedLinear.of(w, mode, modes[mode]) for w in weights]
-            products[f"ours {mode}"] = Product([torch.compile(layer, dynamic=False) for layer in layers])
+        for mode in ("int8", "int4", "fp8"):
+            if mode in modes or mode == "fp8":
+                layers = [QuantizedLinear.of(w, mode, modes.get(mode, 0)) for w in weights]
+                products[f"ours {mode}"] = Product(layers)
         return products
     for isa in isas:
         name = load_kernels(note, isa=isa)
@@ -90,32 +97,49 @@ def products_of(weights: list[torch.Tensor], device: str, isas: list[str | None]
     return products
 
 
+def multiply(layers: list[Callable], inputs: list[torch.Tensor]) -> None:
+    """Each layer once, in order."""
+    for layer, x in zip(layers, inputs):
+        layer(x)
+
+
+def calls_of(products: dict[str, Product], weights: list[torch.Tensor], o) -> dict[tuple[str, int], Callable]:
+    """By name and rows, a call of all layers. What fails on a GPU is taken out of `products`, and said so."""
+    calls = {}
+    for rows in o.rows:
+        batched = [torch.randn(1, rows, w.shape[1], dtype=torch.bfloat16, device=o.device) for w in weights]
+        for name, product in [*products.items()]:
+            inputs = [x[0] for x in batched] if name == INT8PACK else batched
+            try:
+                calls[name, rows] = bench.captured(partial(multiply, product.layers, inputs), o.device)
+            except RuntimeError as e:
+                note(f"{name}, {rows} rows: left out ({first_line(e)})")
+                del products[name]
+    return {(name, rows): call for (name, rows), call in calls.items() if name in products}
+
+
 @torch.no_grad()
 def run(o) -> None:
     """Measure, print, write. Raises InputError."""
     check_device(o.device)
-    weights = weights_of(o.checkpoint, o.device)
+    weights = weights_of(o.checkpoint, o.shape, o.device)
     products = products_of(weights, o.device, o.isa or [None])
-    inputs = {
-        rows: [torch.randn(1, rows, w.shape[1], dtype=torch.bfloat16, device=o.device) for w in weights]
-        for rows in o.rows
-    }
-    times: dict[tuple[str, int], list[float]] = {}
+    calls = calls_of(products, weights, o)
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for repeat in range(o.repeat + 1):  # the first one warms up
-        for rows, batched in inputs.items():
-            for name, product in products.items():
-                layer_inputs = [x[0] for x in batched] if name == INT8PACK else batched
-                if product.isa:
-                    load_kernels(isa=product.isa)
-                settle(o.device)
-                time.sleep(PAUSE)
-                began = time.perf_counter()
-                for layer, x in zip(product.layers, layer_inputs):
-                    layer(x)
-                settle(o.device)
-                if repeat:
-                    times.setdefault((name, rows), []).append(time.perf_counter() - began)
-    record = describe(o.threads) | {"checkpoint": o.checkpoint, "rows": o.rows, "milliseconds": {}}
+        for (name, rows), call in calls.items():
+            if isa := products[name].isa:
+                load_kernels(isa=isa)
+            settle(o.device)
+            time.sleep(PAUSE)
+            began = time.perf_counter()
+            call()
+            settle(o.device)
+            if repeat:
+                times[name, rows].append(time.perf_counter() - began)
+    record = describe(o.threads) | {
+        "checkpoint": o.checkpoint or o.shape, "rows": o.rows, "milliseconds": {}
+    }
     table_head(record, *(f"{rows} rows" for rows in o.rows))
     for name in products:
         medians = [statistics.median(times[name, rows]) * 1e3 for rows in o.rows]
@@ -128,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     p = bench.options(__doc__, "products")
     add = p.add_argument
-    add("--checkpoint", required=True, help="converted target")
+    bench.add_model(p, "converted target")
     add("--isa", nargs="+", metavar="NAME", help="instruction sets of our CPU kernels (default: the best)")
     add("--rows", nargs="+", type=int, default=[1, 8, 16, 32, 64], metavar="T")
     add("--repeat", type=int, default=15)

@@ -10,7 +10,14 @@ rest      step - verify - draft: accepting, committing, emitting. It can be belo
           is timed alone goes through torch.compile, which takes up to half a millisecond that the step saves
 roof      the share of the device's measured memory bandwidth that the step reads at (weights once per pass,
           live keys and values)
-launches, syncs   on CUDA: what the host asks of the driver in one step
+
+On CUDA only the step is compiled, and several steps are timed as one. A profile of one step gives verify,
+draft and rest, told apart by two tiny kernels that run between them (and count in the step), and
+
+kernels, busy     how many ran, and the sum of their milliseconds
+launches, syncs   what the host asked of the driver
+
+--top N prints the kernels that took longest.
 
 Times are medians in milliseconds. The trees of one model take turns, so that a machine that is slow for a
 while is slow for all of them. Raw figures go to benchmarks/results/NAME.json.
@@ -28,13 +35,14 @@ from collections.abc import Callable
 import bench  # first: it makes the modules below importable
 import torch
 from bench import describe, settle, write
+from profiled import MarkedEagle, mark_verified, profile_step
 from shapes import models_of
 from torch import Tensor
 
 from checkpoint.folder import read_config
 from common.cli import dtype, note
 from common.dtypes import DTYPES
-from common.errors import InputError
+from common.errors import InputError, first_line
 from drafters.base import Drafter
 from drafters.eagle import Eagle
 from engine.compiling import compile_graph, unguarded
@@ -42,6 +50,7 @@ from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.runtime import check_device
 from kernels.cpu import load_kernels
+from kernels.gpu import here
 from kernels.packed import pack_models, threads_for
 from kernels.parts import draw, visible_slots
 from kernels.quantized import MODES, Scheme, quantize_linears
@@ -53,27 +62,16 @@ from tree import TreeShape
 # By number of rows: plain decoding, the trees used on CPUs, the paper's.
 TREES = {s[0]: TreeShape(*s) for s in ((1, 0, 0), (8, 2, 4), (12, 3, 4), (16, 3, 4), (32, 4, 8), (60, 7, 10))}
 COLUMNS = (
-    "mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "launches",
-    "syncs",
+    "mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "kernels",
+    "busy", "launches", "syncs",
 )
 SPARE = 200  # tokens that a context leaves free below the model's maximum
+ON_CUDA = 10  # steps timed as one: what launching one takes is hidden behind the step before, as in decoding
 
 
 def bandwidth(device: torch.device) -> float:
     """Bytes per second that this device moves: the better of copying (reads and writes) and of adding up."""
-    n = 2**28 if device.type == "cuda" else 2**26
-    a, b = torch.zeros(n, device=device), torch.empty(n, device=device)
-    rates = []
-    for work, moved in ((lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)):
-        times = []
-        for _ in range(8):
-            settle(device)
-            began = time.perf_counter()
-            work()
-            settle(device)
-            times.append(time.perf_counter() - began)
-        rates.append(moved / statistics.median(times[2:]))
-    return max(rates)
+    return max(bench.memory_rates(device).values())
 
 
 class HeldStep:
@@ -83,15 +81,16 @@ class HeldStep:
         self, target: Transformer, head: Head, tree: TreeShape, batch: int, longest: int, compiled: bool
     ):
         self.rows, self.batch = tree.nodes, batch
-        drafter = Eagle(head, tree) if tree.nodes > 1 else Drafter()
+        kind = MarkedEagle if compiled and target.embed.weight.is_cuda else Eagle
+        drafter = kind(head, tree) if tree.nodes > 1 else Drafter()
         self.decoder = Decoder(
             target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=note
         )
         self.decoder.start([[1]] * batch, Sampling(1))
+        self.profiled = self.decoder.captured is not None  # what the parts take: else they are timed alone
         self.propose, self.verify = self._propose, self._verify
-        if self.decoder.compiled:
+        if self.decoder.compiled and not self.profiled:
             self.propose, self.verify = compile_graph(self._propose), compile_graph(self._verify)
-        self.graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
 
     def hold(self, n: int) -> None:
         """Put the decoder where it is after n committed tokens."""
@@ -112,10 +111,22 @@ class HeldStep:
             self.decoder._run_step(0)
             self.decoder.state.length.copy_(length)
 
-        parts = {"step": step, "verify": lambda: self._run("verify", self.verify)}
+        if self.profiled:
+            return {"step": step}
+        parts = {"step": step, "verify": lambda: self._run(self.verify)}
         if self.rows > 1:
-            parts["draft"] = lambda: self._run("draft", self.propose)
+            parts["draft"] = lambda: self._run(self.propose)
         return parts
+
+    @torch.no_grad()
+    def warm_up(self, contexts: list[int]) -> None:
+        """Compile and capture all that is timed at these contexts."""
+        for n in contexts:
+            for part in self.parts(n).values():
+                self.hold(n)
+                for _ in range(2):
+                    part()
+        settle(self.decoder.device)
 
     def _propose(self, span: Tensor):
         return self.decoder.drafter.propose(self.decoder.state, span, None)
@@ -129,21 +140,9 @@ class HeldStep:
         x, _ = d.target(tokens, positions, positions, visible, d.caches, d.drafter.aux_layers)
         return draw(d.target.logits(x), None)
 
-    def _run(self, name: str, part: Callable[[Tensor], object]) -> None:
-        """Run a part; on CUDA as a captured graph, which it is in the step too."""
-        if self.decoder.device.type != "cuda" or not self.decoder.compiled:
-            with threads_for(self.decoder.target):
-                part(self.span)
-            return
-        key = name, self.span.shape[0]
-        if key not in self.graphs:
-            for _ in range(3):
-                part(self.span)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                part(self.span)
-            self.graphs[key] = graph
-        self.graphs[key].replay()
+    def _run(self, part: Callable[[Tensor], object]) -> None:
+        with threads_for(self.decoder.target):
+            part(self.span)
 
     def bytes_read(self, n: int) -> int:
         """Bytes that a step must read at a context of n tokens: weights, live keys and values, by pass."""
@@ -154,58 +153,42 @@ class HeldStep:
         return bytes_per_step(target, drafter) + target_cache + head_cache * drafter.passes
 
 
-def host_calls(held: HeldStep) -> dict[str, int]:
-    """What one step asks of the CUDA driver: launches (graphs and single kernels) and synchronisations."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        held.decoder._run_step(0)
-    names = [event.name for event in profiled.events()]
-    launches = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
-    return {
-        "launches": sum(name.startswith(launches) for name in names),
-        # The profiler waits once itself, at its end.
-        "syncs": max(0, sum("Synchronize" in name for name in names) - 1),
-    }
-
-
 def measure(steps: list[HeldStep], n: int, repeat: int, roof: float) -> list[dict]:
-    """A row of figures for each held step at a context of n tokens. roof: bytes per second."""
+    """A row of figures for each held step, all warm, at a context of n tokens. roof: bytes per second."""
     parts = {(held, name): part for held in steps for name, part in held.parts(n).items()}
     times: dict[tuple[HeldStep, str], list[float]] = {key: [] for key in parts}
     device = steps[0].decoder.device
     with torch.no_grad():
-        for (held, _), part in parts.items():
-            held.hold(n)
-            for _ in range(2):  # compile and warm up
-                part()
         for _ in range(repeat):
             for (held, name), part in parts.items():
                 held.hold(n)
                 settle(device)
+                at_once = ON_CUDA if held.profiled else 1
                 with unguarded() if held.decoder.compiled else contextlib.nullcontext():
                     began = time.perf_counter()
-                    part()
+                    for _ in range(at_once):
+                        part()
                     settle(device)
-                    times[held, name].append(time.perf_counter() - began)
+                    times[held, name].append((time.perf_counter() - began) / at_once)
     rows = []
     for held in steps:
         medians = {name: statistics.median(t) for (owner, name), t in times.items() if owner is held}
         milliseconds = {name: seconds * 1e3 for name, seconds in medians.items()}
         held.hold(n)
         row = {"rows": held.rows, "batch": held.batch, "context": n, **milliseconds}
-        row["rest"] = row["step"] - row["verify"] - row.get("draft", 0)
+        if held.profiled:
+            with torch.no_grad():
+                row |= profile_step(lambda held=held: held.decoder._run_step(0), held.rows)
+        else:
+            row["rest"] = row["step"] - row["verify"] - row.get("draft", 0)
         row["gigabytes"] = held.bytes_read(n) / 1e9
         row["roof"] = held.bytes_read(n) / medians["step"] / roof
-        if device.type == "cuda":
-            with torch.no_grad():
-                row |= host_calls(held)
         rows.append(row)
     return rows
 
 
 def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
-    """Target and head as a decoder would run them: on the CPU kernels when compiling. stored: the mode of a
+    """Target and head as a decoder would run them: on our kernels when compiling. stored: the mode of a
     quantised checkpoint.
     """
     torch_dtype = getattr(torch, DTYPES[o.dtype]) if o.dtype else None
@@ -216,6 +199,10 @@ def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
             # the default of `engine.api.Drafting`
             quantize_linears(head, Scheme("int8", 0, "int8" if head.args.own_lm_head else None))
         pack_models(target, head)
+    if torch.device(o.device).type == "cuda" and o.compile and here.CAN:
+        from kernels.gpu.models import put_on_kernels  # imports Triton
+
+        put_on_kernels(target, head)
     return target, head
 
 
@@ -229,32 +216,83 @@ def contexts_of(o, longest: int) -> list[int]:
     return contexts
 
 
+class Limit:
+    """Seconds to spend: another thing fits in if it takes no longer than the longest so far."""
+
+    def __init__(self, seconds: float):
+        self.end, self.longest = time.perf_counter() + seconds, 0.0
+
+    def fits(self) -> bool:
+        """Whether there is time for another one."""
+        return time.perf_counter() + self.longest <= self.end
+
+    @contextlib.contextmanager
+    def one(self):
+        """A context in which one is done."""
+        began = time.perf_counter()
+        yield
+        self.longest = max(self.longest, time.perf_counter() - began)
+
+
+def held_steps(o, limit: Limit, models: tuple[Transformer, Head], batch: int, contexts: list[int]) -> list:
+    """A warm step for every tree for which there is time and memory; says what is left out."""
+    steps = []
+    for rows in o.rows:
+        left_out = f"left out: {rows} rows, batch {batch}"
+        if not limit.fits():
+            note(f"{left_out}: no time (--limit {o.limit:g})")
+            continue
+        try:
+            with limit.one():
+                held = HeldStep(*models, TREES[rows], batch, max(contexts), o.compile)
+                held.warm_up(contexts)
+        except (ValueError, torch.OutOfMemoryError) as e:
+            note(f"{left_out}: {first_line(e)}")
+            continue
+        steps.append(held)
+    return steps
+
+
 def run(o) -> None:
-    """Measure every mode, batch and context; print a line per tree."""
+    """Measure every mode, batch and context; print a line per tree. Raises InputError if nothing fits."""
+    limit = Limit(o.limit)
     check_device(o.device)
     stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
     if stored and o.modes != ["none"]:
         raise InputError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
+    if o.autotune:
+        bench.use_autotune()
+    if torch.device(o.device).type == "cuda":
+        mark_verified()
     roof = bandwidth(torch.device(o.device))
     model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
     record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
     print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
     print(" ".join(f"{column:>8}" for column in COLUMNS))
     for mode in o.modes:
-        target, head = models_for(o, mode, stored)
-        contexts = contexts_of(o, target.args.max_seq_len)
+        models = models_for(o, mode, stored)
+        contexts = contexts_of(o, models[0].args.max_seq_len)
         for batch in o.batch:
-            steps = [HeldStep(target, head, TREES[rows], batch, max(contexts), o.compile) for rows in o.rows]
-            for n in contexts:
+            steps = held_steps(o, limit, models, batch, contexts)
+            for n in contexts if steps else ():
                 rows = measure(steps, n, o.repeat, roof)
                 plain = next((row["step"] for row in rows if row["rows"] == 1), None)
                 for row in rows:
                     row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else None}
-                    print(" ".join(_cell(row.get(column)) for column in COLUMNS), flush=True)
+                    show(row, o.top)
                 record["rows"] += rows
                 write(o.name, record)
             del steps
             gc.collect()  # compiled parts and their owner refer to each other
+    if not record["rows"]:
+        raise InputError("nothing could be measured; see above")
+
+
+def show(row: dict, top: int) -> None:
+    """Print a row of figures, and its `top` kernels."""
+    print(" ".join(_cell(row.get(column)) for column in COLUMNS), flush=True)
+    for name, count, milliseconds in row.get("top", ())[:top]:
+        print(f"{milliseconds:12.3f} ms in {count:4d} of {name[:80]}")
 
 
 def _cell(value: float | str | None) -> str:
@@ -265,11 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
     p = bench.options(__doc__, "step")
     add = p.add_argument
-    add("--checkpoint", help="converted target with its EAGLE-3 head")
-    add("--shape", help="instead: a published shape with random weights (see benchmarks/shapes.py)")
-    p.refuse(
-        lambda o: bool(o.checkpoint) == bool(o.shape), lambda o: "give --checkpoint DIR or --shape NAME"
-    )
+    bench.add_model(p)
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", type=dtype, help="bf16, fp16 or fp32; default: as stored, bf16 for a shape")
     choices = ("none", *MODES)
@@ -283,7 +317,10 @@ def main(argv: list[str] | None = None) -> int:
         lambda o: min(*o.context, *o.batch, o.repeat) < 1,
         lambda o: "--context, --batch and --repeat must be at least 1",
     )
+    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="prepare no tree after that")
+    add("--top", type=int, default=0, metavar="N", help="on CUDA: print the N kernels that take longest")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
     return bench.run(p, run, argv)
 
 

@@ -1,0 +1,122 @@
+"""gpu.sh with a program in Python's place that notes how it is called and fails where it is told to."""
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+STAGES = ["probe", "correct", "step", "context", "batch", "quant", "peers", "smollm2", "train"]
+STUB = """#!/bin/sh
+case "$1" in -c) echo fp8; exit 0 ;; esac
+echo "$*" >>"$NOTES"
+for word in $FAIL; do case "$*" in *"$word"*) exit 3 ;; esac; done
+"""
+# The program of this name, without its options and its time.
+TIMEOUT = """#!/bin/sh
+while case "$1" in -*) true ;; *) false ;; esac; do shift 2; done
+shift
+exec "$@"
+"""
+# What stands before every part, and what bounds it.
+PART = re.compile(r"^== (\S+): at most (\d+) (s|minutes)$", re.MULTILINE)
+MOST = 540  # seconds of a stage
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A function that runs stages -> (exit status, what was printed, what was called)."""
+    (tmp_path / "stub").write_text(STUB)
+    (tmp_path / "stub").chmod(0o755)
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "timeout").write_text(TIMEOUT)
+    (tmp_path / "timeout").chmod(0o755)
+
+    def run(*stages, shell="sh", python="stub", **settings):
+        notes = tmp_path / "notes"
+        notes.write_text("")
+        kept = {k: v for k, v in os.environ.items() if k not in ("OUT", "OPTIONS", "QUESTIONS")}
+        environment = {
+            **kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAIL": "",
+            "CHECKPOINT": str(tmp_path / "checkpoint"), "TRAIN_DATA": str(tmp_path), **settings,
+        }
+        if python:
+            environment["PYTHON"] = str(tmp_path / python)
+        done = subprocess.run(
+            [shell, ROOT / "benchmarks/gpu.sh", *stages], env=environment, capture_output=True, text=True
+        )
+        return done.returncode, done.stdout + done.stderr, notes.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("shell", ("sh", "bash"))
+def test_each_stage_is_usable_alone(script, shell):
+    for stage in STAGES:
+        status, said, calls = script(stage, shell=shell)
+        assert status == 0 and calls, (stage, said)
+        assert "all parts ended well" in said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_ends_within_nine_minutes(script, stage, tmp_path):
+    """Parts follow each other, but for the tests of `correct`, which run side by side."""
+    _, said, calls = script(stage, OUT=str(tmp_path / "out"))
+    times = {name: int(n) * (60 if unit == "minutes" else 1) for name, n, unit in PART.findall(said)}
+    beside = [times.pop(name) for name in ("kernels", "captured", "float32", "bfloat16") if name in times]
+    assert times and len(calls) == len(times) + len(beside)
+    assert sum(times.values()) + max(beside, default=0) <= MOST
+
+
+def test_it_goes_on_after_failures_and_sums_them_up(script):
+    status, said, calls = script("step", "quant", "peers", FAIL="--modes gpu-peers-ours")
+    assert status == 1 and said.rstrip().endswith("failed: quant peers-ours")
+    assert [re.search(r"gpu-([\w-]+)", call)[1] for call in calls] == [
+        "step", "quant", "products", "peers-ours", "peers"
+    ]
+    assert script("train", FAIL="train.py")[:2][0] == 1
+
+
+def test_all_is_every_stage_in_order(script):
+    _, said, _ = script("all")
+    parts = [name for name, *_ in PART.findall(said)]
+    places = [parts.index(part) for part in ("probe", "sanitizer", "step", "context", "batch", "quant")]
+    assert places == sorted(places) and parts[-1] == "train"
+
+
+def test_what_is_missing_is_left_out_and_said(script, tmp_path):
+    status, said, calls = script("train", "smollm2", CHECKPOINT=str(tmp_path / "none"), TRAIN_DATA="")
+    assert status == 0 and not calls
+    assert re.search(r"left out: train \(no .*none\),smollm2 \(no .*none\)", said)
+
+
+@pytest.mark.parametrize("stages, settings, words", [
+    ((), {}, "What a GPU is asked, in stages"),
+    (("probe", "bogus"), {}, "error: no stage bogus"),
+    (("peers",), {"GPT_FAST": "somewhere"}, "GPT_FAST needs GPT_FAST_CHECKPOINT too"),
+])
+def test_bad_input(script, stages, settings, words):
+    status, said, calls = script(*stages, **settings)
+    assert status == 2 and words in said and not calls
+
+
+def test_without_a_gpu_it_says_so(script):
+    status, said, calls = script("probe", PYTHON=sys.executable, python=None, CUDA_VISIBLE_DEVICES="")
+    assert status == 2 and said.strip() == "error: torch sees no GPU here" and not calls
+
+
+def test_python3_is_taken_where_there_is_no_environment(script, tmp_path):
+    """The script in a folder of its own, without .venv."""
+    folder = tmp_path / "elsewhere" / "benchmarks"
+    folder.mkdir(parents=True)
+    (folder / "gpu.sh").write_text((ROOT / "benchmarks/gpu.sh").read_text())
+    (tmp_path / "stub").rename(tmp_path / "python3")
+    notes = tmp_path / "notes"
+    environment = {
+        **{k: v for k, v in os.environ.items() if k != "PYTHON"}, "NOTES": str(notes), "FAIL": "",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"),
+    }
+    done = subprocess.run(["sh", folder / "gpu.sh", "probe"], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and "probe.py --name gpu-probe" in notes.read_text()
+    assert (tmp_path / "out").is_dir()

@@ -1,0 +1,124 @@
+"""On a GPU, the text of every drafter is plain text: in float32 token for token, in bfloat16 but for near
+ties.
+
+Its step is captured, and waits for nothing.
+"""
+from typing import NamedTuple
+
+import pytest
+import torch
+from helpers import ROOT
+from helpers.drafters import NAMES, make_drafter
+
+from checkpoint.loading import load_head
+from drafters.base import Drafter
+from engine.api import Target, load_target
+from engine.decoder import Decoder
+from engine.run import Output
+from engine.runtime import Runtime
+from evaluation.answers import Answer, Turn
+from evaluation.lossless import Judge
+from sampling.options import Sampling
+
+SMOLLM2 = ROOT / "checkpoints" / "smollm2-135m"
+pytestmark = [
+    pytest.mark.compile, pytest.mark.slow, pytest.mark.xdist_group("GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+WORDS = "The tide comes in and the tide goes out; why does the tide come in, and why does the tide go out? "
+OPTIONS = {"batch": 3, "max_seq_len": 400, "chunks": (64,)}
+TOKENS = 80
+DEVICE = "cuda"
+
+
+class Subject(NamedTuple):
+    """A target on the GPU, and what it writes plainly."""
+
+    target: Target
+    prompts: list[list[int]]
+    plain: dict[float, list[Output]]  # by temperature
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.target.model.embed.weight.dtype
+
+    def samplings(self, temperature: float) -> list[Sampling]:
+        return [Sampling(TOKENS, temperature, seed=seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def subject(golden, request) -> Subject:
+    """Of (model, dtype)."""
+    model, dtype = request.param
+    folder = golden if model == "tiny" else SMOLLM2
+    if not folder.is_dir():
+        pytest.skip("the demo checkpoint is not there: run `make fetch`")
+    target = load_target(folder, Runtime(DEVICE, dtype))
+    prompts = [target.tokenizer.encode(text) for text in (WORDS, WORDS * 2 + "The", "hello world")]
+    found = Subject(target, prompts, {})
+    decoder = Decoder(target.model, **OPTIONS)
+    for temperature in (0.0, 1.0):
+        found.plain[temperature] = decoder.generate(prompts, found.samplings(temperature))
+    return found
+
+
+def drafter_of(subject: Subject, name: str) -> Drafter:
+    target, heads = subject.target, {}
+    for kind in ("eagle3", "eagle"):
+        if (target.checkpoint / kind).is_dir():
+            heads[kind] = load_head(target.checkpoint / kind, target.model, kind)
+            target.put_on_kernels(heads[kind])
+    return make_drafter(name, target.model, heads.get("eagle3"), heads.get("eagle"), target.put_on_kernels)
+
+
+# The demo model has one head; its 30 layers take long to compile.
+COUPLED = [name for name in NAMES if name not in ("plain", "residual")]  # whose text is that of the seed
+MODELS = {"tiny": COUPLED, "smollm2": ("eagle3", "lookup")}
+CASES = [
+    pytest.param((model, dtype), name, id=f"{model}-{dtype}-{name}")
+    for model, names in MODELS.items() for dtype in ("float32", "bfloat16") for name in names
+]
+
+
+@pytest.mark.parametrize("subject, name", CASES, indirect=["subject"])
+def test_text_is_plain_text(subject, name):
+    decoder = Decoder(subject.target.model, drafter_of(subject, name), **OPTIONS)
+    for temperature, plain in subject.plain.items():
+        texts = decoder.generate(subject.prompts, subject.samplings(temperature))
+        equal = sum(a.ids == b.ids for a, b in zip(plain, texts))
+        print(f"\n{name}, {subject.dtype}, temperature {temperature:g}: {equal} of {len(texts)} texts equal")
+        if subject.dtype == torch.float32:
+            assert equal == len(texts)
+        else:
+            near_ties(subject, temperature, plain, texts)
+    check_capture(decoder, subject)
+
+
+def near_ties(subject: Subject, temperature: float, plain: list[Output], texts: list[Output]) -> None:
+    """Fail if a first difference is more than rounding explains."""
+    judge = Judge(str(subject.target.checkpoint), subject.dtype, DEVICE)
+
+    def answer(output: Output, seed: int) -> Answer:
+        turn = Turn(subject.prompts[seed], output.ids, "", output.finish, 0.0, 0.0, output.accept_lengths)
+        return Answer("", seed, "", "", temperature, seed, "", [turn])
+
+    for seed, (a, b) in enumerate(zip(plain, texts)):
+        difference = judge.difference(answer(a, seed), answer(b, seed))
+        assert difference is None or difference.tie, difference
+
+
+def check_capture(decoder: Decoder, subject: Subject) -> None:
+    """Prefill and step are captured; a step is launched without waiting for the one before."""
+    assert {key[0] for key in decoder.captured.graphs} == {"prefill", "step"}
+    decoder.start(subject.prompts, subject.samplings(0.0))
+    for _ in decoder._read_prompts():
+        decoder._out_to_host()
+    decoder._run_step(0)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            decoder._run_step(0)
+            decoder._out_to_host()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
