@@ -74,7 +74,7 @@ def parser() -> Options:
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
-    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head while loading it")
+    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
     add_flags(group)
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")

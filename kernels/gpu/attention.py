@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.here import INTERPRETED, programs_at_once
+from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
 from kernels.gpu.launch import begin, options
 from kernels.gpu.scratch import counters
 
+PLENTY = 128 * 1024  # bytes of shared memory
 LOG2_E = tl.constexpr(1.4426950408889634)
 FAR = tl.constexpr(-1e30)  # below every score, and finite: a row that has seen nothing yet stays a number
 
@@ -189,13 +190,17 @@ def attend_kernel(
             tl.store(out + goal, shares.to(out.dtype.element_ty), mask=there[:, None] & in_head)
 
 
-def tiles(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """ROWS and KEYS of a tile for so many rows of a key/value head, warps, and stages of loading."""
+def tiles(rows: int, dtype: torch.dtype, shared: int) -> tuple[int, int, int, int]:
+    """ROWS and KEYS of a tile for so many rows of a key/value head, warps, and stages of loading.
+
+    shared: bytes of shared memory that there are; where they are few, loads are fewer stages ahead.
+    """
     if dtype == torch.float32 and not INTERPRETED:  # products without tensor cores fill registers
         return 16, 16, 4, 1
+    stages = 3 if shared >= PLENTY else 2
     if rows <= 32:
-        return (16 if rows <= 16 else 32), 64, 4, 3
-    return 64, 64, 8, 3  # 4 warps, or blocks of 128, spill on an A100
+        return (16 if rows <= 16 else 32), 64, 4, stages
+    return 64, 64, 8, stages  # 4 warps, or blocks of 128, spill on an A100
 
 
 @torch.library.custom_op("eagle_gpu::attend", mutates_args=("kv",))
@@ -213,7 +218,7 @@ def attend(
     B, T, width = qkv.shape
     _, _, _, nkv, S, hd = kv.shape
     M, nh = local.shape[2], width // hd - 2 * nkv
-    rows, keys, warps, stages = tiles(nh // nkv * T, qkv.dtype)
+    rows, keys, warps, stages = tiles(nh // nkv * T, qkv.dtype, shared_memory(qkv.device))
     blocks = triton.cdiv(nh // nkv * T, rows)
     splits = max(1, min(32, programs_at_once(qkv.device) // (blocks * nkv * B)))
     values = max(16, triton.next_power_of_2(hd))

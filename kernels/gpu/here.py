@@ -31,8 +31,22 @@ def wanted() -> bool:
 
 
 def runs_on(x: Tensor) -> bool:
-    """Whether our kernels take what lies where this tensor does."""
-    return CAN and _wanted and (x.is_cuda or (INTERPRETED and x.device.type == "cpu"))
+    """Whether our kernels take what lies where this tensor does, as on a GPU of capability 8.0 or later."""
+    if not (CAN and _wanted):
+        return False
+    return able(x.device) if x.is_cuda else INTERPRETED and x.device.type == "cpu"
+
+
+@cache
+def able(device: torch.device) -> bool:
+    """Whether a GPU has what our kernels are written for: tensor cores for bfloat16."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have."""
+    return 1 << 30 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @cache
