@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+WARM_UP = 16  # tokens that a contender decodes before it is timed
 RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
 
@@ -21,6 +22,8 @@ from common.cli import MOST_THREADS, Options, note, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.threads import use_threads  # noqa: E402
 from engine.api import TextDecoder  # noqa: E402
+from engine.capture import capture  # noqa: E402
+from engine.runtime import check_device, use_device  # noqa: E402
 from evaluation.asking import rotated  # noqa: E402
 from kernels.cpu import isa_in_use  # noqa: E402
 from kernels.isa import processor_name  # noqa: E402
@@ -84,6 +87,15 @@ def write(name: str, record: dict) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
+def use(device: str, kernels: bool = True) -> None:
+    """Work on this device as the decoders do; kernels: with ours, on a GPU. Raises InputError if torch cannot
+    use it.
+    """
+    check_device(device)
+    if torch.device(device).type == "cuda":
+        use_device(torch.device(device), kernels)
+
+
 def settle(device: torch.device | str) -> None:
     """Wait until the device has done what it was asked."""
     if torch.device(device).type == "cuda":
@@ -91,18 +103,13 @@ def settle(device: torch.device | str) -> None:
 
 
 def captured(call: Callable[[], object], device: torch.device | str) -> Callable[[], object]:
-    """A call over static tensors as a CUDA graph to replay, after three calls to warm up; on a CPU the call
+    """A call over static tensors as a CUDA graph to replay, after two calls to warm up; on a CPU the call
     itself.
     """
     if torch.device(device).type != "cuda":
         return call
-    for _ in range(3):
-        call()
     settle(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    return capture(call)[0].replay
 
 
 def median_seconds(call: Callable[[], object], device: torch.device | str, repeat: int = 8) -> float:
@@ -164,7 +171,7 @@ def time_in_turns(
     it has no speed. Raises InputError if none is left.
     """
     for decode in contenders.values():
-        decode(prompts[0], 16)
+        decode(prompts[0], WARM_UP)
     rows = []
     for i, prompt in enumerate(prompts):
         answers = {name: contenders[name](prompt, tokens) for name in rotated([*contenders], i)}

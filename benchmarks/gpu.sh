@@ -5,14 +5,15 @@
 #   benchmarks/gpu.sh STAGE...    or `all` of them
 #
 #   probe     versions, memory bandwidth, the cost of a launch, products in bf16
-#   correct   tests on the GPU: kernels, captured steps, the text of every drafter; compute-sanitizer
+#   correct   tests on the GPU: kernels, captured steps, the text of every drafter, of CHECKPOINT's two;
+#             compute-sanitizer
 #   step      a step of 1, 8, 32 and 60 rows, and where its time goes
 #   context   1 and 60 rows after 128 to 32,768 tokens; attention against torch's
 #   batch     1, 16 and 60 rows of 1 to 32 texts
 #   quant     int8, fp8 and int4; their products alone
 #   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
-#   smollm2   text and peers on CHECKPOINT, with the questions of QUESTIONS if that is set
-#   train     a head for CHECKPOINT on the shards in TRAIN_DATA, for MINUTES (8); another call goes on
+#   smollm2   peers on CHECKPOINT, with the questions of QUESTIONS if that is set
+#   train     a head for CHECKPOINT on the shards in TRAIN_DATA, for MINUTES (7); another call goes on
 #
 # Models have random weights of SHAPE (llama-3.1-8b), made on the GPU. CHECKPOINT is checkpoints/smollm2-135m;
 # what is not there is joined from runs/carry, see parts.py. OPTIONS are more of step.py and peers.py, such as
@@ -52,9 +53,12 @@ tests() {
     part "$seconds" "$name" "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -s --durations=8 "$@"
 }
 
-# beside SECONDS NAME WHICH...: tests that run beside others, as most of their time goes into compiling
+# beside NAME WHICH...: tests that run beside others, as most of their time goes into compiling
 beside() {
-    tests "$@" >"${OUT:-$notes}/tests-$2.log" 2>&1 &
+    (
+        export TORCHINDUCTOR_COMPILE_THREADS=2
+        tests 350 "$@" >"${OUT:-$notes}/tests-$1.log" 2>&1
+    ) &
 }
 
 left_out() {
@@ -65,7 +69,7 @@ left_out() {
 # have_checkpoint STAGE: whether CHECKPOINT is there, or can be joined
 have_checkpoint() {
     [ -d "$CHECKPOINT" ] || [ ! -d runs/carry ] ||
-        part 60 join "$PYTHON" benchmarks/parts.py join runs/carry "$(dirname "$CHECKPOINT")"
+        part 50 join "$PYTHON" benchmarks/parts.py join runs/carry "$(dirname "$CHECKPOINT")"
     [ -d "$CHECKPOINT" ] || { left_out "$1 (no $CHECKPOINT)"; return 1; }
 }
 
@@ -74,13 +78,18 @@ probe() {
 }
 
 correct() {
-    beside 380 kernels tests/kernels/gpu
-    beside 380 captured tests/engine/test_cuda.py
-    beside 380 float32 tests/engine/test_cuda_drafters.py -k "tiny and float32"
-    beside 380 bfloat16 tests/engine/test_cuda_drafters.py -k "tiny and bfloat16"
+    rm -f "${OUT:-$notes}"/tests-*.log
+    beside kernels tests/kernels/gpu tests/kernels/test_parts.py
+    beside captured tests/engine/test_cuda.py
+    for dtype in float32 bfloat16; do
+        beside "eagle-$dtype" tests/engine/test_cuda_drafters.py -k "tiny and $dtype and eagle"
+        beside "$dtype" tests/engine/test_cuda_drafters.py -k "tiny and $dtype and not eagle"
+    done
+    have_checkpoint "text of the checkpoint" &&
+        beside checkpoint tests/engine/test_cuda_drafters.py -k smollm2
     wait
     cat "${OUT:-$notes}"/tests-*.log
-    part 150 sanitizer "$PYTHON" benchmarks/sanitize.py
+    part 140 sanitizer "$PYTHON" benchmarks/sanitize.py
 }
 
 step() {
@@ -114,26 +123,25 @@ peers() {
 
 smollm2() {
     have_checkpoint smollm2 || return
-    tests 150 smollm2-text tests/engine/test_cuda_drafters.py -k smollm2
     [ -d "$CHECKPOINT-int8" ] ||
-        part 60 quantize "$PYTHON" quantize.py --checkpoint "$CHECKPOINT" --mode int8
+        part 90 quantize "$PYTHON" quantize.py --checkpoint "$CHECKPOINT" --mode int8
     set -- --checkpoint "$CHECKPOINT" --int8 "$CHECKPOINT-int8" --transformers --torch-compile
     [ -z "${QUESTIONS:-}" ] || set -- "$@" --questions "$QUESTIONS" --limit 12
-    measure 260 smollm2 peers "$@" $OPTIONS
+    measure 400 smollm2 peers "$@" $OPTIONS
 }
 
 train() {
     have_checkpoint train || return
     [ -n "${TRAIN_DATA:-}" ] || { left_out "train (no TRAIN_DATA)"; return; }
-    echo "== train: at most ${MINUTES:-8} minutes"
-    timeout -s INT -k 20 "$((60 * ${MINUTES:-8}))" "$PYTHON" train.py --checkpoint "$CHECKPOINT" \
+    echo "== train: at most $((60 * ${MINUTES:-7})) s"
+    timeout -s INT -k 20 "$((60 * ${MINUTES:-7}))" "$PYTHON" train.py --checkpoint "$CHECKPOINT" \
         --shards "$TRAIN_DATA" --out runs/gpu-head --save-seconds 60 ${TRAIN_OPTIONS:-}
     case $? in
     0 | 124) ;; # done, or out of time: the next call goes on
-    *) echo train >>"$notes/failed" ;;
+    *) echo "== train failed"; echo train >>"$notes/failed" ;;
     esac
     [ -n "${OUT:-}" ] || return
-    cp runs/gpu-head-work/log.jsonl "$OUT/gpu-train.jsonl"
+    part 10 train-log cp runs/gpu-head-work/log.jsonl "$OUT/gpu-train.jsonl"
     [ ! -d runs/gpu-head ] ||
         part 20 head "$PYTHON" benchmarks/parts.py split runs/gpu-head "$OUT/head" --size 15
 }

@@ -27,7 +27,6 @@ from shapes import shape_of
 
 from common.cli import note, positive
 from common.errors import first_line
-from engine.runtime import check_device
 from model import ModelArgs
 
 KERNELS = 1000
@@ -123,7 +122,7 @@ def product_rates(args: ModelArgs, rows: list[int], device: str) -> dict[str, li
 @torch.no_grad()
 def run(o) -> None:
     """Measure, print, write. Raises InputError."""
-    check_device(o.device)
+    bench.use(o.device)
     args = shape_of(o.shape)[0]
     record = describe(o.threads) | {"about": about(o.device), "shape": o.shape, "rows": o.rows}
     print(record["device"])

@@ -28,7 +28,6 @@ from shapes import random_models
 from checkpoint.loading import load_model
 from common.cli import note
 from common.errors import InputError, first_line
-from engine.runtime import check_device
 from kernels.cpu import load_kernels
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
@@ -121,7 +120,7 @@ def calls_of(products: dict[str, Product], weights: list[torch.Tensor], o) -> di
 @torch.no_grad()
 def run(o) -> None:
     """Measure, print, write. Raises InputError."""
-    check_device(o.device)
+    bench.use(o.device)
     weights = weights_of(o.checkpoint, o.shape, o.device)
     products = products_of(weights, o.device, o.isa or [None])
     calls = calls_of(products, weights, o)

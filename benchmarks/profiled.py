@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import engine.step
+from common.cli import note
 from drafters.base import Proposal
 from drafters.eagle import Eagle
 from tree import Tree
@@ -62,18 +63,20 @@ def mark_verified() -> None:
 
 def split(kernels: list[Kernel], rows: int) -> dict[str, float]:
     """The milliseconds of draft (of trees), verify and rest, gaps between kernels included; nothing if the
-    marks are not all there. kernels: in the order in which they began.
+    marks are not all there, which a line says. kernels: in the order in which they began.
     """
     names = ("draft", "verify", "rest") if rows > 1 else ("verify", "rest")
     marks = [kernel.start for kernel in kernels if MARK in kernel.name]
     if len(marks) != len(names) - 1:
+        note(f"draft, verify and rest: unknown, {len(marks)} marks in the profile of {rows} rows")
         return {}
     edges = [kernels[0].start, *marks, max(kernel.end for kernel in kernels)]
     return {name: (end - start) / 1e3 for name, start, end in zip(names, edges, edges[1:])}
 
 
 def profile_step(step: Callable[[], object], rows: int) -> dict:
-    """Profile one captured step over so many rows: what `split` gives, and
+    """Profile one captured step over so many rows: what `split` gives, and the following. Nothing if the
+    profiler sees no kernels, which a line says.
 
     kernels, busy     how many ran, and the sum of their milliseconds
     top               [name, how many, milliseconds] of each kind, those that took longest first
@@ -88,6 +91,9 @@ def profile_step(step: Callable[[], object], rows: int) -> dict:
     names = [event.name for event in events]
     on_device = (e for e in events if e.device_type == DeviceType.CUDA and not e.is_user_annotation)
     kernels = sorted(Kernel(e.time_range.start, e.time_range.end, e.name) for e in on_device)
+    if not kernels:
+        note("the profiler shows no kernels: no draft, verify and rest")
+        return {}
     counts, times = Counter(kernel.name for kernel in kernels), Counter()
     for kernel in kernels:
         times[kernel.name] += (kernel.end - kernel.start) / 1e3

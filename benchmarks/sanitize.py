@@ -27,8 +27,9 @@ NO_TESTS = 5  # and of pytest when no name fits
 
 def sanitize(tool: str, check: str, tests: str) -> None:
     """Run the tests under one check. Raises InputError if something is found, or they fail."""
-    command = [tool, "--tool", check, "--error-exitcode", str(FOUND), "--target-processes", "all"]
-    command += [sys.executable, "-m", "pytest", "-o", "addopts=", "--import-mode=importlib", "-q", "-x"]
+    command = [tool, "--tool", check, "--error-exitcode", str(FOUND)]
+    command += ["--target-processes", "application-only", sys.executable, "-m", "pytest"]
+    command += ["-o", "addopts=", "--import-mode=importlib", "-q", "-x"]
     command += ["-p", "no:cacheprovider", "-k", tests, "tests/kernels/gpu", "tests/kernels/test_parts.py"]
     # Each tensor is an allocation of its own: what lies beyond it is nobody's.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

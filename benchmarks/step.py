@@ -31,6 +31,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import bench  # first: it makes the modules below importable
 import torch
@@ -45,15 +46,15 @@ from common.dtypes import DTYPES
 from common.errors import InputError, first_line
 from drafters.base import Drafter
 from drafters.eagle import Eagle
+from engine.api import Drafting, Target
 from engine.compiling import compile_graph, unguarded
 from engine.decoder import Decoder
 from engine.memory import bytes_per_step
-from engine.runtime import check_device
+from engine.runtime import Runtime
 from kernels.cpu import load_kernels
-from kernels.gpu import here
-from kernels.packed import pack_models, threads_for
+from kernels.packed import threads_for
 from kernels.parts import draw, visible_slots
-from kernels.quantized import MODES, Scheme, quantize_linears
+from kernels.quantized import MODES
 from model import KVCache, Transformer
 from networks.head import Head
 from sampling.options import Sampling
@@ -193,16 +194,12 @@ def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
     """
     torch_dtype = getattr(torch, DTYPES[o.dtype]) if o.dtype else None
     target, head = models_of(o.checkpoint, o.shape, torch_dtype, o.device, None if mode == "none" else mode)
-    if torch.device(o.device).type == "cpu" and o.compile:
+    runtime = Runtime(o.device, compile=o.compile)
+    if runtime.on_kernels:
         load_kernels(note)
-        if mode == "none" and not stored and target.embed.weight.dtype == torch.bfloat16:
-            # the default of `engine.api.Drafting`
-            quantize_linears(head, Scheme("int8", 0, "int8" if head.args.own_lm_head else None))
-        pack_models(target, head)
-    if torch.device(o.device).type == "cuda" and o.compile and here.CAN:
-        from kernels.gpu.models import put_on_kernels  # imports Triton
-
-        put_on_kernels(target, head)
+    loaded = Target(Path(o.checkpoint or o.shape), runtime, target, {}, None, note)
+    loaded.put_on_kernels(target)
+    loaded.put_on_kernels(head, int8=Drafting().int8 and mode == "none" and not stored)
     return target, head
 
 
@@ -256,7 +253,7 @@ def held_steps(o, limit: Limit, models: tuple[Transformer, Head], batch: int, co
 def run(o) -> None:
     """Measure every mode, batch and context; print a line per tree. Raises InputError if nothing fits."""
     limit = Limit(o.limit)
-    check_device(o.device)
+    bench.use(o.device, o.compile)
     stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
     if stored and o.modes != ["none"]:
         raise InputError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")

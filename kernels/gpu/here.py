@@ -34,13 +34,9 @@ def runs_on(x: Tensor) -> bool:
     """Whether our kernels take what lies where this tensor does, as on a GPU of capability 8.0 or later."""
     if not (CAN and _wanted):
         return False
-    return able(x.device) if x.is_cuda else INTERPRETED and x.device.type == "cpu"
-
-
-@cache
-def able(device: torch.device) -> bool:
-    """Whether a GPU has what our kernels are written for: tensor cores for bfloat16."""
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if x.is_cuda:  # they are written for tensor cores that know bfloat16
+        return torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return INTERPRETED and x.device.type == "cpu"
 
 
 @cache

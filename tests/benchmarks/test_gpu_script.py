@@ -8,9 +8,11 @@ import pytest
 from helpers import ROOT
 
 STAGES = ["probe", "correct", "step", "context", "batch", "quant", "peers", "smollm2", "train"]
+# `parts.py join` makes the checkpoint.
 STUB = """#!/bin/sh
 case "$1" in -c) echo fp8; exit 0 ;; esac
 echo "$*" >>"$NOTES"
+case "$*" in *"parts.py join"*) mkdir -p "$CHECKPOINT" ;; esac
 for word in $FAIL; do case "$*" in *"$word"*) exit 3 ;; esac; done
 """
 # The program of this name, without its options and its time.
@@ -20,13 +22,20 @@ shift
 exec "$@"
 """
 # What stands before every part, and what bounds it.
-PART = re.compile(r"^== (\S+): at most (\d+) (s|minutes)$", re.MULTILINE)
+PART = re.compile(r"^== (\S+): at most (\d+) s$", re.MULTILINE)
 MOST = 540  # seconds of a stage
+BESIDE = "kernels", "captured", "eagle-float32", "float32", "eagle-bfloat16", "bfloat16", "checkpoint"
 
 
 @pytest.fixture
 def script(tmp_path):
-    """A function that runs stages -> (exit status, what was printed, what was called)."""
+    """A function that runs stages -> (exit status, what was printed, what was called).
+
+    The script lies in a folder of its own, without .venv.
+    """
+    root = tmp_path / "root"
+    (root / "benchmarks").mkdir(parents=True)
+    (root / "benchmarks" / "gpu.sh").write_text((ROOT / "benchmarks" / "gpu.sh").read_text())
     (tmp_path / "stub").write_text(STUB)
     (tmp_path / "stub").chmod(0o755)
     (tmp_path / "checkpoint").mkdir()
@@ -44,7 +53,7 @@ def script(tmp_path):
         if python:
             environment["PYTHON"] = str(tmp_path / python)
         done = subprocess.run(
-            [shell, ROOT / "benchmarks/gpu.sh", *stages], env=environment, capture_output=True, text=True
+            [shell, root / "benchmarks/gpu.sh", *stages], env=environment, capture_output=True, text=True
         )
         return done.returncode, done.stdout + done.stderr, notes.read_text().splitlines()
 
@@ -61,12 +70,24 @@ def test_each_stage_is_usable_alone(script, shell):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_ends_within_nine_minutes(script, stage, tmp_path):
-    """Parts follow each other, but for the tests of `correct`, which run side by side."""
-    _, said, calls = script(stage, OUT=str(tmp_path / "out"))
-    times = {name: int(n) * (60 if unit == "minutes" else 1) for name, n, unit in PART.findall(said)}
-    beside = [times.pop(name) for name in ("kernels", "captured", "float32", "bfloat16") if name in times]
-    assert times and len(calls) == len(times) + len(beside)
+    """Parts follow each other, but for the tests of `correct`, which run side by side. The checkpoint has to
+    be joined first.
+    """
+    (tmp_path / "root" / "runs" / "carry").mkdir(parents=True)
+    for folder in ("gpu-head", "gpu-head-work"):
+        (tmp_path / "root" / "runs" / folder).mkdir()
+    (tmp_path / "root" / "runs" / "gpu-head-work" / "log.jsonl").write_text("{}\n")
+    out, settings = tmp_path / "out", {"CHECKPOINT": str(tmp_path / "joined")}
+    status, said, calls = script(stage, OUT=str(out), **settings)
+    assert status == 0, said
+    times = {name: int(n) for name, n in PART.findall(said)}
+    called = len(times) - ("train-log" in times)  # which is copied without Python
+    assert times and len(calls) == called
+    assert ("join" in times) == (stage in ("correct", "smollm2", "train"))
+    beside = [times.pop(name) for name in BESIDE if name in times]
+    assert len(beside) == (len(BESIDE) if stage == "correct" else 0)
     assert sum(times.values()) + max(beside, default=0) <= MOST
+    assert (out / "gpu-train.jsonl").is_file() == (stage == "train")
 
 
 def test_it_goes_on_after_failures_and_sums_them_up(script):
@@ -80,7 +101,7 @@ def test_it_goes_on_after_failures_and_sums_them_up(script):
 
 def test_all_is_every_stage_in_order(script):
     _, said, _ = script("all")
-    parts = [name for name, *_ in PART.findall(said)]
+    parts = [name for name, _ in PART.findall(said)]
     places = [parts.index(part) for part in ("probe", "sanitizer", "step", "context", "batch", "quant")]
     assert places == sorted(places) and parts[-1] == "train"
 
@@ -107,16 +128,7 @@ def test_without_a_gpu_it_says_so(script):
 
 
 def test_python3_is_taken_where_there_is_no_environment(script, tmp_path):
-    """The script in a folder of its own, without .venv."""
-    folder = tmp_path / "elsewhere" / "benchmarks"
-    folder.mkdir(parents=True)
-    (folder / "gpu.sh").write_text((ROOT / "benchmarks/gpu.sh").read_text())
     (tmp_path / "stub").rename(tmp_path / "python3")
-    notes = tmp_path / "notes"
-    environment = {
-        **{k: v for k, v in os.environ.items() if k != "PYTHON"}, "NOTES": str(notes), "FAIL": "",
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"),
-    }
-    done = subprocess.run(["sh", folder / "gpu.sh", "probe"], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and "probe.py --name gpu-probe" in notes.read_text()
+    status, said, calls = script("probe", python=None, PYTHON="", OUT=str(tmp_path / "out"))
+    assert status == 0 and calls[0].startswith("benchmarks/probe.py --name gpu-probe"), said
     assert (tmp_path / "out").is_dir()

@@ -18,11 +18,19 @@ pytestmark = [
 PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:") * 20, list(b"hello world")]
 
 
+def put_on_kernels(*models) -> None:
+    """As a target is by default; the import needs Triton."""
+    from kernels.gpu.models import put_on_kernels
+
+    put_on_kernels(*models)
+
+
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
 def decoders(golden, request):
     """(plain, EAGLE-3) on the GPU, compiled and captured, and the dtype."""
     target, _ = load_model(golden, "cuda", request.param)
     head = load_head(golden / "eagle3", target, "eagle3")
+    put_on_kernels(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     return Decoder(target, **options), Decoder(
         target, Eagle(head, TreeShape(24, 4, 5)), **options
@@ -100,6 +108,7 @@ def test_a_quantised_target(golden, mode, group):
     quantize_linears(target, Scheme(mode, group, mode))
     head = load_head(golden / "eagle3", target, "eagle3")
     quantize_linears(head, Scheme(mode, group, mode))
+    put_on_kernels(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     texts = [
         [o.ids for o in Decoder(target, drafter, **options).generate(PROMPTS, Sampling(100))]
