@@ -20,7 +20,7 @@ def test_in_the_interpreter(file):
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q",
-         "--import-mode=importlib", str(file)],
+         "--import-mode=importlib", "-k", "gpu", str(file)],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

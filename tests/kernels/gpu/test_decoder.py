@@ -13,13 +13,14 @@ from kernels.gpu.models import put_on_kernels
 from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
-TOKENS = 60
+BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
 COUPLED = [name for name in NAMES if name != "residual"]  # whose text is that of the seed
 if here.INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
     COUPLED = ("plain", "eagle3", "eagle1", "hydra++", "draft-model", "lookahead")
-    TRACES, TOKENS = [path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"], 9
-SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)]
-RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(3)]
+    TRACES = [path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"]
+    BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
+SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)][:BATCH]
+RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(BATCH)]
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,12 @@ def on_kernels(golden):
 
 @pytest.fixture(scope="module")
 def texts(golden):
-    """Three prompts, and what the target writes by its definition, on a CPU: as SAMPLINGS and RESTRICTED
+    """BATCH prompts, and what the target writes by its definition, on a CPU: as SAMPLINGS and RESTRICTED
     say.
     """
     here.want(False)
     target, _ = load_model(golden)
-    given, decoder = prompts(3, longest=60), plain((target, None), batch=3)
+    given, decoder = prompts(BATCH, longest=LONGEST), plain((target, None), batch=BATCH)
     written = [ids(decoder, given, samplings) for samplings in (SAMPLINGS, RESTRICTED)]
     here.want(True)
     return given, *written
@@ -54,7 +55,7 @@ def test_golden_trace(on_kernels, path):
 @pytest.mark.parametrize("name", COUPLED)
 def test_same_seed_same_text(on_kernels, texts, name):
     drafter = make_drafter(name, *on_kernels, put_on_kernels)
-    decoder = Decoder(on_kernels[0], drafter, batch=3, max_seq_len=300, compile=False)
+    decoder = Decoder(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
     assert isinstance(decoder.caches[0], LayerCache)
     assert decoder._span(1) is decoder.slot_ids
     given, written, restricted = texts
