@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from common.cli import Options, check_writable, note, run_command
+from common.cli import Options, bias, check_writable, note, run_command
 from common.errors import InputError
 from drafters import METHODS, add_flags, read_flags
 from sampling.rules import RULES
@@ -54,9 +54,25 @@ def parser() -> Options:
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-p", type=float, default=1.0)
     add("--top-k", type=int, default=0, help="0 is off (default)")
+    add("--min-p", type=float, default=0.0,
+        help="leave out what is less than so many times as likely as the likeliest; 0 is off (default)")
+    add("--presence-penalty", type=float, default=0.0, metavar="X",
+        help="taken from the logits of tokens that the output holds (-2 to 2; default 0)")
+    add("--frequency-penalty", type=float, default=0.0, metavar="X",
+        help="the same, once for each time (-2 to 2; default 0)")
+    add("--repetition-penalty", type=float, default=1.0, metavar="X",
+        help="tokens of prompt and output become so many times less likely to repeat; 1 is off (default)")
+    add("--logit-bias", action="append", default=[], type=bias, metavar="ID=X",
+        help="added to a token's logit (-100 to 100); may be repeated")
+    add("--stop", action="append", default=[], metavar="TEXT",
+        help="ends the output, of which it is no part; may be repeated")
+    add("--logprobs", type=int, metavar="N",
+        help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
     add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
     p.within("--num-samples", 1, 100_000)
+    refuse(lambda o: o.logprobs is not None and not o.json,
+           lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
     group = p.add_argument_group("drafting")
     add = group.add_argument
@@ -105,7 +121,10 @@ def load(o, prompts: list):
 
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
     check_device(runtime.device_name)
-    sampling = Sampling(o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed)
+    sampling = Sampling(
+        o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
+        o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs,
+    )
     tree = read_tree(o.tree)  # a mistake shows before a conversion
     checkpoint = converted_folder(o.checkpoint, note)
     numbers = o.tree_nodes, o.tree_depth, o.tree_width

@@ -57,7 +57,7 @@ from kernels.parts import draw, visible_slots
 from kernels.quantized import MODES
 from model import KVCache, Transformer
 from networks.head import Head
-from sampling.options import Sampling
+from sampling.options import Modes, Sampling
 from tree import TreeShape
 
 # By number of rows: plain decoding, the trees used on CPUs, the paper's.
@@ -100,7 +100,7 @@ class HeldStep:
         state.limit.fill_(d.max_seq_len - 1)
         state.done.fill_(False)
         state.n_new.fill_(min(n, d.drafter.shape.window))
-        d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, (False, False)
+        d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, Modes()
         self.span = d._span(n + d.drafter.extra_slots)
 
     def parts(self, n: int) -> dict[str, Callable[[], None]]:

@@ -153,6 +153,17 @@ def count(value: str) -> int:
     return 0 if value == "0" else positive(value)
 
 
+def bias(value: str) -> tuple[int, float]:
+    """An argparse type: a token id and what is added to its logit, as ID=X."""
+    token, found, number = value.partition("=")
+    try:
+        if not found:
+            raise ValueError
+        return count(token), float(number)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"{value!r} is no ID=X, such as 50=-100") from None
+
+
 def dtype(value: str) -> str:
     """An argparse type: the short name of a dtype."""
     try:

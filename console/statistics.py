@@ -31,6 +31,10 @@ def as_json(result: Result, rule: str = "equal", plain: Result | None = None) ->
         "accept": rule,
         "lossy": rule in LOSSY,
     }
+    if result.stop is not None:
+        row["stop"] = result.stop
+    if result.scores:
+        row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in result.scores]
     if plain is not None:
         row |= {"plain": as_json(plain), "speedup": speedup(result, plain), "equal": result.ids == plain.ids}
     return row

@@ -30,7 +30,7 @@ from drafters.tree_spec import TreeSpec, default_tree, read_tree
 from engine.calibrating import PROMPTS, calibrate
 from engine.calibration import Calibration
 from engine.costs import measured_once
-from engine.decoder import Decoder
+from engine.decoder import Decoder, Score
 from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan
@@ -42,6 +42,7 @@ from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
 from sampling.rules import RULES
+from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
@@ -250,18 +251,21 @@ class Piece:
     """What one sequence gained in one pass.
 
     `text` is completed by the token ids `ids`, the first `drafted` of which were drafted.
-    The last id is the target's own, unless the text was cut before it.
+    The last id is the target's own, unless the text was cut before it. `scores`: those of the ids, if they
+    were asked for.
     """
 
     sequence: int
     ids: list[int]
     text: str
     drafted: int
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True)
 class Result:
-    """One decoded prompt. `ids` are the new tokens, a stop id included; `text` leaves control tokens out.
+    """One decoded prompt. `ids` are the new tokens, a stop id included; `text` leaves control tokens out, and
+    ends before a stop text.
 
     `seconds` is decoding after the first token, `prefill_seconds` the time to that token; both are those of
     the whole batch it was decoded in. `accept_lengths`: tokens emitted by each step. `finish`: see
@@ -278,6 +282,8 @@ class Result:
     accept_lengths: list[int]
     trees: dict[str, int]  # steps of its batch by tree, see `Decoder.trees_taken`
     seed: int
+    scores: list[Score]  # of each of `ids`, if they were asked for
+    stop: str | None  # the text that ended it, if one of `Sampling.stop` did
 
     @property
     def tau(self) -> float:
@@ -354,6 +360,8 @@ class TextDecoder:
         reuse: read only what the caches do not hold of the text before (see `Decoder.start`). Raises
         ValueError (empty or too long prompts, with the numbers) and InputError before anything is decoded.
         """
+        if self.tokenizer is None and any(s.stop for s in sampling):
+            raise InputError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
         ids = [self.encode(p, raw=raw, system=system) for p in prompts]
         return Job(self.tokenizer, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
 
@@ -365,17 +373,28 @@ class Job:
         self, tokenizer: Tokenizer | None, prompts: list[Prompt], run: Run, sampling: list[Sampling]
     ):
         self.tokenizer, self.prompts, self.run, self.sampling = tokenizer, prompts, run, sampling
-        self.streams = [tokenizer.stream() if tokenizer else None for _ in prompts]
+        self.streams = [StopStream(tokenizer.stream(), s.stop) if tokenizer else None for s in sampling]
+        self.stops: list[str | None] = [None] * len(prompts)
 
     def __iter__(self) -> Iterator[Piece]:
         for emitted in self.run:
             for i, ids in enumerate(emitted):
                 if ids:
-                    text = self.streams[i].push(ids) if self.streams[i] else ""
-                    yield Piece(i, ids, text, self.run.decoder.drafted[i])
+                    yield self._piece(i, ids)
         for i, stream in enumerate(self.streams):
-            if stream and (rest := stream.flush()):
+            if stream and self.stops[i] is None and (rest := stream.flush()):
                 yield Piece(i, [], rest, 0)
+
+    def _piece(self, i: int, ids: list[int]) -> Piece:
+        """What these ids, the latest of sequence i, give; it may end it."""
+        drafted, text = self.run.decoder.drafted[i], ""
+        if self.streams[i]:
+            text, kept, self.stops[i] = self.streams[i].push(ids)
+            if self.stops[i] is not None:
+                self.run.stop(i, len(ids) - kept)
+                ids = ids[:kept]
+        scores = tuple(self.run.scores[i][-len(ids) :]) if self.run.scores[i] else ()
+        return Piece(i, ids, text, min(drafted, len(ids)), scores)
 
     def finish(self) -> None:
         """Decode to the end."""
@@ -384,13 +403,18 @@ class Job:
 
     def results(self) -> list[Result]:
         """One `Result` per prompt, in order."""
-        decode = self.tokenizer.decode if self.tokenizer else lambda ids: ""
-        rows = zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling)
+        rows = zip(self.prompts, self.run.prompts, self.run.outputs(), self.sampling, self.stops)
         return [
             Result(
-                prompt=prompt if isinstance(prompt, str) else None, prompt_ids=prompt_ids, text=decode(o.ids),
-                ids=o.ids, finish=o.finish, seconds=o.seconds, prefill_seconds=o.prefill_seconds,
+                prompt=prompt if isinstance(prompt, str) else None, prompt_ids=prompt_ids,
+                text=self._text(o.ids, stop), ids=o.ids, finish=o.finish, seconds=o.seconds,
+                prefill_seconds=o.prefill_seconds,
                 accept_lengths=o.accept_lengths, trees=self.run.decoder.trees_taken(), seed=sampling.seed,
+                scores=o.scores, stop=stop,
             )
-            for prompt, prompt_ids, o, sampling in rows
+            for prompt, prompt_ids, o, sampling, stop in rows
         ]
+
+    def _text(self, ids: list[int], stop: str | None) -> str:
+        text = self.tokenizer.decode(ids) if self.tokenizer else ""
+        return text if stop is None else text[: text.index(stop)]

@@ -31,8 +31,7 @@ from engine.tuning import Plan
 from kernels.packed import threads_for
 from kernels.parts import visible_before
 from model import KVCache, Transformer
-from sampling.noise import seed_keys
-from sampling.options import Sampling
+from sampling.options import Modes, Sampling
 from tokens.ids import common_prefix
 from tree import Tree, TreeShape
 
@@ -53,8 +52,15 @@ class Unread(NamedTuple):
 
     kind: Kind | None  # None: a pass over prompts
     shape: TreeShape | None  # what the switch chose
-    out: Tensor  # on the host
+    out: tuple[Tensor, ...]  # of the state, on the host: `out` and, if they are asked for, what tokens score
     copied: torch.cuda.Event | None  # that it has arrived; None: it has
+
+
+class Score(NamedTuple):
+    """What the target thinks of a token: its log-probability, and the likeliest tokens with theirs."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest first
 
 
 class Decoder:
@@ -101,7 +107,8 @@ class Decoder:
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
-            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plan else 0
+            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plan else 0,
+            vocabulary=target.args.vocab_size,
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
@@ -197,35 +204,23 @@ class Decoder:
         for i, prompt in enumerate(prompts):
             self.check(prompt, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
 
+        for request in sampling:
+            self.check_request(request)
+
         self._serial += 1
-        state, cached = self.state, self._cached() if reuse else [[]] * self.batch
+        cached = self._cached() if reuse else [[]] * self.batch
         self._prompts, self._sampling = prompts, sampling
-        self._start, limits, goes_on = [], [], reuse
-        tokens = torch.zeros(self.batch, max(map(len, prompts)), dtype=torch.int64)
+        self._start, goes_on = [], reuse
         for i, (prompt, request) in enumerate(zip(prompts, sampling)):
-            tokens[i, : len(prompt)] = torch.tensor(prompt)
-            limits.append(min(len(prompt) + request.max_new_tokens, self.max_seq_len) - 1)
             same = common_prefix(prompt, cached[i])
             # One token back: the drafter's last row was read together with the token that followed it then.
             self._start.append(max(0, min(same, len(prompt)) - 1))
             goes_on &= 2 * same > len(prompt)
-
-        def fill(buffer: Tensor, values: list, rest) -> None:
-            buffer.copy_(torch.tensor(values + [rest] * (self.batch - len(values)), dtype=buffer.dtype))
-
-        state.tokens[:, : tokens.shape[1]] = tokens.to(self.device)
-        fill(state.length, [len(p) - 1 for p in prompts], 0)
-        fill(state.limit, limits, 0)
-        fill(state.done, [False] * len(prompts), True)
-        fill(state.reading, [True] * len(prompts), False)
-        fill(state.n_new, [0] * len(prompts), 0)
-        fill(state.temperature, [s.temperature for s in sampling], 0)
-        fill(state.top_p, [s.top_p for s in sampling], 1)
-        fill(state.top_k, [s.top_k for s in sampling], 0)
-        state.key.zero_()
-        state.key[: len(prompts)] = seed_keys([s.seed for s in sampling], self.device)
+            self.state.begin(i, prompt, request, self.max_seq_len)
+        for i in range(len(prompts), self.batch):
+            self.state.rest(i)
         self.drafter.begin(prompts)
-        self._modes = any(s.temperature > 0 for s in sampling), any(s.restricts for s in sampling)
+        self._modes = Modes.of(sampling, few=self.compiled)
         self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
         self._shape, self._behind, self.taken = None, self.window, Counter()
         if self.switch:
@@ -246,17 +241,29 @@ class Decoder:
             if not 0 <= token < size:
                 raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{size - 1}")
 
+    def check_request(self, request: Sampling) -> None:
+        """Raise ValueError if a request names an id outside the vocabulary."""
+        size = self.target.args.vocab_size
+        for token, _ in request.logit_bias:
+            if token >= size:
+                raise ValueError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
+
     def _cached(self) -> list[list[int]]:
         """The tokens of each sequence that all caches hold: committed, and read by the drafter too."""
         lengths = (self.state.length - self.state.n_new).clamp(min=0).tolist()
         return [row[:n] for row, n in zip(self.state.tokens.tolist(), lengths)]
+
+    def stop(self, i: int) -> None:
+        """End sequence i, from the next step on."""
+        self.state.done[i] = self._done[i] = True
 
     # -- the loop -----------------------------------------------------------------------------
 
     def steps(self) -> Iterator[list[list[int]]]:
         """Decode what `start` took. Yields, per pass, the tokens that each sequence emitted.
 
-        There are often none during prefill. How many of them were drafted is in `drafted`.
+        There are often none during prefill. How many of them were drafted is in `drafted`, what the target
+        thinks of each in `scores`, for sequences that asked for it.
         Raises RuntimeError if another text was started in between.
         """
         unread: deque[Unread] = deque()
@@ -367,10 +374,15 @@ class Decoder:
 
     def _out_to_host(self, kind: Kind | None = None) -> Unread:
         """Start copying what a step of this kind, or a pass over prompts, emitted; `_read` waits for it."""
+        state = self.state
+        parts = (state.out,)
+        if self._modes.scored:
+            parts += state.logprob, state.top_logprobs, state.top_ids
         if self.device.type != "cuda":
-            return Unread(kind, self._shape, self.state.out.clone(), None)
-        host = torch.empty(self.state.out.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(self.state.out, non_blocking=True)
+            return Unread(kind, self._shape, tuple(x.clone() for x in parts), None)
+        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
+        for x, there in zip(parts, host):
+            there.copy_(x, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
         return Unread(kind, self._shape, host, copied)
@@ -381,12 +393,18 @@ class Decoder:
             step = unread.popleft()
             if step.copied is not None:
                 step.copied.synchronize()
-            emitted, self.drafted = [], []
-            for i, (*tokens, count, drafted, done) in enumerate(step.out[: len(self._prompts)].tolist()):
+            out, *scores = (x[: len(self._prompts)].tolist() for x in step.out)
+            emitted, self.drafted, self.scores = [], [], []
+            for i, (*tokens, count, drafted, done) in enumerate(out):
                 emitted.append(tokens[:count])
                 self.drafted.append(drafted)
                 self._length[i] += count
                 self._done[i] = bool(done)
+                wanted = self._sampling[i].logprobs
+                self.scores.append([] if wanted is None else [
+                    Score(logprob, list(zip(ids, likeliest))[:wanted])
+                    for logprob, likeliest, ids in zip(*(x[i][:count] for x in scores))
+                ])
             if self.switch:
                 lengths = [len(tokens) for tokens in emitted if tokens]
                 self.switch.record(step.shape, max(self._length), lengths)

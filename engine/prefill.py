@@ -6,24 +6,24 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from engine.step import noise_ahead, restrict_logits
+from engine.step import noise_ahead, shape_logits
 from kernels.parts import draw, visible_before
 from model import Transformer
+from sampling.options import Modes
 from tree import pick
 
 
 def prefill(
     target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
-    chunk: Tensor,
-    noisy: bool, restricted: bool,
+    chunk: Tensor, *modes: bool,
 ) -> None:
     """Read one chunk of every prompt: positions start [B] + chunk [C].
 
-    A prompt that ends in it gets its first token.
+    A prompt that ends in it gets its first token. modes: those of `sampling.options.Modes`.
     Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a
     prompt's end compute nothing anyone sees: their slots are overwritten before they become visible.
     """
-    positions = start[:, None] + chunk
+    modes, positions = Modes(*modes), start[:, None] + chunk
     visible = visible_before(slots, start, chunk.shape[0])
     x, features = target(
         state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
@@ -33,9 +33,13 @@ def prefill(
     last = state.length - start
     ends = state.reading & (last < chunk.shape[0])
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
-    noise = noise_ahead(state, 1, target.args.vocab_size) if noisy else None
-    logits = restrict_logits(target.logits(pick(x, row)), state, restricted)
-    chosen = draw(logits, noise)
+    noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
+    raw = target.logits(pick(x, row))
+    chosen = draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
     state.reading.logical_and_(~ends)
+    if modes.scored:
+        state.score(raw, chosen)
     count = state.emit(chosen, ends.long())
+    if modes.adjusted:
+        state.count(chosen, count)
     state.hand_over(features, row, count, ends)

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from kernels import cpu
 from kernels.parts import emit
+from sampling.adjust import Adjustments, scores
+from sampling.noise import seed_keys
+from sampling.options import MOST_LOGPROBS, Sampling
 from tree import pick
 
 
@@ -21,15 +24,20 @@ class State(nn.Module):
     done [B]           the sequence moves no more
     reading [B]        its prompt is not read to the end
     stop_ids [n]       any of them ends a text
-    key [B, 2], temperature, top_k, top_p [B]   how each request samples
+    key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
+    counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
     out [B, W+3]       what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
+    logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
     """
 
     def __init__(
-        self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device, room: int = 0
+        self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device, room: int = 0,
+        vocabulary: int = 1,
     ):
-        """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more."""
+        """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
+        vocabulary: V.
+        """
         super().__init__()
         self.window = window
 
@@ -48,8 +56,64 @@ class State(nn.Module):
         buffer("temperature", batch, dtype=torch.float32)
         buffer("top_p", batch, dtype=torch.float32, fill=1)
         buffer("top_k", batch)
+        buffer("min_p", batch, dtype=torch.float32)
+        buffer("counts", batch, vocabulary, dtype=torch.int32)
+        buffer("prompted", batch, vocabulary, dtype=torch.bool)
+        buffer("bias", batch, vocabulary, dtype=torch.float32)
+        buffer("presence", batch, dtype=torch.float32)
+        buffer("frequency", batch, dtype=torch.float32)
+        buffer("repetition", batch, dtype=torch.float32, fill=1)
+        top = min(MOST_LOGPROBS, vocabulary)
+        buffer("logprob", batch, window, dtype=torch.float32)
+        buffer("top_logprobs", batch, window, top, dtype=torch.float32)
+        buffer("top_ids", batch, window, top)
         stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
+
+    def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
+        """A new text in a place of the batch: it starts with the prompt, and has at most so many tokens."""
+        N = len(prompt) - 1
+        self.tokens[place, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
+        values = {
+            "length": N, "limit": min(N + request.max_new_tokens, most - 1), "n_new": 0, "done": False,
+            "reading": True, "temperature": request.temperature, "top_p": request.top_p,
+            "top_k": request.top_k, "min_p": request.min_p, "presence": request.presence_penalty,
+            "frequency": request.frequency_penalty, "repetition": request.repetition_penalty,
+        }
+        for name, value in values.items():
+            self.get_buffer(name)[place] = value
+        self.key[place] = seed_keys([request.seed], self.key.device)[0]
+        if request.penalises:
+            self.counts[place] = 0
+            self.prompted[place] = False
+            self.prompted[place, self.tokens[place, : N + 1]] = True
+        self.bias[place] = 0
+        for token, bias in request.logit_bias:
+            self.bias[place, token] = bias
+
+    def rest(self, place: int) -> None:
+        """No text in a place of the batch: nothing moves there."""
+        self.done[place], self.reading[place] = True, False
+        self.length[place] = self.limit[place] = self.n_new[place] = 0
+
+    @property
+    def adjustments(self) -> Adjustments:
+        """What moves the logits of each sequence."""
+        return Adjustments(
+            self.counts, self.prompted, self.bias, self.presence, self.frequency, self.repetition
+        )
+
+    def count(self, tokens: Tensor, appended: Tensor) -> None:
+        """Count the first `appended` [B] of tokens [B, W] as part of the output."""
+        new = torch.arange(tokens.shape[1], device=tokens.device) < appended[:, None]
+        self.counts.scatter_add_(1, tokens, new.to(self.counts.dtype))
+
+    def score(self, logits: Tensor, tokens: Tensor) -> None:
+        """Leave the log-probabilities of tokens [B, W'] under logits [B, W', V], and of the likeliest."""
+        W = tokens.shape[1]
+        found = scores(logits, tokens, self.top_ids.shape[-1])
+        for buffer, values in zip((self.logprob, self.top_logprobs, self.top_ids), found):
+            buffer[:, :W] = values
 
     def root(self) -> Tensor:
         """The root token of each sequence [B]."""

@@ -11,12 +11,25 @@ from engine.state import State
 from kernels.parts import accept, draw, gumbel, restrict, visible_slots
 from model import Transformer
 from sampling.acceptance import accept_by
+from sampling.adjust import adjust, floor
+from sampling.options import Modes
 from tree import Tree, pick
 
 
-def restrict_logits(logits: Tensor, state: State, restricted: bool) -> Tensor:
-    """Logits [B, T, V]; where a request restricts them to top-k or top-p, the others are -inf."""
-    return restrict(logits, state.temperature, state.top_k, state.top_p) if restricted else logits
+def shape_logits(
+    logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
+) -> Tensor:
+    """What is drawn from, of the target's logits [B, T, V]: moved by penalties and biases, -inf outside of
+    what a request restricts them to.
+
+    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone.
+    """
+    if modes.adjusted:
+        above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
+        logits = adjust(logits, state.adjustments, tokens, above)
+    if modes.restricted:
+        logits = restrict(logits, state.temperature, state.top_k, state.top_p)
+    return floor(logits, state.temperature, state.min_p) if modes.floored else logits
 
 
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
@@ -26,18 +39,16 @@ def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
 
 
 def step(
-    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor,
-    noisy: bool, restricted: bool,
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
 ) -> tuple[Tree, Tensor]:
     """Draft, verify, accept, commit: the whole of decoding, one graph.
 
-    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. noisy: some sequence has a
-    temperature above 0; restricted: some sequence uses top-k or top-p. Plain decoding is this step with a
-    tree of one node. What was emitted is in `state.out`. Returns, for traces, the tree and the path [B, W]
-    taken through it, root first.
+    slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. modes: those of
+    `sampling.options.Modes`. Plain decoding is this step with a tree of one node. What was emitted is in
+    `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root first.
     """
-    window = drafter.shape.window
-    noise = noise_ahead(state, window, target.args.vocab_size) if noisy else None
+    modes, window = Modes(*modes), drafter.shape.window
+    noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
 
     T = drafter.shape.nodes
@@ -51,10 +62,11 @@ def step(
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
-    logits = restrict_logits(target.logits(x), state, restricted)
+    raw = target.logits(x)
+    logits = shape_logits(raw, state, modes, tree.tokens, tree.ancestors)
     chosen = draw(logits, noise, tree.depth)
 
-    if noisy and drafter.rule != "equal":
+    if modes.noisy and drafter.rule != "equal":
         path, count, tokens = accept_by(
             drafter.rule, tree, distribution, logits, pick(noise, tree.depth), chosen, state.temperature,
             state.key, state.length, window
@@ -66,6 +78,10 @@ def step(
         goal = own[:, :1] + torch.arange(window, device=slots.device)
         target.move(caches, state.length[:, None] + path, goal)
     moving = ~state.done
+    if modes.scored:
+        state.score(pick(raw, path), tokens)
     count = state.emit(tokens, count)
+    if modes.adjusted:
+        state.count(tokens, count)
     state.hand_over(features, path, count, moving, not drafter.reads)
     return tree, path

@@ -50,6 +50,39 @@ def test_json_has_the_promised_keys(golden, capsys):
     assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["plain"]["tokens_per_second"])
 
 
+def test_what_a_request_may_ask_for(golden, capsys):
+    """Penalties, biases, stop texts and log-probabilities: with speculation the text of plain decoding."""
+    args = (
+        "--checkpoint", golden, "--speculate", "eagle3", "--prompt", "Hello", "--max-new-tokens", 40,
+        "--json", "--temperature", 0.7, *SMALL,
+    )
+    asked = (
+        "--min-p", 0.05, "--presence-penalty", 0.5, "--frequency-penalty", 0.2, "--repetition-penalty", 1.1,
+        "--logit-bias", "101=2", "--logit-bias", "97=-100", "--logprobs", 2,
+    )
+    (usual,) = rows(cli(capsys, *args)[1])
+    (row,) = rows(cli(capsys, *args, *asked, "--compare")[1])
+    assert row["equal"] is True and row["text"] != usual["text"] and "a" not in row["text"]
+    assert len(row["logprobs"]) == 40 and all(len(x["top"]) == 2 for x in row["logprobs"])
+    assert "logprobs" not in usual and "stop" not in usual
+    stop = usual["text"][10:12]
+    (row,) = rows(cli(capsys, *args, "--stop", stop, "--stop", "never there", "--compare")[1])
+    assert row["equal"] is True and row["text"] == usual["text"].split(stop)[0]
+    assert (row["finish"], row["stop"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("bad, words", [
+    (("--logprobs", 3), "--logprobs 3: log-probabilities are printed with --json"),
+    (("--min-p", 2), "min_p must be 0 to 1"),
+    (("--presence-penalty", 3), "presence_penalty must be -2 to 2"),
+    (("--stop", ""), "stop must be"),
+    (("--logit-bias", "99999999=1"), "logit_bias holds token id 99999999"),
+])
+def test_bad_requests_are_one_line(golden, capsys, bad, words):
+    code, out, err = cli(capsys, "--checkpoint", golden, "--prompt", "Hello", *bad)
+    assert code == 1 and not out and err.splitlines()[-1].startswith("error: ") and words in err
+
+
 def test_text_goes_to_stdout_and_figures_to_stderr(golden, capsys):
     args = (
         "--checkpoint", golden, "--speculate", "eagle3", "--prompt", "Hello", "--max-new-tokens", 30, *SMALL

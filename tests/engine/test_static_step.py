@@ -15,7 +15,7 @@ from engine.compiling import compile_graph
 from engine.decoder import SPAN, Decoder
 from engine.run import Run
 from engine.step import step
-from sampling.options import Sampling
+from sampling.options import Modes, Sampling
 from tree import TreeShape
 
 aten = torch.ops.aten
@@ -26,7 +26,10 @@ WAITS = {
     aten.repeat_interleave.Tensor, aten.lift_fresh.default, aten.lift_fresh_copy.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
-MODES = {"greedy": (False, False), "sampled": (True, False), "restricted": (True, True)}
+MODES = {
+    "greedy": Modes(), "sampled": Modes(noisy=True), "restricted": Modes(True, True),
+    "everything": Modes(True, True, True, True, True),
+}
 
 
 class Watched(TorchDispatchMode):

@@ -11,10 +11,10 @@ import torch
 from helpers.statistics import chi_square, chi_square_limit
 
 from engine.state import State
-from engine.step import noise_ahead, restrict_logits
+from engine.step import noise_ahead, shape_logits
 from kernels.parts import draw
 from sampling.noise import gumbel, random_bits, seed_keys
-from sampling.options import Sampling
+from sampling.options import Modes, Sampling
 from sampling.restrict import restrict
 
 
@@ -142,7 +142,8 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.temperature.fill_(temperature)
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
-    allowed = restrict_logits(logits.expand(B, 1, V), state, top_k > 0 or top_p < 1)
+    modes, root = Modes(True, top_k > 0 or top_p < 1), state.root()[:, None]
+    allowed = shape_logits(logits.expand(B, 1, V), state, modes, root)
     chosen = draw(allowed, noise_ahead(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)

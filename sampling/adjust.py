@@ -1,0 +1,73 @@
+"""Logits moved by a request's penalties and biases, at every node of a tree as if it were the text's end."""
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Adjustments(NamedTuple):
+    """What moves the logits of B sequences.
+
+    counts [B, V]      how often the output holds each token, the root included
+    prompted [B, V]    which tokens the prompt holds
+    bias [B, V]        what is added
+    presence, frequency, repetition [B]   the penalties, see `sampling.options.Sampling`
+    """
+
+    counts: Tensor
+    prompted: Tensor
+    bias: Tensor
+    presence: Tensor
+    frequency: Tensor
+    repetition: Tensor
+
+    def move(self, logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
+        """Logits [B, T, N] of tokens that the output holds so many times."""
+        presence, frequency, repetition = (
+            x[:, None, None] for x in (self.presence, self.frequency, self.repetition)
+        )
+        x, there = logits + bias, times > 0
+        x = torch.where(there | prompted, torch.where(x > 0, x / repetition, x * repetition), x)
+        return x - frequency * times - presence * there
+
+
+def adjust(logits: Tensor, by: Adjustments, tokens: Tensor, ancestors: Tensor) -> Tensor:
+    """The logits [B, T, V] at the nodes of a tree, moved.
+
+    tokens [B, T]: the tree's, root first; ancestors [B, T, T]: who stands above whom, each node above itself.
+    At a node the output also holds the tokens on its path.
+    """
+    moved = by.move(logits, by.counts[:, None], by.prompted[:, None], by.bias[:, None])
+    T = tokens.shape[1]
+    if T == 1:
+        return moved
+    # Of every token of the tree, how often it stands on the path to each node; the root is counted already.
+    same = (tokens[:, :, None] == tokens[:, None]).float()
+    path = torch.cat((torch.zeros_like(ancestors[..., :1]), ancestors[..., 1:]), -1).float()
+    on_path = (path @ same).to(by.counts.dtype)  # [B, T, T]: at a node, the tree's token
+    ids = tokens[:, None].expand(-1, T, -1)
+    counts, prompted, bias = (x.gather(1, tokens)[:, None] for x in (by.counts, by.prompted, by.bias))
+    # Nodes that carry one token write the same number.
+    return moved.scatter(-1, ids, by.move(logits.gather(-1, ids), counts + on_path, prompted, bias))
+
+
+def floor(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
+    """Set logits [B, T, V] of tokens that are less than min_p [B] times as likely as the likeliest to -inf.
+
+    Likely as in softmax(logits / temperature [B]). Sequences at temperature 0 or with min_p 0 are left alone.
+    """
+    on = ((min_p > 0) & (temperature > 0))[:, None, None]
+    below = temperature * torch.where(min_p > 0, min_p, 1.0).log()  # at most 0
+    lowest = logits.amax(-1, keepdim=True) + below[:, None, None]
+    return torch.where((logits < lowest) & on, float("-inf"), logits)
+
+
+def scores(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities [B, W] of tokens [B, W] under logits [B, W, V]; of the `count` likeliest tokens, the
+    log-probabilities and the ids, both [B, W, count].
+    """
+    every = logits.logsumexp(-1, keepdim=True)
+    top, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
+    return logits.gather(-1, tokens[..., None])[..., 0] - every[..., 0], top - every, ids

@@ -1,0 +1,137 @@
+"""Logits moved by penalties and biases: as the words say, at every node of a tree as at the end of a text."""
+import math
+
+import pytest
+import torch
+
+from sampling.adjust import Adjustments, adjust, floor, scores
+from sampling.options import MOST_STOPS, Modes, Sampling
+from tree import Tree, chain, link
+
+V = 12
+
+
+def moved(logits: list[float], prompt: list[int], output: list[int], request: Sampling) -> list[float]:
+    """The logits of the token after prompt and output, one by one."""
+    bias, found = dict(request.logit_bias), []
+    for token, x in enumerate(logits):
+        x += bias.get(token, 0.0)
+        times = output.count(token)
+        if times or token in prompt:
+            x = x / request.repetition_penalty if x > 0 else x * request.repetition_penalty
+        found.append(x - request.frequency_penalty * times - request.presence_penalty * (times > 0))
+    return found
+
+
+def adjustments(prompts, outputs, requests) -> Adjustments:
+    counts = torch.stack([torch.tensor(o, dtype=torch.int64).bincount(minlength=V) for o in outputs]).int()
+    prompted, bias = torch.zeros(len(prompts), V, dtype=torch.bool), torch.zeros(len(prompts), V)
+    for i, (prompt, request) in enumerate(zip(prompts, requests)):
+        prompted[i, prompt] = True
+        for token, value in request.logit_bias:
+            bias[i, token] = value
+    names = "presence_penalty", "frequency_penalty", "repetition_penalty"
+    return Adjustments(
+        counts, prompted, bias, *(torch.tensor([getattr(r, name) for r in requests]) for name in names)
+    )
+
+
+REQUESTS = [
+    Sampling(presence_penalty=0.7), Sampling(frequency_penalty=-0.4), Sampling(repetition_penalty=1.3),
+    Sampling(repetition_penalty=0.5, logit_bias={0: 5, 3: -100}), Sampling(),
+    Sampling(presence_penalty=-1, frequency_penalty=1.5, repetition_penalty=2, logit_bias={7: 0.25}),
+]
+
+
+def test_every_node_is_the_end_of_its_path():
+    """Random trees in which tokens repeat, on a path and beside it."""
+    draw = torch.Generator().manual_seed(2)
+    B, T = len(REQUESTS), 10
+    for _ in range(20):
+        parent = torch.stack([torch.randint(0, max(i, 1), (B,), generator=draw) for i in range(T)], 1)
+        depth, ancestors = link(parent, T)
+        tokens = torch.randint(0, 5, (B, T), generator=draw)
+        tree = Tree(tokens, parent, depth, ancestors, None)
+        prompts, texts = (torch.randint(0, V, (B, 4), generator=draw).tolist() for _ in range(2))
+        outputs = [text + [int(root)] for text, root in zip(texts, tokens[:, 0])]
+        logits = torch.randn(B, T, V, generator=draw) * 3
+        found = adjust(logits, adjustments(prompts, outputs, REQUESTS), tree.tokens, tree.ancestors)
+        for b, request in enumerate(REQUESTS):
+            for t in range(T):
+                above = [a for a in range(1, T) if ancestors[b, t, a]]
+                text = outputs[b] + tokens[b, above].tolist()
+                expected = moved(logits[b, t].tolist(), prompts[b], text, request)
+                torch.testing.assert_close(found[b, t], torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_nothing_asked_for_changes_no_bit():
+    logits, tokens = torch.randn(1, 3, V), torch.tensor([[1, 2, 3]])
+    by = adjustments([[1]], [[1, 1]], [Sampling()])
+    assert torch.equal(adjust(logits, by, tokens, chain(tokens).ancestors), logits)
+    warm, off = torch.tensor([1.0]), torch.tensor([0.0])
+    assert torch.equal(floor(logits, warm, off), logits)
+    assert torch.equal(floor(logits, off, torch.tensor([0.9])), logits)  # greedy
+
+
+def test_a_node_is_the_same_as_a_text():
+    """To the bit: what plain decoding would draw from, for one tree or many nodes."""
+    draw = torch.Generator().manual_seed(3)
+    tokens, request = torch.tensor([[4, 2, 2, 4]]), REQUESTS[-1]
+    logits = torch.randn(1, 4, V, generator=draw)
+    whole = adjust(logits, adjustments([[1, 2]], [[4]], [request]), tokens, chain(tokens).ancestors)
+    for t in range(4):
+        by = adjustments([[1, 2]], [tokens[0, : t + 1].tolist()], [request])
+        alone = adjust(logits[:, t : t + 1], by, tokens[:, t : t + 1], torch.ones(1, 1, 1, dtype=torch.bool))
+        assert torch.equal(alone[0, 0], whole[0, t])
+
+
+@pytest.mark.parametrize("min_p, temperature", [(0.1, 1.0), (0.5, 0.3), (1.0, 1.0)])
+def test_min_p(min_p, temperature):
+    logits = torch.randn(1, 4, V, generator=torch.Generator().manual_seed(5)) * 2
+    kept = floor(logits, torch.tensor([temperature]), torch.tensor([min_p])) > float("-inf")
+    p = (logits / temperature).softmax(-1)
+    assert torch.equal(kept, p >= min_p * p.amax(-1, keepdim=True) * (1 - 1e-6))
+    assert kept.sum() < kept.numel() and kept.any(-1).all()
+
+
+def test_scores():
+    logits, tokens = torch.randn(2, 3, V), torch.randint(0, V, (2, 3))
+    logprob, top, ids = scores(logits, tokens, 5)
+    p = logits.double().log_softmax(-1)
+    of_tokens, best = p.gather(-1, tokens[..., None])[..., 0], p.sort(-1, descending=True).values[..., :5]
+    torch.testing.assert_close(logprob.double(), of_tokens, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(top.double(), best, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ids, p.argsort(-1, descending=True)[..., :5])
+    assert scores(logits, tokens, 99)[2].shape == (2, 3, V)
+
+
+BAD = [
+    {"min_p": -0.1}, {"min_p": math.nan}, {"presence_penalty": 2.1}, {"frequency_penalty": math.inf},
+    {"repetition_penalty": 0}, {"repetition_penalty": -1}, {"logit_bias": {-1: 1}}, {"logit_bias": {1: 101}},
+    {"logit_bias": {1: math.nan}}, {"logit_bias": 5}, {"logit_bias": {"x": 1}}, {"stop": ["a", ""]},
+    {"stop": [3]}, {"stop": ["a"] * (MOST_STOPS + 1)}, {"logprobs": 21}, {"logprobs": -1},
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: str(bad)[:40])
+def test_bad_settings_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sampling(**bad)
+
+
+def test_one_stop_and_a_mapping_are_taken():
+    request = Sampling(stop="###", logit_bias={5: 1, 2: -3.5})
+    assert request.stop == ("###",) and request.logit_bias == ((2, -3.5), (5, 1.0))
+    assert hash(request) == hash(Sampling(stop=["###"], logit_bias=[(2, -3.5), (5, 1)]))
+
+
+def test_modes():
+    assert Modes.of([Sampling(), Sampling(stop="x")]) == Modes()
+    assert Modes.of([Sampling(), Sampling(temperature=1)]) == Modes(noisy=True)
+    assert Modes.of([Sampling(min_p=0.1, top_k=3)]) == Modes()  # greedy
+    assert Modes.of([Sampling(temperature=1, min_p=0.1)]) == Modes(noisy=True, floored=True)
+    assert Modes.of([Sampling(logit_bias={1: 1})]) == Modes(adjusted=True)
+    assert Modes.of([Sampling(presence_penalty=1)], few=True) == Modes(adjusted=True, scored=True)
+    few = Modes.of([Sampling(logprobs=0), Sampling(temperature=1)], few=True)
+    assert few == Modes(True, True, True, True, True)
+    assert Modes.of([Sampling(temperature=1, top_k=2)], few=True) == Modes(True, True)
