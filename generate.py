@@ -71,6 +71,11 @@ def parser() -> Options:
     add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
     p.within("--num-samples", 1, 100_000)
+    p.within("--min-p", 0, 1)
+    p.within("--presence-penalty", -2, 2)
+    p.within("--frequency-penalty", -2, 2)
+    p.within("--repetition-penalty", 0.01, 100)
+    p.within("--logprobs", 0, 20)
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 

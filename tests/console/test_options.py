@@ -26,6 +26,13 @@ REFUSED = (
     ((*PROMPT, "--batch-size", "-3"), "--batch-size -3: must be at least 1"),
     ((*PROMPT, "--num-samples", "0"), "--num-samples 0: must be 1 to 100,000"),
     ((*PROMPT, "--num-samples", "100001"), "--num-samples 100001: must be 1 to 100,000"),
+    ((*PROMPT, "--min-p", "1.1"), "--min-p 1.1: must be 0 to 1"),
+    ((*PROMPT, "--min-p", "nan"), "--min-p nan: must be 0 to 1"),
+    ((*PROMPT, "--presence-penalty", "-2.5"), "--presence-penalty -2.5: must be -2 to 2"),
+    ((*PROMPT, "--frequency-penalty", "3"), "--frequency-penalty 3.0: must be -2 to 2"),
+    ((*PROMPT, "--repetition-penalty", "0"), "--repetition-penalty 0.0: must be 0.01 to 100"),
+    ((*PROMPT, "--json", "--logprobs", "21"), "--logprobs 21: must be 0 to 20"),
+    ((*PROMPT, "--logprobs", "2"), "--logprobs 2: log-probabilities are printed with --json"),
     ((*PROMPT, "--threads", "0"), "--threads 0: must be 1 to 1,024"),
     ((*PROMPT, "--threads", "1025"), "--threads 1025: must be 1 to 1,024"),
     ((*PROMPT, "--isa", "avx2", "--no-kernels"), "--isa avx2: is for the kernels; leave out --no-kernels"),
@@ -41,6 +48,8 @@ REFUSED = (
 ALLOWED = (
     PROMPT, EAGLE3, ("--interactive",), ("--prompt-ids", "1"), ("--prompt-file", "x"),
     (*PROMPT, "--batch-size", "1", "--num-samples", "100000", "--threads", "1024"),
+    (*PROMPT, "--min-p", "1", "--presence-penalty", "-2", "--frequency-penalty", "2", "--stop", "x"),
+    (*PROMPT, "--logprobs", "0", "--json", "--logit-bias", "5=-1.5", "--repetition-penalty", "1.1"),
     (*PROMPT, "--kv", "int8"), (*PROMPT, "--kv", "auto", "--no-kernels"),
     (*EAGLE3, "--draft", "folder", "--tree", "auto"), (*EAGLE3, "--tree-nodes", "8", "--tree-width", "3"),
     ("--interactive", "--system", "be brief", "--speculate", "eagle3"),
@@ -80,6 +89,7 @@ def test_every_rule_is_among_them(monkeypatch):
 
 @pytest.mark.parametrize("options, words", [
     ((*PROMPT, "--dtype", "int3"), "int3"), ((*PROMPT, "--speculate", "magic"), "magic"),
+    ((*PROMPT, "--logit-bias", "5"), "ID=X"), ((*PROMPT, "--logit-bias", "5=x"), "ID=X"),
     ((*PROMPT, "--accept", "all"), "all"), ((*PROMPT, "--top-k", "many"), "many"),
     (("--no-such",), "--no-such"),
 ], ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
