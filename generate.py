@@ -5,9 +5,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, bias, check_writable, note, run_command
@@ -66,6 +68,8 @@ def parser() -> Options:
         help="added to a token's logit (-100 to 100); may be repeated")
     add("--stop", action="append", default=[], metavar="TEXT",
         help="ends the output, of which it is no part; may be repeated")
+    add("--json-object", action="store_true", help="the output is a JSON object")
+    add("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
     add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
@@ -76,6 +80,8 @@ def parser() -> Options:
     p.within("--frequency-penalty", -2, 2)
     p.within("--repetition-penalty", 0.01, 100)
     p.within("--logprobs", 0, 20)
+    refuse(lambda o: o.json_object and o.json_schema,
+           lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
@@ -119,16 +125,22 @@ def load(o, prompts: list):
     """Load the target -> (Target, Drafting, Sampling). Nothing is compiled yet."""
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
+    from common.files import read_json
     from drafters.tree_spec import default_tree, read_tree, with_numbers
     from engine.api import Drafting, load_target
     from engine.runtime import Runtime, check_device
     from sampling.options import Sampling
+    from tokens.grammar import ANY_OBJECT
 
+    schema = json.dumps(read_json(Path(o.json_schema))) if o.json_schema else None
+    if o.json_object:
+        schema = ANY_OBJECT
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
     check_device(runtime.device_name)
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs,
+        schema,
     )
     tree = read_tree(o.tree)  # a mistake shows before a conversion
     checkpoint = converted_folder(o.checkpoint, note)

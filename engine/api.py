@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
 from sampling.rules import RULES
+from tokens.grammar import Grammars, Guide
 from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
 
@@ -141,8 +143,17 @@ class Target:
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, say=self.say,
             plan=plan if plan and (self._has_free_trees or not plan.shapes) else None,
+            guide=self.guide if self.tokenizer else None,
         )
         return TextDecoder(decoder, self.tokenizer)
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
+
+    def guide(self, schema: str) -> Guide:
+        """What keeps a text to a JSON schema. Raises InputError if the schema is none."""
+        return self._grammars.guide(schema)
 
     def default_tree(self, batch: int) -> TreeSpec:
         """The tree of a drafter that is not told which, for so many texts at a time."""

@@ -25,13 +25,14 @@ from engine.memory import bytes_per_step, free_memory
 from engine.prefill import prefill
 from engine.run import Output, Run
 from engine.state import State
-from engine.step import step
+from engine.step import commit, step, verify
 from engine.switching import Switch
 from engine.tuning import Plan
 from kernels.packed import threads_for
 from kernels.parts import visible_before
 from model import KVCache, Transformer
 from sampling.options import Modes, Sampling
+from tokens.grammar import Guide
 from tokens.ids import common_prefix
 from tree import Tree, TreeShape
 
@@ -41,10 +42,11 @@ UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one p
 
 
 class Kind(NamedTuple):
-    """A kind of step: the step of a drafter."""
+    """A kind of step: the step of a drafter, and its first half."""
 
     drafter: Drafter
     step: Callable
+    verify: Callable
 
 
 class Unread(NamedTuple):
@@ -71,13 +73,15 @@ class Decoder:
     graph. say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows
     per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. plan: draft its
     trees in turn (see `engine.switching`), with `drafter`, which is an `Eagle`. Raises ValueError, with the
-    numbers, if the caches do not fit in memory.
+    numbers, if the caches do not fit in memory. guide: makes a `tokens.grammar.Guide` of a JSON schema, for
+    requests that have one.
     """
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
         stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
         chunks: tuple[int, ...] | None = None, lag: int | None = None, plan: Plan | None = None,
+        guide: Callable[[str], Guide] | None = None,
     ):
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
@@ -89,7 +93,7 @@ class Decoder:
         self.compiled = compile and not target.on_kernels
         self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
         self.lag = int(on_cuda) if lag is None else lag
-        self.say = say or (lambda line: None)
+        self.say, self.guide = say or (lambda line: None), guide
         self._observer: Callable[[Tree, Tensor], None] | None = None
 
         shapes = [self.drafter.shape, *(plan.shapes if plan else ())]
@@ -108,7 +112,7 @@ class Decoder:
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
             batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plan else 0,
-            vocabulary=target.args.vocab_size,
+            vocabulary=target.args.vocab_size, nodes=max(shape.nodes for shape in shapes),
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
@@ -137,7 +141,7 @@ class Decoder:
         return CompiledFunction(function, what, self.say)
 
     def _kind(self, drafter: Drafter, what: str) -> Kind:
-        return Kind(drafter, self._function(step, what))
+        return Kind(drafter, self._function(step, what), self._function(verify, f"{what}, guided"))
 
     def trees_taken(self) -> dict[str, int]:
         """How many steps of this text took which tree: T/D/k, the nodes of a static tree, or "plain"."""
@@ -206,10 +210,11 @@ class Decoder:
 
         for request in sampling:
             self.check_request(request)
+        guides = [request.json_schema and self.guide(request.json_schema) for request in sampling]
 
         self._serial += 1
         cached = self._cached() if reuse else [[]] * self.batch
-        self._prompts, self._sampling = prompts, sampling
+        self._prompts, self._sampling, self._guides = prompts, sampling, guides
         self._start, goes_on = [], reuse
         for i, (prompt, request) in enumerate(zip(prompts, sampling)):
             same = common_prefix(prompt, cached[i])
@@ -217,6 +222,8 @@ class Decoder:
             self._start.append(max(0, min(same, len(prompt)) - 1))
             goes_on &= 2 * same > len(prompt)
             self.state.begin(i, prompt, request, self.max_seq_len)
+            if guides[i]:
+                self._mask(i, [0], [0])
         for i in range(len(prompts), self.batch):
             self.state.rest(i)
         self.drafter.begin(prompts)
@@ -242,7 +249,9 @@ class Decoder:
                 raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{size - 1}")
 
     def check_request(self, request: Sampling) -> None:
-        """Raise ValueError if a request names an id outside the vocabulary."""
+        """Raise ValueError if a request names an id outside the vocabulary, or cannot be guided here."""
+        if request.json_schema is not None and self.guide is None:
+            raise ValueError("a JSON schema needs a tokenizer, which this checkpoint does not have")
         size = self.target.args.vocab_size
         for token, _ in request.logit_bias:
             if token >= size:
@@ -282,7 +291,7 @@ class Decoder:
             if self._observer:
                 self._observer(tree, path)
             unread.append(self._out_to_host(kind))
-            yield from self._read(unread, self.lag)
+            yield from self._read(unread, 0 if self._modes.guided else self.lag)
         # Steps launched before the host knew that all had ended: nobody waits for them, nor counts them.
         self.taken.subtract(late.kind for late in unread)
 
@@ -340,8 +349,26 @@ class Decoder:
         state.keep_last_unread()
 
     def _launch_step(self, span: Tensor, kind: Kind):
-        call = partial(kind.step, self.target, self.caches, kind.drafter, self.state, span, *self._modes)
-        return self._run(("step", span.shape[0]), call)
+        arguments = self.target, self.caches, kind.drafter, self.state
+        if not self._modes.guided:
+            call = partial(kind.step, *arguments, span, *self._modes)
+            return self._run(("step", span.shape[0]), call)
+        # The host says what may follow each node. What comes after that is neither compiled nor captured.
+        call = partial(kind.verify, *arguments, span, *self._modes)
+        verified = self._run(("verify", span.shape[0]), call)
+        trees = zip(verified.tree.tokens.tolist(), verified.tree.parent.tolist())
+        for i, ((tokens, parent), guide) in enumerate(zip(trees, self._guides)):
+            if guide and not self._done[i]:
+                self._mask(i, tokens, parent)
+        with threads_for(self.target):
+            return commit(*arguments, verified, *self._modes)
+
+    def _mask(self, i: int, tokens: list[int], parent: list[int]) -> None:
+        """Say what may follow the nodes of a tree below the text of sequence i."""
+        allowed = self.state.allowed[i, : len(tokens)]
+        rows = torch.full(allowed.shape, -1, dtype=torch.int32)
+        self._guides[i].mask(tokens, parent, rows.numpy())
+        allowed.copy_(rows)
 
     def _launch_prefill(self, span: Tensor, rows: int) -> None:
         chunk = self.chunk_ids[rows]
@@ -397,6 +424,8 @@ class Decoder:
             emitted, self.drafted, self.scores = [], [], []
             for i, (*tokens, count, drafted, done) in enumerate(out):
                 emitted.append(tokens[:count])
+                if self._guides[i]:
+                    self._guides[i].take(tokens[:count])
                 self.drafted.append(drafted)
                 self._length[i] += count
                 self._done[i] = bool(done)

@@ -28,15 +28,16 @@ class State(nn.Module):
     counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
     out [B, W+3]       what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
+    allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
     """
 
     def __init__(
         self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device, room: int = 0,
-        vocabulary: int = 1,
+        vocabulary: int = 1, nodes: int = 1,
     ):
         """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
-        vocabulary: V.
+        vocabulary: V. nodes: T of the largest tree.
         """
         super().__init__()
         self.window = window
@@ -63,6 +64,7 @@ class State(nn.Module):
         buffer("presence", batch, dtype=torch.float32)
         buffer("frequency", batch, dtype=torch.float32)
         buffer("repetition", batch, dtype=torch.float32, fill=1)
+        buffer("allowed", batch, nodes, -(-vocabulary // 32), dtype=torch.int32, fill=-1)
         top = min(MOST_LOGPROBS, vocabulary)
         buffer("logprob", batch, window, dtype=torch.float32)
         buffer("top_logprobs", batch, window, top, dtype=torch.float32)
@@ -87,6 +89,7 @@ class State(nn.Module):
             self.counts[place] = 0
             self.prompted[place] = False
             self.prompted[place, self.tokens[place, : N + 1]] = True
+        self.allowed[place] = -1
         self.bias[place] = 0
         for token, bias in request.logit_bias:
             self.bias[place, token] = bias

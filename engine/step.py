@@ -1,6 +1,8 @@
 """The one step: draft, verify, accept, commit."""
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from engine.state import State
 from kernels.parts import accept, draw, gumbel, restrict, visible_slots
 from model import Transformer
 from sampling.acceptance import accept_by
-from sampling.adjust import adjust, floor
+from sampling.adjust import adjust, allow, floor
 from sampling.options import Modes
 from tree import Tree, pick
 
@@ -20,10 +22,12 @@ def shape_logits(
     logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
     """What is drawn from, of the target's logits [B, T, V]: moved by penalties and biases, -inf outside of
-    what a request restricts them to.
+    what a grammar allows and a request restricts them to.
 
     tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone.
     """
+    if modes.guided:
+        logits = allow(logits, state.allowed[:, : tokens.shape[1]])
     if modes.adjusted:
         above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
         logits = adjust(logits, state.adjustments, tokens, above)
@@ -38,6 +42,16 @@ def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
     return gumbel(state.key, positions, state.temperature, vocab_size)
 
 
+class Verified(NamedTuple):
+    """A tree that the target has read."""
+
+    tree: Tree
+    distribution: Tensor | None  # see `drafters.base.Proposal`
+    logits: Tensor  # [B, T, V], the target's at each node
+    features: Tensor | None  # [B, T, F]
+    noise: Tensor | None  # [B, W, V]
+
+
 def step(
     target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
 ) -> tuple[Tree, Tensor]:
@@ -47,6 +61,14 @@ def step(
     `sampling.options.Modes`. Plain decoding is this step with a tree of one node. What was emitted is in
     `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root first.
     """
+    verified = verify(target, caches, drafter, state, slots, *modes)
+    return commit(target, caches, drafter, state, verified, *modes)
+
+
+def verify(
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
+) -> Verified:
+    """The first half of `step`: a tree is drafted, and read by the target."""
     modes, window = Modes(*modes), drafter.shape.window
     noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
@@ -62,7 +84,19 @@ def step(
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
-    raw = target.logits(x)
+    return Verified(tree, distribution, target.logits(x), features, noise)
+
+
+def commit(
+    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, verified: Verified,
+    *modes: bool,
+) -> tuple[Tree, Tensor]:
+    """The second half of `step`: tokens are drawn, a path is accepted, kept and emitted.
+
+    Where a grammar guides, the host has filled `state.allowed` in between.
+    """
+    modes, window = Modes(*modes), drafter.shape.window
+    tree, distribution, raw, features, noise = verified
     logits = shape_logits(raw, state, modes, tree.tokens, tree.ancestors)
     chosen = draw(logits, noise, tree.depth)
 
@@ -74,8 +108,8 @@ def step(
     else:
         path, count = accept(tree, chosen, window)
         tokens = chosen.gather(1, path)
-    if T > 1:  # the root, the only node of plain decoding, is where it belongs already
-        goal = own[:, :1] + torch.arange(window, device=slots.device)
+    if tree.tokens.shape[1] > 1:  # the root, the only node of plain decoding, is where it belongs already
+        goal = state.length[:, None] + torch.arange(window, device=path.device)
         target.move(caches, state.length[:, None] + path, goal)
     moving = ~state.done
     if modes.scored:

@@ -53,6 +53,12 @@ def adjust(logits: Tensor, by: Adjustments, tokens: Tensor, ancestors: Tensor) -
     return moved.scatter(-1, ids, by.move(logits.gather(-1, ids), counts + on_path, prompted, bias))
 
 
+def allow(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Logits [B, T, V], -inf where the bit of a token in allowed [B, T, V/32] int32 is not set."""
+    bits = allowed[..., None] >> torch.arange(32, dtype=torch.int32, device=allowed.device) & 1
+    return torch.where(bits.flatten(2)[..., : logits.shape[-1]] != 0, logits, float("-inf"))
+
+
 def floor(logits: Tensor, temperature: Tensor, min_p: Tensor) -> Tensor:
     """Set logits [B, T, V] of tokens that are less than min_p [B] times as likely as the likeliest to -inf.
 

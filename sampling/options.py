@@ -25,6 +25,7 @@ class Sampling:
 
     stop: texts that end the output, of which they are no part. logprobs: give the log-probability of every
     token, and of so many of the likeliest, as the target has them before any of the above; None: none.
+    json_schema: what the output is to fit, as JSON; of the logits, all that breaks it is left out first.
     Raises ValueError on values that cannot be.
     """
 
@@ -40,6 +41,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()  # a mapping is taken too
     stop: tuple[str, ...] = ()  # one text is taken too
     logprobs: int | None = None
+    json_schema: str | None = None
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -100,6 +102,7 @@ class Modes(NamedTuple):
     floored: bool = False  # by min_p
     adjusted: bool = False  # moves logits: by penalties, or a bias
     scored: bool = False  # gives log-probabilities
+    guided: bool = False  # by a grammar, which the host looks after
 
     @classmethod
     def of(cls, samplings: Iterable[Sampling], few: bool = False) -> Modes:
@@ -112,7 +115,8 @@ class Modes(NamedTuple):
             noisy, any(s.restricts for s in samplings), noisy and any(s.min_p > 0 for s in samplings),
             any(s.penalises or s.logit_bias for s in samplings),
             any(s.logprobs is not None for s in samplings),
+            any(s.json_schema is not None for s in samplings),
         )
-        if few and any(modes[2:]):
-            return cls(noisy, noisy, noisy, True, True)
+        if few and any(modes[2:5]):
+            return cls(noisy, noisy, noisy, True, True, modes.guided)
         return modes

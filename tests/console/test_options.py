@@ -32,6 +32,7 @@ REFUSED = (
     ((*PROMPT, "--frequency-penalty", "3"), "--frequency-penalty 3.0: must be -2 to 2"),
     ((*PROMPT, "--repetition-penalty", "0"), "--repetition-penalty 0.0: must be 0.01 to 100"),
     ((*PROMPT, "--json", "--logprobs", "21"), "--logprobs 21: must be 0 to 20"),
+    ((*PROMPT, "--json-object", "--json-schema", "x"), "--json-schema x: leave out --json-object"),
     ((*PROMPT, "--logprobs", "2"), "--logprobs 2: log-probabilities are printed with --json"),
     ((*PROMPT, "--threads", "0"), "--threads 0: must be 1 to 1,024"),
     ((*PROMPT, "--threads", "1025"), "--threads 1025: must be 1 to 1,024"),

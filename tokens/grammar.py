@@ -1,0 +1,98 @@
+"""Outputs of a form: a JSON schema as a mask over the tokens, at every node of a tree.
+
+The masks are llguidance's. A `Guide` stands where its text ends; for a tree it walks down and back up again.
+"""
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from common.errors import InputError, first_line
+from tokens.tokenizer import Tokenizer
+
+ANY_OBJECT = '{"type": "object"}'
+LONGEST = 1 << 16  # characters of a schema
+# Small models that may write any amount of white space sometimes write nothing else.
+WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
+
+
+class Guide:
+    """Which tokens may follow a text, by a grammar. Made by `Grammars.guide`, for one text."""
+
+    def __init__(self, matcher):
+        """matcher: a `llguidance.LLMatcher`."""
+        self._matcher = matcher
+
+    def take(self, ids: Iterable[int]) -> None:
+        """The text goes on with these ids. Raises ValueError if the grammar forbids it."""
+        for token in ids:
+            if not self._matcher.consume_token(token):
+                raise ValueError(f"token {token} breaks the grammar ({first_line(self._error())})")
+
+    def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
+        """Fill into [T, words] int32 with a bit for each id that may follow each node of a tree.
+
+        tokens, parent: the nodes, each after its parent, the root, at which the text ends, first. Nodes that
+        the grammar forbids themselves keep what `into` holds: nobody gets there.
+        """
+        children: list[list[int]] = [[] for _ in tokens]
+        for node in range(1, len(tokens)):
+            children[parent[node]].append(node)
+        self._descend(0, tokens, children, into)
+
+    def _descend(self, node: int, tokens: list[int], children: list[list[int]], into: np.ndarray) -> None:
+        row = into[node]
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            raise ValueError(f"the grammar cannot go on ({first_line(self._error())})")
+        for child in children[node]:
+            token = tokens[child]
+            if row[token // 32] >> (token % 32) & 1 and self._matcher.consume_token(token):
+                self._descend(child, tokens, children, into)
+                self._matcher.rollback(1)
+
+    def _error(self) -> Exception:
+        return ValueError(self._matcher.get_error())
+
+
+class Grammars:
+    """Makes guides for the texts of one tokenizer.
+
+    vocabulary: ids that the model knows, of which those without bytes are never allowed. stop_ids: they end
+    an output, where the grammar lets it end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: Iterable[int]):
+        import llguidance  # which few requests need
+
+        control = {i: text.encode() for text, i in tokenizer.control.items() if i < vocabulary}
+
+        class Wrapped:
+            """What llguidance asks of a tokenizer."""
+
+            eos_token_id, bos_token_id = next(iter(stop_ids)), tokenizer.bos_id
+            tokens = tuple(control.get(i) or tokenizer.piece(i) for i in range(vocabulary))
+            special_token_ids = tuple(control)
+
+            def __call__(self, text: bytes | str) -> list[int]:
+                return tokenizer.encode(text if isinstance(text, str) else text.decode(), bos=False)
+
+        self._matcher = llguidance.LLMatcher
+        wrapped = llguidance.TokenizerWrapper(Wrapped())
+        self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=list(stop_ids))
+
+    def guide(self, schema: str) -> Guide:
+        """A guide for a text in JSON that fits a schema. Raises InputError if the schema is none."""
+        if len(schema) > LONGEST:
+            raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST:,}")
+        try:
+            grammar = self._matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
+            problem = self._matcher.validate_grammar(grammar, self._tokenizer)
+            matcher = self._matcher(self._tokenizer, grammar, log_level=0)
+        except ValueError as e:
+            raise InputError(f"the JSON schema cannot be used ({first_line(e)})") from None
+        if problem or matcher.is_error():
+            problem = first_line(ValueError(problem or matcher.get_error()))
+            raise InputError(f"the JSON schema cannot be used ({problem})")
+        return Guide(matcher)
