@@ -10,6 +10,7 @@ and a mask, so the same forward serves prefill (causal), plain decoding (one row
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -233,6 +234,30 @@ class KVCache(nn.Module):
         return nn.ModuleList(cls(batch, slots, args, dtype, device) for _ in range(layers))
 
     @staticmethod
+    def rows(caches: nn.ModuleList, first: int, count: int) -> nn.ModuleList:
+        """The caches of all layers, of the sequences first ... first + count - 1: views."""
+        return nn.ModuleList(
+            _with_buffers(cache, {name: x.narrow(0, first, count) for name, x in cache._buffers.items()})
+            for cache in caches
+        )
+
+    @classmethod
+    def take(cls, caches: nn.ModuleList, place: int, slots: int) -> list[Tensor]:
+        """Copies of what the caches of all layers hold of a sequence in so many slots."""
+        return [x[place, : cls.entries(cache, slots)].clone() for cache in caches for x in cache.buffers()]
+
+    @staticmethod
+    def put(caches: nn.ModuleList, place: int, taken: list[Tensor]) -> None:
+        """Write what was taken of one sequence where another is."""
+        for x, entries in zip((x for cache in caches for x in cache.buffers()), taken):
+            x[place, : len(entries)] = entries
+
+    @staticmethod
+    def entries(cache: nn.Module, slots: int) -> int:
+        """How many entries of a buffer's second dimension hold so many slots."""
+        return slots
+
+    @staticmethod
     def bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
         """What a cache takes."""
         return 2 * batch * slots * args.num_kv_heads * args.head_dim * dtype.itemsize
@@ -242,6 +267,13 @@ class KVCache(nn.Module):
         rows = torch.arange(slots.shape[0], device=slots.device)[:, None]
         self.k.index_put_((rows, slots), k)
         self.v.index_put_((rows, slots), v)
+
+
+def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
+    """The same module over other buffers."""
+    other = copy.copy(module)
+    other._buffers = buffers
+    return other
 
 
 def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:

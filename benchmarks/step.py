@@ -101,7 +101,7 @@ class HeldStep:
         state.done.fill_(False)
         state.n_new.fill_(min(n, d.drafter.shape.window))
         d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, Modes()
-        self.span = d._span(n + d.drafter.extra_slots)
+        self.span = d.span(n + d.drafter.extra_slots)
 
     def parts(self, n: int) -> dict[str, Callable[[], None]]:
         """What is timed at a context of n tokens."""

@@ -1,6 +1,7 @@
 """The face of a drafter, what it proposes, and the drafter that drafts nothing (plain decoding)."""
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -83,11 +84,13 @@ class Drafter(nn.Module):
     made_of = ""  # tells drafters without weights apart, in evaluate.py's record of who answered
     cached: tuple[ModelArgs, ...] = ()  # shapes of the models whose keys and values it caches
     reads = True  # its step reads what was committed before; if not, unread tokens add up
+    per_sequence: tuple[str, ...] = ()  # its buffers that have a row for each sequence, beside the caches
     may_pass = False  # it can have nothing to propose; `has_guess` then says whether it has
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
         self.shape = shape
+        self.caches: nn.ModuleList | None = None  # of its network, see `allocate`
 
     @property
     def network(self) -> nn.Module | None:
@@ -107,8 +110,30 @@ class Drafter(nn.Module):
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
         return self.shape.extra_slots
 
-    def begin(self, prompts: list[list[int]]) -> None:
-        """A new text is started for each of these prompts: forget the last ones. Not part of the step."""
+    def rows(self, first: int, count: int) -> Drafter:
+        """This drafter for the sequences first ... first + count - 1: the same weights, views of the rest."""
+        some = copy.copy(self)
+        some._buffers, some._modules = dict(self._buffers), dict(self._modules)
+        for name in self.per_sequence:
+            some._buffers[name] = self._buffers[name].narrow(0, first, count)
+        if self.caches is not None:
+            some.caches = type(self.caches[0]).rows(self.caches, first, count)
+        return some
+
+    def take(self, place: int, slots: int) -> list[Tensor]:
+        """Copies of all that it keeps of a sequence, in so many cache slots."""
+        own = [self._buffers[name][place].clone() for name in self.per_sequence]
+        return own if self.caches is None else own + type(self.caches[0]).take(self.caches, place, slots)
+
+    def put(self, place: int, taken: list[Tensor]) -> None:
+        """Write what was taken of one sequence where another is."""
+        for name, kept in zip(self.per_sequence, taken):
+            self._buffers[name][place] = kept
+        if self.caches is not None:
+            type(self.caches[0]).put(self.caches, place, taken[len(self.per_sequence) :])
+
+    def begin(self, place: int, prompt: list[int]) -> None:
+        """A new text is started in this place of the batch: forget the last one. Not part of the step."""
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
         """Whether there is anything to propose [] bool.

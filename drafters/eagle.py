@@ -32,7 +32,6 @@ class Eagle(NetworkDrafter):
         self.head = head
         self.aux_layers = head.args.aux_layers
         self.cached = (head.args,)
-        self.caches = None
         self.folder: Path | None = None  # that the head was loaded from
 
     def with_tree(self, shape: TreeShape) -> Eagle:

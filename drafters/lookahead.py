@@ -31,6 +31,8 @@ class Lookahead(Drafter):
     The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
     """
 
+    per_sequence = ("window_rows", "pool")
+
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
         sizes = f"lookahead: window {window}, level {level}, guess set {guesses}"
         if window < 1 or level < 3 or guesses < 1:
@@ -58,15 +60,14 @@ class Lookahead(Drafter):
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         rows, G = self.level - 1, self.guesses
         pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # latest last
-        constants(self, rows=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
+        constants(self, window_rows=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
         super().allocate(batch, slots, dtype, device)
 
-    def begin(self, prompts: list[list[int]]) -> None:
-        self.pool.fill_(EMPTY)
+    def begin(self, place: int, prompt: list[int]) -> None:
+        self.pool[place] = EMPTY
         generator = torch.Generator().manual_seed(10)
-        for i, prompt in enumerate(prompts):
-            drawn = torch.randint(len(prompt), self.rows.shape[1:], generator=generator)
-            self.rows[i] = torch.tensor(prompt)[drawn].to(self.rows.device)
+        drawn = torch.randint(len(prompt), self.window_rows.shape[1:], generator=generator)
+        self.window_rows[place] = torch.tensor(prompt)[drawn].to(self.window_rows.device)
 
     @property
     def extra_slots(self) -> int:
@@ -79,7 +80,7 @@ class Lookahead(Drafter):
         guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]
         # Where the pool has nothing, the guess is the root: as bad as any, and never a wrong text.
         tree = self.static.of(torch.cat((root, torch.where(guessed == EMPTY, root, guessed)), 1))
-        window = self.rows.flatten(1)[:, 1:]
+        window = self.window_rows.flatten(1)[:, 1:]
 
         def learn(chosen: Tensor) -> None:
             self.learn(root[:, 0], chosen, ~state.done)
@@ -93,9 +94,9 @@ class Lookahead(Drafter):
         The columns go into the pool one after the other, for two may begin alike; then the window moves up a
         row. where [B]: in which sequences; those that are held still learn nothing.
         """
-        firsts = torch.cat((root[:, None], self.rows[:, 0, 1:]), 1)
+        firsts = torch.cat((root[:, None], self.window_rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)
-        rest = torch.cat((self.rows[:, 1:], chosen[:, None]), 1).int()  # [B, N-1, W]
+        rest = torch.cat((self.window_rows[:, 1:], chosen[:, None]), 1).int()  # [B, N-1, W]
         place = torch.arange(self.guesses, device=chosen.device)
         for c in range(self.columns):
             known, new = self.pool[batch, firsts[:, c]], rest[:, :, c]  # [B, G, N-1], [B, N-1]
@@ -105,8 +106,8 @@ class Lookahead(Drafter):
             moved = known.gather(1, source[..., None].expand_as(known))
             learnt = torch.where((place == self.guesses - 1)[:, None], new[:, None], moved)
             self.pool[batch, firsts[:, c]] = torch.where(where[:, None, None], learnt, known)
-        rows = torch.cat((self.rows[:, 1:], chosen[:, None]), 1)
-        self.rows.copy_(torch.where(where[:, None, None], rows, self.rows))
+        rows = torch.cat((self.window_rows[:, 1:], chosen[:, None]), 1)
+        self.window_rows.copy_(torch.where(where[:, None, None], rows, self.window_rows))
 
 
 def build(request: Request) -> Lookahead:

@@ -28,10 +28,11 @@ from drafters.base import Drafter
 from drafters.eagle import Eagle
 from drafters.request import Request
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
+from engine.body import Score
 from engine.calibrating import PROMPTS, calibrate
 from engine.calibration import Calibration
 from engine.costs import measured_once
-from engine.decoder import Decoder, Score
+from engine.decoder import Decoder
 from engine.run import Run
 from engine.runtime import Runtime
 from engine.tuning import Plan, make_plan

@@ -1,9 +1,8 @@
-"""The decoder: it allocates the static state, takes prompts, and replays the step until every text ends.
+"""The decoder: it takes a batch of prompts, and replays the step until every text ends.
 
-Everything that a step touches is allocated once and keeps its address. A step never reads a value back to the
-host. The device decides where a text stops (stop ids, token limit) and cuts it exactly there; a finished
-sequence stays in the batch and stops moving. The host learns what was emitted from one small buffer, on CUDA
-one step late.
+A step never reads a value back to the host. The device decides where a text stops (stop ids, token limit) and
+cuts it exactly there; a finished sequence stays in the batch and stops moving. The host learns what was
+emitted from one small buffer, on CUDA one step late.
 """
 from __future__ import annotations
 
@@ -19,62 +18,34 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from engine.capture import CapturedCalls
-from engine.compiling import CompiledFunction
-from engine.memory import bytes_per_step, free_memory
-from engine.prefill import prefill
+from engine.body import SPAN, UNREAD, Body, Emission, Kind, arrived, mask
+from engine.memory import bytes_per_step
 from engine.run import Output, Run
-from engine.state import State
-from engine.step import commit, step, verify
 from engine.switching import Switch
 from engine.tuning import Plan
-from kernels.packed import threads_for
-from kernels.parts import visible_before
-from model import KVCache, Transformer
+from model import Transformer
 from sampling.options import Modes, Sampling
 from tokens.grammar import Guide
 from tokens.ids import common_prefix
 from tree import Tree, TreeShape
 
-SPAN = 64  # attention reads the live prefix rounded up to this many slots
 REHEARSAL = 5  # steps of each kind at warm-up
-UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one pass
-
-
-class Kind(NamedTuple):
-    """A kind of step: the step of a drafter, and its first half."""
-
-    drafter: Drafter
-    step: Callable
-    verify: Callable
 
 
 class Unread(NamedTuple):
-    """What a step emitted, on its way to the host."""
+    """A pass whose emission has not been read."""
 
     kind: Kind | None  # None: a pass over prompts
     shape: TreeShape | None  # what the switch chose
-    out: tuple[Tensor, ...]  # of the state, on the host: `out` and, if they are asked for, what tokens score
-    copied: torch.cuda.Event | None  # that it has arrived; None: it has
+    emission: Emission
 
 
-class Score(NamedTuple):
-    """What the target thinks of a token: its log-probability, and the likeliest tokens with theirs."""
-
-    logprob: float
-    top: list[tuple[int, float]]  # the likeliest first
-
-
-class Decoder:
+class Decoder(Body):
     """Decodes token-id prompts with one target and one drafter. Text is the business of `engine.api`.
 
-    batch: sequences decoded together. max_seq_len: most tokens of prompt and output. stop_ids: any of them
-    ends a text. compile: run prefill and step through torch.compile; on CUDA the step is also captured as one
-    graph. say: called with one line when something slow (compilation) starts and ends. chunks: prompt rows
-    per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. plan: draft its
-    trees in turn (see `engine.switching`), with `drafter`, which is an `Eagle`. Raises ValueError, with the
-    numbers, if the caches do not fit in memory. guide: makes a `tokens.grammar.Guide` of a JSON schema, for
-    requests that have one.
+    batch: sequences decoded together. lag: how many steps the host reads late; None is 1 on CUDA, 0
+    elsewhere. plan: draft its trees in turn (see `engine.switching`), with `drafter`, which is an `Eagle`.
+    The other arguments and errors are those of `Body`.
     """
 
     def __init__(
@@ -83,65 +54,14 @@ class Decoder:
         chunks: tuple[int, ...] | None = None, lag: int | None = None, plan: Plan | None = None,
         guide: Callable[[str], Guide] | None = None,
     ):
-        weight = target.embed.weight
-        self.device, dtype = weight.device, weight.dtype
-        on_cuda = self.device.type == "cuda"
-        self.target, self.drafter = target, drafter or Drafter()
-        self.batch, self.max_seq_len = batch, max_seq_len
-        # Without compiling everything runs eagerly and gives the same text. On our CPU kernels a step calls
-        # few operators: compiling it would save nothing.
-        self.compiled = compile and not target.on_kernels
-        self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
-        self.lag = int(on_cuda) if lag is None else lag
-        self.say, self.guide = say or (lambda line: None), guide
-        self._observer: Callable[[Tree, Tensor], None] | None = None
-
-        shapes = [self.drafter.shape, *(plan.shapes if plan else ())]
-        self.window = max(shape.window for shape in shapes)
-        # Each tree is drafted after a catch-up of as many rows as the widest window has.
-        self._extra = max(shape.extra_slots - shape.window for shape in shapes) + self.window
-        room = max(self.drafter.extra_slots, self._extra, self.chunks[-1]) + 1
-        self.slots = round_up(max_seq_len + room, SPAN)
-        self.cache_bytes = self._check_memory()
-        # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
-        # for another graph: a cache is longer than what is ever live.
-        allocated = self.slots + (SPAN if self.compiled else 0)
-        self.caches = target.caches(batch, allocated)
-        self.drafter.allocate(batch, allocated, dtype, self.device)
-        width = len(self.drafter.aux_layers) * target.args.hidden_size
-        tokens = self.slots + self.chunks[-1] + 1
-        self.state = State(
-            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plan else 0,
-            vocabulary=target.args.vocab_size, nodes=max(shape.nodes for shape in shapes),
+        plans = (plan,) if plan else ()
+        super().__init__(
+            target, drafter, batch, max_seq_len, stop_ids, compile, say, chunks, plans, guide
         )
-        self.slot_ids = torch.arange(self.slots, device=self.device)
-        self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
-        self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
-
-        self._prefill = self._function(prefill, "prefill")
+        self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.switch = Switch(plan) if plan else None
-        self._trees = {
-            shape: self._kind(self.drafter.with_tree(shape), f"step {shape.name}")
-            for shape in (plan.shapes if plan else ())
-        }
-        self._usual = self._kind(self.drafter, "step")
-        plain = Drafter()
-        plain.aux_layers, plain.reads = self.drafter.aux_layers if plan else (), False
-        self._plain = self._kind(plain, "step without a guess")
-        # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
-        # propose is asked before each step.
-        self._asks = not on_cuda and self.drafter.may_pass
-        self.captured = CapturedCalls(self.device, self._still) if compile and on_cuda else None
-        self._serial = 0  # of the text at hand
-
-    def _function(self, function: Callable, what: str) -> Callable:
-        """A function of a step, compiled if it is to be."""
-        if not self.compiled:
-            return function
-        return CompiledFunction(function, what, self.say)
-
-    def _kind(self, drafter: Drafter, what: str) -> Kind:
-        return Kind(drafter, self._function(step, what), self._function(verify, f"{what}, guided"))
+        self._observer: Callable[[Tree, Tensor], None] | None = None
+        self._serial, self._guides = 0, []  # of the text at hand
 
     def trees_taken(self) -> dict[str, int]:
         """How many steps of this text took which tree: T/D/k, the nodes of a static tree, or "plain"."""
@@ -173,20 +93,6 @@ class Decoder:
             yield
         finally:
             self._observer, self.lag = before
-
-    def _check_memory(self) -> int:
-        """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit."""
-        dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
-        drafting = (KVCache.bytes(*size, args, dtype) * args.num_layers for args in self.drafter.cached)
-        need = self.target.cache_bytes(*size) + sum(drafting) + self.drafter.memory(self.batch)
-        free = free_memory(self.device)
-        if free is not None and need > free:
-            raise ValueError(
-                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB,"
-                f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
-                " decoded together"
-            )
-        return need
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -222,40 +128,17 @@ class Decoder:
             self._start.append(max(0, min(same, len(prompt)) - 1))
             goes_on &= 2 * same > len(prompt)
             self.state.begin(i, prompt, request, self.max_seq_len)
+            self.drafter.begin(i, prompt)
             if guides[i]:
-                self._mask(i, [0], [0])
+                mask(self.state.allowed[i], guides[i], [0], [0])
         for i in range(len(prompts), self.batch):
             self.state.rest(i)
-        self.drafter.begin(prompts)
         self._modes = Modes.of(sampling, few=self.compiled)
         self._length = [len(p) - 1 for p in prompts]  # what the host knows of state.length
         self._shape, self._behind, self.taken = None, self.window, Counter()
         if self.switch:
             self.switch.begin([s.temperature for s in sampling], goes_on)
         self._done = [False] * len(prompts)
-
-    def check(self, prompt: list[int], name: str = "the prompt") -> None:
-        """Raise ValueError if a prompt is empty, too long, or has an id outside the vocabulary."""
-        if not prompt:
-            raise ValueError(f"{name} is empty: give at least one token")
-        if len(prompt) >= self.max_seq_len:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens and needs room for one more,"
-                f" the cache holds {self.max_seq_len}: shorten it or raise --max-seq-len"
-            )
-        size = self.target.args.vocab_size
-        for token in prompt:
-            if not 0 <= token < size:
-                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{size - 1}")
-
-    def check_request(self, request: Sampling) -> None:
-        """Raise ValueError if a request names an id outside the vocabulary, or cannot be guided here."""
-        if request.json_schema is not None and self.guide is None:
-            raise ValueError("a JSON schema needs a tokenizer, which this checkpoint does not have")
-        size = self.target.args.vocab_size
-        for token, _ in request.logit_bias:
-            if token >= size:
-                raise ValueError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
 
     def _cached(self) -> list[list[int]]:
         """The tokens of each sequence that all caches hold: committed, and read by the drafter too."""
@@ -299,7 +182,7 @@ class Decoder:
         start = list(self._start)
         while remaining := max(len(p) - s for p, s in zip(self._prompts, start)):
             size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
-            span = self._span(max(start) + size)
+            span = self.span(max(start) + size)
             self.chunk_start.copy_(torch.tensor(start + [0] * (self.batch - len(start))))
             with torch.no_grad():
                 self._launch_prefill(span, size)
@@ -311,7 +194,7 @@ class Decoder:
 
         Each of the `unread` steps may have committed up to W tokens that the host does not know of.
         """
-        span = self._span(max(self._length) + unread * self.window + self._extra)
+        span = self.span(max(self._length) + unread * self.window + self.extra)
         with torch.no_grad():
             kind = self._choose(span)
             self.taken[kind] += 1
@@ -324,131 +207,48 @@ class Decoder:
 
     def _choose(self, span: Tensor) -> Kind:
         """What kind of step comes next."""
-        if self._asks and not self.drafter.has_guess(self.state, span):
-            return self._plain
+        if self.asks and not self.drafter.has_guess(self.state, span):
+            return self.plain
         if self.switch is None or self._observer:
-            return self._usual
+            return self.usual
         self._shape = self.switch.next(max(self._length))
         if self._shape is None and not self.switch.trees:
-            return self._plain  # and never anything else: the head need not keep up
+            return self.plain  # and never anything else: the head need not keep up
         if self._behind >= UNREAD if self._shape is None else self._behind > self.window:
-            self._run((), partial(self._read_behind, span))
+            self.run((), partial(self.read_behind, self.whole, span))
             self._behind = 1
         if self._shape is None:
             self._behind += 1
-            return self._plain
+            return self.plain
         self._behind = self.window
-        return self._trees[self._shape]
-
-    def _read_behind(self, span: Tensor) -> None:
-        """Let the drafter read what plain steps have committed, in one pass."""
-        state = self.state
-        start = state.length - state.n_new
-        positions = start[:, None] + self.slot_ids[:UNREAD]
-        self.drafter.read(state, state.features, positions, visible_before(span, start, UNREAD))
-        state.keep_last_unread()
+        return self.trees[self._shape]
 
     def _launch_step(self, span: Tensor, kind: Kind):
-        arguments = self.target, self.caches, kind.drafter, self.state
-        if not self._modes.guided:
-            call = partial(kind.step, *arguments, span, *self._modes)
-            return self._run(("step", span.shape[0]), call)
-        # The host says what may follow each node. What comes after that is neither compiled nor captured.
-        call = partial(kind.verify, *arguments, span, *self._modes)
-        verified = self._run(("verify", span.shape[0]), call)
-        trees = zip(verified.tree.tokens.tolist(), verified.tree.parent.tolist())
-        for i, ((tokens, parent), guide) in enumerate(zip(trees, self._guides)):
-            if guide and not self._done[i]:
-                self._mask(i, tokens, parent)
-        with threads_for(self.target):
-            return commit(*arguments, verified, *self._modes)
+        guides = {i: g for i, g in enumerate(self._guides) if g and not self._done[i]}
+        return self.launch_step(self.whole, span, kind, self._modes, guides)
 
-    def _mask(self, i: int, tokens: list[int], parent: list[int]) -> None:
-        """Say what may follow the nodes of a tree below the text of sequence i."""
-        allowed = self.state.allowed[i, : len(tokens)]
-        rows = torch.full(allowed.shape, -1, dtype=torch.int32)
-        self._guides[i].mask(tokens, parent, rows.numpy())
-        allowed.copy_(rows)
-
-    def _launch_prefill(self, span: Tensor, rows: int) -> None:
-        chunk = self.chunk_ids[rows]
-        if self.compiled:
-            torch._dynamo.mark_static(chunk, 0)
-        arguments = self.target, self.caches, self.drafter, self.state, span, self.chunk_start, chunk
-        self._run(("prefill", rows, span.shape[0]), partial(self._prefill, *arguments, *self._modes))
-
-    def _run(self, key: tuple, call: Callable):
-        """A call, on CUDA as a captured graph, on our kernels with all threads for them."""
-        if self.captured:
-            return self.captured((*key, *self._modes), call)
-        with threads_for(self.target):
-            return call()
-
-    def _span(self, needed: int) -> Tensor:
-        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
-
-        Where attention reads the lengths itself, all slots: one graph serves every context.
-        """
-        if self.target.reads_length:
-            return self.slot_ids
-        size = round_up(needed, SPAN)
-        if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
-            size = max(256, 1 << (size - 1).bit_length())
-        span = self.slot_ids[: min(size, self.slots)]
-        if self.compiled:
-            torch._dynamo.mark_dynamic(span, 0)
-        return span
+    def _launch_prefill(self, span: Tensor, size: int) -> None:
+        self.launch_prefill(self.whole, span, size, self._modes)
 
     def _out_to_host(self, kind: Kind | None = None) -> Unread:
         """Start copying what a step of this kind, or a pass over prompts, emitted; `_read` waits for it."""
-        state = self.state
-        parts = (state.out,)
-        if self._modes.scored:
-            parts += state.logprob, state.top_logprobs, state.top_ids
-        if self.device.type != "cuda":
-            return Unread(kind, self._shape, tuple(x.clone() for x in parts), None)
-        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
-        for x, there in zip(parts, host):
-            there.copy_(x, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(torch.cuda.current_stream(self.device))
-        return Unread(kind, self._shape, host, copied)
+        return Unread(kind, self._shape, self.out_to_host(self.state, self._modes.scored))
 
     def _read(self, unread: deque[Unread], keep: int) -> Iterator[list[list[int]]]:
         """Read finished steps, oldest first, until only `keep` are unread."""
         while len(unread) > keep:
             step = unread.popleft()
-            if step.copied is not None:
-                step.copied.synchronize()
-            out, *scores = (x[: len(self._prompts)].tolist() for x in step.out)
-            emitted, self.drafted, self.scores = [], [], []
-            for i, (*tokens, count, drafted, done) in enumerate(out):
-                emitted.append(tokens[:count])
+            emitted = list(arrived(step.emission, self._sampling))
+            self.drafted, self.scores = [e.drafted for e in emitted], [e.scores for e in emitted]
+            for i, (ids, _, done, _) in enumerate(emitted):
+                self._length[i] += len(ids)
+                self._done[i] = done
                 if self._guides[i]:
-                    self._guides[i].take(tokens[:count])
-                self.drafted.append(drafted)
-                self._length[i] += count
-                self._done[i] = bool(done)
-                wanted = self._sampling[i].logprobs
-                self.scores.append([] if wanted is None else [
-                    Score(logprob, list(zip(ids, likeliest))[:wanted])
-                    for logprob, likeliest, ids in zip(*(x[i][:count] for x in scores))
-                ])
+                    self._guides[i].take(ids)
             if self.switch:
-                lengths = [len(tokens) for tokens in emitted if tokens]
+                lengths = [len(e.ids) for e in emitted if e.ids]
                 self.switch.record(step.shape, max(self._length), lengths)
-            yield emitted
-
-    @contextlib.contextmanager
-    def _still(self) -> Iterator[None]:
-        """Hold every sequence still: passes in this context decode nothing."""
-        state = self.state
-        done, reading = state.done.clone(), state.reading.clone()
-        state.done.fill_(True)
-        state.reading.fill_(False)
-        yield
-        state.done.copy_(done)
-        state.reading.copy_(reading)
+            yield [e.ids for e in emitted]
 
     # -- from start to end --------------------------------------------------------------------
 
@@ -460,16 +260,16 @@ class Decoder:
         stop_ids = self.state.stop_ids.clone()
         self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
         try:
-            for prompt in ([0], [0] * 16) if self._asks else ([0],):  # the second: there is a guess
+            for prompt in ([0], [0] * 16) if self.asks else ([0],):  # the second: there is a guess
                 self.generate([prompt], replace(sampling, max_new_tokens=2))
             self._rehearse(sampling)
             if self.captured and every_length:
-                with self._still(), torch.no_grad():
-                    for size in sorted({self._span(n).shape[0] for n in range(1, self.slots + 1, SPAN)}):
-                        self._launch_step(self._span(size), self._usual)
+                with self.still(), torch.no_grad():
+                    for size in sorted({self.span(n).shape[0] for n in range(1, self.slots + 1, SPAN)}):
+                        self._launch_step(self.span(size), self.usual)
                         for rows in self.chunks:
                             if rows <= size:
-                                self._launch_prefill(self._span(size), rows)
+                                self._launch_prefill(self.span(size), rows)
         finally:
             self.state.stop_ids.copy_(stop_ids)
 
@@ -497,8 +297,3 @@ class Decoder:
                 pass
             outputs += run.outputs()
         return outputs
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least n."""
-    return -(-n // multiple) * multiple

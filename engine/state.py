@@ -1,6 +1,8 @@
 """Where the sequences stand: the static buffers of a step."""
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -71,6 +73,21 @@ class State(nn.Module):
         buffer("top_ids", batch, window, top)
         stop_ids = torch.tensor(list(stop_ids), dtype=torch.int64, device=device)
         self.register_buffer("stop_ids", stop_ids, persistent=False)
+
+    def rows(self, first: int, count: int) -> State:
+        """The same buffers of the sequences first ... first + count - 1."""
+        some = copy.copy(self)
+        some._buffers = {
+            name: buffer if name == "stop_ids" else buffer.narrow(0, first, count)
+            for name, buffer in self._buffers.items()
+        }
+        return some
+
+    def exchange(self, one: int, other: int) -> None:
+        """Two sequences change places."""
+        for name, buffer in self._buffers.items():
+            if name != "stop_ids":
+                buffer[[one, other]] = buffer[[other, one]]
 
     def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
         """A new text in a place of the batch: it starts with the prompt, and has at most so many tokens."""

@@ -41,6 +41,12 @@ class ByteCache(nn.Module):
         return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
 
     of_layers = classmethod(KVCache.of_layers.__func__)
+    rows, take, put = KVCache.rows, classmethod(KVCache.take.__func__), KVCache.put
+
+    @staticmethod
+    def entries(cache: ByteCache, slots: int) -> int:
+        """How many blocks hold so many slots."""
+        return -(-slots // cpu.byte_blocks(cache.head_dim)[0])
 
     @classmethod
     def bytes(cls, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:

@@ -29,6 +29,22 @@ class LayerCache(nn.Module):
         """Its values, likewise."""
         return self.kv[self.layer, 1].transpose(1, 2)
 
+    @staticmethod
+    def rows(caches: nn.ModuleList, first: int, count: int) -> nn.ModuleList:
+        """As `KVCache.rows`; the layers share one tensor here too."""
+        kv = caches[0].kv.narrow(2, first, count)
+        return nn.ModuleList(LayerCache(kv, i) for i in range(len(caches)))
+
+    @staticmethod
+    def take(caches: nn.ModuleList, place: int, slots: int) -> list[Tensor]:
+        """As `KVCache.take`."""
+        return [caches[0].kv[:, :, place, :, :slots].clone()]
+
+    @staticmethod
+    def put(caches: nn.ModuleList, place: int, taken: list[Tensor]) -> None:
+        """As `KVCache.put`."""
+        caches[0].kv[:, :, place, :, : taken[0].shape[3]] = taken[0]
+
     write = KVCache.write
     bytes = KVCache.bytes
 
@@ -43,14 +59,16 @@ class LayerCache(nn.Module):
 
 
 @triton.jit
-def move_kernel(kv, source, target, S, W, HEAD: tl.constexpr, HEADS: tl.constexpr, WINDOW: tl.constexpr,
-                WIDTH: tl.constexpr, EARLY: tl.constexpr):
-    """One head of one sequence, keys or values of one layer: kv [L * 2 * B * HEADS, S, HEAD]."""
+def move_kernel(kv, source, target, S, W, plane_size, HEAD: tl.constexpr, HEADS: tl.constexpr,
+                WINDOW: tl.constexpr, WIDTH: tl.constexpr, EARLY: tl.constexpr):
+    """One head of one sequence, keys or values of one layer: kv [L * 2, B * HEADS, S, HEAD], where a plane
+    has plane_size numbers.
+    """
     begin(EARLY)
     pair, plane = tl.program_id(0), tl.program_id(1)
     w, d = tl.arange(0, WINDOW), tl.arange(0, WIDTH)
-    b, batch = pair // HEADS, tl.num_programs(0)
-    here = kv + (plane.to(tl.int64) * batch + pair) * S * HEAD
+    b = pair // HEADS
+    here = kv + plane * plane_size + pair.to(tl.int64) * S * HEAD
     mask = (w < W)[:, None] & (d < HEAD)[None]
     from_ = tl.load(source + b * W + w, mask=w < W, other=0)[:, None]
     to = tl.load(target + b * W + w, mask=w < W, other=0)[:, None]
@@ -67,7 +85,7 @@ def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
     L, _, B, nkv, S, hd = kv.shape
     W = source.shape[1]
     move_kernel[(B * nkv, 2 * L)](
-        kv, source.contiguous(), target.contiguous(), S, W, HEAD=hd, HEADS=nkv,
+        kv, source.contiguous(), target.contiguous(), S, W, kv.stride(1), HEAD=hd, HEADS=nkv,
         WINDOW=triton.next_power_of_2(W), WIDTH=triton.next_power_of_2(hd), num_warps=4,
         **options(kv.device),
     )

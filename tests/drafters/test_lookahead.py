@@ -58,9 +58,10 @@ def test_window_and_pool_are_those_of_lists(window, level, guesses):
     """Two sequences over a vocabulary of 4, so that columns begin alike and repeat."""
     drafter, rng = Lookahead(4, window, level, guesses), random.Random(0)
     drafter.allocate(2, 64, torch.float32, "cpu")
-    drafter.begin([[0, 1, 2, 3], [1, 2]])
-    assert set(drafter.rows[1].flatten().tolist()) <= {1, 2}
-    lists = [Lists(drafter.rows[i].tolist(), window, level, guesses) for i in range(2)]
+    for i, prompt in enumerate(([0, 1, 2, 3], [1, 2])):
+        drafter.begin(i, prompt)
+    assert set(drafter.window_rows[1].flatten().tolist()) <= {1, 2}
+    lists = [Lists(drafter.window_rows[i].tolist(), window, level, guesses) for i in range(2)]
     for _ in range(60):
         roots, new = [rng.randrange(4) for _ in range(2)], [
             [rng.randrange(4) for _ in range(window)] for _ in range(2)
@@ -69,7 +70,7 @@ def test_window_and_pool_are_those_of_lists(window, level, guesses):
             lists[i].learn(roots[i], new[i])
         drafter.learn(torch.tensor(roots), torch.tensor(new), torch.ones(2, dtype=torch.bool))
         for i in range(2):
-            assert drafter.rows[i].tolist() == lists[i].rows
+            assert drafter.window_rows[i].tolist() == lists[i].rows
             for token in range(4):
                 held = [tuple(gram) for gram in drafter.pool[i, token].tolist() if EMPTY not in gram]
                 assert held == lists[i].pool.get(token, [])
@@ -93,7 +94,7 @@ def test_an_extra_row_reads_what_its_column_says(models):
     def listen(root, chosen, where):
         n = int(decoder.state.length[0])
         heard.append(
-            (decoder.state.tokens[0, : n + 1].tolist(), drafter.rows[0].tolist(), chosen[0].tolist())
+            (decoder.state.tokens[0, : n + 1].tolist(), drafter.window_rows[0].tolist(), chosen[0].tolist())
         )
         learn(root, chosen, where)
 

@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.base import Drafter
+from engine.body import SPAN
 from engine.capture import CapturedCalls
 from engine.compiling import compile_graph
-from engine.decoder import SPAN, Decoder
+from engine.decoder import Decoder
 from engine.run import Run
 from engine.step import step
 from sampling.options import Modes, Sampling
@@ -61,8 +62,8 @@ def test_a_step_waits_for_nothing(name, modes):
     drafter = make_drafter(name, target, head, head, lambda heads: None).to("meta")
     decoder = Decoder(target.to("meta"), drafter, batch=2, max_seq_len=300, compile=False)
     decoder._length, decoder._modes = [3, 3], modes
-    for run in (lambda: decoder._run_step(0), lambda: decoder._launch_prefill(decoder._span(64), 64)):
-        decoder._shape, decoder._asks, decoder.taken = None, False, {decoder._usual: 0}
+    for run in (lambda: decoder._run_step(0), lambda: decoder._launch_prefill(decoder.span(64), 64)):
+        decoder._shape, decoder.asks, decoder.taken = None, False, {decoder.usual: 0}
         with torch.no_grad(), Watched("meta") as watched:
             run()
         assert not watched.seen
@@ -95,9 +96,9 @@ def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
             for name, buffer in (*decoder.state.named_buffers(), *drafter.named_buffers())
             if "caches" not in name and name != "out"  # drafted rows of caches are overwritten
         }
-        with decoder._still(), torch.no_grad():
-            for kind in (decoder._usual, decoder._plain):
-                decoder._launch_step(decoder._span(120), kind)
+        with decoder.still(), torch.no_grad():
+            for kind in (decoder.usual, decoder.plain):
+                decoder._launch_step(decoder.span(120), kind)
         now = dict([*decoder.state.named_buffers(), *drafter.named_buffers()])
         changed = [name for name, before in kept.items() if not torch.equal(before, now[name])]
         assert kept and not changed

@@ -9,9 +9,10 @@ import torch
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine import costs as costing
+from engine.body import UNREAD
 from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration, Far
 from engine.costs import Costs, between, measured_once
-from engine.decoder import REHEARSAL, UNREAD, Decoder
+from engine.decoder import REHEARSAL, Decoder
 from engine.switching import CHECK, FIRST_REST, FRESH, LOOK, LOOK_PLAIN, PROBE, Switch
 from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels

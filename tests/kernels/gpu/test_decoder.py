@@ -57,7 +57,7 @@ def test_same_seed_same_text(on_kernels, texts, name):
     drafter = make_drafter(name, *on_kernels, put_on_kernels)
     decoder = Decoder(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
     assert isinstance(decoder.caches[0], LayerCache)
-    assert decoder._span(1) is decoder.slot_ids
+    assert decoder.span(1) is decoder.slot_ids
     given, written, restricted = texts
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":

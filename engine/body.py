@@ -1,0 +1,331 @@
+"""What decoding needs whatever the order of requests: all that is allocated, and the passes over it.
+
+Everything that a step touches is allocated once and keeps its address. A pass works on all sequences of the
+batch or on some that lie side by side: on views of the same buffers.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from drafters.base import Drafter
+from engine.capture import CapturedCalls
+from engine.compiling import CompiledFunction
+from engine.memory import free_memory
+from engine.prefill import prefill
+from engine.state import State
+from engine.step import commit, step, verify
+from engine.tuning import Plan
+from kernels.packed import threads_for
+from kernels.parts import visible_before
+from model import KVCache, Transformer
+from sampling.options import Modes, Sampling
+from tokens.grammar import Guide
+
+SPAN = 64  # attention reads the live prefix rounded up to this many slots
+UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one pass
+
+
+class Kind(NamedTuple):
+    """A kind of step: the step of a drafter, and its first half."""
+
+    drafter: Drafter
+    step: Callable
+    verify: Callable
+
+
+class Emission(NamedTuple):
+    """What a pass emitted, on its way to the host: of the state `out` and, if asked for, the scores."""
+
+    parts: tuple[Tensor, ...]
+    copied: torch.cuda.Event | None  # that it has arrived; None: it has
+
+
+class Score(NamedTuple):
+    """What the target thinks of a token: its log-probability, and the likeliest tokens with theirs."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest first
+
+
+class Emitted(NamedTuple):
+    """What a sequence emitted in a pass. The first `drafted` of the tokens were drafted."""
+
+    ids: list[int]
+    drafted: int
+    done: bool
+    scores: list[Score]
+
+
+class Rows:
+    """The sequences first ... first + count - 1 of a body's batch, as its passes take them."""
+
+    def __init__(self, body: Body, first: int, count: int):
+        self.first, self.count = first, count
+        self.chunk_start = body.chunk_start[first : first + count]
+        self._body, self._whole = body, count == body.batch
+        if self._whole:
+            self.state, self.caches, self._drafter = body.state, body.caches, body.drafter
+        else:
+            self.state = body.state.rows(first, count)
+            self.caches = type(body.caches[0]).rows(body.caches, first, count)
+            self._drafter = body.drafter.rows(first, count)
+        self.prefill = body.function(prefill, "prefill")
+        self._kinds: dict[Kind, Kind] = {}
+
+    @property
+    def drafter(self) -> Drafter:
+        """The body's drafter for these sequences."""
+        return self._drafter
+
+    def kind(self, kind: Kind) -> Kind:
+        """A kind of step of the body, for these sequences."""
+        if self._whole:
+            return kind
+        if kind not in self._kinds:
+            body, drafter = self._body, kind.drafter
+            if drafter is body.drafter:
+                drafter = self._drafter
+            elif drafter is not body.plain.drafter:
+                drafter = self._drafter.with_tree(drafter.shape)
+            self._kinds[kind] = body.kind(drafter, f"step of {self.count}")
+        return self._kinds[kind]
+
+
+class Body:
+    """A target, a drafter, and all that decoding `batch` sequences with them touches.
+
+    max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text. compile: run prefill and
+    step through torch.compile; on CUDA the step is also captured as one graph. say: called with one line when
+    something slow (compilation) starts and ends. chunks: prompt rows per prefill pass. plans: the trees of
+    all of them can be drafted, with `drafter`, which is an `Eagle`. guide: makes a `tokens.grammar.Guide` of
+    a JSON schema, for requests that have one. Raises ValueError, with the numbers, if the caches do not fit
+    in memory.
+    """
+
+    def __init__(
+        self, target: Transformer, drafter: Drafter | None, batch: int, max_seq_len: int,
+        stop_ids: Iterable[int], compile: bool, say: Callable[[str], None] | None,
+        chunks: tuple[int, ...] | None, plans: tuple[Plan, ...], guide: Callable[[str], Guide] | None,
+    ):
+        weight = target.embed.weight
+        self.device, dtype = weight.device, weight.dtype
+        on_cuda = self.device.type == "cuda"
+        self.target, self.drafter = target, drafter or Drafter()
+        self.batch, self.max_seq_len = batch, max_seq_len
+        # Without compiling everything runs eagerly and gives the same text. On our CPU kernels a step calls
+        # few operators: compiling it would save nothing.
+        self.compiled = compile and not target.on_kernels
+        self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
+        self.say, self.guide = say or (lambda line: None), guide
+
+        planned = tuple(dict.fromkeys(shape for plan in plans for shape in plan.shapes))
+        shapes = [self.drafter.shape, *planned]
+        self.window = max(shape.window for shape in shapes)
+        # Each tree is drafted after a catch-up of as many rows as the widest window has.
+        self.extra = max(shape.extra_slots - shape.window for shape in shapes) + self.window
+        room = max(self.drafter.extra_slots, self.extra, self.chunks[-1]) + 1
+        self.slots = round_up(max_seq_len + room, SPAN)
+        self.cache_bytes = self._check_memory()
+        # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
+        # for another graph: a cache is longer than what is ever live.
+        allocated = self.slots + (SPAN if self.compiled else 0)
+        self.caches = target.caches(batch, allocated)
+        self.drafter.allocate(batch, allocated, dtype, self.device)
+        width = len(self.drafter.aux_layers) * target.args.hidden_size
+        tokens = self.slots + self.chunks[-1] + 1
+        self.state = State(
+            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plans else 0,
+            vocabulary=target.args.vocab_size, nodes=max(shape.nodes for shape in shapes),
+        )
+        self.slot_ids = torch.arange(self.slots, device=self.device)
+        self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
+        self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
+
+        self.trees = {
+            shape: self.kind(self.drafter.with_tree(shape), f"step {shape.name}") for shape in planned
+        }
+        self.usual = self.kind(self.drafter, "step")
+        plain = Drafter()
+        plain.aux_layers, plain.reads = self.drafter.aux_layers if plans else (), False
+        self.plain = self.kind(plain, "step without a guess")
+        # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
+        # propose is asked before each step.
+        self.asks = not on_cuda and self.drafter.may_pass
+        self.captured = CapturedCalls(self.device, self.still) if compile and on_cuda else None
+        self._rows: dict[tuple[int, int], Rows] = {}
+
+    def function(self, function: Callable, what: str) -> Callable:
+        """A function of a step, compiled if it is to be."""
+        if not self.compiled:
+            return function
+        return CompiledFunction(function, what, self.say)
+
+    def kind(self, drafter: Drafter, what: str) -> Kind:
+        """The step of a drafter."""
+        return Kind(drafter, self.function(step, what), self.function(verify, f"{what}, guided"))
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Some sequences of the batch; the same object each time."""
+        if (first, count) not in self._rows:
+            self._rows[first, count] = Rows(self, first, count)
+        return self._rows[first, count]
+
+    @property
+    def whole(self) -> Rows:
+        """All sequences."""
+        return self.rows(0, self.batch)
+
+    def _check_memory(self) -> int:
+        """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit."""
+        dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
+        drafting = (KVCache.bytes(*size, args, dtype) * args.num_layers for args in self.drafter.cached)
+        need = self.target.cache_bytes(*size) + sum(drafting) + self.drafter.memory(self.batch)
+        free = free_memory(self.device)
+        if free is not None and need > free:
+            raise ValueError(
+                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB,"
+                f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
+                " decoded together"
+            )
+        return need
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def check(self, prompt: list[int], name: str = "the prompt") -> None:
+        """Raise ValueError if a prompt is empty, too long, or has an id outside the vocabulary."""
+        if not prompt:
+            raise ValueError(f"{name} is empty: give at least one token")
+        if len(prompt) >= self.max_seq_len:
+            raise ValueError(
+                f"{name} has {len(prompt)} tokens and needs room for one more,"
+                f" the cache holds {self.max_seq_len}: shorten it or raise --max-seq-len"
+            )
+        size = self.target.args.vocab_size
+        for token in prompt:
+            if not 0 <= token < size:
+                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{size - 1}")
+
+    def check_request(self, request: Sampling) -> None:
+        """Raise ValueError if a request names an id outside the vocabulary, or cannot be guided here."""
+        if request.json_schema is not None and self.guide is None:
+            raise ValueError("a JSON schema needs a tokenizer, which this checkpoint does not have")
+        size = self.target.args.vocab_size
+        for token, _ in request.logit_bias:
+            if token >= size:
+                raise ValueError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def launch_step(
+        self, rows: Rows, span: Tensor, kind: Kind, modes: Modes, guides: dict[int, Guide] | None = None
+    ):
+        """One step of some sequences; returns (tree, path). guides: those of rows, by their number."""
+        kind = rows.kind(kind)
+        arguments, key = (self.target, rows.caches, kind.drafter, rows.state), self._key(rows, span, modes)
+        if not modes.guided:
+            return self.run(("step", *key), partial(kind.step, *arguments, span, *modes))
+        # The host says what may follow each node. What comes after that is neither compiled nor captured.
+        verified = self.run(("verify", *key), partial(kind.verify, *arguments, span, *modes))
+        tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
+        for i, guide in (guides or {}).items():
+            mask(rows.state.allowed[i], guide, tokens[i], parent[i])
+        with threads_for(self.target):
+            return commit(*arguments, verified, *modes)
+
+    def launch_prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes) -> None:
+        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on."""
+        chunk = self.chunk_ids[size]
+        if self.compiled:
+            torch._dynamo.mark_static(chunk, 0)
+        arguments = self.target, rows.caches, rows.drafter, rows.state, span, rows.chunk_start, chunk
+        call = partial(rows.prefill, *arguments, *modes)
+        self.run(("prefill", size, *self._key(rows, span, modes)), call)
+
+    def _key(self, rows: Rows, span: Tensor, modes: Modes) -> tuple:
+        return span.shape[0], rows.first, rows.count, *modes
+
+    def read_behind(self, rows: Rows, span: Tensor) -> None:
+        """Let the drafter read what plain steps have committed, in one pass."""
+        state = rows.state
+        start = state.length - state.n_new
+        positions = start[:, None] + self.slot_ids[:UNREAD]
+        rows.drafter.read(state, state.features, positions, visible_before(span, start, UNREAD))
+        state.keep_last_unread()
+
+    def run(self, key: tuple, call: Callable):
+        """A call, on CUDA as a captured graph, on our kernels with all threads for them."""
+        if self.captured:
+            return self.captured(key, call)
+        with threads_for(self.target):
+            return call()
+
+    def span(self, needed: int) -> Tensor:
+        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
+
+        Where attention reads the lengths itself, all slots: one graph serves every context.
+        """
+        if self.target.reads_length:
+            return self.slot_ids
+        size = round_up(needed, SPAN)
+        if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few
+            size = max(256, 1 << (size - 1).bit_length())
+        span = self.slot_ids[: min(size, self.slots)]
+        if self.compiled:
+            torch._dynamo.mark_dynamic(span, 0)
+        return span
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Hold every sequence still: passes in this context decode nothing."""
+        state = self.state
+        done, reading = state.done.clone(), state.reading.clone()
+        state.done.fill_(True)
+        state.reading.fill_(False)
+        yield
+        state.done.copy_(done)
+        state.reading.copy_(reading)
+
+    # -- what comes out -----------------------------------------------------------------------
+
+    def out_to_host(self, state: State, scored: bool) -> Emission:
+        """Start copying what a pass emitted; `arrived` waits for it. scored: the scores of tokens too."""
+        parts = (state.out,)
+        if scored:
+            parts += state.logprob, state.top_logprobs, state.top_ids
+        if self.device.type != "cuda":
+            return Emission(tuple(x.clone() for x in parts), None)
+        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
+        for x, there in zip(parts, host):
+            there.copy_(x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.device))
+        return Emission(host, copied)
+
+
+def arrived(emission: Emission, requests: list[Sampling]) -> Iterator[Emitted]:
+    """What each of the first sequences emitted, which have these requests; it waits until that is known."""
+    if emission.copied is not None:
+        emission.copied.synchronize()
+    out, *scores = (x[: len(requests)].tolist() for x in emission.parts)
+    for i, ((*tokens, count, drafted, done), request) in enumerate(zip(out, requests)):
+        of_tokens = zip(*(x[i][:count] for x in scores)) if request.logprobs is not None else ()
+        scored = [Score(own, list(zip(ids, top))[: request.logprobs]) for own, top, ids in of_tokens]
+        yield Emitted(tokens[:count], drafted, bool(done), scored)
+
+
+def mask(allowed: Tensor, guide: Guide, tokens: list[int], parent: list[int]) -> None:
+    """Say in allowed [T', V/32] what may follow the nodes of a tree below a guide's text."""
+    rows = torch.full((len(tokens), allowed.shape[1]), -1, dtype=torch.int32)
+    guide.mask(tokens, parent, rows.numpy())
+    allowed[: len(tokens)] = rows.to(allowed.device)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple
