@@ -238,14 +238,14 @@ class Body:
         with threads_for(self.target):
             return commit(*arguments, verified, *modes)
 
-    def launch_prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes) -> None:
-        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on."""
+    def launch_prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes) -> Tensor:
+        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on; see `prefill`."""
         chunk = self.chunk_ids[size]
         if self.compiled:
             torch._dynamo.mark_static(chunk, 0)
         arguments = self.target, rows.caches, rows.drafter, rows.state, span, rows.chunk_start, chunk
         call = partial(rows.prefill, *arguments, *modes)
-        self.run(("prefill", size, *self._key(rows, span, modes)), call)
+        return self.run(("prefill", size, *self._key(rows, span, modes)), call)
 
     def _key(self, rows: Rows, span: Tensor, modes: Modes) -> tuple:
         return span.shape[0], rows.first, rows.count, *modes

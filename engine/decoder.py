@@ -243,8 +243,10 @@ class Decoder(Body):
             for i, (ids, _, done, _) in enumerate(emitted):
                 self._length[i] += len(ids)
                 self._done[i] = done
-                if self._guides[i]:
-                    self._guides[i].take(ids)
+                if guide := self._guides[i]:
+                    guide.take(ids)
+                    if guide.error:
+                        raise ValueError(guide.error)
             if self.switch:
                 lengths = [len(e.ids) for e in emitted if e.ids]
                 self.switch.record(step.shape, max(self._length), lengths)

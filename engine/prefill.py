@@ -16,12 +16,13 @@ from tree import pick
 def prefill(
     target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
     chunk: Tensor, *modes: bool,
-) -> None:
+) -> Tensor:
     """Read one chunk of every prompt: positions start [B] + chunk [C].
 
     A prompt that ends in it gets its first token. modes: those of `sampling.options.Modes`.
     Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a
-    prompt's end compute nothing anyone sees: their slots are overwritten before they become visible.
+    prompt's end compute nothing anyone sees: their slots are overwritten before they become visible. Returns
+    the last states [B, C, H].
     """
     modes, positions = Modes(*modes), start[:, None] + chunk
     visible = visible_before(slots, start, chunk.shape[0])
@@ -43,3 +44,4 @@ def prefill(
     if modes.adjusted:
         state.count(chosen, count)
     state.hand_over(features, row, count, ends)
+    return x

@@ -40,6 +40,25 @@ class Timed(NamedTuple):
     ratio: float
 
 
+class Ease:
+    """How many times as many drafted tokens are accepted of a text as of an average one: `of` several.
+
+    usual: how many are accepted of an average text, a step.
+    """
+
+    def __init__(self, usual: float):
+        self.accepted = self.expected = PRIOR * usual
+
+    def record(self, accepted: float, usual: float) -> None:
+        """So many were accepted in a step, as against so many of an average text."""
+        self.accepted = MEMORY * self.accepted + accepted
+        self.expected = MEMORY * self.expected + usual
+
+    @staticmethod
+    def of(texts: list[Ease]) -> float:
+        return sum(text.accepted for text in texts) / sum(text.expected for text in texts)
+
+
 class Switch:
     """Chooses for one batch of texts at a time. None stands for plain decoding.
 
@@ -66,14 +85,32 @@ class Switch:
             return
         self._noisy = noisy
         self.trees = self.plan.trees[self._noisy]
-        usual = self.plan.tau(self.trees[0], self.temperature, SHORT) - 1 if self.trees else 1.0
-        self._accepted = self._expected = PRIOR * usual
+        self._texts = [self.new_text()]
         self._current: TreeShape | None = self.trees[0] if self.trees else None
+
+    def new_text(self) -> Ease:
+        """What is known of a text at its beginning."""
+        return Ease(self.plan.tau(self.trees[0], self.temperature, SHORT) - 1 if self.trees else 1.0)
+
+    def turn_to(self, temperatures: list[float], texts: list[Ease]) -> None:
+        """Other texts, at these temperatures, of which more is known; whoever knows records it."""
+        noisy = any(t > 0 for t in temperatures)
+        self.temperature = sum(temperatures) / len(temperatures)
+        self._held, self._texts = 0, texts
+        if noisy != self._noisy:
+            self._noisy, self.trees = noisy, self.plan.trees[noisy]
+            self._ahead.clear()
+        if self._current not in self.trees:
+            self._current = self.trees[0] if self.trees else None
 
     @property
     def ease(self) -> float:
-        """How many times as many drafted tokens were accepted of late as of an average text."""
-        return self._accepted / self._expected
+        """How many times as many drafted tokens were accepted of late as of average texts."""
+        return Ease.of(self._texts)
+
+    def usual(self, shape: TreeShape, context: int) -> float:
+        """How many tokens of this tree are accepted of an average text, a step."""
+        return self.plan.tau(shape, self.temperature, _span(context)) - 1
 
     def _known(self, shape: TreeShape | None, context: int) -> list[float]:
         """Seconds of the latest steps of a kind over those expected of them, lately and at a like context."""
@@ -151,6 +188,4 @@ class Switch:
         if shape is None or not emitted:
             return
         accepted = sum(n - 1 for n in emitted) / len(emitted)
-        usual = self.plan.tau(shape, self.temperature, _span(context)) - 1
-        self._accepted = MEMORY * self._accepted + accepted
-        self._expected = MEMORY * self._expected + usual
+        self._texts[0].record(accepted, self.usual(shape, context))

@@ -24,11 +24,17 @@ class Guide:
         """matcher: a `llguidance.LLMatcher`."""
         self._matcher = matcher
 
+    @property
+    def error(self) -> str | None:
+        """Why the text cannot be kept to the grammar any more, such as that this takes too long; one line."""
+        if not self._matcher.is_error():
+            return None
+        return f"the JSON schema cannot be followed ({first_line(ValueError(self._matcher.get_error()))})"
+
     def take(self, ids: Iterable[int]) -> None:
-        """The text goes on with these ids. Raises ValueError if the grammar forbids it."""
+        """The text goes on with these ids."""
         for token in ids:
-            if not self._matcher.consume_token(token):
-                raise ValueError(f"token {token} breaks the grammar ({first_line(self._error())})")
+            self._matcher.consume_token(token)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
         """Fill into [T, words] int32 with a bit for each id that may follow each node of a tree.
@@ -44,16 +50,11 @@ class Guide:
     def _descend(self, node: int, tokens: list[int], children: list[list[int]], into: np.ndarray) -> None:
         row = into[node]
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._matcher.is_error():
-            raise ValueError(f"the grammar cannot go on ({first_line(self._error())})")
         for child in children[node]:
             token = tokens[child]
             if row[token // 32] >> (token % 32) & 1 and self._matcher.consume_token(token):
                 self._descend(child, tokens, children, into)
                 self._matcher.rollback(1)
-
-    def _error(self) -> Exception:
-        return ValueError(self._matcher.get_error())
 
 
 class Grammars:

@@ -1,0 +1,374 @@
+"""Requests come and go: continuous batching over the static places of a body.
+
+A request is admitted between two steps into a free place, its prompt is read in chunks by passes of its own,
+and the others go on decoding between them. Whoever ends leaves at once. Those that decode always have the
+first places, those whose prompts are being read the next ones: so a step works on as many sequences as there
+are, and its tree shrinks as they become more, by what was measured.
+
+A free place keeps its text. A request that begins like one, or like one that is being decoded, reads only the
+rest.
+"""
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from drafters.base import Drafter
+from engine.body import UNREAD, Body, Emission, Emitted, Kind, Rows, Score, arrived, mask
+from engine.switching import Ease, Switch
+from engine.tuning import Plan
+from kernels.packed import threads_for
+from model import Transformer
+from sampling.adjust import scores
+from sampling.options import MOST_LOGPROBS, Modes, Sampling
+from tokens.grammar import Guide
+from tokens.ids import common_prefix
+from tree import AnyTree, PathTree, TreeShape
+
+WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
+
+
+@dataclass(eq=False)
+class Text:
+    """A request in its place."""
+
+    prompt: list[int]
+    sampling: Sampling
+    guide: Guide | None
+    place: int
+    cached: int  # tokens of the prompt that were in the caches already
+    read: int  # that are there now
+    watched: bool  # whether its trees are wanted
+    prompt_scores: list[Score] | None  # of the prompt's tokens that have been read, but for the first
+    ids: list[int] = field(default_factory=list)
+    done: bool = False
+    behind: int = 1  # tokens that the drafter has not read, at most
+    ease: Ease | None = None
+    steps: Counter = field(default_factory=Counter)  # by shape of the tree
+
+    @property
+    def length(self) -> int:
+        """Tokens before the root, as far as the host knows."""
+        return len(self.prompt) + len(self.ids) - 1
+
+
+class Draft(NamedTuple):
+    """The tree of a step, and the path through it that was accepted."""
+
+    tokens: list[int]
+    parent: list[int]
+    path: list[int]
+
+
+class Event(NamedTuple):
+    """What a text emitted in a pass. nodes: of the tree that was drafted for it, the root not counted.
+
+    error: why it cannot go on; what it emitted does not count then.
+    """
+
+    text: Text
+    emitted: Emitted
+    nodes: int
+    draft: Draft | None
+    error: str | None
+
+
+class _Pending(NamedTuple):
+    """A pass whose emission has not been read."""
+
+    texts: list[Text]
+    shape: TreeShape | PathTree | AnyTree | None  # None: of a prompt
+    emission: Emission
+    drafts: list[Draft] | None
+    switch: Switch | None
+
+
+class Seats(Body):
+    """Decodes up to `places` requests, whenever they come.
+
+    lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. plans: for so many sequences, the
+    trees to draft in turn, with `drafter`, which is an `Eagle`; without plans the drafter's own. The other
+    arguments and errors are those of `Body`.
+    """
+
+    def __init__(
+        self, target: Transformer, drafter: Drafter | None = None, *, places: int = 4,
+        max_seq_len: int = 2048, stop_ids: Iterable[int] = (), compile: bool = True,
+        say: Callable[[str], None] | None = None, chunks: tuple[int, ...] | None = None,
+        lag: int | None = None, plans: dict[int, Plan] | None = None,
+        guide: Callable[[str], Guide] | None = None,
+    ):
+        plans = plans or {}
+        super().__init__(
+            target, drafter, places, max_seq_len, stop_ids, compile, say, chunks, tuple(plans.values()), guide
+        )
+        on_cuda = self.device.type == "cuda"
+        self.lag = int(on_cuda) if lag is None else lag
+        self.switches = {count: Switch(plan) for count, plan in sorted(plans.items())}
+        # On a GPU every number of sequences would be compiled: few are.
+        self._counts = [c for c in (1, 2, 4, 8, 16, 32, 64) if c < places] if on_cuda else range(1, places)
+        self._counts = [*self._counts, places]
+        self._drafts = any(plan.shapes for plan in plans.values())
+        self._texts: list[Text | None] = [None] * places
+        self._kept: list[list[int]] = [[] for _ in range(places)]  # what the caches of a free place hold
+        self._used = [0] * places  # when a place was left
+        self._decoding = self._reading = 0  # how many
+        self._serial = 0
+        self._pending: deque[_Pending] = deque()
+        self._modes: Modes | None = None  # of those that decode; None: they have changed
+
+    @property
+    def free(self) -> int:
+        """How many requests could be admitted now."""
+        return self.batch - self._decoding - self._reading
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to decode."""
+        return self._decoding + self._reading > 0
+
+    @property
+    def texts(self) -> list[Text]:
+        """The requests that are here."""
+        return [text for text in self._texts if text]
+
+    # -- coming and going ---------------------------------------------------------------------
+
+    def admit(
+        self, prompt: list[int], sampling: Sampling, guide: Guide | None = None, watch: bool = False,
+        score_prompt: bool = False,
+    ) -> Text:
+        """Give a request a free place.
+
+        guide: of its JSON schema, if that has been made already. watch: give its trees too. score_prompt:
+        collect what the target thinks of the prompt's tokens, which are all read for it. Raises ValueError,
+        with the numbers, if the request cannot be decoded; RuntimeError if no place is free.
+        """
+        if not self.free:
+            raise RuntimeError(f"all {self.batch} places are taken")
+        self.check(prompt)
+        self.check_request(sampling)
+        if sampling.json_schema is not None and guide is None:
+            guide = self.guide(sampling.json_schema)
+        place, same = self._place_for(prompt)
+        start = 0 if score_prompt else max(0, min(same, len(prompt)) - 1)  # one back, see `Decoder.start`
+        text = Text(prompt, sampling, guide, place, start, start, watch, [] if score_prompt else None)
+        self._texts[place], self._kept[place] = text, []
+        self._reading += 1
+        self._serial += 1
+        self._used[place] = self._serial
+        self.state.begin(place, prompt, sampling, self.max_seq_len)
+        self.state.done[place] = True  # held still until its prompt is read
+        self.drafter.begin(place, prompt)
+        if guide:
+            mask(self.state.allowed[place], guide, [0], [0])
+        return text
+
+    def _place_for(self, prompt: list[int]) -> tuple[int, int]:
+        """The first free place, now with the longest beginning of the prompt that there is, and its length.
+
+        A text that would be lost for a short beginning is copied from instead.
+        """
+        first = self._decoding + self._reading
+        free = range(first, self.batch)
+        same = {place: common_prefix(prompt, self._kept[place]) for place in free}
+        same |= {text.place: common_prefix(prompt, self._held(text)) for text in self.texts}
+        source = max(same, key=same.__getitem__)
+        if source in free and 2 * same[source] >= len(self._kept[source]):
+            target = source
+        else:
+            target = min(free, key=self._used.__getitem__)
+            if same[source] < same[target] + WORTH_COPYING:
+                source = target
+        taken = None if source == target else self._take(source, same[source])
+        self._exchange(target, first)
+        if taken:
+            self._put(first, taken)
+        return first, same[source]
+
+    def _held(self, text: Text) -> list[int]:
+        """The tokens of a text that all caches hold."""
+        if text.place >= self._decoding:
+            return text.prompt[: text.read]
+        return (text.prompt + text.ids)[: max(0, text.length - text.behind)]
+
+    def leave(self, text: Text) -> None:
+        """Free the place of a text, whether it has ended or not. What the caches hold of it is kept."""
+        place = text.place
+        if self._texts[place] is not text:
+            return
+        text.done = True
+        self.state.done[place], self.state.reading[place] = True, False
+        if place < self._decoding:
+            text.behind = int(self.state.n_new[place])  # exactly
+        self._kept[place], self._texts[place] = self._held(text), None
+        self._serial += 1
+        self._used[place] = self._serial
+        last_read = self._decoding + self._reading - 1
+        if place < self._decoding:
+            self._modes = None
+            self._decoding -= 1
+            self._exchange(place, self._decoding)
+            place = self._decoding
+        else:
+            self._reading -= 1
+        self._exchange(place, last_read)
+
+    def _exchange(self, one: int, other: int) -> None:
+        """All that is in two places changes places."""
+        if one == other:
+            return
+        if slots := max(self._live(one), self._live(other)):
+            a, b = self._take(one, slots), self._take(other, slots)
+            self._put(one, b)
+            self._put(other, a)
+        self.state.exchange(one, other)
+        for of_place in (self._texts, self._kept, self._used):
+            of_place[one], of_place[other] = of_place[other], of_place[one]
+        for place in (one, other):
+            if text := self._texts[place]:
+                text.place = place
+
+    def _live(self, place: int) -> int:
+        """Slots of a place that mean something, at most."""
+        if text := self._texts[place]:
+            return min(text.length + (self.lag + 1) * self.window, self.slots)
+        return len(self._kept[place])
+
+    def _take(self, place: int, slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return type(self.caches[0]).take(self.caches, place, slots), self.drafter.take(place, slots)
+
+    def _put(self, place: int, taken: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+        type(self.caches[0]).put(self.caches, place, taken[0])
+        self.drafter.put(place, taken[1])
+
+    # -- passes -------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def advance(self) -> list[Event]:
+        """One chunk of one prompt, if there is one to read, and one step of all that decode.
+
+        Returns what has been emitted; who has ended has left.
+        """
+        events: list[Event] = []
+        reading = self._texts[self._decoding : self._decoding + self._reading]
+        if reading:
+            text = min(reading, key=lambda text: self._used[text.place])
+            if self._read_chunk(text):
+                events += self._read(0)
+        if self._decoding:
+            self._step()
+            guided = self._modes is not None and self._modes.guided
+            events += self._read(0 if guided else self.lag)
+        else:
+            events += self._read(0)
+        return events
+
+    def _read_chunk(self, text: Text) -> bool:
+        """Read one chunk of a prompt; returns whether it was the last one, after which it decodes."""
+        remaining = len(text.prompt) - text.read
+        size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
+        rows, modes = self.rows(text.place, 1), Modes.of([text.sampling], few=self.compiled)
+        last = remaining <= size
+        rows.chunk_start.fill_(text.read)
+        if last:
+            rows.state.done.fill_(False)
+        x = self.launch_prefill(rows, self.span(text.read + size), size, modes)
+        if text.prompt_scores is not None:
+            self._score_prompt(text, x)
+        text.read += min(size, remaining)
+        if last:
+            emission = self.out_to_host(rows.state, modes.scored)
+            self._pending.append(_Pending([text], None, emission, None, None))
+            self._exchange(text.place, self._decoding)
+            self._decoding, self._reading, self._modes = self._decoding + 1, self._reading - 1, None
+        return last
+
+    def _score_prompt(self, text: Text, x: torch.Tensor) -> None:
+        """What the target thinks of the tokens after those of a chunk, whose last states are x [1, C, H]."""
+        after = text.prompt[text.read + 1 : text.read + 1 + x.shape[1]]
+        if not after:
+            return
+        with threads_for(self.target):
+            logits = self.target.logits(x[:, : len(after)])
+        own, top, ids = scores(logits, torch.tensor([after], device=x.device), MOST_LOGPROBS)
+        found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
+        wanted = text.sampling.logprobs or 0
+        text.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
+
+    def _step(self) -> None:
+        """Launch one step of all that decode."""
+        texts = self._texts[: self._decoding]
+        rows = self.rows(0, next(c for c in self._counts if c >= len(texts)))
+        context = max(text.length for text in texts)
+        span = self.span(context + len(self._pending) * self.window + self.extra)
+        switch = self.switches[rows.count] if self.switches else None
+        if self._modes is None:
+            self._modes = Modes.of([text.sampling for text in texts], few=self.compiled)
+            if switch:
+                for text in texts:
+                    text.ease = text.ease or switch.new_text()
+                switch.turn_to([t.sampling.temperature for t in texts], [t.ease for t in texts])
+        kind, shape = self._choose(rows, span, texts, switch, context)
+        began = time.perf_counter()
+        guides = {i: text.guide for i, text in enumerate(texts) if text.guide}
+        tree, path = self.launch_step(rows, span, kind, self._modes, guides)
+        if switch and self.device.type == "cpu":  # elsewhere a step is only launched by now
+            switch.time(shape, context, time.perf_counter() - began)
+        drafts = None
+        if any(text.watched for text in texts):
+            drafts = [Draft(*x) for x in zip(tree.tokens.tolist(), tree.parent.tolist(), path.tolist())]
+        emission = self.out_to_host(rows.state, self._modes.scored)
+        self._pending.append(_Pending(texts, kind.drafter.shape, emission, drafts, switch))
+
+    def _choose(
+        self, rows: Rows, span: torch.Tensor, texts: list[Text], switch: Switch | None, context: int
+    ) -> tuple[Kind, TreeShape | None]:
+        """What kind of step comes next, and what the switch said."""
+        shape, kind = None, self.usual
+        if self.asks and not rows.drafter.has_guess(rows.state, span):
+            kind = self.plain
+        elif switch:
+            shape = switch.next(context)
+            kind = self.plain if shape is None else self.trees[shape]
+            if not self._drafts:  # and never will: the head need not keep up
+                return kind, shape
+            behind = max(text.behind for text in texts)
+            if behind >= UNREAD if shape is None else behind > self.window:
+                self.run(("behind", rows.first, rows.count, len(span)), partial(self.read_behind, rows, span))
+                for text in texts:
+                    text.behind = 1
+        for text in texts:
+            text.behind = text.behind + 1 if kind is self.plain else self.window
+        return kind, shape
+
+    def _read(self, keep: int) -> list[Event]:
+        """What passes have emitted, oldest first, until only `keep` are unread."""
+        events = []
+        while len(self._pending) > keep:
+            texts, shape, emission, drafts, switch = self._pending.popleft()
+            for i, emitted in enumerate(arrived(emission, [text.sampling for text in texts])):
+                text = texts[i]
+                if text.done:  # it has left
+                    continue
+                nodes = 0
+                if shape is not None:
+                    nodes = shape.nodes - 1
+                    text.steps[shape] += 1
+                    if switch and nodes:
+                        text.ease.record(len(emitted.ids) - 1, switch.usual(shape, text.length))
+                text.ids += emitted.ids
+                if text.guide:
+                    text.guide.take(emitted.ids)
+                draft = drafts[i] if drafts and text.watched else None
+                error = text.guide.error if text.guide else None
+                events.append(Event(text, emitted, nodes, draft, error))
+                if emitted.done or error:
+                    self.leave(text)
+        return events

@@ -1,0 +1,196 @@
+"""Requests that come and go: each text is what it is alone, whatever else is running."""
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.decoding import plain, prompts
+from helpers.drafters import NAMES, make_drafter
+
+from drafters.base import Drafter
+from drafters.eagle import Eagle
+from engine.run import Run
+from engine.seats import Seats
+from sampling.options import Sampling
+from tree import TreeShape
+
+SHAPE = TreeShape(12, 3, 3)
+
+
+def requests(count: int, seed: int) -> list[tuple[list[int], Sampling]]:
+    """Prompts of 1 to 150 tokens, of which many begin alike, with samplings of every sort."""
+    draw = random.Random(seed)
+    beginnings, made = prompts(4, seed=seed, shortest=60, longest=120), []
+    for i in range(count):
+        prompt = prompts(1, seed=1000 * seed + i, longest=40)[0]
+        if draw.random() < 0.6:
+            prompt = draw.choice(beginnings)[: draw.randrange(1, 120)] + prompt
+        more = draw.choice([
+            {}, {}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30},
+            {"temperature": 0.9, "min_p": 0.05, "presence_penalty": 0.5},
+            {"repetition_penalty": 1.2, "logit_bias": {101: 2}}, {"logprobs": 2},
+        ])
+        made.append((prompt, Sampling(draw.randrange(1, 40), seed=i, **more)))
+    return made
+
+
+def alone(models, made) -> list[list[int]]:
+    decoder = plain(models)
+    return [decoder.generate([prompt], [sampling])[0].ids for prompt, sampling in made]
+
+
+def decode(seats: Seats, made, draw: random.Random, leaving: float = 0.0) -> list[list[int] | None]:
+    """All texts, which come when it happens; None for one that was left before its end."""
+    waiting, found, texts = list(enumerate(made)), [None] * len(made), {}
+    while waiting or seats.busy:
+        while waiting and seats.free and draw.random() < 0.5:
+            i, (prompt, sampling) = waiting.pop(0)
+            text = seats.admit(prompt, sampling)
+            texts[text] = i
+        for event in seats.advance():
+            if event.emitted.done:
+                found[texts.pop(event.text)] = event.text.ids
+        for text in [*texts]:
+            if draw.random() < leaving:
+                seats.leave(text)
+                del texts[text]
+        assert len(texts) == len(seats.texts) == seats.batch - seats.free
+        assert all(seats._texts[text.place] is text for text in seats.texts)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "residual"])
+def test_every_text_is_what_it_is_alone(models, models1, name):
+    drafter = make_drafter(name, models[0], models[1], models1[1], lambda heads: None)
+    seats = Seats(models[0], drafter, places=3, max_seq_len=300, compile=False)
+    made = requests(14, seed=1)
+    assert decode(seats, made, random.Random(2)) == alone(models, made)
+
+
+@pytest.mark.parametrize("lag", (0, 1, 2))
+@pytest.mark.parametrize("places", (1, 2, 5))
+def test_whatever_else_is_running(models, places, lag):
+    """Also where the host learns late what was emitted, and texts are left in the middle."""
+    target, head = models
+    made = requests(30, seed=3)
+    expected = alone(models, made)
+    seats = Seats(target, Eagle(head, SHAPE), places=places, max_seq_len=300, compile=False, lag=lag)
+    for turn, leaving in enumerate((0.0, 0.03)):
+        found = decode(seats, made, random.Random(turn), leaving)
+        assert [a for a in found if a is not None] == [
+            b for a, b in zip(found, expected) if a is not None
+        ]
+        assert (None in found) == bool(leaving)
+    assert seats.free == places and not seats.busy
+
+
+def test_a_text_is_read_once(models):
+    """The next turn of a chat, and another text that begins alike while the first is being written."""
+    target, head = models
+    seats = Seats(target, Eagle(head, SHAPE), places=3, max_seq_len=300, compile=False)
+    prompt = prompts(1, seed=5, shortest=100, longest=100)[0]
+    first = seats.admit(prompt, Sampling(20))
+    assert first.cached == 0
+    while not first.ids:
+        seats.advance()
+    beside = seats.admit([*prompt[:90], 3, 4], Sampling(5, seed=2))  # copied from the first
+    assert beside.cached == 89 and first.place != beside.place
+    while seats.busy:
+        seats.advance()
+    other = seats.admit([9, 8, 7], Sampling(5))  # takes the place that is of least use
+    assert other.cached == 0
+    turn = seats.admit(prompt + first.ids + [5, 6], Sampling(10))
+    assert turn.cached >= 119 - SHAPE.window - 1
+    while seats.busy:
+        seats.advance()
+    decoder = plain(models)
+    for text in (first, beside, other, turn):
+        assert text.ids == decoder.generate([text.prompt], [text.sampling])[0].ids
+
+
+def test_a_long_text_is_not_lost_for_a_short_beginning(models):
+    target, head = models
+    seats = Seats(target, Eagle(head, SHAPE), places=3, max_seq_len=300, compile=False)
+    long = prompts(1, seed=6, shortest=200, longest=200)[0]
+
+    def decode(prompt):
+        text = seats.admit(prompt, Sampling(3))
+        while seats.busy:
+            seats.advance()
+        return text.cached
+
+    assert decode(long) == 0
+    assert decode([*long[:50], 1, 2]) == 49  # copied into a free place
+    assert decode([*long, 7]) >= 202 - SHAPE.window - 1
+    assert decode([*long[:50], 1, 2, 3]) >= 50
+
+
+def test_others_decode_while_a_prompt_is_read(models):
+    seats = Seats(models[0], Eagle(models[1], SHAPE), places=2, max_seq_len=300, compile=False, chunks=(16,))
+    first = seats.admit([1, 2, 3], Sampling(100))
+    while not first.ids:
+        seats.advance()
+    second = seats.admit(prompts(1, seed=8, shortest=120, longest=120)[0], Sampling(5))
+    progress = []
+    while not second.ids:
+        before = len(first.ids)
+        seats.advance()
+        progress.append(len(first.ids) - before)
+    assert len(progress) == 8 and all(progress)
+
+
+def test_trees_are_told_to_who_watches(models):
+    target, head = models
+    seats = Seats(target, Eagle(head, SHAPE), places=2, max_seq_len=300, compile=False)
+    watched, other = seats.admit([5, 6, 7], Sampling(20), watch=True), seats.admit([5, 9], Sampling(20))
+    steps = 0
+    while seats.busy:
+        for event in seats.advance():
+            if event.text is other or not event.nodes:
+                assert event.draft is None
+                continue
+            steps += 1
+            draft, taken = event.draft, event.draft.path[: event.emitted.drafted + 1]
+            assert len(draft.tokens) == len(draft.parent) == SHAPE.nodes == event.nodes + 1
+            assert [draft.tokens[i] for i in taken[1:]] == event.emitted.ids[: event.emitted.drafted]
+            assert all(draft.parent[b] == a for a, b in pairwise(taken))
+    assert steps == sum(watched.steps.values()) > 3
+
+
+def test_scores_of_a_prompt(models):
+    target, _ = models
+    prompt = prompts(1, seed=9, shortest=90, longest=90)[0]
+    seats = Seats(target, Drafter(), places=2, max_seq_len=300, compile=False)
+    for _ in range(2):  # read anew, though it is there
+        text = seats.admit(prompt, Sampling(1, logprobs=3), score_prompt=True)
+        while seats.busy:
+            seats.advance()
+        with torch.no_grad():
+            p = target.logits(target.causal(torch.tensor([prompt]))[0])[0].log_softmax(-1)
+        assert len(text.prompt_scores) == 89
+        for i, score in enumerate(text.prompt_scores):
+            assert score.logprob == pytest.approx(float(p[i, prompt[i + 1]]), abs=1e-4)
+            assert [token for token, _ in score.top] == p[i].topk(3).indices.tolist()
+
+
+def test_what_cannot_be_admitted(models):
+    seats = Seats(models[0], places=1, max_seq_len=50, compile=False)
+    for prompt, words in (([], "empty"), ([1] * 50, "50 tokens"), ([999999], "999999")):
+        with pytest.raises(ValueError, match=words):
+            seats.admit(prompt, Sampling())
+    assert seats.free == 1
+    seats.admit([1], Sampling())
+    with pytest.raises(RuntimeError, match="all 1 places are taken"):
+        seats.admit([1], Sampling())
+
+
+def test_an_end_at_the_first_token(models):
+    seats = Seats(models[0], Eagle(models[1], SHAPE), places=2, max_seq_len=50, compile=False)
+    one, full = seats.admit([1, 2], Sampling(1)), seats.admit([3] * 49, Sampling(9))
+    while seats.busy:
+        seats.advance()
+    assert len(one.ids) == len(full.ids) == 1
+    decoder = Run(plain(models, max_seq_len=50), [[3] * 49], Sampling(9))
+    for _ in decoder:
+        pass
+    assert decoder.ids[0] == full.ids
