@@ -71,6 +71,12 @@ class StaticLevel(nn.Module):
             constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
 
 
+def newest(state, rows: int) -> Tensor:
+    """Which of the unread tokens' rows, so many at most, is the last one's [B, 1]."""
+    # A sequence that is held still may have more unread tokens than that.
+    return (state.n_new - 1).clamp(0, rows - 1)[:, None]
+
+
 class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 

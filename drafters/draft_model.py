@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Proposal
+from drafters.base import Proposal, newest
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -74,7 +74,7 @@ class DraftModel(NetworkDrafter):
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
         visible = visible_before(slots, start, self.shape.window)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
-        return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
+        return pick(h, newest(state, h.shape[1]))
 
     def _rows(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import Proposal, StaticLevel, StaticTree
+from drafters.base import Proposal, StaticLevel, StaticTree, newest
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -64,7 +64,7 @@ class Eagle(NetworkDrafter):
         visible = visible_before(slots, start, state.window)
         features = head.fuse(state.features[:, : state.window])
         h = head(next_tokens, features, positions, positions, visible, self.caches)
-        return pick(h, (state.n_new - 1).clamp(min=0)[:, None])
+        return pick(h, newest(state, h.shape[1]))
 
     def _rows(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, own: Tensor, visible: Tensor

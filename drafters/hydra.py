@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, StaticLevel
+from drafters.base import Proposal, StaticLevel, newest
 from drafters.medusa import MultiTokenDrafter, build_multi_token
 from drafters.network import rank
 from drafters.request import Request
@@ -39,7 +39,7 @@ class Hydra(MultiTokenDrafter):
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
         visible = visible_before(slots, start, self.shape.window)
         p = head(head.fuse(state.features), positions, positions, visible, self.caches)
-        p = pick(p, (state.n_new - 1).clamp(min=0)[:, None])  # [B, 1, H]
+        p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
         k, root = self.shape.width, state.root()[:, None]
         paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]
         for i, level in enumerate(self.levels):

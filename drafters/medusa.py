@@ -14,7 +14,7 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, StaticTree, constants
+from drafters.base import Drafter, Proposal, StaticTree, constants, newest
 from drafters.network import rank
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -63,7 +63,7 @@ class Medusa(MultiTokenDrafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         levels, noise = self.shape.window - 1, self._draft_noise(noise)
-        z = self.head.fuse(pick(state.features, (state.n_new - 1).clamp(min=0)[:, None])[:, 0])
+        z = self.head.fuse(pick(state.features, newest(state, state.features.shape[1]))[:, 0])
         logits = self.head.logits(z)[:, :levels]  # [B, levels, Vd]
         scores, ids = rank(logits, None if noise is None else noise[:, :levels], self.shape.width)
         scores, tokens = scores[:, self.level, self.rank], self.head.draft_ids[ids][:, self.level, self.rank]

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,7 @@ from engine.costs import measured_once
 from engine.decoder import Decoder
 from engine.run import Run
 from engine.runtime import Runtime
+from engine.seats import Seats
 from engine.tuning import Plan, make_plan
 from kernels.cpu import try_kernels
 from kernels.gpu import here
@@ -132,12 +133,11 @@ class Target:
         """
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
-        longest = self.model.args.max_seq_len
-        if max_seq_len is not None and not 2 <= max_seq_len <= longest:
-            raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
-        max_seq_len = max_seq_len or min(2048, longest)
+        max_seq_len = self._longest(max_seq_len)
         drafter = self._drafter(drafting, max_seq_len, batch)
-        plan = self._plan(drafter, drafting, batch, max_seq_len)
+        plan = self._plans(drafter, drafting, (batch,), max_seq_len).get(batch)
+        if plan:
+            self.say(str(plan))
         if plan and plan.shapes:
             drafter = drafter.with_tree(plan.shapes[0])
         decoder = Decoder(
@@ -147,6 +147,38 @@ class Target:
             guide=self.guide if self.tokenizer else None,
         )
         return TextDecoder(decoder, self.tokenizer)
+
+    def seats(
+        self, drafting: Drafting = Drafting(), *, places: int = 4, max_seq_len: int | None = None
+    ) -> Seats:
+        """What decodes up to `places` requests, whenever they come. Arguments and errors as for `decoder`.
+
+        Unless `drafting` names a tree, an EAGLE head's shrink as places fill, down to plain decoding.
+        """
+        if places < 1:
+            raise ValueError(f"{places} places: must be at least 1")
+        max_seq_len = self._longest(max_seq_len)
+        drafter = self._drafter(drafting, max_seq_len, places)
+        counts = Seats.counts(places, self.model.embed.weight.device)
+        plans = self._plans(drafter, drafting, counts, max_seq_len)
+        if not self._has_free_trees:  # each tree would be compiled for each number of sequences
+            plans = {count: plan.with_one_tree() for count, plan in plans.items()}
+        for count, plan in plans.items():
+            self.say(f"{count} at a time: {plan}")
+        if shapes := [shape for plan in plans.values() for shape in plan.shapes]:
+            drafter = drafter.with_tree(shapes[0])
+        return Seats(
+            self.model, drafter, places=places, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
+            compile=self.runtime.compile, say=self.say, plans=plans,
+            guide=self.guide if self.tokenizer else None,
+        )
+
+    def _longest(self, max_seq_len: int | None) -> int:
+        """Most tokens of a text. Raises InputError if the model cannot have so many."""
+        longest = self.model.args.max_seq_len
+        if max_seq_len is not None and not 2 <= max_seq_len <= longest:
+            raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+        return max_seq_len or min(2048, longest)
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -224,23 +256,25 @@ class Target:
         on_cpu = self.model.embed.weight.device.type == "cpu"
         return on_cpu and not self._compiles
 
-    def _plan(self, drafter: Drafter | None, drafting: Drafting, batch: int, longest: int) -> Plan | None:
-        """Which trees to draft, by what they cost here and what they are accepted for.
+    def _plans(
+        self, drafter: Drafter | None, drafting: Drafting, batches: Iterable[int], longest: int
+    ) -> dict[int, Plan]:
+        """Which trees to draft for so many texts at a time, by what they cost here and are accepted for.
 
-        None: the drafter's own. Without "auto" that is so with torch.compile on a CPU, whose passes would
+        Nothing: the drafter's own. Without "auto" that is so with torch.compile on a CPU, whose passes would
         have to be compiled for every number of rows.
         """
         on_gpu = self.model.embed.weight.is_cuda
         measured = self._has_free_trees or (on_gpu and self.runtime.compile)
         wanted = drafting.tree == "auto" or (drafting.tree is None and measured)
         if not wanted or type(drafter) is not Eagle:
-            return None
+            return {}
         calibration = Calibration.read(drafter.folder)
         if calibration is None:
             ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
             prompts = ours or list(drafting.tune_on)
             if not prompts and drafting.tree is None:
-                return None
+                return {}
             if not prompts:
                 raise InputError(
                     "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
@@ -253,9 +287,8 @@ class Target:
                 calibration.write(drafter.folder)
         compile = self._compiles and not on_gpu  # see `engine.costs.Passes`
         costs = measured_once(self.model, drafter.head, compile, longest, drafter.folder, self.say)
-        plan = make_plan(calibration, costs, batch, longest, drafter.head.args.draft_vocab_size)
-        self.say(str(plan))
-        return plan
+        widest = drafter.head.args.draft_vocab_size
+        return {batch: make_plan(calibration, costs, batch, longest, widest) for batch in batches}
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,19 @@
 """Requests come and go: continuous batching over the static places of a body.
 
 A request is admitted between two steps into a free place, its prompt is read in chunks by passes of its own,
-and the others go on decoding between them. Whoever ends leaves at once. Those that decode always have the
-first places, those whose prompts are being read the next ones: so a step works on as many sequences as there
-are, and its tree shrinks as they become more, by what was measured.
+and the others go on decoding between them. Whoever ends leaves at once. Places are in groups: first those
+that decode, then those whose prompts are being read, then the free ones. So a step works on as many sequences
+as there are, and its tree shrinks as they become more, by what was measured.
 
 A free place keeps its text. A request that begins like one, or like one that is being decoded, reads only the
 rest.
 """
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -21,6 +22,7 @@ import torch
 
 from drafters.base import Drafter
 from engine.body import UNREAD, Body, Emission, Emitted, Kind, Rows, Score, arrived, mask
+from engine.state import State
 from engine.switching import Ease, Switch
 from engine.tuning import Plan
 from kernels.packed import threads_for
@@ -31,6 +33,7 @@ from tokens.grammar import Guide
 from tokens.ids import common_prefix
 from tree import AnyTree, PathTree, TreeShape
 
+FAST, PLAIN, READING = range(3)  # groups: decoding with drafts, or without as they asked for, reading
 WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
 
 
@@ -45,6 +48,7 @@ class Text:
     cached: int  # tokens of the prompt that were in the caches already
     read: int  # that are there now
     watched: bool  # whether its trees are wanted
+    plain: bool  # whether it is to be decoded without drafts
     prompt_scores: list[Score] | None  # of the prompt's tokens that have been read, but for the first
     ids: list[int] = field(default_factory=list)
     done: bool = False
@@ -108,30 +112,34 @@ class Seats(Body):
         super().__init__(
             target, drafter, places, max_seq_len, stop_ids, compile, say, chunks, tuple(plans.values()), guide
         )
-        on_cuda = self.device.type == "cuda"
-        self.lag = int(on_cuda) if lag is None else lag
+        self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.switches = {count: Switch(plan) for count, plan in sorted(plans.items())}
-        # On a GPU every number of sequences would be compiled: few are.
-        self._counts = [c for c in (1, 2, 4, 8, 16, 32, 64) if c < places] if on_cuda else range(1, places)
-        self._counts = [*self._counts, places]
+        self._counts = self.counts(places, self.device)
         self._drafts = any(plan.shapes for plan in plans.values())
         self._texts: list[Text | None] = [None] * places
         self._kept: list[list[int]] = [[] for _ in range(places)]  # what the caches of a free place hold
         self._used = [0] * places  # when a place was left
-        self._decoding = self._reading = 0  # how many
+        self._sizes = [0, 0, 0]  # of the groups, which lie one after the other
         self._serial = 0
         self._pending: deque[_Pending] = deque()
-        self._modes: Modes | None = None  # of those that decode; None: they have changed
+        self._states: dict[tuple[int, int], State] = {}
+        self._modes: list[Modes | None] = [None, None]  # of FAST, PLAIN; None: they have changed
+
+    @staticmethod
+    def counts(places: int, device: torch.device) -> tuple[int, ...]:
+        """For how many sequences there are steps. On a GPU they are few, as each is compiled."""
+        below = (1 << i for i in range(16)) if device.type == "cuda" else range(1, places)
+        return *(count for count in below if count < places), places
 
     @property
     def free(self) -> int:
         """How many requests could be admitted now."""
-        return self.batch - self._decoding - self._reading
+        return self.batch - sum(self._sizes)
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to decode."""
-        return self._decoding + self._reading > 0
+        return any(self._sizes)
 
     @property
     def texts(self) -> list[Text]:
@@ -142,13 +150,14 @@ class Seats(Body):
 
     def admit(
         self, prompt: list[int], sampling: Sampling, guide: Guide | None = None, watch: bool = False,
-        score_prompt: bool = False,
+        score_prompt: bool = False, plain: bool = False,
     ) -> Text:
         """Give a request a free place.
 
         guide: of its JSON schema, if that has been made already. watch: give its trees too. score_prompt:
-        collect what the target thinks of the prompt's tokens, which are all read for it. Raises ValueError,
-        with the numbers, if the request cannot be decoded; RuntimeError if no place is free.
+        collect what the target thinks of the prompt's tokens, which are all read for it. plain: decode it
+        without drafts, as if it were alone in that. Raises ValueError, with the numbers, if the request
+        cannot be decoded; RuntimeError if no place is free.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} places are taken")
@@ -158,9 +167,10 @@ class Seats(Body):
             guide = self.guide(sampling.json_schema)
         place, same = self._place_for(prompt)
         start = 0 if score_prompt else max(0, min(same, len(prompt)) - 1)  # one back, see `Decoder.start`
-        text = Text(prompt, sampling, guide, place, start, start, watch, [] if score_prompt else None)
+        prompt_scores = [] if score_prompt else None
+        text = Text(prompt, sampling, guide, place, start, start, watch, plain, prompt_scores)
         self._texts[place], self._kept[place] = text, []
-        self._reading += 1
+        self._sizes[READING] += 1
         self._serial += 1
         self._used[place] = self._serial
         self.state.begin(place, prompt, sampling, self.max_seq_len)
@@ -175,7 +185,7 @@ class Seats(Body):
 
         A text that would be lost for a short beginning is copied from instead.
         """
-        first = self._decoding + self._reading
+        first = sum(self._sizes)
         free = range(first, self.batch)
         same = {place: common_prefix(prompt, self._kept[place]) for place in free}
         same |= {text.place: common_prefix(prompt, self._held(text)) for text in self.texts}
@@ -194,7 +204,7 @@ class Seats(Body):
 
     def _held(self, text: Text) -> list[int]:
         """The tokens of a text that all caches hold."""
-        if text.place >= self._decoding:
+        if self._group(text) == READING:
             return text.prompt[: text.read]
         return (text.prompt + text.ids)[: max(0, text.length - text.behind)]
 
@@ -205,20 +215,33 @@ class Seats(Body):
             return
         text.done = True
         self.state.done[place], self.state.reading[place] = True, False
-        if place < self._decoding:
+        group = self._group(text)
+        if group != READING:
             text.behind = int(self.state.n_new[place])  # exactly
+            self._modes[group] = None
         self._kept[place], self._texts[place] = self._held(text), None
         self._serial += 1
         self._used[place] = self._serial
-        last_read = self._decoding + self._reading - 1
-        if place < self._decoding:
-            self._modes = None
-            self._decoding -= 1
-            self._exchange(place, self._decoding)
-            place = self._decoding
-        else:
-            self._reading -= 1
-        self._exchange(place, last_read)
+        # The last of each group takes the place that becomes free before it.
+        for following in range(group, len(self._sizes)):
+            last = sum(self._sizes[: following + 1]) - 1
+            if following == group or self._sizes[following]:
+                self._exchange(place, last)
+                place = last
+        self._sizes[group] -= 1
+
+    def _group(self, text: Text) -> int:
+        """The group that a text's place is in."""
+        return next(group for group in range(3) if text.place < sum(self._sizes[: group + 1]))
+
+    def _decode(self, text: Text) -> None:
+        """A text whose prompt has been read joins those that decode."""
+        group = PLAIN if text.plain else FAST
+        for passed in range(READING, group, -1):
+            self._exchange(text.place, sum(self._sizes[:passed]))
+            self._sizes[passed] -= 1
+            self._sizes[passed - 1] += 1
+        self._modes[group] = None
 
     def _exchange(self, one: int, other: int) -> None:
         """All that is in two places changes places."""
@@ -257,18 +280,22 @@ class Seats(Body):
         Returns what has been emitted; who has ended has left.
         """
         events: list[Event] = []
-        reading = self._texts[self._decoding : self._decoding + self._reading]
-        if reading:
+        if reading := self._members(READING):
             text = min(reading, key=lambda text: self._used[text.place])
             if self._read_chunk(text):
                 events += self._read(0)
-        if self._decoding:
-            self._step()
-            guided = self._modes is not None and self._modes.guided
-            events += self._read(0 if guided else self.lag)
-        else:
-            events += self._read(0)
-        return events
+        keep = 0
+        for group in (FAST, PLAIN):
+            if self._sizes[group]:
+                self._step(group)
+                keep = 0 if self._modes[group].guided else self.lag
+                events += self._read(keep)
+        return events if keep else events + self._read(0)
+
+    def _members(self, group: int) -> list[Text]:
+        """The texts of a group."""
+        first = sum(self._sizes[:group])
+        return self._texts[first : first + self._sizes[group]]
 
     def _read_chunk(self, text: Text) -> bool:
         """Read one chunk of a prompt; returns whether it was the last one, after which it decodes."""
@@ -286,8 +313,7 @@ class Seats(Body):
         if last:
             emission = self.out_to_host(rows.state, modes.scored)
             self._pending.append(_Pending([text], None, emission, None, None))
-            self._exchange(text.place, self._decoding)
-            self._decoding, self._reading, self._modes = self._decoding + 1, self._reading - 1, None
+            self._decode(text)
         return last
 
     def _score_prompt(self, text: Text, x: torch.Tensor) -> None:
@@ -302,37 +328,64 @@ class Seats(Body):
         wanted = text.sampling.logprobs or 0
         text.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
 
-    def _step(self) -> None:
-        """Launch one step of all that decode."""
-        texts = self._texts[: self._decoding]
-        rows = self.rows(0, next(c for c in self._counts if c >= len(texts)))
+    def _step(self, group: int) -> None:
+        """Launch one step of a group that decodes."""
+        texts, first = self._members(group), sum(self._sizes[:group])
+        count = next(c for c in self._counts if c >= len(texts))
+        rows = self.rows(min(first, self.batch - count), count)
+        offset = first - rows.first  # of the group's texts in those rows
         context = max(text.length for text in texts)
         span = self.span(context + len(self._pending) * self.window + self.extra)
-        switch = self.switches[rows.count] if self.switches else None
-        if self._modes is None:
-            self._modes = Modes.of([text.sampling for text in texts], few=self.compiled)
+        switch = self.switches[count] if self.switches and group == FAST else None
+        if self._modes[group] is None:
+            self._modes[group] = Modes.of([text.sampling for text in texts], few=self.compiled)
             if switch:
                 for text in texts:
                     text.ease = text.ease or switch.new_text()
                 switch.turn_to([t.sampling.temperature for t in texts], [t.ease for t in texts])
-        kind, shape = self._choose(rows, span, texts, switch, context)
+        modes = self._modes[group]
+        kind, shape = self._choose(group, rows, span, texts, switch, context)
         began = time.perf_counter()
-        guides = {i: text.guide for i, text in enumerate(texts) if text.guide}
-        tree, path = self.launch_step(rows, span, kind, self._modes, guides)
+        guides = {offset + i: text.guide for i, text in enumerate(texts) if text.guide}
+        with self._held_still(rows, group):
+            tree, path = self.launch_step(rows, span, kind, modes, guides)
         if switch and self.device.type == "cpu":  # elsewhere a step is only launched by now
             switch.time(shape, context, time.perf_counter() - began)
         drafts = None
         if any(text.watched for text in texts):
-            drafts = [Draft(*x) for x in zip(tree.tokens.tolist(), tree.parent.tolist(), path.tolist())]
-        emission = self.out_to_host(rows.state, self._modes.scored)
+            parts = (x[offset:].tolist() for x in (tree.tokens, tree.parent, path))
+            drafts = [Draft(*x) for x in zip(*parts)]
+        emission = self.out_to_host(self._state_of(first, len(texts)), modes.scored)
         self._pending.append(_Pending(texts, kind.drafter.shape, emission, drafts, switch))
 
+    @contextlib.contextmanager
+    def _held_still(self, rows: Rows, group: int) -> Iterator[None]:
+        """Hold the texts of the other group still that are among these rows, as there are steps for few
+        numbers of sequences.
+        """
+        others = [t.place - rows.first for t in self._members(PLAIN if group == FAST else FAST)]
+        others = [place for place in others if 0 <= place < rows.count]
+        if not others:
+            yield
+            return
+        before = rows.state.done[others]
+        rows.state.done[others] = True
+        yield
+        rows.state.done[others] = before
+
+    def _state_of(self, first: int, count: int) -> State:
+        """The state of some sequences, as few as there are."""
+        if (first, count) not in self._states:
+            self._states[first, count] = self.state.rows(first, count)
+        return self._states[first, count]
+
     def _choose(
-        self, rows: Rows, span: torch.Tensor, texts: list[Text], switch: Switch | None, context: int
+        self, group: int, rows: Rows, span: torch.Tensor, texts: list[Text], switch: Switch | None,
+        context: int,
     ) -> tuple[Kind, TreeShape | None]:
         """What kind of step comes next, and what the switch said."""
-        shape, kind = None, self.usual
-        if self.asks and not rows.drafter.has_guess(rows.state, span):
+        shape, kind = None, self.plain if group == PLAIN else self.usual
+        if group == FAST and self.asks and not rows.drafter.has_guess(rows.state, span):
             kind = self.plain
         elif switch:
             shape = switch.next(context)

@@ -188,6 +188,7 @@ class State(nn.Module):
 
     def keep_last_unread(self) -> None:
         """The drafter has read all of the unread tokens but the last."""
-        last = (self.n_new - 1).clamp(min=0)[:, None, None].expand(-1, 1, self.features.shape[2])
+        rows, width = self.features.shape[1:]
+        last = (self.n_new - 1).clamp(0, rows - 1)[:, None, None].expand(-1, 1, width)
         self.features[:, :1] = self.features.gather(1, last)
         self.n_new.clamp_(max=1)

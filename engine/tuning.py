@@ -9,7 +9,7 @@ import functools
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration
@@ -31,6 +31,11 @@ class Plan:
     costs: Costs
     batch: int
     trees: dict[bool, tuple[TreeShape, ...]]
+
+    def with_one_tree(self) -> Plan:
+        """The same with the tree of most use only."""
+        tree = self.shapes[:1]
+        return replace(self, trees={noisy: tree if trees else () for noisy, trees in self.trees.items()})
 
     @cached_property
     def shapes(self) -> tuple[TreeShape, ...]:

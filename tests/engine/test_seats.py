@@ -39,13 +39,17 @@ def alone(models, made) -> list[list[int]]:
     return [decoder.generate([prompt], [sampling])[0].ids for prompt, sampling in made]
 
 
-def decode(seats: Seats, made, draw: random.Random, leaving: float = 0.0) -> list[list[int] | None]:
-    """All texts, which come when it happens; None for one that was left before its end."""
+def decode(
+    seats: Seats, made, draw: random.Random, leaving: float = 0.0, plain: float = 0.0
+) -> list[list[int] | None]:
+    """All texts, which come when it happens; None for one that was left before its end. plain: the share of
+    those that want no drafts.
+    """
     waiting, found, texts = list(enumerate(made)), [None] * len(made), {}
     while waiting or seats.busy:
         while waiting and seats.free and draw.random() < 0.5:
             i, (prompt, sampling) = waiting.pop(0)
-            text = seats.admit(prompt, sampling)
+            text = seats.admit(prompt, sampling, plain=draw.random() < plain)
             texts[text] = i
         for event in seats.advance():
             if event.emitted.done:
@@ -82,6 +86,25 @@ def test_whatever_else_is_running(models, places, lag):
         ]
         assert (None in found) == bool(leaving)
     assert seats.free == places and not seats.busy
+
+
+@pytest.mark.parametrize("few", (False, True))
+@pytest.mark.parametrize("name", ("eagle3", "lookahead", "lookup"))
+def test_plain_texts_beside_others(models, models1, monkeypatch, name, few):
+    """Each group takes its own steps. few: as on a GPU, there are steps for few numbers of sequences."""
+    if few:
+        monkeypatch.setattr(Seats, "counts", staticmethod(lambda places, device: (2, places)))
+    drafter = make_drafter(name, models[0], models[1], models1[1], lambda heads: None)
+    seats = Seats(models[0], drafter, places=5, max_seq_len=300, compile=False, lag=int(few))
+    made = requests(30, seed=4)
+    found = decode(seats, made, random.Random(2), leaving=0.02, plain=0.4)
+    expected = alone(models, made)
+    assert [a for a in found if a is not None] == [b for a, b in zip(found, expected) if a is not None]
+    one, other = seats.admit([5, 6], Sampling(20)), seats.admit([5, 6], Sampling(20), plain=True)
+    while seats.busy:
+        seats.advance()
+    assert one.ids == other.ids and sum(other.steps.values()) == 19
+    assert sum(one.steps.values()) < 19 or name == "lookup"
 
 
 def test_a_text_is_read_once(models):
