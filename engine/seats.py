@@ -271,6 +271,27 @@ class Seats(Body):
         type(self.caches[0]).put(self.caches, place, taken[0])
         self.drafter.put(place, taken[1])
 
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile (and on CUDA capture) what requests run, greedy or sampling, so that they are fast."""
+        stop_ids = self.state.stop_ids.clone()
+        self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
+        try:
+            for temperature in (0.0, 1.0):
+                self.admit([0], Sampling(8, temperature))
+                while self.busy:
+                    self.advance()
+            if self.captured or self.compiled:
+                with self.still():
+                    for count in self._counts:
+                        plan = self.switches[count].plan if self.switches else None
+                        kinds = [self.trees[shape] for shape in plan.shapes] if plan else [self.usual]
+                        for kind in dict.fromkeys((self.plain, *kinds)):
+                            for modes in (Modes(), Modes(noisy=True)):
+                                self.launch_step(self.rows(0, count), self.span(1), kind, modes)
+        finally:
+            self.state.stop_ids.copy_(stop_ids)
+
     # -- passes -------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -1,0 +1,145 @@
+"""Serve a converted checkpoint over HTTP, in OpenAI's form, with a page to chat on.
+
+    python serve.py --checkpoint checkpoints/smollm2-135m --speculate eagle3
+"""
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import time
+from pathlib import Path
+
+# Nothing here imports torch before it is needed: --help and mistakes answer at once.
+from common.cli import Options, count, note, run_command
+from common.errors import InputError
+from drafters import METHODS, add_flags, read_flags
+
+STARTED = time.perf_counter()
+
+
+def parser() -> Options:
+    """The options of the command line, each with its rules."""
+    p = Options(__doc__)
+    add, refuse, on_off = p.add_argument, p.refuse, argparse.BooleanOptionalAction
+    add("--checkpoint", required=True,
+        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+
+    add = p.add_argument_group("requests").add_argument
+    add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
+    add("--queue", type=count, default=64, help="requests that may wait (default 64)")
+    add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
+    add("--time-limit", type=float, default=600.0, metavar="SECONDS",
+        help="that a request may take, waiting included (default 600)")
+    add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
+    p.within("--slots", 1, 256)
+    p.within("--time-limit", 0.1, 1e9)
+    p.within("--max-body", 1, 1 << 30)
+
+    add = p.add_argument_group("network").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
+    add("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    add("--api-key", help="that requests have to bring (default: EAGLE_API_KEY, or none)")
+    add("--cors", action="append", default=[], metavar="ORIGIN",
+        help="of pages that may call the server from a browser; may be repeated")
+    add("--model-name", action="append", default=[], metavar="NAME",
+        help="the model is called so in requests (default: the folder's name); may be repeated")
+    add("--grace", type=float, default=30.0, metavar="SECONDS",
+        help="that running requests get to end after SIGTERM or Ctrl-C (default 30)")
+    p.within("--port", 0, 65535)
+    p.within("--grace", 0, 1e6)
+
+    group = p.add_argument_group("drafting")
+    add = group.add_argument
+    how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
+    add("--speculate", choices=METHODS, default="none", metavar="METHOD",
+        help=f"none: not at all (default); {how}")
+    add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
+    add("--tree", metavar="SPEC", help="as for generate.py; the default shrinks as slots fill")
+    add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
+    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
+    add_flags(group)
+    refuse(lambda o: o.draft and o.speculate == "none",
+           lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
+    refuse(lambda o: o.tree and o.speculate == "none",
+           lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
+    p.add_runtime()
+    return p
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises InputError if the address cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)
+    except OSError as e:
+        why = "another process listens there" if e.errno == 98 else e.strerror or str(e)
+        raise InputError(f"--host {host} --port {port}: {why}; choose another port with --port") from None
+    return listener
+
+
+def run(o) -> int:
+    """Serve until a signal says otherwise. Returns the exit status.
+
+    Raises InputError, ValueError and OSError on bad input.
+    """
+    import os
+
+    read_flags(o, [o.speculate])
+    listener = listen(o.host, o.port)  # before seconds are spent on loading
+    key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
+
+    from checkpoint.convert import converted_folder
+    from common.threads import use_threads
+    from drafters.tree_spec import read_tree
+    from engine.api import Drafting, load_target
+    from engine.runtime import Runtime, check_device
+    from server.app import Server, Settings, make_app
+    from server.metrics import Metrics
+    from server.run import serve
+    from server.worker import Worker
+
+    use_threads(o.threads, note)
+    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, False, o.isa, o.kv)
+    check_device(runtime.device_name)
+    tree = read_tree(o.tree)
+    checkpoint = converted_folder(o.checkpoint, note)
+    target = load_target(checkpoint, runtime, note)
+    if target.tokenizer is None:
+        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
+    flags = read_flags(o, [o.speculate])[o.speculate]
+    drafting = Drafting(o.speculate, o.draft, tree, coupled=o.coupled, int8=o.draft_int8, flags=flags)
+    places = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
+    seats = target.seats(drafting, places=places, max_seq_len=o.max_seq_len)
+    note(
+        f"loaded {checkpoint}; caches of {places} x {seats.slots} slots: {seats.cache_bytes / 1e9:.2f} GB"
+    )
+    seats.warm_up()
+    names = tuple(o.model_name) or (Path(checkpoint).resolve().name,)
+    metrics = Metrics(names[0], places, seats.window)
+    worker = Worker(seats, target.tokenizer, metrics, o.queue)
+    settings = Settings(names, seats.max_seq_len, key, tuple(o.cors), o.max_body, o.time_limit)
+    app = make_app(Server(worker, metrics, target.tokenizer, settings, target.guide))
+    host, port = listener.getsockname()[:2]
+    where = f"[{host}]" if ":" in host else host
+    ready = f"ready {time.perf_counter() - STARTED:.1f} s after the start: http://{where}:{port}"
+    return serve(app, worker, listener, o.grace, lambda: note(ready))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    options = parser()
+    o = options.parse_args(argv)
+
+    def checked() -> int:
+        options.check(o)
+        return run(o)
+
+    return run_command(checked, ValueError, OSError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,395 @@
+"""The HTTP side: routes, errors, limits, streams. Nothing here touches the model; see `server.worker`."""
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from anyio import to_thread
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from common.errors import InputError
+from engine.api import encode
+from sampling.options import Sampling
+from server.answers import Answer, ChatAnswer, TextAnswer, Tokens
+from server.metrics import Metrics
+from server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseFormat,
+    TokenizeRequest,
+)
+from server.tools import as_dict, form_of
+from server.worker import Closing, Delta, Job, QueueFull, Worker
+from tokens.grammar import ANY_OBJECT, Guide
+from tokens.tokenizer import Tokenizer
+
+PAGE = Path(__file__).parent / "page"
+FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+QUIET = 15.0  # seconds after which a stream without news says that it is alive
+RETRY_AFTER = "2"  # seconds, for those who do not fit
+OPEN = ("/health", "/", *(f"/{name}" for name in FILES))  # without a key
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a server behaves. models: the names that it answers to, its own first."""
+
+    models: tuple[str, ...]
+    max_seq_len: int
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()  # of pages that may call it from a browser
+    most_bytes: int = 4 << 20  # of a request
+    seconds: float = 600.0  # that a request may take
+
+
+class Refusal(Exception):
+    """A request that is not answered, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def response(self) -> JSONResponse:
+        headers = {"Retry-After": RETRY_AFTER} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, headers)
+
+    def body(self) -> dict:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+class Gate:
+    """ASGI: refuses requests without the key, and bodies that are too long, before they are read."""
+
+    def __init__(self, app, settings: Settings):
+        self.app, self.settings = app, settings
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        key, most = self.settings.api_key, self.settings.most_bytes
+        if key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
+            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+            if not secrets.compare_digest(given, key.encode()):
+                await Refusal(401, "the API key is missing or wrong", "invalid_api_key").response()(
+                    scope, receive, send
+                )
+                return
+        long = Refusal(413, f"the request is longer than {most:,} bytes", "request_too_large")
+        length = headers.get(b"content-length", b"")
+        if length.isdigit() and int(length) > most:
+            await long.response()(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted():
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > most:
+                raise long
+            return message
+
+        await self.app(scope, counted, send)
+
+
+class Server:
+    """What the routes share. grammar: makes a guide of a JSON schema."""
+
+    def __init__(
+        self, worker: Worker, metrics: Metrics, tokenizer: Tokenizer, settings: Settings,
+        grammar: Callable[[str], Guide],
+    ):
+        self.worker, self.metrics, self.tokenizer, self.settings = worker, metrics, tokenizer, settings
+        self.grammar, self.tokens = grammar, Tokens(tokenizer)
+
+    # -- from a request to jobs ---------------------------------------------------------------
+
+    def check_model(self, name: str | None) -> str:
+        """The name of the model that is asked for. Raises Refusal if it is another one."""
+        if name is not None and name not in self.settings.models:
+            known = ", ".join(self.settings.models)
+            words = f"there is no model {name!r} here; there is {known}"
+            raise Refusal(404, words, "model_not_found", "model")
+        return name or self.settings.models[0]
+
+    async def prepare(self, work: Callable):
+        """What `work` returns, which takes its time, beside the others. Raises Refusal on bad input."""
+        try:
+            return await to_thread.run_sync(work)
+        except (InputError, ValueError) as e:
+            raise Refusal(400, str(e)) from None
+
+    def schema(self, form: ResponseFormat | None) -> tuple[str | None, Guide | None]:
+        """The JSON schema that a response is to fit, and its guide. Raises InputError."""
+        if form is None or form.type == "text":
+            return None, None
+        if form.type == "json_object":
+            return ANY_OBJECT, self.grammar(ANY_OBJECT)
+        if form.json_schema is None or form.json_schema.definition is None:
+            raise InputError("response_format: json_schema needs a schema")
+        schema = json.dumps(form.json_schema.definition)
+        return schema, self.grammar(schema)
+
+    def jobs(self, request, prompts: list[list[int]], most: int, logprobs: int | None, **more) -> list[Job]:
+        """A job for each choice of each prompt. Raises InputError or ValueError."""
+        schema, _ = self.schema(request.response_format)
+        seed = request.new_seed()
+
+        def job(prompt: list[int], choice: int) -> Job:
+            sampling: Sampling = request.sampling(choice, most, seed, logprobs, schema)
+            return Job(
+                prompt, sampling, lambda delta: None, guide=schema and self.grammar(schema),
+                seconds=self.settings.seconds, watch=request.return_speculation, plain=not request.speculate,
+                **more,
+            )
+
+        return [job(prompt, choice) for prompt in prompts for choice in range(request.n or 1)]
+
+    # -- from jobs to a response --------------------------------------------------------------
+
+    async def respond(self, http: Request, request, answer: Answer) -> Response:
+        """The answer, whole or as a stream."""
+        deltas = self.deltas(http, answer.jobs)
+        if request.stream:
+            usage = bool(request.stream_options and request.stream_options.include_usage)
+            return StreamingResponse(
+                self.events(answer, deltas, usage), media_type="text/event-stream",
+                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            )
+        async with contextlib.aclosing(deltas):
+            async for i, delta in deltas:
+                if delta is None:
+                    continue
+                if delta.error:
+                    raise refusal_of(delta.error)
+                answer.take(i, delta)
+        return JSONResponse(answer.whole())
+
+    async def deltas(self, http: Request, jobs: list[Job]) -> AsyncIterator[tuple[int, Delta | None]]:
+        """What the jobs gain, until all have ended: (job, delta), and (0, None) when nothing came for long.
+
+        The jobs are cancelled if the client goes. Raises Refusal if they are not taken.
+        """
+        loop, news = asyncio.get_running_loop(), asyncio.Queue()
+        for i, job in enumerate(jobs):
+            job.deliver = partial(_tell, loop, news, i)
+        try:
+            self.worker.submit(*jobs)
+        except QueueFull as e:
+            raise Refusal(429, str(e), "queue_full") from None
+        except Closing as e:
+            raise Refusal(503, str(e), "closing") from None
+        except ValueError as e:
+            raise Refusal(400, str(e), "context_length_exceeded" if "room" in str(e) else None) from None
+        gone = asyncio.create_task(_gone(http))
+        try:
+            running = len(jobs)
+            while running:
+                next_one = asyncio.create_task(news.get())
+                done, _ = await asyncio.wait((next_one, gone), timeout=QUIET, return_when="FIRST_COMPLETED")
+                if gone in done:
+                    next_one.cancel()
+                    return
+                if next_one not in done:
+                    next_one.cancel()
+                    yield 0, None
+                    continue
+                i, delta = next_one.result()
+                running -= delta.finish is not None
+                yield i, delta
+        finally:
+            gone.cancel()
+            self.worker.cancel(*jobs)
+
+    async def events(self, answer: Answer, deltas: AsyncIterator, usage: bool) -> AsyncIterator[str]:
+        """The answer as server-sent events."""
+        async with contextlib.aclosing(deltas):
+            try:
+                async for i, delta in deltas:
+                    if delta is None:
+                        yield ": still here\n\n"
+                        continue
+                    if delta.error:
+                        yield _event(refusal_of(delta.error).body())
+                        break
+                    for chunk in answer.chunk(i, delta):
+                        yield _event(chunk | ({"usage": None} if usage else {}))
+                else:
+                    if usage:
+                        yield _event(answer.last_chunk())
+            except Refusal as e:
+                yield _event(e.body())
+        yield "data: [DONE]\n\n"
+
+
+def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Queue, i: int, delta: Delta) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(news.put_nowait, (i, delta))
+
+
+async def _gone(http: Request) -> None:
+    """Returns when the client has gone."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(data: dict) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def refusal_of(error: str) -> Refusal:
+    """How a job's error is told."""
+    return Refusal(504 if "seconds" in error else 500, error)
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application."""
+    settings, tokenizer = server.settings, server.tokenizer
+    app = FastAPI(title="EAGLE", docs_url=None, redoc_url=None)
+    app.add_middleware(Gate, settings=settings)
+    if settings.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"]
+        )
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, e: Refusal) -> Response:
+        return e.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, e: HTTPException) -> Response:
+        return Refusal(e.status_code, str(e.detail)).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, e: RequestValidationError) -> Response:
+        first = e.errors()[0]
+        where = ".".join(str(x) for x in first["loc"] if x != "body") or "the body"
+        return Refusal(400, f"{where}: {first['msg']}", "invalid_value", where).response()
+
+    @app.post("/v1/chat/completions")
+    @app.post("/chat/completions", include_in_schema=False)
+    async def chat(request: ChatRequest, http: Request):
+        model = server.check_model(request.model)
+        if request.tool_choice not in (None, "auto", "none"):
+            raise Refusal(
+                400, f"tool_choice {json.dumps(request.tool_choice)}: only auto and none are known here",
+                param="tool_choice",
+            )
+        tools = request.tools if request.tool_choice != "none" else None
+        scored = bool(request.logprobs) or request.top_logprobs is not None
+
+        def work() -> tuple[list[Job], str | None]:
+            form = form_of(tokenizer.template) if tools else None
+            variables = dict(request.chat_template_kwargs or {})
+            if tools:
+                variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+            if not tokenizer.has_template:
+                raise InputError("this checkpoint has no chat template: use /v1/completions")
+            prompt = tokenizer.chat([as_dict(message) for message in request.messages], **variables)
+            most = request.max_completion_tokens or request.max_tokens or settings.max_seq_len
+            return server.jobs(request, [prompt], most, (request.top_logprobs or 0) if scored else None), form
+
+        jobs, form = await server.prepare(work)
+        answer = ChatAnswer(
+            model, server.tokens, jobs, request.return_speculation, form=form, scored=scored
+        )
+        return await server.respond(http, request, answer)
+
+    @app.post("/v1/completions")
+    @app.post("/completions", include_in_schema=False)
+    async def completions(request: CompletionRequest, http: Request):
+        model = server.check_model(request.model)
+        if request.suffix:
+            raise Refusal(400, "suffix: text cannot be filled in here; leave it out", param="suffix")
+        scored = request.logprobs is not None
+        most = 16 if request.max_tokens is None else request.max_tokens
+        if most == 0 and not request.echo:
+            raise Refusal(400, "max_tokens: 0 is only of use with echo", param="max_tokens")
+
+        def work() -> tuple[list[Job], list[str] | None]:
+            given = request.prompt
+            if isinstance(given, str) or (given and isinstance(given[0], int)):
+                given = [given]
+            prompts = [encode(tokenizer, prompt, raw=True) for prompt in given]
+            if not prompts:
+                raise InputError("prompt: there is none")
+            jobs = server.jobs(
+                request, prompts, most, request.logprobs, score_prompt=bool(request.echo and scored)
+            )
+            return jobs, [tokenizer.decode(job.prompt) for job in jobs] if request.echo else None
+
+        jobs, echoes = await server.prepare(work)
+        answer = TextAnswer(
+            model, server.tokens, jobs, request.return_speculation, prompts=echoes, scored=scored,
+            wanted=most > 0,
+        )
+        return await server.respond(http, request, answer)
+
+    @app.get("/v1/models")
+    @app.get("/models", include_in_schema=False)
+    async def models():
+        return {"object": "list", "data": [
+            {"id": name, "object": "model", "created": 0, "owned_by": "local",
+             "max_model_len": settings.max_seq_len}
+            for name in settings.models
+        ]}
+
+    @app.post("/tokenize")
+    async def tokenize(request: TokenizeRequest):
+        def work() -> list[int]:
+            if (request.prompt is None) == (request.messages is None):
+                raise InputError("give prompt or messages")
+            if request.messages is not None:
+                return tokenizer.chat([as_dict(message) for message in request.messages])
+            return tokenizer.encode(request.prompt, bos=request.add_special_tokens)
+
+        ids = await server.prepare(work)
+        return {"tokens": ids, "count": len(ids), "max_model_len": settings.max_seq_len}
+
+    @app.post("/detokenize")
+    async def detokenize(request: DetokenizeRequest):
+        return {"prompt": await server.prepare(lambda: tokenizer.decode(request.tokens))}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info():
+        names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
+        return {"chat_template": tokenizer.template, **names}
+
+    @app.get("/health")
+    async def health():
+        if server.worker.failed or not server.worker.is_alive():
+            raise Refusal(503, server.worker.failed or "the decoding thread has ended")
+        return {"status": "ok", "running": server.worker.running, "waiting": server.worker.waiting}
+
+    @app.get("/metrics")
+    async def metrics():
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/", include_in_schema=False)
+    async def page():
+        return FileResponse(PAGE / "page.html", headers={"Cache-Control": "no-cache"})
+
+    for name, kind in FILES.items():
+        app.add_api_route(
+            f"/{name}", partial(_file, name, kind), include_in_schema=False, response_class=FileResponse
+        )
+    return app
+
+
+async def _file(name: str, kind: str) -> FileResponse:
+    return FileResponse(PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,53 @@
+"""Running the server, from the first connection to the last."""
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from common.cli import note
+from server.worker import Worker
+
+
+class Uvicorn(uvicorn.Server):
+    """Says when it is ready; at its end lets requests end, for so long."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, ready: Callable[[], None]):
+        super().__init__(config)
+        self.worker, self.ready = worker, ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready()
+
+    def handle_exit(self, sig: int, frame) -> None:
+        if self.should_exit:  # a second signal: at once
+            self.worker.stop()
+        else:
+            note("going down: requests that run are ended first")
+            self.worker.close()
+        super().handle_exit(sig, frame)
+
+
+def serve(app, worker: Worker, listener: socket.socket, grace: float, ready: Callable[[], None]) -> int:
+    """Answer requests until SIGTERM or Ctrl-C; then those that are here get `grace` seconds to end.
+
+    Returns the exit status.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace)),
+        server_header=False,
+    )
+    server = Uvicorn(config, worker, ready)
+    worker.start()
+    try:
+        asyncio.run(server.serve(sockets=[listener]))
+    except KeyboardInterrupt:  # uvicorn raises again what it has handled
+        pass
+    finally:
+        worker.stop()
+        worker.join(timeout=10)
+    return 0
