@@ -163,28 +163,25 @@ class Server:
     # -- from jobs to a response --------------------------------------------------------------
 
     async def respond(self, http: Request, request, answer: Answer) -> Response:
-        """The answer, whole or as a stream."""
-        deltas = self.deltas(http, answer.jobs)
+        """The answer, whole or as a stream. Raises Refusal if its jobs are not taken, or fail."""
+        news = self.submit(answer.jobs)
         if request.stream:
             usage = bool(request.stream_options and request.stream_options.include_usage)
-            return StreamingResponse(
-                self.events(answer, deltas, usage), media_type="text/event-stream",
-                headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-            )
-        async with contextlib.aclosing(deltas):
-            async for i, delta in deltas:
+            events = self.events(answer, self.deltas(http, answer.jobs, news), usage)
+            return Stream(events, partial(self.worker.cancel, *answer.jobs))
+        try:
+            async for i, delta in self.deltas(http, answer.jobs, news):
                 if delta is None:
                     continue
                 if delta.error:
                     raise refusal_of(delta.error)
                 answer.take(i, delta)
+        finally:
+            self.worker.cancel(*answer.jobs)
         return JSONResponse(answer.whole())
 
-    async def deltas(self, http: Request, jobs: list[Job]) -> AsyncIterator[tuple[int, Delta | None]]:
-        """What the jobs gain, until all have ended: (job, delta), and (0, None) when nothing came for long.
-
-        The jobs are cancelled if the client goes. Raises Refusal if they are not taken.
-        """
+    def submit(self, jobs: list[Job]) -> asyncio.Queue:
+        """Hand jobs to the worker; what they gain comes as (job, delta). Raises Refusal."""
         loop, news = asyncio.get_running_loop(), asyncio.Queue()
         for i, job in enumerate(jobs):
             job.deliver = partial(_tell, loop, news, i)
@@ -196,45 +193,62 @@ class Server:
             raise Refusal(503, str(e), "closing") from None
         except ValueError as e:
             raise Refusal(400, str(e), "context_length_exceeded" if "room" in str(e) else None) from None
-        gone = asyncio.create_task(_gone(http))
+        return news
+
+    async def deltas(
+        self, http: Request, jobs: list[Job], news: asyncio.Queue
+    ) -> AsyncIterator[tuple[int, Delta | None]]:
+        """What the jobs gain, until all have ended or the client has gone: (job, delta), and (0, None) when
+        nothing came for long.
+        """
+        gone, running = asyncio.create_task(_gone(http)), len(jobs)
         try:
-            running = len(jobs)
             while running:
-                next_one = asyncio.create_task(news.get())
-                done, _ = await asyncio.wait((next_one, gone), timeout=QUIET, return_when="FIRST_COMPLETED")
+                found = asyncio.create_task(news.get())
+                done, _ = await asyncio.wait((found, gone), timeout=QUIET, return_when="FIRST_COMPLETED")
+                if found not in done:
+                    found.cancel()
                 if gone in done:
-                    next_one.cancel()
                     return
-                if next_one not in done:
-                    next_one.cancel()
+                if found not in done:
                     yield 0, None
                     continue
-                i, delta = next_one.result()
+                i, delta = found.result()
                 running -= delta.finish is not None
                 yield i, delta
         finally:
             gone.cancel()
-            self.worker.cancel(*jobs)
 
     async def events(self, answer: Answer, deltas: AsyncIterator, usage: bool) -> AsyncIterator[str]:
         """The answer as server-sent events."""
-        async with contextlib.aclosing(deltas):
-            try:
-                async for i, delta in deltas:
-                    if delta is None:
-                        yield ": still here\n\n"
-                        continue
-                    if delta.error:
-                        yield _event(refusal_of(delta.error).body())
-                        break
-                    for chunk in answer.chunk(i, delta):
-                        yield _event(chunk | ({"usage": None} if usage else {}))
-                else:
-                    if usage:
-                        yield _event(answer.last_chunk())
-            except Refusal as e:
-                yield _event(e.body())
+        async for i, delta in deltas:
+            if delta is None:
+                yield ": still here\n\n"
+                continue
+            if delta.error:
+                yield _event(refusal_of(delta.error).body())
+                break
+            for chunk in answer.chunk(i, delta):
+                yield _event(chunk | ({"usage": None} if usage else {}))
+        else:
+            if usage:
+                yield _event(answer.last_chunk())
         yield "data: [DONE]\n\n"
+
+
+class Stream(StreamingResponse):
+    """Server-sent events. leave: called at the end, however it comes, even before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self.leave = leave
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.leave()
 
 
 def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Queue, i: int, delta: Delta) -> None:

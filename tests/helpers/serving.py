@@ -1,0 +1,53 @@
+"""A server in a process of its own, on the golden target."""
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from helpers import ROOT
+
+START = 120.0  # seconds at most
+
+
+class Serving:
+    """A running server: its address, its process, what it has said."""
+
+    def __init__(self, process: subprocess.Popen, log: Path):
+        self.process, self.log, self.url = process, log, ""
+        began = time.monotonic()
+        while not self.url:
+            if found := re.search(r"http://\S+", self.said()):
+                self.url = found[0]
+            if process.poll() is not None or time.monotonic() - began > START:
+                raise AssertionError(f"the server did not start: {self.said()}")
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        """All that it has printed."""
+        return self.log.read_text()
+
+    def end(self, which: int = signal.SIGTERM) -> int:
+        """Send a signal and wait; returns the exit status."""
+        self.process.send_signal(which)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, log: Path, *options: str) -> Iterator[Serving]:
+    """A server of this checkpoint on a free port, uncompiled; log: the file for what it says."""
+    command = [sys.executable, str(ROOT / "serve.py"), "--checkpoint", str(checkpoint), "--port", "0"]
+    command += ["--no-compile", "--threads", "1", *options]
+    environment = {k: v for k, v in os.environ.items() if k != "EAGLE_API_KEY"}
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment)
+    try:
+        yield Serving(process, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
