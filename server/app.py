@@ -35,7 +35,9 @@ from tokens.grammar import ANY_OBJECT, Guide
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
-FILES = {"page.js": "text/javascript", "page.css": "text/css"}
+SCRIPT = "text/javascript"
+FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
+RESERVED = {"messages", "tools", "self"}  # variables of chat templates that have fields of their own
 QUIET = 15.0  # seconds after which a stream without news says that it is alive
 RETRY_AFTER = "2"  # seconds, for those who do not fit
 OPEN = ("/health", "/", *(f"/{name}" for name in FILES))  # without a key
@@ -71,7 +73,7 @@ class Refusal(Exception):
 
 
 class Gate:
-    """ASGI: refuses requests without the key, and bodies that are too long, before they are read."""
+    """ASGI: refuses requests without the key, and bodies that are too long, before the routes see them."""
 
     def __init__(self, app, settings: Settings):
         self.app, self.settings = app, settings
@@ -94,17 +96,21 @@ class Gate:
         if length.isdigit() and int(length) > most:
             await long.response()(scope, receive, send)
             return
-        seen = 0
-
-        async def counted():
-            nonlocal seen
+        body, more = b"", True
+        while more:
             message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > most:
-                raise long
-            return message
+            if message["type"] == "http.disconnect":
+                return
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+            if len(body) > most:
+                await long.response()(scope, receive, send)
+                return
+        whole = [{"type": "http.request", "body": body, "more_body": False}]
 
-        await self.app(scope, counted, send)
+        async def replay():
+            return whole.pop() if whole else await receive()
+
+        await self.app(scope, replay, send)
 
 
 class Server:
@@ -310,6 +316,8 @@ def make_app(server: Server) -> FastAPI:
         def work() -> tuple[list[Job], str | None]:
             form = form_of(tokenizer.template) if tools else None
             variables = dict(request.chat_template_kwargs or {})
+            if taken := RESERVED & variables.keys():
+                raise InputError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there")
             if tools:
                 variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
             if not tokenizer.has_template:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import Callable
 
@@ -42,10 +43,12 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float, ready: Cal
         server_header=False,
     )
     server = Uvicorn(config, worker, ready)
+    # Uvicorn raises a signal again when its work is done: SIGTERM is then to end no less orderly than Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     worker.start()
     try:
         asyncio.run(server.serve(sockets=[listener]))
-    except KeyboardInterrupt:  # uvicorn raises again what it has handled
+    except KeyboardInterrupt:
         pass
     finally:
         worker.stop()

@@ -99,10 +99,10 @@ def test_prompts_that_have_no_ids(golden, silent):
 
 
 def test_caches_that_do_not_fit(target, monkeypatch):
-    monkeypatch.setattr("engine.decoder.free_memory", lambda device: 3_000_000)
+    monkeypatch.setattr("engine.body.free_memory", lambda device: 3_000_000)
     with pytest.raises(ValueError, match=r"the caches of 9 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
         target.decoder(batch=9)
-    monkeypatch.setattr("engine.decoder.free_memory", lambda device: None)  # not known: not refused
+    monkeypatch.setattr("engine.body.free_memory", lambda device: None)  # not known: not refused
     target.decoder(batch=9)
 
 

@@ -93,7 +93,8 @@ OTHERS = {
         "SOME": 16,
     }, 1),
     "move": (cache.move_kernel, {
-        "kv": BF16, "source": I64, "target": I64, "S": "i32", "W": ANY, "HEAD": 128, "HEADS": 8,
+        "kv": BF16, "source": I64, "target": I64, "S": "i32", "W": ANY, "plane_size": "i64", "HEAD": 128,
+        "HEADS": 8,
         "WINDOW": 16, "WIDTH": 128,
     }, 4),
     "gumbel": (sampling.gumbel_kernel, {

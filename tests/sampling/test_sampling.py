@@ -142,7 +142,7 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.temperature.fill_(temperature)
     state.top_k.fill_(top_k)
     state.top_p.fill_(top_p)
-    modes, root = Modes(True, top_k > 0 or top_p < 1), state.root()[:, None]
+    modes, root = Modes(True, top_k > 0 or top_p < 1), torch.zeros(B, 1, dtype=torch.int64)
     allowed = shape_logits(logits.expand(B, 1, V), state, modes, root)
     chosen = draw(allowed, noise_ahead(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)

@@ -48,7 +48,7 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path):
 
         def generate(self, prompts, sampling):
             texts = [b" What is two? [/INST] Two." if len(p) < 700 else b" It is two." for p in prompts]
-            return [Output(list(text), "length", [], 0.0, 0.0) for text in texts]
+            return [Output(list(text), "length", [], [], 0.0, 0.0) for text in texts]
 
     FakeDecoder.state.stop_ids = torch.tensor([257])
     turns = []
