@@ -1,48 +1,33 @@
 """llama.cpp as a peer: its own server, or its Python package."""
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
-import socket
 import time
 from pathlib import Path
 
 from bench import Decoded  # first: it makes the modules below importable
-from peer_process import PeerProcess
+from peer_process import HttpPeer
 
 from common.errors import InputError
 
 CONTEXT = 4096
 
 
-class LlamaServer(PeerProcess):
-    """llama-server, for one text at a time; with a head it drafts chains of `chain` tokens by EAGLE-3."""
+class LlamaServer(HttpPeer):
+    """llama-server, for so many texts at a time; with a head it drafts chains of `chain` by EAGLE-3."""
 
     def __init__(
         self, binary: str, file: Path, threads: int, stop_ids: list[int], head: str | None = None,
-        chain: int = 0,
+        chain: int = 0, parallel: int = 1,
     ):
         self.stop_ids = stop_ids
-        with socket.socket() as any_free:
-            any_free.bind(("127.0.0.1", 0))
-            self.port = any_free.getsockname()[1]
-        command = [binary, "--model", str(file), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--ctx-size", str(CONTEXT), "--threads", str(threads), "--parallel", "1"]
+        command = [binary, "--model", str(file), "--ctx-size", str(CONTEXT * parallel)]
+        command += ["--threads", str(threads), "--parallel", str(parallel)]
         if head:
             command += ["--model-draft", head, "--spec-type", "draft-eagle3"]
             command += ["--spec-draft-n-max", str(chain)]
         super().__init__("--llama-server", command)
-
-    def come_up(self) -> None:
-        """Wait until it says that the model is loaded."""
-        status = 0
-        while status != 200:
-            if self.process.poll() is not None:
-                raise self.failed("ended")
-            time.sleep(0.1)
-            with contextlib.suppress(ConnectionError):
-                status, _ = self._ask("GET", "/health")
 
     def _ask(self, method: str, path: str, body: dict | None = None) -> tuple[int, dict]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port)

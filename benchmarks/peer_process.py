@@ -1,9 +1,13 @@
-"""A peer that is a program of its own: started once, then asked prompt after prompt."""
+"""A peer that is a program of its own: started once, then asked prompt after prompt, over pipes or HTTP."""
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import tempfile
+import time
+import urllib.error
+import urllib.request
 
 from common.errors import InputError
 
@@ -53,3 +57,24 @@ class PeerProcess:
         self.messages.seek(0)
         lines = self.messages.read().decode(errors="replace").strip().split("\n")
         return InputError(f"{self.name}: {what} ({lines[-1].strip() or 'no message'})")
+
+
+class HttpPeer(PeerProcess):
+    """A program that serves HTTP on a free port of this machine, and says at /health when it can be asked."""
+
+    def __init__(self, name: str, command: list[str]):
+        with socket.socket() as any_free:
+            any_free.bind(("127.0.0.1", 0))
+            self.port = any_free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(name, [*command, "--host", "127.0.0.1", "--port", str(self.port)])
+
+    def come_up(self) -> None:
+        """Return when the model is loaded. Raises InputError if the program ends before."""
+        while True:
+            if self.process.poll() is not None:
+                raise self.failed("ended")
+            time.sleep(0.1)
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                urllib.request.urlopen(f"{self.url}/health").close()  # raises HTTPError unless it is 200
+                return
