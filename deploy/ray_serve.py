@@ -7,7 +7,6 @@ Each replica is a `serve.py` of its own on a free local port. Ray decides how ma
 requests each has, and sends each request to one. A request whose replica dies before it has answered anything
 is sent to another one.
 """
-from __future__ import annotations
 
 import asyncio
 import json
@@ -61,22 +60,18 @@ class Replica:
                 break
         if not self.url:
             raise RuntimeError(f"the server did not start: {''.join(said)}")
+        self.leaving = False
         threading.Thread(target=self.repeat, daemon=True).start()
         self.client = httpx.AsyncClient(base_url=self.url, timeout=None)
 
     def repeat(self) -> None:
-        """What the server says goes into the replica's log."""
+        """What the server says goes into the replica's log. When it ends, so does the replica: Ray then sends
+        nobody here any more, and starts another.
+        """
         for line in self.process.stderr:
             print(line, end="", file=sys.stderr)
-
-    def check_health(self) -> None:
-        """Called by Ray: a replica whose server has ended is replaced."""
-        if self.process.poll() is not None:
-            raise RuntimeError("the server has ended")
-
-    def pid(self) -> int:
-        """The process of the server."""
-        return self.process.pid
+        if not self.leaving:
+            os._exit(1)
 
     async def ask(self, method: str, path: str, headers: dict, body: bytes):
         """What the server answers: first (status, headers), then pieces of the body."""
@@ -85,8 +80,10 @@ class Replica:
             async for piece in answer.aiter_raw():
                 yield piece
 
-    def __del__(self):
+    def __del__(self):  # called when Ray wants fewer replicas
+        self.leaving = True
         self.process.terminate()
+        self.process.wait()
 
 
 @serve.deployment(max_ongoing_requests=1000)

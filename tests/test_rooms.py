@@ -23,7 +23,7 @@ FLOORS = (
     ("engine",),
     ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
-    ("demo", "benchmarks"),
+    ("demo", "benchmarks", "deploy"),
     ("tests/helpers",),
     ("tests",),
 )
