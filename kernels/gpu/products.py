@@ -198,7 +198,8 @@ def tiles(rows: int, dtype: torch.dtype, group: int) -> list[triton.Config]:
             _tile(128, 128, 8, 5, 1),
         ]
     if rows == 32:
-        return [_tile(64, 128, 4, 5, 2), _tile(64, 64, 4, 8, 2), _tile(128, 64, 8, 8, 1)]
+        # The first one spills nothing anywhere; with Triton 3.6 the others spill 8 bytes on sm_100.
+        return [_tile(128, 64, 8, 8, 1), _tile(64, 128, 4, 5, 2), _tile(64, 64, 4, 8, 2)]
     if rows == 64:
         return [_tile(128, 64, 8, 8, 1), _tile(64, 64, 4, 8, 2), _tile(64, 64, 4, 4, 2)]
     return [_tile(128, 64, 8, 5, 1), _tile(64, 64, 4, 4, 2)]
