@@ -32,6 +32,7 @@ from common.errors import InputError
 from engine.api import load_target
 from engine.runtime import Runtime
 from evaluation.asking import rotated
+from kernels.isa import choose
 from tokens.dataset import read_prompts
 
 
@@ -108,6 +109,7 @@ def action(o) -> None:
                     note(f"  round {i + 1}/{o.rounds}, {clients} clients, {name}: "
                          f"{found['tokens_per_second']:.1f} tokens/s")
     record = describe(o.threads) | {
+        "isa": choose().name,
         "checkpoint": Path(o.checkpoint).name, "max_new_tokens": o.max_new_tokens, "rounds": rounds,
     }
     write(o.name, record)

@@ -27,6 +27,7 @@ from peer_process import HttpPeer
 
 from common.cli import note, positive
 from common.errors import InputError
+from kernels.isa import choose
 from tokens.dataset import read_prompts
 
 KINDS = [
@@ -164,6 +165,7 @@ def action(o) -> None:
     with our_server(o.checkpoint, "--threads", str(o.threads), *shlex.split(o.serve)) as server:
         ledger, memory, seconds = asyncio.run(soak(o, server, bodies))
     record = describe(o.threads) | {
+        "isa": choose().name,
         "serve": o.serve, "clients": o.clients, "seconds": seconds, "right": ledger.right,
         "left": ledger.left, "refused": ledger.refused, "lost": ledger.lost, "other": ledger.other,
         "tokens": ledger.tokens, "first_ms": spread(ledger.first), "token_ms": spread(ledger.each),

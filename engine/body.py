@@ -121,7 +121,9 @@ class Body:
         # Without compiling everything runs eagerly and gives the same text. On our CPU kernels a step calls
         # few operators: compiling it would save nothing.
         self.compiled = compile and not target.on_kernels
-        self.chunks = sorted(chunks or ((64, 512) if on_cuda else (64,)))
+        # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
+        sizes = (64, 512) if on_cuda else (64,) if self.compiled else (16, 32, 64)
+        self.chunks = sorted(chunks or sizes)
         self.say, self.guide = say or (lambda line: None), guide
 
         planned = tuple(dict.fromkeys(shape for plan in plans for shape in plan.shapes))
