@@ -62,16 +62,24 @@ def start(o, started: contextlib.ExitStack) -> dict[str, HttpPeer]:
 
 
 async def load(server: HttpPeer, questions: list[str], clients: int, tokens: int) -> dict:
-    """So many clients ask all questions. Returns tokens per second, and milliseconds of one client."""
+    """So many clients ask all questions. Returns tokens per second, and milliseconds of one client.
+
+    Raises InputError if the server fails.
+    """
     waiting, answers = list(questions), []
 
     async def one(client: httpx.AsyncClient) -> None:
         while waiting:
             body = {"messages": [{"role": "user", "content": waiting.pop(0)}], "max_tokens": tokens,
                     "temperature": 0, "stream": True}
-            answers.append(await ask(client, body))
+            try:
+                answers.append(await ask(client, body))
+            except InputError as e:
+                raise InputError(f"{server.name}: {e}") from None
 
-    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
+    # A connection for each request: a server may close one that was idle for long.
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE, limits=limits) as client:
         began = time.perf_counter()
         await asyncio.gather(*(one(client) for _ in range(clients)))
         seconds = time.perf_counter() - began

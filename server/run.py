@@ -11,6 +11,8 @@ import uvicorn
 from common.cli import note
 from server.worker import Worker
 
+IDLE = 75  # seconds that a connection is kept: longer than clients keep theirs, which would meet a closed one
+
 
 class Uvicorn(uvicorn.Server):
     """Says when it is ready; at its end lets requests end, for so long."""
@@ -40,7 +42,7 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float, ready: Cal
     """
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace)),
-        server_header=False,
+        server_header=False, timeout_keep_alive=IDLE,
     )
     server = Uvicorn(config, worker, ready)
     # Uvicorn raises a signal again when its work is done: SIGTERM is then to end no less orderly than Ctrl-C.

@@ -20,9 +20,9 @@ WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 class Guide:
     """Which tokens may follow a text, by a grammar. Made by `Grammars.guide`, for one text."""
 
-    def __init__(self, matcher):
-        """matcher: a `llguidance.LLMatcher`."""
-        self._matcher = matcher
+    def __init__(self, matcher, stop_ids: frozenset[int]):
+        """matcher: a `llguidance.LLMatcher`. stop_ids: of its tokenizer; they end a text."""
+        self._matcher, self._stop_ids = matcher, stop_ids
 
     @property
     def error(self) -> str | None:
@@ -40,7 +40,8 @@ class Guide:
         """Fill into [T, words] int32 with a bit for each id that may follow each node of a tree.
 
         tokens, parent: the nodes, each after its parent, the root, at which the text ends, first. Nodes that
-        the grammar forbids themselves keep what `into` holds: nobody gets there.
+        the grammar forbids themselves, and those where the text is over, keep what `into` holds: nothing that
+        follows them counts.
         """
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
@@ -52,6 +53,8 @@ class Guide:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for child in children[node]:
             token = tokens[child]
+            if token in self._stop_ids:  # a matcher that has stopped does not go back to where it was
+                continue
             if row[token // 32] >> (token % 32) & 1 and self._matcher.consume_token(token):
                 self._descend(child, tokens, children, into)
                 self._matcher.rollback(1)
@@ -64,7 +67,7 @@ class Grammars:
     an output, where the grammar lets it end.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: Iterable[int]):
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: list[int]):
         import llguidance  # which few requests need
 
         control = {i: text.encode() for text, i in tokenizer.control.items() if i < vocabulary}
@@ -79,7 +82,7 @@ class Grammars:
             def __call__(self, text: bytes | str) -> list[int]:
                 return tokenizer.encode(text if isinstance(text, str) else text.decode(), bos=False)
 
-        self._matcher = llguidance.LLMatcher
+        self._matcher, self._stop_ids = llguidance.LLMatcher, frozenset(stop_ids)
         wrapped = llguidance.TokenizerWrapper(Wrapped())
         self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=list(stop_ids))
 
@@ -96,4 +99,4 @@ class Grammars:
         if problem or matcher.is_error():
             problem = first_line(ValueError(problem or matcher.get_error()))
             raise InputError(f"the JSON schema cannot be used ({problem})")
-        return Guide(matcher)
+        return Guide(matcher, self._stop_ids)

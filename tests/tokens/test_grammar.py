@@ -1,0 +1,78 @@
+"""The masks of a tree: what a guide that walked to a node alone would allow there, and the guide unmoved."""
+import json
+import random
+
+import numpy as np
+import pytest
+from helpers.tokenizers import write_byte_tokenizer
+
+from tokens.grammar import Grammars
+from tokens.tokenizer import Tokenizer
+
+SCHEMA = json.dumps({
+    "type": "object", "additionalProperties": False, "required": ["a"],
+    "properties": {"a": {"enum": [1, 12, "x"]}},
+})
+OUTPUTS = [b'{"a": 1}', b'{"a":12}', b'{ "a": "x" }', b'{"a":\n1 }']
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    tokenizer = Tokenizer.load(folder)
+    stop = next(iter(tokenizer.control.values()))
+    return Grammars(tokenizer, 259, [stop]), stop
+
+
+def masks(guide, tokens: list[int], parent: list[int]) -> np.ndarray:
+    rows = np.full((len(tokens), 9), -1, np.int32)
+    guide.mask(tokens, parent, rows)
+    return rows
+
+
+def allows(row: np.ndarray, token: int) -> bool:
+    return bool(row[token // 32] >> (token % 32) & 1)
+
+
+def test_masks_of_trees(grammars):
+    """Branches along outputs, beside them and over their ends, from everywhere in a text."""
+    made, stop = grammars
+    chance = random.Random(0)
+    ends = 0
+    for _ in range(60):
+        text = [*chance.choice(OUTPUTS), stop]
+        begin = chance.randrange(1, len(text))
+        guide = made.guide(SCHEMA)
+        guide.take(text[:begin])
+        tokens, parent, paths = [text[begin - 1]], [0], [[]]
+        for _ in range(12):  # children of any node: the right token, a wrong one, the stop id
+            node = chance.randrange(len(tokens))
+            at = begin + len(paths[node])
+            token = chance.choice([text[at] if at < len(text) else stop, chance.randrange(256), stop])
+            tokens.append(token)
+            parent.append(node)
+            paths.append([*paths[node], token])
+        rows = masks(guide, tokens, parent)
+        for row, path in zip(rows, paths):
+            alone = made.guide(SCHEMA)
+            alone.take(text[:begin])
+            if stop in path:
+                ends += allows(masks(alone, [0], [0])[0], stop)
+                continue
+            for token in path:
+                if not allows(masks(alone, [0], [0])[0], token):
+                    break
+                alone.take([token])
+            else:
+                assert (row == masks(alone, [0], [0])[0]).all() and alone.error is None
+        guide.take(text[begin:])  # it stands where it stood
+        assert guide.error is None
+    assert ends > 10  # of the trees, so many had a stop id where the text may end
+
+
+def test_after_a_mistake_it_says_so(grammars):
+    guide = grammars[0].guide(SCHEMA)
+    assert guide.error is None
+    guide.take(b'{"b"')
+    assert "cannot be followed" in guide.error and "\n" not in guide.error
