@@ -121,8 +121,11 @@ def parser() -> Options:
     return p
 
 
-def load(o, prompts: list):
-    """Load the target -> (Target, Drafting, Sampling). Nothing is compiled yet."""
+def load(o, prompts: list, batch: int):
+    """Load the target -> (Target, Drafting, Sampling). Nothing is compiled yet.
+
+    batch: how many texts are decoded together.
+    """
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
     from common.files import read_json
@@ -147,7 +150,8 @@ def load(o, prompts: list):
     numbers = o.tree_nodes, o.tree_depth, o.tree_width
     if numbers != (None, None, None):
         quantised = "quantization" in read_config(checkpoint, "target")
-        tree = with_numbers(*numbers, default_tree(runtime.device_name, quantised, runtime.isa_name))
+        usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
+        tree = with_numbers(*numbers, usual)
     target = load_target(checkpoint, runtime, note)
     flags = read_flags(o, [o.speculate])[o.speculate]
     ids = tuple(p for p in prompts if isinstance(p, list))
@@ -176,7 +180,7 @@ def run(o) -> int:
     count = max(1, len(prompts) * o.num_samples)
     size = {"batch": min(count, o.batch_size or 16), "max_seq_len": o.max_seq_len}
     began = time.perf_counter()
-    target, drafting, sampling = load(o, prompts)
+    target, drafting, sampling = load(o, prompts, size["batch"])
     model = target.decoder(drafting, **size)
     decoder = model.decoder
     note(

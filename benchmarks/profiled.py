@@ -17,6 +17,7 @@ import engine.step
 from common.cli import note
 from drafters.base import Proposal
 from drafters.eagle import Eagle
+from engine import saved_graph
 from tree import Tree
 
 MARK = "lshift"  # in the name of the kernel that `mark` runs, and of no other
@@ -59,6 +60,7 @@ def mark_verified() -> None:
         return mark(draw(logits, noise, depth))
 
     engine.step.draw = marked
+    saved_graph.VARIANT = "marked"  # graphs with marks and those without must not be taken for each other
 
 
 def split(kernels: list[Kernel], rows: int) -> dict[str, float]:

@@ -229,7 +229,8 @@ class Body:
     ):
         """One step of some sequences; returns (tree, path). guides: those of rows, by their number."""
         kind = rows.kind(kind)
-        arguments, key = (self.target, rows.caches, kind.drafter, rows.state), self._key(rows, span, modes)
+        arguments = self.target, rows.caches, kind.drafter, rows.state
+        key = kind, *self._key(rows, span, modes)
         if not modes.guided:
             return self.run(("step", *key), partial(kind.step, *arguments, span, *modes))
         # The host says what may follow each node. What comes after that is neither compiled nor captured.
@@ -237,7 +238,7 @@ class Body:
         tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
         for i, guide in (guides or {}).items():
             mask(rows.state.allowed[i], guide, tokens[i], parent[i])
-        with threads_for(self.target):
+        with self.here():
             return commit(*arguments, verified, *modes)
 
     def launch_prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes) -> Tensor:
@@ -252,8 +253,12 @@ class Body:
     def _key(self, rows: Rows, span: Tensor, modes: Modes) -> tuple:
         return span.shape[0], rows.first, rows.count, *modes
 
-    def read_behind(self, rows: Rows, span: Tensor) -> None:
+    def launch_read_behind(self, rows: Rows, span: Tensor) -> None:
         """Let the drafter read what plain steps have committed, in one pass."""
+        key = "behind", span.shape[0], rows.first, rows.count
+        self.run(key, partial(self._read_behind, rows, span))
+
+    def _read_behind(self, rows: Rows, span: Tensor) -> None:
         state = rows.state
         start = state.length - state.n_new
         positions = start[:, None] + self.slot_ids[:UNREAD]
@@ -261,11 +266,19 @@ class Body:
         state.keep_last_unread()
 
     def run(self, key: tuple, call: Callable):
-        """A call, on CUDA as a captured graph, on our kernels with all threads for them."""
+        """A call, on CUDA as a captured graph. key: tells calls apart; those of one key do the same."""
         if self.captured:
             return self.captured(key, call)
-        with threads_for(self.target):
+        with self.here():
             return call()
+
+    def here(self) -> contextlib.AbstractContextManager:
+        """A context for passes: on a GPU it is the current one, which each thread has its own of; our CPU
+        kernels have all threads.
+        """
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
+        return threads_for(self.target)
 
     def span(self, needed: int) -> Tensor:
         """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.

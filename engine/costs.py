@@ -26,6 +26,7 @@ from engine.capture import capture
 from engine.compiling import compile_graph, unguarded
 from kernels.build import digest
 from kernels.cpu import isa_in_use
+from kernels.gpu import here
 from kernels.isa import processor_name
 from kernels.packed import threads_for
 from kernels.parts import draw, rank, visible_slots
@@ -241,7 +242,7 @@ def conditions(target: Transformer, head: Head, compile: bool, contexts: tuple[i
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
         "cache": target.Cache.__name__,
         "target": _sizes(target), "head": _sizes(head), "contexts": contexts, "torch": torch.__version__,
-        "kernels": digest(),
+        "kernels": here.digest() if on_cuda else digest(),
     }
 
 

@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -215,7 +214,7 @@ class Decoder(Body):
         if self._shape is None and not self.switch.trees:
             return self.plain  # and never anything else: the head need not keep up
         if self._behind >= UNREAD if self._shape is None else self._behind > self.window:
-            self.run((), partial(self.read_behind, self.whole, span))
+            self.launch_read_behind(self.whole, span)
             self._behind = 1
         if self._shape is None:
             self._behind += 1

@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = time.time()  # what is changed later is not what this process runs
 # Cache folders that are read and not written: of checkpoints that cannot be written.
 READ_ONLY: list[Path] = []
+VARIANT = ""  # of our functions: named by whoever changes them at run time, so that theirs are other graphs
 
 
 class SavedGraph:
@@ -138,7 +139,7 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     settings = torch._inductor.config.get_hash().hex()
     processor = platform.machine(), platform.processor(), sorted(features())
     machine = torch.__version__, processor, isa_in_use(), os.environ.get("CXX"), torch.get_num_threads()
-    made_by = function.__qualname__, machine, _gpu(args), settings, list(_described(args))
+    made_by = VARIANT, function.__qualname__, machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
 

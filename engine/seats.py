@@ -15,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from engine.body import UNREAD, Body, Emission, Emitted, Kind, Rows, Score, arri
 from engine.state import State
 from engine.switching import Ease, Switch
 from engine.tuning import Plan
-from kernels.packed import threads_for
 from model import Transformer
 from sampling.adjust import scores
 from sampling.options import MOST_LOGPROBS, Modes, Sampling
@@ -342,7 +340,7 @@ class Seats(Body):
         after = text.prompt[text.read + 1 : text.read + 1 + x.shape[1]]
         if not after:
             return
-        with threads_for(self.target):
+        with self.here():
             logits = self.target.logits(x[:, : len(after)])
         own, top, ids = scores(logits, torch.tensor([after], device=x.device), MOST_LOGPROBS)
         found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
@@ -415,7 +413,7 @@ class Seats(Body):
                 return kind, shape
             behind = max(text.behind for text in texts)
             if behind >= UNREAD if shape is None else behind > self.window:
-                self.run(("behind", rows.first, rows.count, len(span)), partial(self.read_behind, rows, span))
+                self.launch_read_behind(rows, span)
                 for text in texts:
                     text.behind = 1
         for text in texts:

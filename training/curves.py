@@ -1,6 +1,7 @@
 """The picture of a run: loss, accuracy of every draft step, and acceptance length."""
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from common.plots import picture
@@ -8,9 +9,10 @@ from training.log import chain_tau
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:
-    """Draw the entries of a log as a PNG; nothing if there is no optimizer step among them."""
+    """Draw the entries of a log as a PNG; nothing if there is no optimizer step among them, or no matplotlib.
+    """
     steps, validations = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
-    if not steps:
+    if not steps or not find_spec("matplotlib"):
         return
     with picture(path, 13, 3.8) as figure:
         left, middle, right = figure.subplots(1, 3)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError
+from engine.runtime import use_device
 
 
 class Processes:
@@ -36,10 +37,13 @@ class Processes:
         return cls(dist.get_rank(), dist.get_world_size())
 
     def own_device(self, device: str) -> str:
-        """The device of this process: of several that share "cuda", each takes a GPU of its own."""
+        """The device of this process, made the current one: of several that share "cuda", each takes a GPU of
+        its own.
+        """
         if self.count > 1 and device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-            torch.cuda.set_device(device)
+        if device.startswith("cuda"):
+            use_device(torch.device(device), kernels=True)
         return device
 
     @property

@@ -190,13 +190,16 @@ def attend_kernel(
             tl.store(out + goal, shares.to(out.dtype.element_ty), mask=there[:, None] & in_head)
 
 
-def tiles(rows: int, dtype: torch.dtype, shared: int) -> tuple[int, int, int, int]:
+def tiles(rows: int, dtype: torch.dtype, shared: int, head: int) -> tuple[int, int, int, int]:
     """ROWS and KEYS of a tile for so many rows of a key/value head, warps, and stages of loading.
 
-    shared: bytes of shared memory that there are; where they are few, loads are fewer stages ahead.
+    head: its size. shared: bytes of shared memory that there are; where they are few, loads are fewer stages
+    ahead.
     """
     if dtype == torch.float32 and not INTERPRETED:  # products without tensor cores fill registers
         return 16, 16, 4, 1
+    if head > 128:  # no family here has such heads; they fit
+        return (16 if rows <= 16 else 32 if rows <= 32 else 64), 32, 8, 2
     stages = 3 if shared >= PLENTY else 2
     if rows <= 32:
         return (16 if rows <= 16 else 32), 64, 4, stages
@@ -218,7 +221,7 @@ def attend(
     B, T, width = qkv.shape
     _, _, _, nkv, S, hd = kv.shape
     M, nh = local.shape[2], width // hd - 2 * nkv
-    rows, keys, warps, stages = tiles(nh // nkv * T, qkv.dtype, shared_memory(qkv.device))
+    rows, keys, warps, stages = tiles(nh // nkv * T, qkv.dtype, shared_memory(qkv.device), hd)
     blocks = triton.cdiv(nh // nkv * T, rows)
     splits = max(1, min(32, programs_at_once(qkv.device) // (blocks * nkv * B)))
     values = max(16, triton.next_power_of_2(hd))

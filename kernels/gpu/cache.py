@@ -68,7 +68,7 @@ def move_kernel(kv, source, target, S, W, plane_size, HEAD: tl.constexpr, HEADS:
     pair, plane = tl.program_id(0), tl.program_id(1)
     w, d = tl.arange(0, WINDOW), tl.arange(0, WIDTH)
     b = pair // HEADS
-    here = kv + plane * plane_size + pair.to(tl.int64) * S * HEAD
+    here = kv + plane.to(tl.int64) * plane_size + pair.to(tl.int64) * S * HEAD
     mask = (w < W)[:, None] & (d < HEAD)[None]
     from_ = tl.load(source + b * W + w, mask=w < W, other=0)[:, None]
     to = tl.load(target + b * W + w, mask=w < W, other=0)[:, None]

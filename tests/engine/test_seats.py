@@ -217,3 +217,32 @@ def test_an_end_at_the_first_token(models):
     for _ in decoder:
         pass
     assert decoder.ids[0] == full.ids
+
+
+class Replays:
+    """As `engine.capture.CapturedCalls`: what was called first for a key is what runs for it ever after."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, key, call):
+        return self.calls.setdefault(key, call)()
+
+
+@pytest.mark.parametrize("share", (0.0, 0.5, 1.0))
+def test_captured_passes_are_told_apart(models, share):
+    """Every step runs the tree that was asked for, whichever was captured first."""
+    seats = Seats(models[0], Eagle(models[1], SHAPE), places=3, max_seq_len=300, compile=False, lag=0)
+    seats.captured, launch, ran = Replays(), seats.launch_step, set()
+
+    def watched(rows, span, kind, modes, guides=None):
+        tree, path = launch(rows, span, kind, modes, guides)
+        ran.add((kind.drafter.shape.nodes, tree.tokens.shape[1]))
+        return tree, path
+
+    seats.launch_step = watched
+    seats.warm_up()
+    ran.clear()
+    made = requests(9, 5)
+    assert decode(seats, made, random.Random(1), plain=share) == alone(models, made)
+    assert ran == {0.0: {(12, 12)}, 0.5: {(1, 1), (12, 12)}, 1.0: {(1, 1)}}[share]

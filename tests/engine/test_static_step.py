@@ -144,19 +144,37 @@ def test_a_span_may_be_all_slots(batch, whole_first):
     assert decoder.state.length.tolist() == [32] * batch
 
 
-def test_calls_are_captured_on_the_models_own_gpu(monkeypatch):
-    """--device cuda:1: streams, graphs and replays are those of that GPU, whichever is the current one."""
-    current, seen = [torch.device("cuda:0")], []
+@pytest.fixture
+def current(monkeypatch):
+    """The GPUs that were made the current one, the last one at the end."""
+    made = [torch.device("cuda:0")]
 
     class On:
         def __init__(self, device):
             self.device = torch.device(device)
 
         def __enter__(self):
-            current.append(self.device)
+            made.append(self.device)
 
         def __exit__(self, *_):
-            current.pop()
+            made.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", On)
+    return made
+
+
+def test_passes_that_are_not_captured_run_on_the_models_own_gpu(current):
+    """--device cuda:1 in another thread, such as a server's: the current GPU is each thread's own."""
+    target, _ = random_models("tiny", torch.float32, "cpu", None)
+    decoder = Decoder(target, Drafter(), max_seq_len=300, compile=False)
+    decoder.device = torch.device("cuda:1")
+    assert decoder.run((), lambda: current[-1]) == torch.device("cuda:1")
+    assert current == [torch.device("cuda:0")]
+
+
+def test_calls_are_captured_on_the_models_own_gpu(monkeypatch, current):
+    """--device cuda:1: streams, graphs and replays are those of that GPU, whichever is the current one."""
+    seen = []
 
     class Noted:
         """A stream or a graph, or a context on one."""
@@ -178,7 +196,6 @@ def test_calls_are_captured_on_the_models_own_gpu(monkeypatch):
 
     for name in ("Stream", "CUDAGraph", "stream", "graph", "current_stream"):
         monkeypatch.setattr(torch.cuda, name, Noted)
-    monkeypatch.setattr(torch.cuda, "device", On)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     captured = CapturedCalls(torch.device("cuda:1"), contextlib.nullcontext)
     for _ in range(2):

@@ -20,6 +20,7 @@ def test_each_process_has_a_device_of_its_own(monkeypatch):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    assert Processes(5, 8).own_device("cuda") == "cuda:3" and chosen == ["cuda:3"]
+    assert Processes(5, 8).own_device("cuda") == "cuda:3" and chosen == [torch.device("cuda:3")]
     assert Processes(5, 8).own_device("cpu") == "cpu" and Processes().own_device("cuda") == "cuda"
-    assert chosen == ["cuda:3"]
+    assert Processes().own_device("cuda:1") == "cuda:1"
+    assert chosen == [torch.device("cuda:3"), torch.device("cuda:1")]

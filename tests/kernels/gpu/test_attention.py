@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from kernels.gpu import attention
-from kernels.gpu.cache import LayerCache, move
+from kernels.gpu.cache import LayerCache, move, move_slots
 from kernels.gpu.scratch import counters
 from model import Block, KVCache, ModelArgs, Pass, inverse_frequencies, rope_table
 from model import attention as defined
@@ -39,6 +39,9 @@ CASES = (  # B, T, nh, nkv, hd, M, lengths, norm
     (1, 60, 4, 1, 16, 60, [100], False),
     (3, 10, 2, 2, 128, 30, [64, 65, 101], True),
     (1, 64, 4, 4, 16, 64, [96], False),
+    (1, 3, 7, 1, 80, 3, [70], True),
+    (2, 2, 5, 1, 96, 4, [9, 65], False),
+    (1, 2, 2, 1, 256, 2, [40], False),
 )
 
 
@@ -78,6 +81,16 @@ def test_counters_are_zeros_again(device):
     attention.attend(qkv, cos, sin, None, None, 0.0, kv, 0, length, local)
     used = counters(qkv.device, 1)
     assert not used.any()
+
+
+def test_move_in_a_cache_of_gigabytes(device):
+    """Offsets do not fit 32 bits: planes of 2^30 numbers, of which little is touched."""
+    kv = torch.empty(2, 2, 1, 1, 2**23, 128, dtype=torch.int8, device=device)
+    planes = kv.view(4, 2**23, 128)
+    for plane in range(4):
+        planes[plane, 5], planes[plane, 6] = plane + 1, 0
+    move_slots(kv, torch.tensor([[5]], device=device), torch.tensor([[6]], device=device))
+    assert planes[:, 6, 0].tolist() == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("W", (1, 3, 9))
