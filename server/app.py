@@ -208,12 +208,10 @@ class Server:
         nothing came for long.
         """
         gone, running = asyncio.create_task(_gone(http)), len(jobs)
+        found = asyncio.create_task(news.get())
         try:
             while running:
-                found = asyncio.create_task(news.get())
                 done, _ = await asyncio.wait((found, gone), timeout=QUIET, return_when="FIRST_COMPLETED")
-                if found not in done:
-                    found.cancel()
                 if gone in done:
                     return
                 if found not in done:
@@ -221,9 +219,11 @@ class Server:
                     continue
                 i, delta = found.result()
                 running -= delta.finish is not None
+                found = asyncio.create_task(news.get())
                 yield i, delta
         finally:
             gone.cancel()
+            found.cancel()
 
     async def events(self, answer: Answer, deltas: AsyncIterator, usage: bool) -> AsyncIterator[str]:
         """The answer as server-sent events."""
