@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -78,11 +79,18 @@ class Sampling:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
+def _token_id(token: int | str) -> int:
+    """A token id, which in JSON's objects is a text. Raises ValueError."""
+    if isinstance(token, str) and not re.fullmatch(r"-?[0-9]{1,18}", token):
+        raise ValueError(token)
+    return int(token)
+
+
 def _pairs(bias: Mapping | Iterable) -> tuple[tuple[int, float], ...]:
     """A logit bias as sorted pairs of numbers. Raises ValueError."""
     pairs = bias.items() if isinstance(bias, Mapping) else bias
     try:
-        found = tuple(sorted((int(token), float(value)) for token, value in pairs))
+        found = tuple(sorted((_token_id(token), float(value)) for token, value in pairs))
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias must be pairs of a token id and a number, got {bias!r:.200}") from None
     for token, value in found:

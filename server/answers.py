@@ -5,6 +5,7 @@ import time
 import uuid
 
 from engine.body import Score
+from server.schemas import Request
 from server.tools import Call, CallStream
 from server.worker import Delta, Job
 from tokens.tokenizer import Tokenizer
@@ -59,10 +60,11 @@ class Answer:
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, model: str, tokens: Tokens, jobs: list[Job], told: bool):
-        """told: tell what was drafted, too."""
+    def __init__(self, model: str, tokens: Tokens, jobs: list[Job], request: Request):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self.model, self.tokens, self.jobs, self.told = model, tokens, jobs, told
+        self.model, self.tokens, self.jobs = model, tokens, jobs
+        self.told = bool(request.return_speculation)  # what was drafted, too
+        self.prompted = jobs[:: request.n or 1]  # a job for each prompt, the first
         self.ids: list[list[int]] = [[] for _ in jobs]
         self.scores: list[list[Score]] = [[] for _ in jobs]
         self.texts, self.finishes = [""] * len(jobs), [None] * len(jobs)
@@ -75,12 +77,12 @@ class Answer:
         self.finishes[i] = delta.finish
 
     def usage(self) -> dict:
-        """Tokens: read, written, of those drafted."""
-        prompts = sum(len(job.prompt) for job in self.jobs)
+        """Tokens: read, once for all choices; written, of those drafted."""
+        prompts = sum(len(job.prompt) for job in self.prompted)
         written = sum(job.tokens for job in self.jobs)
         return {
             "prompt_tokens": prompts, "completion_tokens": written, "total_tokens": prompts + written,
-            "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in self.jobs)},
+            "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in self.prompted)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(job.accepted for job in self.jobs),
                 "rejected_prediction_tokens": sum(job.rejected for job in self.jobs),

@@ -5,7 +5,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from server.schemas import (
     TokenizeRequest,
 )
 from server.tools import as_dict, form_of
-from server.worker import Closing, Delta, Job, QueueFull, Worker
+from server.worker import Closing, Delta, Failure, Job, QueueFull, Worker
 from tokens.grammar import ANY_OBJECT, Guide
 from tokens.tokenizer import Tokenizer
 
@@ -140,6 +140,15 @@ class Server:
         except (InputError, ValueError) as e:
             raise Refusal(400, str(e)) from None
 
+    def check_room(self, request, prompts: int) -> None:
+        """Refuse more choices than there are ever places for, before anything is read. Raises InputError."""
+        choices = prompts * (request.n or 1)
+        if choices > self.worker.most:
+            raise InputError(
+                f"{choices} outputs are asked for at once, at most {self.worker.most} run or wait here:"
+                " send fewer prompts at a time, or start the server with a larger --queue"
+            )
+
     def schema(self, form: ResponseFormat | None) -> tuple[str | None, Guide | None]:
         """The JSON schema that a response is to fit, and its guide. Raises InputError."""
         if form is None or form.type == "text":
@@ -160,8 +169,8 @@ class Server:
             sampling: Sampling = request.sampling(choice, most, seed, logprobs, schema)
             return Job(
                 prompt, sampling, lambda delta: None, guide=schema and self.grammar(schema),
-                seconds=self.settings.seconds, watch=request.return_speculation, plain=not request.speculate,
-                **more,
+                seconds=self.settings.seconds, watch=bool(request.return_speculation),
+                plain=request.speculate is False, **more,
             )
 
         return [job(prompt, choice) for prompt in prompts for choice in range(request.n or 1)]
@@ -179,8 +188,8 @@ class Server:
             async for i, delta in self.deltas(http, answer.jobs, news):
                 if delta is None:
                     continue
-                if delta.error:
-                    raise refusal_of(delta.error)
+                if delta.failure:
+                    raise refusal_of(delta.failure)
                 answer.take(i, delta)
         finally:
             self.worker.cancel(*answer.jobs)
@@ -231,8 +240,8 @@ class Server:
             if delta is None:
                 yield ": still here\n\n"
                 continue
-            if delta.error:
-                yield _event(refusal_of(delta.error).body())
+            if delta.failure:
+                yield _event(refusal_of(delta.failure).body())
                 break
             for chunk in answer.chunk(i, delta):
                 yield _event(chunk | ({"usage": None} if usage else {}))
@@ -272,9 +281,22 @@ def _event(data: dict) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def refusal_of(error: str) -> Refusal:
-    """How a job's error is told."""
-    return Refusal(504 if "seconds" in error else 500, error)
+def refusal_of(failure: Failure) -> Refusal:
+    """How it is told that a job failed."""
+    return Refusal({"request": 400, "time": 504, "server": 500}[failure.fault], failure.why)
+
+
+def refusal_of_body(first: dict, headers: Mapping[str, str]) -> Refusal:
+    """How the first thing that is wrong with a body is told, as pydantic says it."""
+    # The names of a union's members stand there too.
+    parts = [str(x) for x in first["loc"] if x not in ("body", "str", "int") and "[" not in str(x)]
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", first["msg"])
+        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
+    where = ".".join(parts)
+    if not where and "json" not in headers.get("content-type", ""):
+        return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
+    return Refusal(400, f"{where or 'the body'}: {first['msg']}", "invalid_value", where or None)
 
 
 def make_app(server: Server) -> FastAPI:
@@ -293,13 +315,17 @@ def make_app(server: Server) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, e: HTTPException) -> Response:
+        if e.status_code == 400:  # fastapi's, where reading JSON raised anything but a JSONDecodeError
+            words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
+            return Refusal(400, words, "invalid_json").response()
         return Refusal(e.status_code, str(e.detail)).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, e: RequestValidationError) -> Response:
-        first = e.errors()[0]
-        where = ".".join(str(x) for x in first["loc"] if x != "body") or "the body"
-        return Refusal(400, f"{where}: {first['msg']}", "invalid_value", where).response()
+        errors = e.errors()
+        # Of a union's members, one that had the right type says what is wrong.
+        fitting = [error for error in errors if not error["type"].endswith("_type")]
+        return refusal_of_body((fitting or errors)[0], request.headers).response()
 
     @app.post("/v1/chat/completions")
     @app.post("/chat/completions", include_in_schema=False)
@@ -307,7 +333,7 @@ def make_app(server: Server) -> FastAPI:
         model = server.check_model(request.model)
         if request.tool_choice not in (None, "auto", "none"):
             raise Refusal(
-                400, f"tool_choice {json.dumps(request.tool_choice)}: only auto and none are known here",
+                400, f"tool_choice {json.dumps(request.tool_choice):.200}: only auto and none are known here",
                 param="tool_choice",
             )
         tools = request.tools if request.tool_choice != "none" else None
@@ -323,12 +349,13 @@ def make_app(server: Server) -> FastAPI:
             if not tokenizer.has_template:
                 raise InputError("this checkpoint has no chat template: use /v1/completions")
             prompt = tokenizer.chat([as_dict(message) for message in request.messages], **variables)
+            server.check_room(request, 1)
             most = request.max_completion_tokens or request.max_tokens or settings.max_seq_len
             return server.jobs(request, [prompt], most, (request.top_logprobs or 0) if scored else None), form
 
         jobs, form = await server.prepare(work)
         answer = ChatAnswer(
-            model, server.tokens, jobs, request.return_speculation, form=form, scored=scored
+            model, server.tokens, jobs, request, form=form, scored=scored
         )
         return await server.respond(http, request, answer)
 
@@ -347,6 +374,7 @@ def make_app(server: Server) -> FastAPI:
             given = request.prompt
             if isinstance(given, str) or (given and isinstance(given[0], int)):
                 given = [given]
+            server.check_room(request, len(given))
             prompts = [encode(tokenizer, prompt, raw=True) for prompt in given]
             if not prompts:
                 raise InputError("prompt: there is none")
@@ -357,19 +385,24 @@ def make_app(server: Server) -> FastAPI:
 
         jobs, echoes = await server.prepare(work)
         answer = TextAnswer(
-            model, server.tokens, jobs, request.return_speculation, prompts=echoes, scored=scored,
-            wanted=most > 0,
+            model, server.tokens, jobs, request, prompts=echoes, scored=scored, wanted=most > 0
         )
         return await server.respond(http, request, answer)
+
+    def described(name: str) -> dict:
+        return {
+            "id": name, "object": "model", "created": 0, "owned_by": "local",
+            "max_model_len": settings.max_seq_len,
+        }
 
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
     async def models():
-        return {"object": "list", "data": [
-            {"id": name, "object": "model", "created": 0, "owned_by": "local",
-             "max_model_len": settings.max_seq_len}
-            for name in settings.models
-        ]}
+        return {"object": "list", "data": [described(name) for name in settings.models]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str):
+        return described(server.check_model(name))
 
     @app.post("/tokenize")
     async def tokenize(request: TokenizeRequest):
@@ -378,20 +411,26 @@ def make_app(server: Server) -> FastAPI:
                 raise InputError("give prompt or messages")
             if request.messages is not None:
                 return tokenizer.chat([as_dict(message) for message in request.messages])
-            return tokenizer.encode(request.prompt, bos=request.add_special_tokens)
+            return tokenizer.encode(request.prompt, bos=request.add_special_tokens is not False)
 
         ids = await server.prepare(work)
         return {"tokens": ids, "count": len(ids), "max_model_len": settings.max_seq_len}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest):
-        return {"prompt": await server.prepare(lambda: tokenizer.decode(request.tokens))}
+        def work() -> str:
+            if (most := max(request.tokens, default=0)) >= tokenizer.vocab_size:
+                raise InputError(f"tokens: {most} is no token, there are 0 to {tokenizer.vocab_size - 1}")
+            return tokenizer.decode(request.tokens)
+
+        return {"prompt": await server.prepare(work)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info():
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
         return {"chat_template": tokenizer.template, **names}
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health():
         if server.worker.failed or not server.worker.is_alive():
@@ -402,6 +441,7 @@ def make_app(server: Server) -> FastAPI:
     async def metrics():
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page():
         return FileResponse(PAGE / "page.html", headers={"Cache-Control": "no-cache"})

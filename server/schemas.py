@@ -53,7 +53,7 @@ class StreamOptions(BaseModel):
     """What a stream tells beside the text."""
 
     model_config = ConfigDict(extra="ignore")
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class JsonSchema(BaseModel):
@@ -94,7 +94,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    max_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = Field(None, description="-1 and 0 are off")
@@ -109,8 +109,8 @@ class Request(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    speculate: bool = Field(True, description="false: decode this request without drafts")
-    return_speculation: bool = Field(False, description="tell what was drafted, and each step's tree")
+    speculate: bool | None = Field(None, description="false: decode this request without drafts")
+    return_speculation: bool | None = Field(None, description="tell what was drafted, and each step's tree")
 
     def sampling(
         self, choice: int, most: int, seed: int, logprobs: int | None, schema: str | None
@@ -137,7 +137,7 @@ class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
-    max_completion_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
+    max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
@@ -150,6 +150,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] | None = None
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -162,7 +163,7 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="ignore")
     prompt: str | None = None
     messages: list[Message] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):

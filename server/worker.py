@@ -11,7 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from common.cli import note
 from common.errors import InputError, first_line
@@ -34,10 +34,18 @@ class Closing(Exception):
     """The server takes no more requests."""
 
 
+class Failure(NamedTuple):
+    """Why a job ended without an answer, and what is at fault: the request, the server, or time."""
+
+    why: str
+    fault: Literal["request", "server", "time"] = "server"
+
+
 class Delta(NamedTuple):
     """What a job gained: text that `ids` complete, the first `drafted` of which were drafted.
 
-    finish: "stop", "length" or "error", with the last one; error: why. draft: the step's tree, if watched.
+    finish: "stop", "length" or "error", with the last one; failure: of an error. draft: the step's tree, if
+    watched.
     """
 
     text: str
@@ -47,7 +55,7 @@ class Delta(NamedTuple):
     nodes: int = 0  # of the tree that was drafted, the root not counted
     draft: Draft | None = None
     finish: str | None = None
-    error: str | None = None
+    failure: Failure | None = None
 
 
 @dataclass(eq=False)
@@ -109,7 +117,7 @@ class Worker(threading.Thread):
         with self._change:
             if self._closing or self.failed:
                 raise Closing(self.failed or "the server is going down")
-            room = self.queue + self.seats.batch - len(self._jobs) - len(self._waiting)
+            room = self.most - len(self._jobs) - len(self._waiting)
             if len(jobs) > max(room, 0):
                 raise QueueFull(
                     f"{len(self._jobs)} requests run and {len(self._waiting)} wait, {len(jobs)} more do not"
@@ -138,6 +146,11 @@ class Worker(threading.Thread):
         with self._change:
             self._closing = self._stopped = True
             self._change.notify()
+
+    @property
+    def most(self) -> int:
+        """How many jobs run and wait at most."""
+        return self.queue + self.seats.batch
 
     @property
     def running(self) -> int:
@@ -191,7 +204,7 @@ class Worker(threading.Thread):
         now = time.monotonic()
         for job in self._everyone():
             if job.seconds is not None and now - job.arrived > job.seconds:
-                self._end(job, f"the request has taken its {job.seconds:g} seconds")
+                self._end(job, Failure(f"the request has taken its {job.seconds:g} seconds", "time"))
         while self.seats.free:
             with self._change:
                 if not self._waiting:
@@ -210,7 +223,7 @@ class Worker(threading.Thread):
                 job.prompt, job.sampling, job.guide, job.watch, job.score_prompt, job.plain
             )
         except (ValueError, InputError) as e:
-            self._end(job, first_line(e))
+            self._end(job, Failure(first_line(e), "request"))
             return
         self._jobs[job.text] = job
         self.metrics.admitted(job)
@@ -220,7 +233,7 @@ class Worker(threading.Thread):
         if job is None or job.ended:
             return
         if event.error:
-            self._end(job, event.error)
+            self._end(job, Failure(event.error, "request"))  # its grammar cannot be followed
             return
         found = job.stream.push(event.emitted.ids)
         ids, finish = event.emitted.ids[: found.ids], None
@@ -244,8 +257,8 @@ class Worker(threading.Thread):
         if not job.cancelled:
             job.deliver(Delta(text, ids, drafted, scores, event.nodes, event.draft, finish))
 
-    def _end(self, job: Job, error: str) -> None:
-        """A job ends with an error."""
+    def _end(self, job: Job, failure: Failure) -> None:
+        """A job ends without an answer."""
         with self._change:
             if job in self._waiting:
                 self._waiting.remove(job)
@@ -254,7 +267,7 @@ class Worker(threading.Thread):
             job.ended = True
             self.metrics.ended(job, "error", time.monotonic())
             if not job.cancelled:
-                job.deliver(Delta("", [], finish="error", error=error))
+                job.deliver(Delta("", [], finish="error", failure=failure))
 
     def _leave(self, job: Job) -> None:
         """Free a job's place, if it has one."""
@@ -263,7 +276,7 @@ class Worker(threading.Thread):
 
     def _fail_all(self, error: str) -> None:
         for job in self._everyone():
-            self._end(job, error)
+            self._end(job, Failure(error))
         self._gauge()
 
     def _everyone(self) -> list[Job]:

@@ -83,6 +83,7 @@ class Grammars:
                 return tokenizer.encode(text if isinstance(text, str) else text.decode(), bos=False)
 
         self._matcher, self._stop_ids = llguidance.LLMatcher, frozenset(stop_ids)
+        self._vocabulary = vocabulary
         wrapped = llguidance.TokenizerWrapper(Wrapped())
         self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=list(stop_ids))
 
@@ -99,4 +100,9 @@ class Grammars:
         if problem or matcher.is_error():
             problem = first_line(ValueError(problem or matcher.get_error()))
             raise InputError(f"the JSON schema cannot be used ({problem})")
-        return Guide(matcher, self._stop_ids)
+        guide = Guide(matcher, self._stop_ids)
+        # Some schemas, such as one that refers to itself alone, show only here that nothing can follow them.
+        guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))
+        if guide.error:
+            raise InputError(guide.error)
+        return guide

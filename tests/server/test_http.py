@@ -49,6 +49,12 @@ def quiet(server, seconds: float = 10.0) -> bool:
     b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
     b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}}',
     b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
+    b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
+    b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0, "max_tokens": 3}',
+    b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1_0": 1}}',
+    b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema",'
+    b' "json_schema": {"name": "x", "schema": {"$ref": "#"}}}}',
+    b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
     b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 3}}',
 ], ids=lambda body: body.decode("latin1")[-40:])
 def test_bad_bodies_are_one_line_errors(server, body):
@@ -58,6 +64,57 @@ def test_bad_bodies_are_one_line_errors(server, body):
     error = found.json()["error"]
     assert found.status_code == 400 and error["type"] == "invalid_request_error"
     assert error["message"] and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("body,words", (
+    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"),
+    (json.dumps(CHAT | {"stop": ["x"] * 17}).encode(), "stop: List should have at most 16"),
+    (json.dumps(CHAT | {"n": 0}).encode(), "n: Input should be greater"),
+    (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
+), ids=("cut", "union", "number", "deep"))
+def test_errors_say_where(server, body, words):
+    headers = {"Content-Type": "application/json"}
+    found = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    assert found.status_code == 400 and words in found.json()["error"]["message"]
+
+
+def test_json_must_be_called_so(server):
+    """What a page of another site may send without being asked is text, so text is refused."""
+    for headers in ({"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded")):
+        found = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(CHAT), headers=headers)
+        assert found.status_code == 400
+        assert "Content-Type: application/json" in found.json()["error"]["message"]
+
+
+def test_what_is_null_is_not_given(server):
+    names = (
+        "speculate", "return_speculation", "stream", "stream_options", "n", "stop", "seed", "top_p", "model",
+        "logprobs", "top_logprobs", "tools", "tool_choice", "response_format", "logit_bias",
+        "max_completion_tokens",
+    )
+    found = post(server, **CHAT | dict.fromkeys(names), max_tokens=3)
+    assert found.status_code == 200
+    options = {"include_usage": None}
+    assert post(server, **CHAT, max_tokens=3, stream=True, stream_options=options).status_code == 200
+
+
+def test_more_than_could_ever_fit_is_refused_at_once(server):
+    """Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte."""
+    begin = time.monotonic()
+    found = post(server, "/v1/completions", prompt=["a"] * 100_000, n=16, max_tokens=1)
+    assert found.status_code == 400 and "at most 8" in found.json()["error"]["message"]
+    assert time.monotonic() - begin < 15
+
+
+def test_a_prompt_counts_once_for_all_its_choices(server):
+    usage = post(server, "/v1/completions", prompt=["the sea", "sand"], n=3, max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12
+
+
+def test_models_by_name(server):
+    assert httpx.get(f"{server.url}/v1/models/golden").json()["id"] == "golden"
+    assert httpx.get(f"{server.url}/v1/models/other/one").status_code == 404
+    assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200
 
 
 def test_unknown_fields_are_ignored(server):
@@ -81,6 +138,8 @@ def test_tokenize_and_back(server):
     chat = post(server, "/tokenize", messages=CHAT["messages"]).json()
     assert bytes(chat["tokens"]) == b"u:tell me something\na:"
     assert post(server, "/tokenize").status_code == 400
+    found = post(server, "/detokenize", tokens=[7, 100_000])
+    assert found.status_code == 400 and "100000 is no token" in found.json()["error"]["message"]
     assert "chat_template" in httpx.get(f"{server.url}/tokenizer_info").json()
 
 

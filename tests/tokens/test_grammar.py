@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers.tokenizers import write_byte_tokenizer
 
+from common.errors import InputError
 from tokens.grammar import Grammars
 from tokens.tokenizer import Tokenizer
 
@@ -76,3 +77,9 @@ def test_after_a_mistake_it_says_so(grammars):
     assert guide.error is None
     guide.take(b'{"b"')
     assert "cannot be followed" in guide.error and "\n" not in guide.error
+
+
+def test_a_schema_that_nothing_can_follow(grammars):
+    """It compiles, and fails at the first mask: that is said before anything is decoded."""
+    with pytest.raises(InputError, match="the JSON schema cannot be followed"):
+        grammars[0].guide('{"$ref": "#"}')
