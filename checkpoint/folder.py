@@ -5,8 +5,8 @@
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
-    DIR/eagle3/, DIR/eagle/, DIR/medusa/, DIR/hydra/
-                            heads of that target in the same format; EAGLE-1 and EAGLE-2 share one; also
+    DIR/KIND/               heads of that target in the same format, a folder for each of HEAD_KINDS; EAGLE-1
+                            and EAGLE-2 share one; also
                             calibration.json (`engine.calibration`) and costs.json (`engine.costs`)
 """
 from __future__ import annotations
@@ -17,7 +17,7 @@ from common.errors import InputError
 from common.files import read_json
 
 FORMAT = 2
-HEAD_KINDS = ("eagle", "eagle3", "medusa", "hydra")
+HEAD_KINDS = ("eagle", "eagle3", "p-eagle", "medusa", "hydra", "dflash", "dspark")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CALIBRATION = "calibration.json"  # beside a head's weights: what its trees are accepted for
 Shapes = dict[str, tuple[int, ...]]

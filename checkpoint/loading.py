@@ -11,12 +11,15 @@ from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_shapes, read_co
 from common.errors import InputError
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
-from networks.eagle import Eagle1Head, Eagle3Head
+from networks.block import BlockHead
+from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.head import Head
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 
-HEADS = dict(zip(HEAD_KINDS, (Eagle1Head, Eagle3Head, MedusaHeads, HydraHeads)))  # kind: its class
+# Kind: its class.
+CLASSES = Eagle1Head, Eagle3Head, PEagleHead, MedusaHeads, HydraHeads, BlockHead, BlockHead
+HEADS = dict(zip(HEAD_KINDS, CLASSES, strict=True))
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
 

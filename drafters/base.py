@@ -116,6 +116,10 @@ class Drafter(nn.Module):
         """Cache slots a step may touch beyond the committed ones, in the target's cache and in its own."""
         return self.shape.extra_slots
 
+    def extra_slots_after(self, window: int) -> int:
+        """The same where the catch-up has the rows of another tree's window, a wider one."""
+        return self.extra_slots - self.shape.window + window
+
     def rows(self, first: int, count: int) -> Drafter:
         """This drafter for the sequences first ... first + count - 1: the same weights, views of the rest."""
         some = copy.copy(self)

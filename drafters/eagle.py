@@ -4,8 +4,6 @@ EAGLE-1 arXiv 2401.15077, EAGLE-2 2406.16858, EAGLE-3 2503.01840; SafeAILab/EAGL
 """
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn as nn
 from torch import Tensor
@@ -13,40 +11,19 @@ from torch import Tensor
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.base import Proposal, StaticLevel, StaticTree, newest
-from drafters.network import NetworkDrafter
+from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
 from kernels.parts import visible_before, visible_slots
 from networks.head import Head
-from tree import EAGLE1_TREE, PathTree, TreeShape, pick
+from tree import EAGLE1_TREE, PathTree, pick
 
 
-class Eagle(NetworkDrafter):
+class Eagle(HeadDrafter):
     """Any EAGLE head on the dynamic tree: EAGLE-2 with an EAGLE-1 head, EAGLE-3 with an EAGLE-3 head.
 
     Arguments and errors are those of `NetworkDrafter`.
     """
-
-    def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True):
-        super().__init__(shape, head.args.draft_vocab_size, coupled)
-        self.head = head
-        self.aux_layers = head.args.aux_layers
-        self.cached = (head.args,)
-        self.folder: Path | None = None  # that the head was loaded from
-
-    def with_tree(self, shape: TreeShape) -> Eagle:
-        """A drafter that grows other trees with the same head and, if they are allocated, the same caches."""
-        other = Eagle(self.head, shape, self.coupled)
-        other.rule, other.folder, other.caches = self.rule, self.folder, self.caches
-        return other
-
-    @property
-    def network(self) -> Head:
-        return self.head
-
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().allocate(batch, slots, dtype, device)
-        self.caches = self.head.caches(batch, slots, dtype, device)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         # Row i pairs feature i with token i+1 and stands at position i (only differences matter to RoPE).
@@ -73,13 +50,6 @@ class Eagle(NetworkDrafter):
 
     def _logits(self, h: Tensor) -> Tensor:
         return self.head.logits(h)
-
-    @property
-    def _names(self) -> Tensor:
-        return self.head.draft_ids
-
-    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
 
 
 class StaticEagle(Eagle):

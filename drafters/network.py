@@ -6,12 +6,34 @@ drafted rows after them, level by level; the next catch-up overwrites those.
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Proposal
 from kernels.parts import advance, prune, rank, visible_slots
+from networks.head import Head
 from tree import Growth, PathTree, TreeShape, pick
+
+
+def grow_crossed(
+    logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape
+) -> Growth:
+    """A tree of levels that know nothing of each other: every node of a level has the same children.
+
+    Best first by the sum of log-probabilities, over nodes among the k best of their level (DDTree, arXiv
+    2604.12989, where k is the number of nodes). logits [B, L, Vd] of L levels; noise [B, >=L, Vd] or None;
+    names [Vd]: the target id of each draft id, if it is another.
+    """
+    k, levels = shape.width, logits.shape[1]
+    scores, tokens = rank(logits, None if noise is None else noise[:, :levels], k, names)
+    grown = Growth(shape, scores[:, 0], tokens[:, 0])
+    for level in range(1, levels):
+        if level > 1:
+            advance(grown)
+        grown.extend(*(x[:, level, None].expand(-1, k, -1) for x in (scores, tokens)))
+    return grown
 
 
 class NetworkDrafter(Drafter):
@@ -59,6 +81,11 @@ class NetworkDrafter(Drafter):
             grown.extend(*self._best(feature, noise, level + 1, k, level_logits))
         return grown
 
+    @property
+    def deepest(self) -> int | None:
+        """The depth of the deepest tree that it can grow; None: there is none."""
+        return None
+
     def _best(
         self, h: Tensor, noise: Tensor | None, step: int, k: int, level_logits: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -96,3 +123,35 @@ class NetworkDrafter(Drafter):
     def _logits(self, h: Tensor) -> Tensor:
         """Outputs [B, R, H] -> float32 logits [B, R, Vd]."""
         raise NotImplementedError
+
+
+class HeadDrafter(NetworkDrafter):
+    """What drafters share whose network is a head of the target."""
+
+    def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True):
+        super().__init__(shape, head.args.draft_vocab_size, coupled)
+        self.head = head
+        self.aux_layers = head.args.aux_layers
+        self.cached = (head.args,)
+        self.folder: Path | None = None  # that the head was loaded from
+
+    def with_tree(self, shape: TreeShape) -> HeadDrafter:
+        """A drafter that grows other trees with the same head and, if they are allocated, the same caches."""
+        other = type(self)(self.head, shape, self.coupled)
+        other.rule, other.folder, other.caches = self.rule, self.folder, self.caches
+        return other
+
+    @property
+    def network(self) -> Head:
+        return self.head
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().allocate(batch, slots, dtype, device)
+        self.caches = self.head.caches(batch, slots, dtype, device)
+
+    @property
+    def _names(self) -> Tensor:
+        return self.head.draft_ids
+
+    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None

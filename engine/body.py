@@ -130,8 +130,9 @@ class Body:
         shapes = [self.drafter.shape, *planned]
         self.window = max(shape.window for shape in shapes)
         # Each tree is drafted after a catch-up of as many rows as the widest window has.
-        self.extra = max(shape.extra_slots - shape.window for shape in shapes) + self.window
-        room = max(self.drafter.extra_slots, self.extra, self.chunks[-1]) + 1
+        drafters = [self.drafter, *map(self.drafter.with_tree, planned)] if planned else [self.drafter]
+        self.extra = max(one.extra_slots_after(self.window) for one in drafters)
+        room = max(self.extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
         self.cache_bytes = self._check_memory()
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that

@@ -1,12 +1,15 @@
 """The heads of EAGLE-1/2 and EAGLE-3. Definitions only."""
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from model import Block, Linear, Pass, RMSNorm, TargetBlock, Transformer, project
 from networks.head import Head, HeadArgs
+from networks.markov import Markov, MarkovArgs
 
 
 def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -106,6 +109,42 @@ class Eagle3Head(Head):
 
     def logits(self, feature: Tensor) -> Tensor:
         return project(self.lm_head, feature) if self.args.recycle_normed else self.score(self, feature)
+
+
+@dataclass(frozen=True)
+class PEagleArgs(MarkovArgs):
+    """Shape of a P-EAGLE head."""
+
+    drafts: int = 8  # draft steps that it was trained for: levels of a tree
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        super().check()
+        if self.drafts < 1:
+            raise ValueError(f"config: drafts {self.drafts}: at least one")
+
+
+class PEagleHead(Eagle3Head, Markov):
+    """The head of P-EAGLE (arXiv 2602.01469): EAGLE-3 with all draft steps in one pass.
+
+    Rows after the first stand for tokens that are not known yet: they read the embedding of `mask_id`, and
+    `mask_hidden` in place of the target's features (names: vllm-project/vllm#32887).
+    """
+
+    Args = PEagleArgs
+
+    def __init__(self, args: PEagleArgs):
+        super().__init__(args)
+        self.mask_hidden = nn.Parameter(torch.zeros(args.feature_width))
+        self.add_markov(args)
+
+    def rows(self, h: Tensor) -> Tensor:
+        """What `forward` gives [..., H] as the lm_head, the Markov and the confidence head read it."""
+        return h if self.args.recycle_normed else self.norm(h)
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """What `rows` gives [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
+        return project(self.lm_head, feature)
 
 
 def run_head(

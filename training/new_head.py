@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import ModelArgs, Transformer
-from networks.eagle import Eagle1Head, Eagle3Head, eagle3_aux_layers
+from networks.block import BlockArgs, BlockHead
+from networks.eagle import Eagle1Head, Eagle3Head, PEagleArgs, PEagleHead, eagle3_aux_layers
 from networks.head import Head, HeadArgs
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads, MultiTokenArgs
@@ -17,17 +18,43 @@ from networks.medusa import MedusaHeads, MultiTokenArgs
 
 @dataclass(frozen=True)
 class Shape:
-    """What a user may choose about an EAGLE head; None takes the target's."""
+    """What a user may choose about a head; None takes the target's, or what is usual for its kind."""
 
     hidden_size: int | None = None
     intermediate_size: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
     head_dim: int | None = None
+    num_layers: int = 1
+    states: int | None = None  # of the target that it reads
+    drafts: int = 7  # tokens that a block drafts
+    mask_id: int = 0
+    markov_rank: int = 0
+    confidence: bool = False
+
+
+HEADS = {
+    "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "dflash": BlockHead, "dspark": BlockHead
+}
+BLOCK_KINDS = ("p-eagle", "dflash", "dspark")  # that draft all tokens in one pass
+
+
+def spread_layers(num_layers: int, states: int) -> tuple[int, ...]:
+    """The layers whose inputs a block head reads: evenly from the third to the last but one.
+
+    They are those of the published heads: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises
+    ValueError if there are not so many.
+    """
+    first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
+    steps = max(states - 1, 1)
+    layers = tuple(sorted({round(first - 1 + i * (last - first) / steps) + 1 for i in range(states)}))
+    if len(layers) < states:
+        raise ValueError(f"{states} states of a target of {num_layers} layers: at most {len(layers)}")
+    return layers
 
 
 def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> HeadArgs:
-    """The arguments of an EAGLE head of this kind for a target of arguments `a`.
+    """The arguments of a head of this kind, not Medusa or Hydra, for a target of arguments `a`.
 
     Raises ValueError on a shape that cannot be.
     """
@@ -36,7 +63,7 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> H
         raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
     num_heads = shape.num_heads or a.num_heads
     aux_layers: tuple[int, ...] = (a.num_layers,)
-    if kind == "eagle3":
+    if kind in ("eagle3", "p-eagle"):
         if a.num_layers < 4:
             raise ValueError(
                 f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers:"
@@ -44,35 +71,49 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> H
             )
         low, middle, high = eagle3_aux_layers(a.num_layers)
         aux_layers = low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
-    args = HeadArgs(
-        a.vocab_size, hidden, shape.intermediate_size or a.intermediate_size, 1, num_heads,
-        shape.num_kv_heads or min(a.num_kv_heads, num_heads), shape.head_dim or a.head_dim,
-        norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
-        draft_vocab_size=draft_vocab_size, target_hidden_size=a.hidden_size,
-        own_embedding=hidden != a.hidden_size, own_lm_head=kind == "eagle3", aux_layers=aux_layers,
+    if kind in ("dflash", "dspark") or (shape.states and kind != "eagle"):
+        aux_layers = spread_layers(a.num_layers, shape.states or min(5, max(1, a.num_layers - 3)))
+    args = dict(
+        vocab_size=a.vocab_size, hidden_size=hidden,
+        intermediate_size=shape.intermediate_size or a.intermediate_size, num_layers=shape.num_layers,
+        num_heads=num_heads, num_kv_heads=shape.num_kv_heads or min(a.num_kv_heads, num_heads),
+        head_dim=shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None,
+        max_seq_len=a.max_seq_len, draft_vocab_size=draft_vocab_size, target_hidden_size=a.hidden_size,
+        own_embedding=hidden != a.hidden_size, own_lm_head=kind != "eagle", aux_layers=aux_layers,
     )
-    args.check()
-    return args
+    if kind not in BLOCK_KINDS:
+        made = HeadArgs(**args)
+    else:
+        args |= dict(mask_id=shape.mask_id, markov_rank=shape.markov_rank, confidence=shape.confidence)
+        args["confidence_reads_markov"] = shape.markov_rank > 0
+        if kind == "p-eagle":
+            made = PEagleArgs(**args, drafts=shape.drafts)
+        else:
+            anchored = kind == "dspark"
+            made = BlockArgs(**args, block=shape.drafts + (not anchored), from_anchor=anchored)
+    made.check()
+    return made
 
 
 def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
-    """An EAGLE head of this kind in float32: random except for what the target can lend.
+    """A head of this kind, not Medusa or Hydra, in float32: random except for what the target can lend.
 
     EAGLE-3: lm_head starts as the target's rows, and the final norm as a third of the target's (the full one
     makes an untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth
     several points of held-out accuracy after the same short run. A head narrower or wider than the target
     has an embedding of its own, which starts as the target's on its principal axes, and so does its lm_head.
-    EAGLE-1: `fc` passes the feature on. Raises ValueError on a shape that cannot be.
+    EAGLE-1: `fc` passes the feature on. P-EAGLE, DFlash, DSpark: as EAGLE-3; the Markov head reads the target's
+    embedding on its principal axes, and adds nothing yet. Raises ValueError on a shape that cannot be.
     """
     args = head_args(target.args, kind, len(draft_ids), shape)
     torch.manual_seed(seed)
-    head = (Eagle3Head if kind == "eagle3" else Eagle1Head)(args)
+    head = HEADS[kind](args)
     for name, p in head.named_parameters():
         if p.ndim == 2:
             last = name.endswith(("wo.weight", "w_down.weight"))
             torch.nn.init.normal_(p, std=0.02 / math.sqrt(2) if last else 0.02)
     with torch.no_grad():
-        if kind == "eagle3":
+        if kind != "eagle":
             _lend(head, target, draft_ids.cpu())
         else:
             head.fc.weight.mul_(0.3)
@@ -119,18 +160,32 @@ def _join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
     return head
 
 
-def _lend(head: Eagle3Head, target: Transformer, draft_ids: Tensor) -> None:
-    """Start an EAGLE-3 head from the target's embedding, lm_head and last norm."""
+def _principal(table: Tensor, size: int) -> Tensor:
+    """The principal axes of the rows of a table [V, H], so many of them, zeros where there are no more."""
+    axes = torch.linalg.svd(table.T @ table)[0][:, :size]
+    return F.pad(axes, (0, size - axes.shape[1]))
+
+
+def _lend(head: Head, target: Transformer, draft_ids: Tensor) -> None:
+    """Start a head from the target's embedding, lm_head and last norm."""
     own = head.args.own_embedding
     table, rows = target.embed.weight.float().cpu(), target.lm_rows.float().cpu()
     hidden, width = head.args.hidden_size, target.args.hidden_size
     axes = torch.eye(width)
     if own:
-        axes = torch.linalg.svd(table.T @ table)[0][:, :hidden]  # the principal ones first [Ht, H]
-        axes = F.pad(axes, (0, hidden - axes.shape[1]))
+        axes = _principal(table, hidden)  # [Ht, H]
         head.embed.weight.copy_(table @ axes)
     norm = target.norm.weight.float().cpu()
     head.lm_head.weight.copy_((rows[draft_ids] * (norm if own else 1)) @ axes)
     head.norm.weight.copy_(torch.full((hidden,), 0.3) if own else norm * 0.3)
     head.fc.weight.mul_(0.3)
     head.fc.weight[:, -width:] += axes.T
+    if isinstance(head, PEagleHead):
+        torch.nn.init.normal_(head.mask_hidden, std=0.02)
+    if getattr(head.args, "markov_rank", 0):
+        begun = table @ _principal(table, head.args.markov_rank)
+        head.markov_in.weight.copy_(begun / begun.std())
+        head.markov_out.weight.zero_()
+    if getattr(head.args, "confidence", False):
+        head.confidence.weight.zero_()
+        head.confidence.bias.zero_()

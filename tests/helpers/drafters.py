@@ -4,21 +4,23 @@ from collections.abc import Callable
 import torch
 
 from drafters.base import Drafter
+from drafters.dflash import DFlash
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle, StaticEagle
 from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
+from drafters.p_eagle import PEagle
 from drafters.rest import Rest
 from model import Transformer
 from networks.head import Head
-from training.new_head import new_multi_token_heads
+from training.new_head import Shape, new_head, new_multi_token_heads
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (
-    "plain", "eagle3", "eagle2", "eagle1", "medusa", "hydra", "hydra++", "draft-model", "residual",
-    "lookahead", "lookup", "rest",
+    "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",
+    "draft-model", "residual", "lookahead", "lookup", "rest",
 )
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
@@ -38,6 +40,17 @@ def make_drafter(
         prepare(heads)
         return heads
 
+    def block(kind: str, **shape) -> Head:
+        """A random head that drafts blocks."""
+        ids, few = torch.arange(min(300, target.args.vocab_size)), 2 if target.args.num_layers > 4 else 1
+        shape = {"states": few, "num_layers": 2, "drafts": 4, "mask_id": 7} | shape
+        head = new_head(target, kind, ids, Shape(**shape), 0).to(weight.device)
+        torch.manual_seed(1)
+        for p in head.parameters():
+            p.data = (p.data + 0.02 * torch.randn_like(p.data)).to(weight.dtype)
+        prepare(head)
+        return head
+
     def rest() -> Rest:
         suffixes = sorted(range(len(STORED)), key=lambda i: STORED[i:])
         store = (torch.tensor(x, dtype=torch.int32) for x in (STORED, suffixes))
@@ -48,6 +61,9 @@ def make_drafter(
         "eagle3": lambda: Eagle(eagle3, TreeShape(8, 2, 3)),
         "eagle2": lambda: Eagle(eagle1, TreeShape(8, 2, 3)),
         "eagle1": lambda: StaticEagle(eagle1, EAGLE1_TREE),
+        "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
+        "dflash": lambda: DFlash(block("dflash"), TreeShape(10, 3, 4)),
+        "dspark": lambda: DFlash(block("dspark", markov_rank=8, confidence=True), TreeShape(10, 3, 3)),
         "medusa": lambda: Medusa(guessing("medusa", False), likely_tree(12, 3)),
         "hydra": lambda: Hydra(guessing("hydra", False), likely_tree(12, 3)),
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),

@@ -1,0 +1,150 @@
+"""What drafters share whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
+
+The pass reads what the last step committed, with the target's true features, and rows for what is not known
+yet. In the head's caches the committed rows come first. The others stand after them, and are overwritten by
+the next pass.
+
+Where the head has a Markov head (DSpark's papers draft chains with it), k nodes of each level are followed:
+for each it is a product of small rank, so that branches differ by what stands before them. What a confidence
+head says of a node counts for all that follows it.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from checkpoint.loading import load_head
+from common.errors import InputError
+from drafters.network import HeadDrafter, grow_crossed
+from drafters.request import Request
+from drafters.tree_spec import eagle_tree
+from kernels.parts import advance, rank, visible_slots
+from networks.block import BlockHead
+from networks.eagle import PEagleHead
+from tree import Growth, PathTree, TreeShape
+
+
+class BlockDrafter(HeadDrafter):
+    """A head that drafts blocks, on any tree as deep as these.
+
+    coupled: see `NetworkDrafter`. Raises ValueError on a tree that is deeper than the head's blocks, or wider
+    than its vocabulary.
+    """
+
+    def __init__(self, head: BlockHead | PEagleHead, shape: TreeShape, coupled: bool = True):
+        super().__init__(head, shape, coupled)
+        if shape.window - 1 > head.args.drafts:
+            raise ValueError(
+                f"tree: depth {shape.depth} has {shape.window - 1} levels, the head drafts {head.args.drafts}"
+                f" tokens ahead: a depth of at most {head.args.drafts - 1}"
+            )
+        self.passes = 1
+
+    @property
+    def deepest(self) -> int:
+        return self.head.args.drafts - 1
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a pass for what is not known yet."""
+        raise NotImplementedError
+
+    @property
+    def extra_slots(self) -> int:
+        return max(self.shape.nodes, self.shape.window + self.block_rows)
+
+    def _catch_up(self, state, slots: Tensor) -> Tensor:
+        """Read W rows, of which the first n_new are real, and draft: the rows of all levels [B, L, H].
+
+        What the others write is overwritten or never seen.
+        """
+        W, rows, n_new = state.window, self.block_rows, state.n_new
+        start, ahead = state.length - n_new, torch.arange(W + rows, device=slots.device)
+        context = self.head.fuse(state.features[:, :W])
+        own = start[:, None] + ahead
+        positions = torch.cat((own[:, :W], state.length[:, None] + ahead[:rows]), 1)
+        # Each row sees itself, and of those before it the real ones; of a block maybe those after it, too.
+        real = (ahead < n_new[:, None]) | (ahead >= W)
+        before = ahead <= ahead[:, None]
+        if self._sees_all:
+            before = before | ((ahead >= W) & (ahead[:, None] >= W))
+        visible = visible_slots(slots, start, (before & real[:, None]) | (ahead == ahead[:, None]))
+        return self._draft(state, context, positions, own, visible)
+
+    @property
+    def _sees_all(self) -> bool:
+        """Whether rows of a block see those after them, too."""
+        raise NotImplementedError
+
+    def _draft(
+        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
+        """The head's rows of all levels, as its lm_head reads them [B, L, H].
+
+        context [B, W, H]: fused features. The others are those of `Transformer.forward`.
+        """
+        raise NotImplementedError
+
+    def grow(
+        self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
+        level_logits: list[Tensor] | None = None,
+    ) -> Growth:
+        head, k = self.head, shape.width
+        logits = head.logits(last[:, : shape.window - 1])  # of all levels: the lm_head is read once
+        if not head.args.markov_rank:
+            if level_logits is not None:
+                level_logits += logits.split(1, 1)
+            return grow_crossed(logits, noise, self._names, shape)
+
+        def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+            """The k best after tokens [B, R]: scores and target ids, both [B, R, k]."""
+            after = logits[:, level, None] + head.after(tokens)
+            if level_logits is not None:
+                level_logits.append(after)
+            scores, ids = rank(after, None if noise is None else noise[:, level, None], k, self._names)
+            if head.args.confidence:
+                row = last[:, level, None].expand(-1, tokens.shape[1], -1)
+                scores = scores + F.logsigmoid(head.doubt(row, tokens))[..., None]
+            return scores, ids
+
+        scores, tokens = children(0, state.root()[:, None])
+        grown = Growth(shape, scores[:, 0], tokens[:, 0])
+        for level in range(1, shape.window - 1):
+            if level > 1:
+                advance(grown)
+            grown.extend(*children(level, grown.beam_tokens))
+        return grown
+
+
+def build_block(request: Request, drafter: type[BlockDrafter]) -> BlockDrafter:
+    """A drafter with the head in CHECKPOINT/METHOD, or where --draft says.
+
+    Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
+    """
+    folder = request.draft or request.checkpoint / request.method
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder}: no {request.method} head there; convert one into it, or name it with --draft"
+        )
+    head = load_head(folder, request.target, request.method)
+    request.prepare(head)
+    given = request.tree not in (None, "auto")
+    tree = eagle_tree(request.tree if given else request.default_tree)
+    if isinstance(tree, PathTree):
+        raise InputError(
+            f"--speculate {request.method}: grows its tree: --tree T,D,K, or a chain of n tokens as"
+            " --tree n+1,n-1,1"
+        )
+    made = drafter(head, tree if given else deep_tree(tree, head.args.drafts), request.coupled)
+    made.folder = folder
+    return made
+
+
+def deep_tree(usual: TreeShape, levels: int) -> TreeShape:
+    """The default tree of a drafter whose levels cost next to nothing.
+
+    It has the nodes of the usual tree and all levels, and follows on each as many nodes as there could be, up
+    to a dozen.
+    """
+    return TreeShape(usual.nodes, min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12))

@@ -1,0 +1,39 @@
+"""Drafting with a DFlash head (arXiv 2602.06036): the target's features as keys and values, a block of masks.
+
+Its levels know nothing of each other's tokens; the tree over them is DDTree's (arXiv 2604.12989), and
+`--tree n+1,n-1,1` is the paper's chain. A causal head is JetSpec's (arXiv 2606.18394).
+"""
+from __future__ import annotations
+
+from torch import Tensor
+
+from drafters.block import BlockDrafter, build_block
+from drafters.request import Request
+from networks.block import BlockHead
+
+
+class DFlash(BlockDrafter):
+    """A DFlash head, which drafts the whole block it was trained for whatever the tree needs of it."""
+
+    head: BlockHead
+
+    @property
+    def block_rows(self) -> int:
+        return self.head.args.block
+
+    @property
+    def _sees_all(self) -> bool:
+        return not self.head.args.causal
+
+    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        self.head.read(self.head.fuse(features), positions, positions, visible, self.caches)
+
+    def _draft(
+        self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor
+    ) -> Tensor:
+        return self.head(state.root(), context, positions, own, visible, self.caches)
+
+
+def build(request: Request) -> DFlash:
+    """The drafter with the head in CHECKPOINT/dflash; see `block.build_block`."""
+    return build_block(request, DFlash)

@@ -1,0 +1,119 @@
+"""The heads that draft a whole block in one pass: DFlash, DSpark, and JetSpec's variant. Definitions only.
+
+DFlash: arXiv 2602.06036 (z-lab/dflash). DSpark: arXiv 2607.05147 (deepseek-ai/DeepSpec), a DFlash backbone
+with the heads in `networks.markov`. JetSpec (arXiv 2606.18394) is DFlash with a causal block.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import Block, KVCache, Linear, Pass, RMSNorm, project
+from networks.head import Head
+from networks.markov import Markov, MarkovArgs
+
+
+@dataclass(frozen=True)
+class BlockArgs(MarkovArgs):
+    """Shape of a head that drafts blocks. Their rows are the anchor, which is the root, then masks."""
+
+    block: int = 8  # rows of a block, the anchor's included
+    from_anchor: bool = False  # row j drafts the token j+1 places after the anchor; else j places
+    causal: bool = False  # rows of a block see those before them only
+
+    @property
+    def drafts(self) -> int:
+        """How many tokens a block drafts: levels of a tree below the root."""
+        return self.block if self.from_anchor else self.block - 1
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        super().check()
+        if self.drafts < 1:
+            raise ValueError(f"config: a block of {self.block} rows drafts nothing")
+
+
+class BlockLayer(Block):
+    """A layer of a block head: rows of a block read the target's features, and each other.
+
+    The keys and values of the features come from the same weights as those of the rows.
+    """
+
+    def __init__(self, args: BlockArgs):
+        super().__init__(args)
+        self.attn_norm = RMSNorm(args.hidden_size, args.norm_eps)
+
+    def forward(self, x: Tensor, context: Tensor, cache: KVCache, shared: Pass) -> Tensor:
+        """Rows x [B, R, H] of a block -> the same after this layer.
+
+        context [B, W, H]: fused features that are not in the cache yet. Positions, slots and sight in
+        `shared` are those of context and rows, one after the other.
+        """
+        inputs = torch.cat((context, self.attn_norm(x)), 1)
+        attended = self.attention(self, self.wqkv(inputs), cache, shared)
+        return self.finish(x, attended[:, context.shape[1] :])
+
+    def read(self, context: Tensor, cache: KVCache, shared: Pass) -> None:
+        """Put the keys and values of fused features [B, C, H] into the cache."""
+        self.attention(self, self.wqkv(context), cache, shared)
+
+
+class BlockHead(Head, Markov):
+    """DFlash; with a Markov head DSpark.
+
+    Row j of a block stands j places after the anchor. It sees the features of all tokens before the anchor
+    and all rows of its block. What it gives is scored by the lm_head.
+    """
+
+    Args = BlockArgs
+
+    def __init__(self, args: BlockArgs):
+        super().__init__(args)
+        self.fc = Linear(args.feature_width, args.hidden_size, bias=args.fc_bias)
+        self.hidden_norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(args) for _ in range(args.num_layers))
+        self.norm = RMSNorm(args.hidden_size, args.norm_eps)
+        self.add_markov(args)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Target features [B, T, F] -> what every layer reads of them [B, T, H]."""
+        return self.hidden_norm(self.fc(features))
+
+    def read(
+        self, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: nn.ModuleList
+    ) -> None:
+        """Put fused features [B, C, H] into the caches. The other arguments are `Transformer.forward`'s."""
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        for layer, cache in zip(self.layers, caches):
+            layer.read(context, cache, shared)
+
+    def forward(
+        self, anchor: Tensor, context: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
+        caches: nn.ModuleList,
+    ) -> Tensor:
+        """One pass over the block that begins with tokens anchor [B] -> its drafting rows [B, drafts, H].
+
+        They are normed. context [B, W, H]: fused features that are not in the caches yet. positions and slots
+        [B, W+block], visible [B, W+block, n]: of these and of the block's rows, one after the other.
+        """
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        x = self.embed(self.block_tokens(anchor))
+        for layer, cache in zip(self.layers, caches):
+            x = layer(x, context, cache, shared)
+        return self.norm(self.drafting(x))
+
+    def block_tokens(self, anchor: Tensor) -> Tensor:
+        """The tokens that the rows of blocks read [..., block], by their anchors [...]."""
+        masks = torch.full_like(anchor, self.args.mask_id)[..., None]
+        return torch.cat((anchor[..., None], masks.expand(*anchor.shape, self.args.block - 1)), -1)
+
+    def drafting(self, x: Tensor) -> Tensor:
+        """The rows that draft [..., drafts, H] of those of blocks [..., block, H]."""
+        return x[..., self.args.block - self.args.drafts :, :]
+
+    def logits(self, feature: Tensor) -> Tensor:
+        """Normed rows [..., H] -> float32 draft logits [..., Vd], the Markov head's part not included."""
+        return project(self.lm_head, feature)

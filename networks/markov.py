@@ -1,0 +1,62 @@
+"""The Markov head and the confidence head of DSpark (arXiv 2607.05147). Definitions only.
+
+A head that drafts several tokens from one pass guesses each without knowing the others. The Markov head adds
+to its logits how likely each token is after the one before it: a product of small rank. The confidence head
+says how often what a row drafts is accepted.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from model import Linear, project
+from networks.head import HeadArgs
+
+
+@dataclass(frozen=True)
+class MarkovArgs(HeadArgs):
+    """Shape of a head that may have a Markov head and a confidence head."""
+
+    mask_id: int = 0  # the token that rows read for what is not known yet
+    markov_rank: int = 0  # 0: no Markov head
+    confidence: bool = False
+    confidence_reads_markov: bool = True  # its row of `markov_in`, beside the head's
+
+    def check(self) -> None:
+        """Raise ValueError if the numbers contradict each other."""
+        super().check()
+        if not 0 <= self.mask_id < self.vocab_size:
+            raise ValueError(f"config: mask_id {self.mask_id} is not in 0..{self.vocab_size - 1}")
+        if self.markov_rank < 0:
+            raise ValueError(f"config: markov_rank {self.markov_rank} is negative")
+        if self.confidence and self.confidence_reads_markov and not self.markov_rank:
+            raise ValueError("config: the confidence head reads a Markov head, and there is none")
+
+
+class Markov(nn.Module):
+    """What such a head has beside its layers; for classes that are a `Head` too."""
+
+    def add_markov(self, args: MarkovArgs) -> None:
+        """Make the modules."""
+        H, r = args.hidden_size, args.markov_rank
+        self.markov_in = nn.Embedding(args.vocab_size, r) if r else None
+        self.markov_out = Linear(r, args.draft_vocab_size, bias=False) if r else None
+        reads = H + (r if args.confidence_reads_markov else 0)
+        self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
+
+    def after(self, tokens: Tensor) -> Tensor:
+        """What is added to the logits of drafts that follow these tokens [...]: float32 [..., Vd]."""
+        return project(self.markov_out, self.markov_in(tokens))
+
+    def doubt(self, row: Tensor, tokens: Tensor) -> Tensor:
+        """The logit of how often drafts are accepted [...], float32.
+
+        row [..., H]: what the lm_head reads of the rows that draft; tokens [...]: those that the drafts
+        follow.
+        """
+        if self.args.confidence_reads_markov:
+            row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)
+        return project(self.confidence, row)[..., 0]
