@@ -5,8 +5,10 @@
 --layout sglang (default) writes
     EAGLE-3 and EAGLE-1 heads as the EAGLE repository publishes them. SGLang reads both. vLLM reads EAGLE-3,
     and EAGLE-1 if `architectures` in config.json is changed to LlamaForCausalLM;
-    Medusa heads as vLLM reads them; Hydra heads as their authors publish them.
---layout speculators writes EAGLE-3 heads as the speculators library does. vLLM reads them.
+    P-EAGLE heads as vLLM reads them;
+    Medusa heads as vLLM reads them; Hydra, DFlash and DSpark heads as their authors publish them.
+--layout speculators writes EAGLE-3, P-EAGLE, DFlash and DSpark heads as the speculators library does. vLLM
+reads them.
 """
 from __future__ import annotations
 
@@ -19,13 +21,16 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from checkpoint.block_layouts import MARKOV
 from checkpoint.folder import WEIGHTS, read_config
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, run_command
 from common.errors import InputError
 from common.files import writing
-from networks.eagle import Eagle1Head
+from networks.block import BlockHead
+from networks.eagle import Eagle1Head, PEagleHead
 from networks.head import Head, HeadArgs
+from networks.markov import MarkovArgs
 from networks.medusa import MedusaHeads, MultiTokenHeads
 
 LAYOUTS = ("sglang", "speculators")
@@ -36,7 +41,11 @@ PARTS = ("model.safetensors.partial", "config.json.partial")
 ARCHITECTURES = {
     "eagle3": ("LlamaForCausalLMEagle3", "Eagle3Speculator"), "eagle": ("LlamaForCausalLMEagle",),
     "medusa": ("MedusaModel",), "hydra": ("HydraModel",),
+    "p-eagle": ("LlamaForCausalLMEagle3", "PEagleDraftModel"),
+    "dflash": ("DFlashDraftModel", "DFlashDraftModel"), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
 }
+
+INPUT_NORM = {"attn_norm": "input_layernorm"}  # of a layer, under its published name
 
 
 def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
@@ -48,12 +57,20 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
     """
     if isinstance(head, (Eagle1Head, MultiTokenHeads)):
         if layout != "sglang":
-            raise InputError("the speculators layout is for EAGLE-3 heads only; write --layout sglang")
+            raise InputError(
+                "the speculators layout has no place for EAGLE-1, Medusa and Hydra heads; write --layout"
+                " sglang"
+            )
         tensors, config = _eagle1(head) if isinstance(head, Eagle1Head) else _multi_token(head)
     elif layout == "sglang":
-        tensors, config = _eagle3(head, "midlayer"), _sglang_config(head)
+        first = "layers.0" if isinstance(head, PEagleHead) else "midlayer"
+        if isinstance(head, BlockHead):
+            tensors, config = _block(head, True)
+        else:
+            tensors, config = _eagle3(head, first), _sglang_config(head)
     else:
-        tensors, config = _eagle3(head, "layers.0"), _speculators_config(head, target_config or {})
+        tensors = _block(head, False)[0] if isinstance(head, BlockHead) else _eagle3(head, "layers.0")
+        config = _speculators_config(head, target_config or {})
     tensors = {
         name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
         for name, t in tensors.items()
@@ -103,15 +120,77 @@ def _eagle(head: Head, prefix: str, norms: dict[str, str]) -> dict[str, Tensor]:
     """The layer of an EAGLE head and the tensors around it."""
     state = head.own_state()
     tensors = _layer(head.args, state, "layer", prefix, norms)
-    around = {"embed.weight": "embed_tokens.weight"} | {
-        n: n for n in ("fc.weight", "fc.bias", "norm.weight", "lm_head.weight")
-    }
-    tensors |= {published: state.pop(name) for name, published in around.items() if name in state}
+    for k in range(1, head.args.num_layers):
+        tensors |= _layer(head.args, state, f"more_layers.{k - 1}", f"layers.{k}", INPUT_NORM)
+    tensors |= _around(state)
+    if "mask_hidden" in state:
+        tensors["mask_hidden"] = state.pop("mask_hidden")[None, None]
     if left := sorted(state.keys() - {"draft_ids"}):
         raise InputError(
             f"this head has weights that no layout written here has a place for: {', '.join(left)}"
         )
     return tensors
+
+
+def _around(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take what stands beside the layers out of a state dict -> the same under its published names."""
+    same = ("fc.weight", "fc.bias", "hidden_norm.weight", "norm.weight", "lm_head.weight")
+    names = {"embed.weight": "embed_tokens.weight"} | {name: name for name in same}
+    names |= {name: published for name, (published,) in MARKOV.items()}
+    return {published: state.pop(name) for name, published in names.items() if name in state}
+
+
+def _block(head: BlockHead, whole: bool) -> tuple[dict[str, Tensor], dict]:
+    """A DFlash or DSpark head as its authors publish it. whole: the target's vocabulary is wanted.
+
+    DSpark's carry copies of the target's embedding and lm_head.
+    """
+    a, state, tensors = head.args, head.own_state(), {}
+    dspark = _kind(head) == "dspark"
+    if whole and a.draft_vocab_size < a.vocab_size:
+        raise InputError(
+            f"the published layout has the target's vocabulary, this head {a.draft_vocab_size} ids of"
+            f" {a.vocab_size}; write --layout speculators"
+        )
+    for i in range(a.num_layers):
+        tensors |= _layer(a, state, f"layers.{i}", f"layers.{i}", INPUT_NORM)
+    tensors |= _around(state)
+    if a.draft_vocab_size < a.vocab_size:
+        tensors |= _vocabulary_map(head)
+    nested = {"mask_token_id": a.mask_id, "target_layer_ids": [i - 1 for i in a.aux_layers]}
+    if a.causal:
+        nested["causal"] = True
+    config = {"architectures": [ARCHITECTURES[_kind(head)][0]], **_llama_config(head), "model_type": "qwen3"}
+    config["block_size"] = a.block
+    if not dspark:
+        return tensors, config | {"dflash_config": nested}
+    if whole:
+        tensors.setdefault("embed_tokens.weight", head.embed.weight)
+        tensors.setdefault("lm_head.weight", head.lm_head.weight)
+    return tensors, config | nested | _markov_config(a) | {"sample_from_anchor": a.from_anchor}
+
+
+def _markov_config(a: MarkovArgs) -> dict:
+    return {
+        "markov_rank": a.markov_rank, "markov_head_type": "gated" if a.markov_gated else "vanilla",
+        "enable_confidence_head": a.confidence, "confidence_head_with_markov": a.confidence_reads_markov,
+    }
+
+
+def _kind(head: Head) -> str:
+    """One of the keys of ARCHITECTURES, for EAGLE-3 and the heads that draft blocks."""
+    if isinstance(head, BlockHead):
+        return "dspark" if head.args.from_anchor or head.args.markov_rank else "dflash"
+    return "p-eagle" if isinstance(head, PEagleHead) else "eagle3"
+
+
+def _vocabulary_map(head: Head) -> dict[str, Tensor]:
+    """`d2t` holds offsets (target id = draft id + d2t[draft id]), `t2d` marks the target ids in the draft
+    vocabulary.
+    """
+    ids = head.draft_ids.cpu()
+    marked = torch.zeros(head.args.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
 
 
 def _eagle1(head: Eagle1Head) -> tuple[dict[str, Tensor], dict]:
@@ -161,16 +240,9 @@ def _multi_token(head: MultiTokenHeads) -> tuple[dict[str, Tensor], dict]:
 
 
 def _eagle3(head: Head, prefix: str) -> dict[str, Tensor]:
-    """The tensors of an EAGLE-3 head.
-
-    `d2t` holds offsets (target id = draft id + d2t[draft id]), `t2d` marks the target ids in the draft
-    vocabulary.
-    """
-    args, ids = head.args, head.draft_ids.cpu()
-    tensors = _eagle(head, prefix, {"embed_norm": "input_layernorm", "feature_norm": "hidden_norm"})
-    tensors["d2t"] = ids - torch.arange(len(ids))
-    tensors["t2d"] = torch.zeros(args.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    return tensors
+    """The tensors of an EAGLE-3 or P-EAGLE head."""
+    norms = {"embed_norm": "input_layernorm", "feature_norm": "hidden_norm"}
+    return _eagle(head, prefix, norms) | _vocabulary_map(head)
 
 
 def _llama_config(head: Head) -> dict:
@@ -191,7 +263,7 @@ def _sglang_config(head: Head) -> dict:
         if getattr(a, flag):
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
     return {
-        "architectures": [ARCHITECTURES["eagle3"][0]], **_llama_config(head),
+        "architectures": [ARCHITECTURES[_kind(head)][0]], **_llama_config(head), **_p_eagle_config(head),
         "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size,
         # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
         "eagle_config": {
@@ -200,20 +272,40 @@ def _sglang_config(head: Head) -> dict:
     }
 
 
+def _p_eagle_config(head: Head) -> dict:
+    """What the config of a P-EAGLE head has beside that of EAGLE-3; {} of other heads."""
+    if not isinstance(head, PEagleHead):
+        return {}
+    a = head.args
+    mask = {"mask_token_id": a.mask_id, "ptd_token_id": a.mask_id, "num_draft_steps": a.drafts}
+    return mask | (_markov_config(a) if a.markov_rank or a.confidence else {})
+
+
 def _speculators_config(head: Head, target: dict) -> dict:
     a = head.args
     proposal = {
         "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0
     }
+    kind = _kind(head)
+    algorithm = kind.replace("-", "")
+    if isinstance(head, BlockHead):
+        own = {
+            "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
+            "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
+            **({"causal": True} if a.causal else {}), **(_markov_config(a) if kind == "dspark" else {}),
+        }
+    else:
+        own = {
+            "norm_before_residual": a.norm_before_residual, "norm_before_fc": False, "fc_norm": False,
+            "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
+            "eagle_aux_hidden_state_layer_ids": list(a.aux_layers), **_p_eagle_config(head),
+        }
     return {
-        "architectures": [ARCHITECTURES["eagle3"][1]], "speculators_model_type": "eagle3",
-        "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size,
-        "norm_before_residual": a.norm_before_residual, "norm_before_fc": False, "fc_norm": False,
-        "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
-        "eagle_aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
+        "architectures": [ARCHITECTURES[kind][1]], "speculators_model_type": algorithm,
+        "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size, **own,
         "transformer_layer_config": _llama_config(head),
         "speculators_config": {
-            "algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
             "verifier": {"name_or_path": target.get("name"), "architectures": [_target_class(target)]},
         },
         "torch_dtype": "bfloat16",

@@ -1,15 +1,17 @@
 """The layouts of draft heads: how their files name tensors, and what only the contents of the files tell.
 
-EAGLE-1/2 (SafeAILab) and EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM) are here, Medusa and Hydra
-in `checkpoint.medusa_layouts`. Where sources contradict each other the file decides. Where it cannot, the
-user is asked for a flag, see `Answers`.
+EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM, DeepSpec) and P-EAGLE are here,
+DFlash and DSpark in `checkpoint.block_layouts`, Medusa and Hydra in `checkpoint.medusa_layouts`. Where
+sources contradict each other the file decides. Where it cannot, the user is asked for a flag, see `Answers`.
 """
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from checkpoint.block_layouts import MARKOV, block_kind, read_block_layout
 from checkpoint.layout import Layout, NameTable
 from checkpoint.medusa_layouts import medusa_kind, read_medusa_layout
 from checkpoint.source import Entry, Source
@@ -45,15 +47,19 @@ class Answers:
 
 def kind_of(source: Source) -> str | None:
     """The kind of a head (one of `HEAD_KINDS`), None for a target. Raises InputError for unknown heads."""
-    return medusa_kind(source) or _eagle_kind(source, _renamed(source))
+    return medusa_kind(source) or block_kind(source) or _eagle_kind(source, _renamed(source))
 
 
 def _eagle_kind(source: Source, tensors: dict[str, Entry]) -> str | None:
     speculator = source.config.get("speculators_model_type")
-    if speculator is not None and speculator != "eagle3":
+    if speculator is not None and speculator not in ("eagle3", "peagle"):
         raise InputError(
-            f"{source.path}: a speculators head of type {speculator!r} is not supported (only eagle3)"
+            f"{source.path}: a speculators head of type {speculator!r} is not supported (eagle3, peagle,"
+            " dflash and dspark are)"
         )
+    masked = any(source.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
+    if speculator == "peagle" or masked or "mask_hidden" in tensors:
+        return "p-eagle"
     if speculator or source.config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in tensors:
         return "eagle3"
     return "eagle" if "fc.weight" in tensors else None
@@ -66,6 +72,8 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     """
     if medusa_kind(source):
         return read_medusa_layout(source, target)
+    if block_kind(source):
+        return read_block_layout(source, target, _flat_config(source.config))
     tensors = _renamed(source)
     kind = _eagle_kind(source, tensors)
     config = _flat_config(source.config)
@@ -172,6 +180,8 @@ def _eagle3(
     else:
         feature_norm = "all" if together or flags.get("norm_before_fc") else ""
     aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
+    if fields["kind"] == "p-eagle":
+        fields = fields | _p_eagle(path, head_config, tensors)
     config = fields | {
         "draft_vocab_size": draft_vocab,
         "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
@@ -184,8 +194,13 @@ def _eagle3(
         norms = ["input_norm.weight"]
     else:
         norms = [f"fc_norm.{j}.weight" for j in range(len(aux_layers))]
-    names = EAGLE3 | {f"fc_norms.{j}.weight": [norm] for j, norm in enumerate(norms)}
+    names = EAGLE3 | MARKOV | {"mask_hidden": ["mask_hidden"]}
+    names |= {f"fc_norms.{j}.weight": [norm] for j, norm in enumerate(norms)}
     tensors = dict(tensors)
+    if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
+        tensors["mask_hidden"] = Entry.of(
+            (math.prod(mask.shape),), mask.dtype, lambda: mask.read().flatten()
+        )
     for k in range(1, fields["num_layers"]):
         layer, norm = f"layers.{k}.", "input_layernorm.weight"
         if layer + "hidden_norm.weight" in tensors:
@@ -195,6 +210,28 @@ def _eagle3(
             tensors.pop(layer + "input_layernorm.weight", None)
         names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", layer)
     return Layout(config, names, tensors)
+
+
+def _p_eagle(path: Path, config: dict, tensors: dict[str, Entry]) -> dict:
+    """The fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
+    nested = config.get("dflash_config")
+    places = [nested.get("mask_token_id") if isinstance(nested, dict) else None]
+    places += [config.get(key) for key in ("mask_token_id", "pard_token", "ptd_token_id")]
+    mask_id = next((value for value in places if value is not None), None)
+    if type(mask_id) is not int:
+        raise InputError(
+            f"{path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
+            f" ptd_token_id or pard_token; found {mask_id!r}"
+        )
+    if "mask_hidden" not in tensors:
+        raise InputError(f"{path}: tensor mask_hidden is missing, which stands for features not known yet")
+    table = tensors.get("markov_head.markov_w1.weight")
+    return {
+        "mask_id": mask_id, "drafts": config.get("num_draft_steps") or config.get("k_train") or 8,
+        "markov_rank": table.shape[1] if table else 0,
+        "markov_gated": "markov_head.gate_proj.weight" in tensors,
+        "confidence": "confidence_head.proj.weight" in tensors, "confidence_reads_markov": table is not None,
+    }
 
 
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
@@ -248,6 +285,9 @@ def _aux_layers(
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
     speculators).
     """
+    outputs = head_config.get("target_layer_ids")  # DeepSpec's
+    if isinstance(outputs, list) and outputs and all(type(i) is int for i in outputs):
+        return tuple(i + 1 for i in outputs)
     in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
     for ids in in_config:
         if ids and (

@@ -69,7 +69,8 @@ def plan_head(source: Source, target: Path, dtype: torch.dtype | None, answers: 
     if embed is not None and not config["own_embedding"]:
         del tensors["embed_tokens.weight"]
     target_lm_head = "embed.weight" if target_args.tie_embeddings else "lm_head.weight"
-    if lm_head is not None and config["kind"] == "eagle" and _is_targets(lm_head, target, target_lm_head):
+    shares = config["kind"] in ("eagle", "dflash", "dspark")
+    if lm_head is not None and shares and _is_targets(lm_head, target, target_lm_head):
         config["own_lm_head"] = False  # vLLM's copies carry the target's
         del tensors["lm_head.weight"]
     check_head_fits(config, target_args, str(path))

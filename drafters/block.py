@@ -99,12 +99,12 @@ class BlockDrafter(HeadDrafter):
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """The k best after tokens [B, R]: scores and target ids, both [B, R, k]."""
-            after = logits[:, level, None] + head.after(tokens)
+            row = last[:, level, None].expand(-1, tokens.shape[1], -1)
+            after = logits[:, level, None] + head.after(row, tokens)
             if level_logits is not None:
                 level_logits.append(after)
             scores, ids = rank(after, None if noise is None else noise[:, level, None], k, self._names)
             if head.args.confidence:
-                row = last[:, level, None].expand(-1, tokens.shape[1], -1)
                 scores = scores + F.logsigmoid(head.doubt(row, tokens))[..., None]
             return scores, ids
 

@@ -2,7 +2,8 @@
 
 A head that drafts several tokens from one pass guesses each without knowing the others. The Markov head adds
 to its logits how likely each token is after the one before it: a product of small rank. The confidence head
-says how often what a row drafts is accepted.
+says how often what a row drafts is accepted. Formulas: deepseek-ai/DeepSpec markov_head.py, "vanilla" and
+"gated".
 """
 from __future__ import annotations
 
@@ -22,6 +23,7 @@ class MarkovArgs(HeadArgs):
 
     mask_id: int = 0  # the token that rows read for what is not known yet
     markov_rank: int = 0  # 0: no Markov head
+    markov_gated: bool = False  # the row that drafts says how much each of the r numbers counts
     confidence: bool = False
     confidence_reads_markov: bool = True  # its row of `markov_in`, beside the head's
 
@@ -30,8 +32,8 @@ class MarkovArgs(HeadArgs):
         super().check()
         if not 0 <= self.mask_id < self.vocab_size:
             raise ValueError(f"config: mask_id {self.mask_id} is not in 0..{self.vocab_size - 1}")
-        if self.markov_rank < 0:
-            raise ValueError(f"config: markov_rank {self.markov_rank} is negative")
+        if self.markov_rank < 0 or (self.markov_gated and not self.markov_rank):
+            raise ValueError(f"config: markov_rank {self.markov_rank}: no rank of a Markov head")
         if self.confidence and self.confidence_reads_markov and not self.markov_rank:
             raise ValueError("config: the confidence head reads a Markov head, and there is none")
 
@@ -44,18 +46,24 @@ class Markov(nn.Module):
         H, r = args.hidden_size, args.markov_rank
         self.markov_in = nn.Embedding(args.vocab_size, r) if r else None
         self.markov_out = Linear(r, args.draft_vocab_size, bias=False) if r else None
+        self.markov_gate = Linear(H + r, r, bias=True) if args.markov_gated else None
         reads = H + (r if args.confidence_reads_markov else 0)
         self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
 
-    def after(self, tokens: Tensor) -> Tensor:
-        """What is added to the logits of drafts that follow these tokens [...]: float32 [..., Vd]."""
-        return project(self.markov_out, self.markov_in(tokens))
+    def after(self, row: Tensor, tokens: Tensor) -> Tensor:
+        """What is added to the logits of drafts that follow tokens [...]: float32 [..., Vd].
+
+        row [..., H]: what the lm_head reads of the rows that draft.
+        """
+        read = self.markov_in(tokens)
+        if self.markov_gate is not None:
+            read = read * self.markov_gate(torch.cat((row, read.to(row.dtype)), -1)).sigmoid()
+        return project(self.markov_out, read)
 
     def doubt(self, row: Tensor, tokens: Tensor) -> Tensor:
         """The logit of how often drafts are accepted [...], float32.
 
-        row [..., H]: what the lm_head reads of the rows that draft; tokens [...]: those that the drafts
-        follow.
+        The arguments are those of `after`.
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)

@@ -102,8 +102,9 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
     makes an untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth
     several points of held-out accuracy after the same short run. A head narrower or wider than the target
     has an embedding of its own, which starts as the target's on its principal axes, and so does its lm_head.
-    EAGLE-1: `fc` passes the feature on. P-EAGLE, DFlash, DSpark: as EAGLE-3; the Markov head reads the target's
-    embedding on its principal axes, and adds nothing yet. Raises ValueError on a shape that cannot be.
+    EAGLE-1: `fc` passes the feature on. P-EAGLE, DFlash, DSpark: as EAGLE-3; their Markov head reads the
+    target's embedding on its principal axes, and adds nothing yet. Raises ValueError on a shape that cannot
+    be.
     """
     args = head_args(target.args, kind, len(draft_ids), shape)
     torch.manual_seed(seed)

@@ -311,7 +311,7 @@ REFUSED = {
         "eagle", {"layers.0.input_layernorm.weight": torch.ones(H)}, {}, "no such norm"
     ),
     "a head of two layers": ("eagle", {}, {"num_hidden_layers": 2}, "2 layers"),
-    "another kind of speculator": ("eagle3", {}, {"speculators_model_type": "peagle"}, "peagle"),
+    "another kind of speculator": ("eagle3", {}, {"speculators_model_type": "mtp"}, "'mtp' is not supported"),
     "two kinds of norm before fc": (
         "eagle3", {"fc_norm.0.weight": torch.ones(H), "input_norm.weight": torch.ones(3 * H)}, {},
         "only one"

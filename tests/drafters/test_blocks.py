@@ -1,0 +1,186 @@
+"""P-EAGLE, DFlash and DSpark: their formulas on published tensors, their layouts, their trees, their text."""
+import dataclasses
+
+import pytest
+import torch
+from helpers.blocks import LABELS, Reference, published
+from helpers.heads import write_head
+
+import convert_checkpoint
+from checkpoint.export import export
+from checkpoint.folder import read_config
+from checkpoint.loading import load_head
+from common.errors import InputError
+from drafters.block import BlockDrafter, deep_tree
+from drafters.dflash import DFlash
+from drafters.p_eagle import PEagle
+from engine.decoder import Decoder
+from networks.eagle import PEagleHead
+from sampling.options import Sampling
+from training.new_head import Shape, new_head
+from tree import TreeShape
+
+PROMPT = [256, *range(97, 120)]
+
+
+def converted(label: str, golden, target, folder, **more):
+    """(Published tensors, config, the head after conversion)."""
+    tensors, config = published(label, target, **more)
+    write_head(folder / "published", tensors, config)
+    out = convert_checkpoint.convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
+    return tensors, config, load_head(out, target)
+
+
+def drafter_of(head, shape: TreeShape, coupled: bool = True) -> BlockDrafter:
+    return (PEagle if isinstance(head, PEagleHead) else DFlash)(head, shape, coupled)
+
+
+def paths(tree) -> set[tuple[int, ...]]:
+    """The paths of a tree of one sequence, as tokens."""
+    tokens, parent = tree.tokens[0].tolist(), tree.parent[0].tolist()
+
+    def path(node: int) -> tuple[int, ...]:
+        return (*path(parent[node]), tokens[node]) if node else ()
+
+    return {path(node) for node in range(1, len(tokens))}
+
+
+@pytest.mark.parametrize("draft", (None, 90))
+@pytest.mark.parametrize("label", LABELS)
+def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft):
+    """Node for node, at every step, so that what is kept of earlier steps counts too."""
+    target, _ = models
+    if draft and label != "p-eagle":
+        pytest.skip("its published layout has the target's vocabulary")
+    tensors, config, head = converted(label, golden, target, tmp_path, draft=draft)
+    reference, nodes = Reference(tensors, config, target), 12
+    shape = TreeShape(nodes, head.args.drafts - 1, nodes - 1)
+    decoder, seen = Decoder(target, drafter_of(head, shape), max_seq_len=200, chunks=(8,), compile=False), []
+    with decoder.observe(lambda tree, path: seen.append(tree)):
+        out = decoder.generate([PROMPT], Sampling(16))[0]
+    n = 1
+    for tree, count in zip(seen, out.accept_lengths):
+        assert paths(tree) == reference.tree(PROMPT + out.ids[:n], nodes, head.args.drafts)
+        n += count
+    assert len(seen) > 5
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_chain_is_the_likeliest_token_after_the_likeliest(golden, models, tmp_path, label):
+    target, _ = models
+    tensors, config, head = converted(label, golden, target, tmp_path)
+    reference, levels = Reference(tensors, config, target), head.args.drafts
+    decoder, seen = Decoder(
+        target, drafter_of(head, TreeShape(levels + 1, levels - 1, 1)), max_seq_len=200, compile=False
+    ), []
+    with decoder.observe(lambda tree, path: seen.append(tree.tokens[0].tolist())):
+        out = decoder.generate([PROMPT], Sampling(3))[0]
+    ids = PROMPT + out.ids[:1]
+    rows, expected = reference.rows(ids), ids[-1:]
+    for row in rows:
+        expected.append(int(reference.ids[reference.children(row, expected[-1]).argmax()]))
+    assert seen[0] == expected
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+@pytest.mark.parametrize("label", LABELS)
+def test_text_is_plain_text(golden, models, tmp_path, label, temperature):
+    """In batches, with prompts of different lengths, coupled and not."""
+    target, _ = models
+    _, _, head = converted(label, golden, target, tmp_path)
+    prompts = [[256, 104, 105], PROMPT, [256, 1]]
+    sampling = [Sampling(40, temperature, seed=s) for s in range(3)]
+    options = {"batch": 3, "max_seq_len": 200, "compile": False}
+    plain = [o.ids for o in Decoder(target, **options).generate(prompts, sampling)]
+    for coupled in (True, False):
+        drafter = drafter_of(head, TreeShape(9, head.args.drafts - 1, 3), coupled)
+        decoder = Decoder(target, drafter, **options)
+        assert [o.ids for o in decoder.generate(prompts, sampling)] == plain
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
+    target, _ = models
+    tensors, config = published(label, target)
+
+    def convert(folder: str, tensors: dict) -> None:
+        write_head(tmp_path / folder, tensors, config)
+        convert_checkpoint.convert(tmp_path / folder, tmp_path / "out", golden, quiet=True)
+
+    for name in sorted(tensors):
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            continue  # the target's, if there is none
+        with pytest.raises(InputError) as refused:
+            convert(f"without-{name}", {n: t for n, t in tensors.items() if n != name})
+        assert "\n" not in str(refused.value)
+    with pytest.raises(InputError, match="more.weight"):
+        convert("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", ("sglang", "speculators"))
+@pytest.mark.parametrize("label", LABELS)
+def test_what_is_exported_comes_back(golden, models, tmp_path, label, layout):
+    """In the published layout and in that of the speculators library, which has draft vocabularies."""
+    target, _ = models
+    small = layout == "speculators" and label == "p-eagle"
+    _, _, head = converted(label, golden, target, tmp_path, draft=90 if small else None)
+    head = head.twin(target, torch.bfloat16).twin(target, torch.float32)  # as the file will hold it
+    export(head, tmp_path / "out", layout, read_config(golden))
+    out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    back, config = load_head(out, target), read_config(out)
+    # DeepSpec's files hold the target's tables, here rounded: no longer the target's.
+    copied = label.startswith("dspark") and layout == "sglang"
+    args = dataclasses.replace(head.args, own_embedding=copied, own_lm_head=copied or head.args.own_lm_head)
+    assert config["kind"] == read_config(tmp_path / "ours")["kind"] and back.args == args
+    ours, theirs = head.own_state(), back.own_state()
+    assert theirs.keys() - ours.keys() == ({"embed.weight", "lm_head.weight"} if copied else set())
+    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_a_draft_vocabulary_has_a_layout(golden, models, tmp_path):
+    head = new_head(models[0], "dspark", torch.arange(40, 90), Shape(states=2, markov_rank=4), 0)
+    with pytest.raises(InputError, match="write --layout speculators"):
+        export(head, tmp_path / "out")
+    export(head, tmp_path / "out", "speculators")
+    out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
+
+
+def test_copies_of_the_target_are_not_stored(golden, models, tmp_path):
+    _, _, head = converted("dspark", golden, models[0], tmp_path)
+    config = read_config(tmp_path / "ours")
+    assert not config["own_embedding"] and not config["own_lm_head"]
+    assert head.embed is models[0].embed
+
+
+@pytest.mark.parametrize("label,changes,words", (
+    ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
+    ("dflash", {"dflash_config": 3}, "not an object"),
+    ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
+    ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
+    ("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
+    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id"),
+    ("dflash", {"block_size": 1}, "drafts nothing"),
+    ("dflash", {"block_size": "8"}, "block_size"),
+    ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
+    ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
+    ("p-eagle", {"ptd_token_id": None}, "mask token"),
+    ("p-eagle", {"num_draft_steps": -2}, "at least one"),
+    ("p-eagle", {"speculators_model_type": "mtp"}, "not supported"),
+))
+def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes, words):
+    tensors, config = published(label, models[0])
+    write_head(tmp_path / "published", tensors, config | changes)
+    with pytest.raises(InputError, match=words) as refused:
+        convert_checkpoint.convert(tmp_path / "published", tmp_path / "out", golden, quiet=True)
+    assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
+
+
+def test_trees_that_cannot_be(golden, models, tmp_path):
+    _, _, head = converted("dspark", golden, models[0], tmp_path)
+    with pytest.raises(ValueError, match="a depth of at most 4"):
+        drafter_of(head, TreeShape(12, 5, 4))
+    assert deep_tree(TreeShape(12, 3, 4), 5) == TreeShape(12, 4, 11)
+    assert deep_tree(TreeShape(4, 2, 2), 7) == TreeShape(4, 2, 3)
+    assert deep_tree(TreeShape(60, 7, 10), 15) == TreeShape(60, 14, 12)

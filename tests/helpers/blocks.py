@@ -1,0 +1,221 @@
+"""Block heads in their published layouts, random, and what the papers say they draft, written plainly.
+
+The reference below reads the published tensors one by one, computes every text anew and grows its trees with
+a heap: DFlash arXiv 2602.06036, DDTree 2604.12989, DSpark 2607.05147, P-EAGLE 2602.01469.
+"""
+from __future__ import annotations
+
+import heapq
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from model import Transformer
+
+LAYERS, HEADS, KV, HD, INNER = 2, 4, 2, 12, 48
+LABELS = ("p-eagle", "dflash", "jetspec", "dspark", "dspark-gated", "dspark-plain")
+
+
+def published(label: str, target: Transformer, block: int = 5, draft: int | None = None, seed: int = 0):
+    """(Tensors, config) of a random head of one of LABELS, as published. draft: size of its vocabulary."""
+    g, H, V = torch.Generator().manual_seed(seed), target.args.hidden_size, target.args.vocab_size
+    states = 3 if label == "p-eagle" else 2
+    D = draft or V
+    shapes = {"fc.weight": (H, states * H), "norm.weight": (H,), "lm_head.weight": (D, H)}
+    for i in range(LAYERS):
+        p, reads = f"layers.{i}.", 2 * H if label == "p-eagle" and i == 0 else H
+        shapes |= {
+            p + "self_attn.q_proj.weight": (HEADS * HD, reads),
+            p + "self_attn.k_proj.weight": (KV * HD, reads),
+            p + "self_attn.v_proj.weight": (KV * HD, reads), p + "self_attn.o_proj.weight": (H, HEADS * HD),
+            p + "self_attn.q_norm.weight": (HD,), p + "self_attn.k_norm.weight": (HD,),
+            p + "input_layernorm.weight": (H,), p + "post_attention_layernorm.weight": (H,),
+            p + "mlp.gate_proj.weight": (INNER, H), p + "mlp.up_proj.weight": (INNER, H),
+            p + "mlp.down_proj.weight": (H, INNER),
+        }
+    config = {
+        "vocab_size": V, "hidden_size": H, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV, "head_dim": HD, "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0, "max_position_embeddings": 512, "tie_word_embeddings": False,
+        "model_type": "qwen3", "num_target_layers": target.args.num_layers,
+    }
+    outputs = [0, 2]  # of layers of the target
+    if label == "p-eagle":
+        shapes |= {"mask_hidden": (1, 1, 3 * H), "layers.0.hidden_norm.weight": (H,)}
+        config |= {
+            "architectures": ["LlamaForCausalLMEagle3"], "ptd_token_id": 3, "draft_vocab_size": D,
+            "num_draft_steps": block - 1, "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        }
+    elif label in ("dflash", "jetspec"):
+        del shapes["lm_head.weight"]
+        shapes["hidden_norm.weight"] = (H,)
+        config |= {
+            "architectures": ["DFlashDraftModel"], "block_size": block,
+            "dflash_config": {"mask_token_id": 3, "target_layer_ids": outputs},
+        }
+        if label == "jetspec":
+            config["dflash_config"]["causal"] = True
+    else:
+        r = 6
+        shapes |= {
+            "hidden_norm.weight": (H,), "embed_tokens.weight": (V, H), "markov_head.markov_w1.weight": (V, r),
+            "markov_head.markov_w2.weight": (V, r), "confidence_head.proj.weight": (1, H + r),
+            "confidence_head.proj.bias": (1,),
+        }
+        config |= {
+            "architectures": ["Qwen3DSparkModel"], "block_size": block, "mask_token_id": 3,
+            "target_layer_ids": outputs, "markov_rank": r, "markov_head_type": "vanilla",
+            "enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 512,
+        }
+        if label == "dspark-gated":
+            shapes |= {"markov_head.gate_proj.weight": (r, H + r), "markov_head.gate_proj.bias": (r,)}
+            config["markov_head_type"] = "gated"
+        if label == "dspark-plain":
+            for name in [name for name in shapes if "markov" in name]:
+                del shapes[name]
+            shapes["confidence_head.proj.weight"] = (1, H)
+            config |= {"markov_rank": 0, "confidence_head_with_markov": False}
+    tensors = {
+        name: (1 if "norm" in name else 0) + 0.3 * torch.randn(shape, generator=g)
+        for name, shape in shapes.items()
+    }
+    if "embed_tokens.weight" in tensors:  # DeepSpec's are copies
+        tensors["embed_tokens.weight"] = target.embed.weight.clone()
+        tensors["lm_head.weight"] = target.lm_rows.clone()
+    if draft and draft != V:
+        ids = torch.randperm(V, generator=g)[:draft].sort().values
+        tensors["d2t"] = ids - torch.arange(draft)
+    return tensors, config
+
+
+class Reference:
+    """What a published head drafts after a text, one text at a time."""
+
+    def __init__(self, tensors: dict[str, Tensor], config: dict, target: Transformer):
+        self.t, self.config, self.target = tensors, config, target
+        self.is_p_eagle = "mask_hidden" in tensors
+        lm_head = tensors.get("lm_head.weight")
+        self.lm_head = target.lm_rows if lm_head is None else lm_head
+        offsets = tensors.get("d2t")
+        ids = torch.arange(len(self.lm_head))
+        self.ids = ids if offsets is None else ids + offsets
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        size = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        return x / size * self.t[f"{name}.weight"]
+
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [n, heads, hd] at these positions [n]."""
+        frequency = self.config["rope_theta"] ** (-torch.arange(0, HD, 2) / HD)
+        angle = (positions[:, None] * frequency).repeat(1, 2)[:, None]
+        turned = torch.cat((-x[..., HD // 2 :], x[..., : HD // 2]), -1)
+        return x * angle.cos() + turned * angle.sin()
+
+    def heads(self, x: Tensor, layer: int, part: str) -> Tensor:
+        p = f"layers.{layer}.self_attn.{part}"
+        x = (x @ self.t[f"{p}_proj.weight"].T).view(len(x), -1, HD)
+        return x if part == "v" else self.norm(x, f"{p}_norm")
+
+    def attend(
+        self, layer: int, queries: Tensor, keys: Tensor, at: Tensor, key_at: Tensor, sees: Tensor
+    ) -> Tensor:
+        """Rows `queries` at `at` read rows `keys` at `key_at`, as far as sees [queries, keys] says."""
+        q = self.rotated(self.heads(queries, layer, "q"), at)
+        k = self.rotated(self.heads(keys, layer, "k"), key_at).repeat_interleave(HEADS // KV, 1)
+        v = self.heads(keys, layer, "v").repeat_interleave(HEADS // KV, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / HD**0.5
+        weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
+        out = torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+        return out @ self.t[f"layers.{layer}.self_attn.o_proj.weight"].T
+
+    def mlp(self, x: Tensor, layer: int) -> Tensor:
+        p, x = f"layers.{layer}.mlp.", self.norm(x, f"layers.{layer}.post_attention_layernorm")
+        inner = F.silu(x @ self.t[p + "gate_proj.weight"].T) * (x @ self.t[p + "up_proj.weight"].T)
+        return inner @ self.t[p + "down_proj.weight"].T
+
+    def features(self, ids: list[int]) -> Tensor:
+        """Of all tokens but the last, side by side [n, states * H]."""
+        if self.is_p_eagle:
+            inputs = tuple(i + 1 for i in self.config["eagle_aux_hidden_state_layer_ids"])
+        else:
+            nested = self.config.get("dflash_config") or self.config
+            inputs = tuple(i + 1 for i in nested["target_layer_ids"])
+        return self.target.causal(torch.tensor([ids[:-1]]), inputs)[1][0]
+
+    def rows(self, ids: list[int]) -> Tensor:
+        """What the lm_head reads for each level [levels, H]; the text's last token is the root."""
+        return self._p_eagle(ids) if self.is_p_eagle else self._block(ids)
+
+    def _block(self, ids: list[int]) -> Tensor:
+        n, size = len(ids) - 1, self.config["block_size"]
+        context = self.norm(self.features(ids) @ self.t["fc.weight"].T, "hidden_norm")
+        nested = self.config.get("dflash_config") or self.config
+        x = self.target.embed.weight[[ids[-1]] + [nested["mask_token_id"]] * (size - 1)]
+        at, key_at = torch.arange(n, n + size), torch.arange(n + size)
+        sees = torch.ones(size, n + size, dtype=torch.bool)
+        if nested.get("causal"):
+            sees = key_at <= at[:, None]
+        for i in range(LAYERS):
+            read = self.norm(x, f"layers.{i}.input_layernorm")
+            x = x + self.attend(i, read, torch.cat((context, read)), at, key_at, sees)
+            x = x + self.mlp(x, i)
+        x = self.norm(x, "norm")
+        return x if "DSpark" in self.config["architectures"][0] else x[1:]
+
+    def _p_eagle(self, ids: list[int]) -> Tensor:
+        n, masks = len(ids) - 1, self.config["num_draft_steps"] - 1
+        features = torch.cat((self.features(ids), self.t["mask_hidden"][0].expand(masks, -1)))
+        x = features @ self.t["fc.weight"].T
+        embedded = self.target.embed.weight[ids[1:] + [self.config["ptd_token_id"]] * masks]
+        at = torch.arange(n + masks)
+        sees = at <= at[:, None]
+        for i in range(LAYERS):
+            if i == 0:
+                read = torch.cat((
+                    self.norm(embedded, "layers.0.input_layernorm"), self.norm(x, "layers.0.hidden_norm")
+                ), -1)
+            else:
+                read = self.norm(x, f"layers.{i}.input_layernorm")
+            x = x + self.attend(i, read, read, at, at, sees)
+            x = x + self.mlp(x, i)
+        return self.norm(x, "norm")[n - 1 :]
+
+    def children(self, row: Tensor, before: int) -> Tensor:
+        """How likely each draft id is to follow the token `before`, logarithms [Vd]."""
+        logits, weight = self.lm_head @ row, 0.0
+        if "markov_head.markov_w1.weight" in self.t:
+            e = self.t["markov_head.markov_w1.weight"][before]
+            if "markov_head.gate_proj.weight" in self.t:
+                both = torch.cat((row, e))
+                gate = self.t["markov_head.gate_proj.weight"] @ both + self.t["markov_head.gate_proj.bias"]
+                read = e * gate.sigmoid()
+            else:
+                read = e
+            logits = logits + self.t["markov_head.markov_w2.weight"] @ read
+            doubt = self.t["confidence_head.proj.weight"][0] @ torch.cat((row, e))
+            weight = F.logsigmoid(doubt + self.t["confidence_head.proj.bias"][0])
+        return logits.log_softmax(-1) + weight
+
+    def tree(self, ids: list[int], nodes: int, levels: int) -> set[tuple[int, ...]]:
+        """The paths below the root, best first; a heap holds the next sibling and first child of each taken.
+        """
+        rows = self.rows(ids)[:levels]
+
+        def ranked(path: tuple[int, ...]) -> tuple[list[float], list[int]]:
+            scores = self.children(rows[len(path)], path[-1] if path else ids[-1])
+            best = scores.sort(descending=True)
+            return best.values.tolist(), self.ids[best.indices].tolist()
+
+        taken: set[tuple[int, ...]] = set()
+        scores, tokens = ranked(())
+        heap = [(-scores[0], (tokens[0],), 0, 0.0, scores, tokens)]
+        while len(taken) < nodes - 1:
+            lost, path, place, above, scores, tokens = heapq.heappop(heap)
+            taken.add(path)
+            lost_by_next, next_path = -(above + scores[place + 1]), (*path[:-1], tokens[place + 1])
+            heapq.heappush(heap, (lost_by_next, next_path, place + 1, above, scores, tokens))
+            if len(path) < levels:
+                below, ids_below = ranked(path)
+                heapq.heappush(heap, (lost - below[0], (*path, ids_below[0]), 0, -lost, below, ids_below))
+        return taken
