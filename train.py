@@ -8,8 +8,9 @@
    (--synthesize), or conversations are taken as they are (--conversations). All may be given. Shards go to
    WORK/data, and only the answers are learnt.
 2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
-   --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). With --kind medusa or hydra, those by
-   distillation over the same tokens. After every epoch the real decoder drafts for held-out prompts.
+   --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
+   2607.05147). With --kind eagle, EAGLE-1/2 by feature regression (arXiv 2401.15077). With --kind medusa or
+   hydra, those by distillation. After every epoch the real decoder drafts for held-out prompts.
 3. Export. OUT is a Hugging Face folder with a model card, which convert_checkpoint.py, SGLang and vLLM read.
 
 Every step goes on where it stopped, also after a kill. The same run on one process or on several has the same
@@ -26,6 +27,8 @@ from checkpoint.export import LAYOUTS
 from common.cli import Options, count, dtype, positive, run_command
 from common.threads import use_threads
 from engine.runtime import Runtime
+from training.loss import LOSSES
+from training.new_head import BLOCK_KINDS
 from training.plan import SHORT
 from training.processes import Processes
 from training.session import MULTI_TOKEN, Session, check_machine
@@ -73,8 +76,8 @@ def parser() -> Options:
     refuse(lambda o: not writable(o.out), lambda o: f"--out {o.out}: not a folder that can be written to")
     refuse(lambda o: not writable(work_of(o)),
            lambda o: f"--work {work_of(o)}: not a folder that can be written to")
-    add("--kind", choices=("eagle3", "eagle", "medusa", "hydra"), default="eagle3",
-        help="EAGLE-3 (default), EAGLE-1/2, Medusa, Hydra")
+    add("--kind", choices=("eagle3", "p-eagle", "dflash", "dspark", "eagle", "medusa", "hydra"),
+        default="eagle3", help="EAGLE-3 (default), P-EAGLE, DFlash, DSpark, EAGLE-1/2, Medusa, Hydra")
     add("--device", default=Runtime().device_name, help="default: cuda if there is one, else cpu")
     add("--dtype", type=dtype, choices=("bf16", "fp32"), default="bf16",
         help="of the target, also by PyTorch's names; the head's weights are float32")
@@ -116,6 +119,21 @@ def parser() -> Options:
     belongs("--blocks", "--kind medusa and hydra", lambda o: o.blocks and o.kind not in MULTI_TOKEN)
     add("--prefix", action=on_off, help="Hydra: with a layer of its own, Hydra++ (default)")
     belongs("--prefix", "--kind hydra", lambda o: o.prefix is not None and o.kind != "hydra")
+    block = "--kind p-eagle, dflash and dspark"
+    add("--layers", type=positive, default=1, metavar="N", help="P-EAGLE, DFlash, DSpark: layers (default 1)")
+    belongs("--layers", block, lambda o: o.layers != 1 and o.kind not in BLOCK_KINDS)
+    add("--drafts", type=positive, metavar="N",
+        help="P-EAGLE, DFlash, DSpark: tokens that are drafted in a pass (default 7)")
+    belongs("--drafts", block, lambda o: o.drafts and o.kind not in BLOCK_KINDS)
+    add("--states", type=positive, metavar="N",
+        help="states of the target that it reads (default 5, EAGLE-3 and P-EAGLE 3)")
+    belongs("--states", "other kinds", lambda o: o.states and o.kind in ("eagle", *MULTI_TOKEN))
+    add("--markov-rank", type=count, metavar="R",
+        help="of the Markov head; 0 is none (default 128 for DSpark, else 0)")
+    belongs("--markov-rank", block, lambda o: o.markov_rank and o.kind not in BLOCK_KINDS)
+    add("--confidence", action=on_off,
+        help="a head that says how often a draft is accepted (default: with a Markov head)")
+    belongs("--confidence", block, lambda o: o.confidence is not None and o.kind not in BLOCK_KINDS)
     for flag, what in (
         ("--hidden-size", "width"), ("--intermediate-size", "width of its MLP"), ("--heads", "query heads"),
         ("--kv-heads", "key/value heads"), ("--head-dim", "size of a head"),
@@ -127,6 +145,24 @@ def parser() -> Options:
 
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, default=7, help="EAGLE-3: unrolled draft steps (default 7)")
+    add("--loss", choices=LOSSES, default="ce",
+        help="ce: cross-entropy with the target's distribution (default). lk: how often a draft is accepted"
+        " by rejection. coupled: how often by the rule of this decoder, where both draw with one noise")
+    add("--ce-share", type=float, default=0.1,
+        help="what cross-entropy counts beside lk or coupled (default 0.1)")
+    within("--ce-share", 0, 1)
+    belongs("--ce-share", "--loss lk and coupled", lambda o: o.ce_share != 0.1 and o.loss == "ce")
+    refuse(lambda o: o.loss != "ce" and o.kind == "eagle",
+           lambda o: f"--loss {o.loss}: EAGLE-1 learns the target's features; leave it out")
+    add("--anchors", type=float, default=0.5, metavar="SHARE",
+        help="P-EAGLE, DFlash, DSpark: share of the positions of an answer that blocks are drafted from,"
+        " drawn anew in every epoch (default 0.5)")
+    within("--anchors", 0.001, 1)
+    belongs("--anchors", block, lambda o: o.anchors != 0.5 and o.kind not in BLOCK_KINDS)
+    add("--keep", type=float, default=0.7, metavar="SHARE",
+        help="P-EAGLE: share of the chains of a draft step that go on to the next (default 0.7)")
+    within("--keep", 0.01, 1)
+    belongs("--keep", "--kind p-eagle", lambda o: o.keep != 0.7 and o.kind != "p-eagle")
     add("--noise", type=float, default=0.1,
         help="EAGLE-1: half-width of the noise on features, by their size (default 0.1)")
     within("--noise", 0, 1000)
@@ -170,10 +206,11 @@ def parser() -> Options:
         help="new tokens of each, 2 or more: the first is never drafted (default 64)")
     within("--validate-tokens", 2, float("inf"))
     add("--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)")
-    add("--layout", choices=(*LAYOUTS, "both"), default="sglang",
-        help="of --out; both: speculators in OUT/speculators")
-    refuse(lambda o: o.kind != "eagle3" and o.layout != "sglang",
-           lambda o: f"--layout {o.layout}: is for EAGLE-3 heads only")
+    add("--layout", choices=(*LAYOUTS, "both"),
+        help="of --out (default sglang; for DFlash and DSpark speculators, which alone has a place for draft"
+        " vocabularies); both: speculators in OUT/speculators")
+    refuse(lambda o: o.kind not in ("eagle3", *BLOCK_KINDS) and o.layout not in (None, "sglang"),
+           lambda o: f"--layout {o.layout}: has no place for a head of --kind {o.kind}")
     return p
 
 

@@ -27,8 +27,8 @@ from model import Transformer
 from tokens.tokenizer import copy_files
 from training import corpus
 from training.batches import Batch, batches
-from training.cross_entropy import SoftCrossEntropy
 from training.features import Features, StoredFeatures
+from training.loss import DraftLoss
 from training.processes import Processes
 
 LONGEST = 1024  # rows are cut to so many tokens
@@ -72,7 +72,7 @@ def train(draft: Transformer, target: Transformer, features: Features, rows: lis
             x = draft.norm(batch.after(draft.causal(batch.tokens)[0]))[batch.index]
         weight = torch.full((len(x),), 1 / max(1, len(x)), device=x.device)
         each = torch.arange(len(x), device=x.device)
-        loss, _ = SoftCrossEntropy.apply(x, draft.lm_rows, F.linear(teacher, lm_rows), each, weight)
+        loss, *_ = DraftLoss.apply(x, draft.lm_rows, F.linear(teacher, lm_rows), each, weight)
         if not math.isfinite(loss.item()):
             raise InputError(f"the loss is {loss.item()} at batch {step}: use a smaller --lr")
         optimizer.zero_grad()

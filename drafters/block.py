@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.network import HeadDrafter, grow_crossed
+from drafters.network import FEW, HeadDrafter, grow_crossed
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
 from kernels.parts import advance, rank, visible_slots
@@ -54,7 +54,7 @@ class BlockDrafter(HeadDrafter):
     def extra_slots(self) -> int:
         return max(self.shape.nodes, self.shape.window + self.block_rows)
 
-    def _catch_up(self, state, slots: Tensor) -> Tensor:
+    def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read W rows, of which the first n_new are real, and draft: the rows of all levels [B, L, H].
 
         What the others write is overwritten or never seen.
@@ -115,6 +115,22 @@ class BlockDrafter(HeadDrafter):
                 advance(grown)
             grown.extend(*children(level, grown.beam_tokens))
         return grown
+
+
+    def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head.logits(self.catch_up(state, slots))
+        return rank(logits, None, min(FEW, logits.shape[-1]), self._names)
+
+    def level_pass(
+        self, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if not self.head.args.markov_rank:  # the first pass drafts all levels
+            return tokens + 1, tokens
+        logits = self.head.after(feature, tokens)
+        scores, ids = rank(logits, None, min(FEW, logits.shape[-1]), self._names)
+        if self.head.args.confidence:
+            scores = scores + F.logsigmoid(self.head.doubt(feature, tokens))[..., None]
+        return scores, ids
 
 
 def build_block(request: Request, drafter: type[BlockDrafter]) -> BlockDrafter:

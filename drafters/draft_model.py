@@ -64,11 +64,11 @@ class DraftModel(NetworkDrafter):
         key = stream(state.key, PROPOSING)
         own = gumbel(key, positions, state.temperature, self.model.args.vocab_size)
         logits: list[Tensor] = []
-        h = self._catch_up(state, slots)
+        h = self.catch_up(state, slots)
         tree = prune(self.grow(h, state, slots, own, self.shape, logits), state.root())
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
-    def _catch_up(self, state, slots: Tensor) -> Tensor:
+    def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read W rows that end with the root; the last step committed the last n_new of them."""
         start = state.length - state.n_new + 1
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)

@@ -30,7 +30,7 @@ class Eagle(HeadDrafter):
         next_tokens = state.tokens.gather(1, positions + 1)
         self.head(next_tokens, self.head.fuse(features), positions, positions, visible, self.caches)
 
-    def _catch_up(self, state, slots: Tensor) -> Tensor:
+    def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read W rows with the target's true features, of which the first n_new are real.
 
         What the others write is overwritten or never seen.
@@ -65,8 +65,8 @@ class StaticEagle(Eagle):
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        noise, B = self._draft_noise(noise), state.length.shape[0]
-        h = self._catch_up(state, slots)
+        noise, B = self.draft_noise(noise), state.length.shape[0]
+        h = self.catch_up(state, slots)
         tokens, scores, used = [state.root()[:, None]], [], 0
         for i, level in enumerate(self.levels):
             if i:  # expand what the level above proposed

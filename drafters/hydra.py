@@ -35,7 +35,7 @@ class Hydra(MultiTokenDrafter):
         self.head(self.head.fuse(features), positions, positions, visible, self.caches)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        head, start, noise = self.head, state.length - state.n_new, self._draft_noise(noise)
+        head, start, noise = self.head, state.length - state.n_new, self.draft_noise(noise)
         positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
         visible = visible_before(slots, start, self.shape.window)
         p = head(head.fuse(state.features), positions, positions, visible, self.caches)

@@ -49,7 +49,7 @@ class MultiTokenDrafter(Drafter):
     def network(self) -> MultiTokenHeads:
         return self.head
 
-    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """The target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not to be used."""
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
 
@@ -62,7 +62,7 @@ class Medusa(MultiTokenDrafter):
         constants(self, level=[len(p) - 1 for p in shape.paths], rank=[p[-1] for p in shape.paths])
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        levels, noise = self.shape.window - 1, self._draft_noise(noise)
+        levels, noise = self.shape.window - 1, self.draft_noise(noise)
         z = self.head.fuse(pick(state.features, newest(state, state.features.shape[1]))[:, 0])
         logits = self.head.logits(z)[:, :levels]  # [B, levels, Vd]
         scores, ids = rank(logits, None if noise is None else noise[:, :levels], self.shape.width)

@@ -36,6 +36,9 @@ def grow_crossed(
     return grown
 
 
+FEW = 4  # best children that are asked for where only the time counts
+
+
 class NetworkDrafter(Drafter):
     """What drafters share whose network grows a tree level by level.
 
@@ -54,8 +57,8 @@ class NetworkDrafter(Drafter):
         self.coupled, self.passes = coupled, shape.window - 1
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        last = self._catch_up(state, slots)
-        grown = self.grow(last, state, slots, self._draft_noise(noise), self.shape)
+        last = self.catch_up(state, slots)
+        grown = self.grow(last, state, slots, self.draft_noise(noise), self.shape)
         return Proposal(prune(grown, state.root()))
 
     def grow(
@@ -98,7 +101,7 @@ class NetworkDrafter(Drafter):
             level_logits.append(logits)
         return rank(logits, None if noise is None else noise[:, step, None], k, self._names)
 
-    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
         return noise if self.coupled else None
 
@@ -107,7 +110,7 @@ class NetworkDrafter(Drafter):
         """The target id of each of the network's own ids [Vd]; None if they are the same."""
         return None
 
-    def _catch_up(self, state, slots: Tensor) -> Tensor:
+    def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read what the last step committed. Returns the output [B, 1, H] for the first level."""
         raise NotImplementedError
 
@@ -149,9 +152,20 @@ class HeadDrafter(NetworkDrafter):
         super().allocate(batch, slots, dtype, device)
         self.caches = self.head.caches(batch, slots, dtype, device)
 
+    def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """What every step begins with, whatever its tree: catching up, and the best of the first level."""
+        return self._best(self.catch_up(state, slots), None, 0, min(FEW, self.head.args.draft_vocab_size))
+
+    def level_pass(
+        self, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What each further level takes, over so many nodes [B, R]; positions and slots are `own`."""
+        h = self._rows(tokens, feature, own, own, visible)
+        return self._best(h, None, 0, min(FEW, self.head.args.draft_vocab_size))
+
     @property
     def _names(self) -> Tensor:
         return self.head.draft_ids
 
-    def _draft_noise(self, noise: Tensor | None) -> Tensor | None:
+    def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None

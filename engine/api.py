@@ -25,12 +25,13 @@ from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters import build_drafter, check_flags, default_flags, known
 from drafters.base import Drafter
-from drafters.eagle import Eagle
+from drafters.eagle import StaticEagle
+from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
 from engine.body import Score
 from engine.calibrating import PROMPTS, calibrate
-from engine.calibration import Calibration
+from engine.calibration import USUAL, Calibration
 from engine.costs import measured_once
 from engine.decoder import Decoder
 from engine.run import Run
@@ -153,7 +154,7 @@ class Target:
     ) -> Seats:
         """What decodes up to `places` requests, whenever they come. Arguments and errors as for `decoder`.
 
-        Unless `drafting` names a tree, an EAGLE head's shrink as places fill, down to plain decoding.
+        Unless `drafting` names a tree, those that a head grows shrink as places fill, down to plain decoding.
         """
         if places < 1:
             raise ValueError(f"{places} places: must be at least 1")
@@ -225,20 +226,21 @@ class Target:
         ))
 
     def calibrate(self, drafting: Drafting, prompts: list[Prompt], tokens: int = 128) -> Path:
-        """Measure what an EAGLE head's trees are accepted for, in answers of `tokens` tokens to prompts.
+        """Measure what a head's trees are accepted for, in answers of `tokens` tokens to prompts.
 
         Writes calibration.json into the head's folder, and returns its path. Raises InputError, one line, if
-        the method has no EAGLE head, prompts and answers are too long or too short, or it cannot be written.
+        the method has no head that grows a tree, prompts and answers are too long or too short, or it cannot
+        be written.
         """
         longest = self.model.args.max_seq_len
         drafter = self._drafter(drafting, longest)
-        if not isinstance(drafter, Eagle):
-            raise InputError(f"--calibrate: {drafting.method} has no EAGLE head to measure the trees of")
+        if not _grows(drafter):
+            raise InputError(f"--calibrate: {drafting.method} has no head whose trees could be measured")
         ids = [encode(self.tokenizer, prompt) for prompt in prompts]
         fitting = [prompt for prompt in ids if len(prompt) + tokens < longest]
         if not fitting:
             raise InputError(f"--calibrate: no prompt and its answer fit in the model's {longest} tokens")
-        found = calibrate(self.model, drafter.head, fitting, self.config["stop_ids"], tokens, self.say)
+        found = calibrate(self.model, drafter, fitting, self.config["stop_ids"], tokens, self.say)
         try:
             found.write(drafter.folder)
         except OSError as e:
@@ -267,7 +269,7 @@ class Target:
         on_gpu = self.model.embed.weight.is_cuda
         measured = self._has_free_trees or (on_gpu and self.runtime.compile)
         wanted = drafting.tree == "auto" or (drafting.tree is None and measured)
-        if not wanted or type(drafter) is not Eagle:
+        if not wanted or not _grows(drafter):
             return {}
         calibration = Calibration.read(drafter.folder)
         if calibration is None:
@@ -281,14 +283,21 @@ class Target:
                 )
             self.say(f"{drafter.folder}: has no calibration.json, so it is measured now")
             calibration = calibrate(
-                self.model, drafter.head, prompts, self.config["stop_ids"], say=self.say, far=False
+                self.model, drafter, prompts, self.config["stop_ids"], say=self.say, far=False
             )
             with contextlib.suppress(OSError):  # measured again next time
                 calibration.write(drafter.folder)
         compile = self._compiles and not on_gpu  # see `engine.costs.Passes`
-        costs = measured_once(self.model, drafter.head, compile, longest, drafter.folder, self.say)
+        costs = measured_once(self.model, drafter, compile, longest, drafter.folder, self.say)
         widest = drafter.head.args.draft_vocab_size
         return {batch: make_plan(calibration, costs, batch, longest, widest) for batch in batches}
+
+
+def _grows(drafter: Drafter | None) -> bool:
+    """Whether a drafter grows trees with a head, and among them the one that tells how easy a text is."""
+    if not isinstance(drafter, HeadDrafter) or isinstance(drafter, StaticEagle):
+        return False
+    return drafter.deepest is None or drafter.deepest >= USUAL.depth
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,9 @@ class Body:
     max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text. compile: run prefill and
     step through torch.compile; on CUDA the step is also captured as one graph. say: called with one line when
     something slow (compilation) starts and ends. chunks: prompt rows per prefill pass. plans: the trees of
-    all of them can be drafted, with `drafter`, which is an `Eagle`. guide: makes a `tokens.grammar.Guide` of
-    a JSON schema, for requests that have one. Raises ValueError, with the numbers, if the caches do not fit
-    in memory.
+    all of them can be drafted, with `drafter`, which is a `HeadDrafter`. guide: makes a
+    `tokens.grammar.Guide` of a JSON schema, for requests that have one. Raises ValueError, with the numbers,
+    if the caches do not fit in memory.
     """
 
     def __init__(

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Proposal
-from drafters.eagle import Eagle
+from drafters.base import Drafter, Proposal
+from drafters.network import HeadDrafter
 from engine.calibration import DEEPEST, LONG, NODES, SHORT, TEMPERATURES, USUAL, WIDTHS, Calibration, Far
 from engine.decoder import Decoder
 from engine.run import Run
 from kernels.parts import prune
 from model import Transformer
-from networks.head import Head
 from sampling.options import Sampling
 from tree import Growth, TreeShape
 
@@ -40,19 +39,35 @@ PROMPTS = (  # where a head has no calibration.json
 FAR_TEXTS = 8  # that are decoded after a long text too: one takes as long to read as dozens of short prompts
 
 
-class Recorder(Eagle):
-    """Drafts trees of width 2 as `Eagle` does and keeps, for every step, all candidates of these widths."""
+class Recorder(Drafter):
+    """Drafts trees of width 2 as `drafter` does and keeps, for every step, all candidates of these widths."""
 
-    def __init__(self, head: Head, widths: tuple[int, ...] = WIDTHS):
-        super().__init__(head, TreeShape(8, DEEPEST, 2))
-        self.widths = [k for k in widths if k <= head.args.draft_vocab_size]
+    def __init__(self, drafter: HeadDrafter, widths: tuple[int, ...] = WIDTHS):
+        self.depth = DEEPEST if drafter.deepest is None else min(DEEPEST, drafter.deepest)
+        candidates = 2 + 4 * self.depth
+        super().__init__(TreeShape(min(8, candidates + 1), self.depth, 2))
+        self.drafter = drafter.with_tree(self.shape)
+        self.aux_layers, self.cached = drafter.aux_layers, drafter.cached
+        self.widths = [k for k in widths if k <= drafter.head.args.draft_vocab_size]
         # Length [B] before each step, growth by width.
         self.steps: list[tuple[Tensor, dict[int, Growth]]] = []
 
+    @property
+    def extra_slots(self) -> int:
+        widest = (self.drafter.with_tree(TreeShape(2, self.depth, k)) for k in self.widths)
+        return max(one.extra_slots for one in widest)
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.drafter.allocate(batch, slots, dtype, device)
+
+    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        self.drafter.read(state, features, positions, visible)
+
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        last, noise = self._catch_up(state, slots), self._draft_noise(noise)
-        shapes = (TreeShape(2, DEEPEST, k) for k in self.widths)
-        growths = {shape.width: self.grow(last, state, slots, noise, shape) for shape in shapes}
+        drafter = self.drafter
+        last, noise = drafter.catch_up(state, slots), drafter.draft_noise(noise)
+        shapes = (TreeShape(2, self.depth, k) for k in self.widths)
+        growths = {shape.width: drafter.grow(last, state, slots, noise, shape) for shape in shapes}
         self.steps.append((state.length.clone(), growths))
         growths[2].shape = self.shape
         return Proposal(prune(growths[2], state.root()))
@@ -60,10 +75,10 @@ class Recorder(Eagle):
 
 @torch.no_grad()
 def calibrate(
-    target: Transformer, head: Head, prompts: list[list[int]], stop_ids, tokens: int = 64,
+    target: Transformer, drafter: HeadDrafter, prompts: list[list[int]], stop_ids, tokens: int = 64,
     say: Callable[[str], None] = lambda line: None, far: bool = True,
 ) -> Calibration:
-    """The calibration of a head, on the target's own answers to these prompts (lists of ids).
+    """The calibration of a drafter's head, on the target's own answers to these prompts (lists of ids).
 
     tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. far: measure after long texts
     too, which takes longer. Raises InputError if the answers are too short to tell anything.
@@ -72,7 +87,7 @@ def calibrate(
     context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:
         say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
-        answers = _answer(target, Recorder(head), prompts, stop_ids, tokens, temperature)
+        answers = _answer(target, Recorder(drafter), prompts, stop_ids, tokens, temperature)
         by_text = [answer.accepted for answer in answers if answer.accepted]
         if not by_text:
             raise InputError(f"the answers end within {DEEPEST + 2} tokens: too short to choose a tree on")
@@ -82,7 +97,8 @@ def calibrate(
             ease = tuple(sorted(statistics.fmean(text[USUAL]) / mean for text in by_text))
         if far and context > 2 * SHORT:
             say(f"the same after {context} tokens ...")
-            kept[temperature] = _kept(target, head, answers, stop_ids, min(tokens, 64), temperature, context)
+            few = min(tokens, 64)
+            kept[temperature] = _kept(target, drafter, answers, stop_ids, few, temperature, context)
     return Calibration(taus, ease, Far(context, kept) if kept else None)
 
 
@@ -101,7 +117,7 @@ def _taus(texts: list[dict[TreeShape, list[float]]]) -> dict[TreeShape, float]:
 
 
 def _kept(
-    target: Transformer, head: Head, near: list[Answer], stop_ids, tokens: int, temperature: float,
+    target: Transformer, drafter: HeadDrafter, near: list[Answer], stop_ids, tokens: int, temperature: float,
     context: int
 ) -> float:
     """How many times as many drafted tokens are accepted if other answers, `context` tokens, stand before.
@@ -118,7 +134,7 @@ def _kept(
                 break
             before += other
         prompts.append(before + answer.prompt)
-    recorder = Recorder(head, (2, USUAL.width))
+    recorder = Recorder(drafter, (2, USUAL.width))
     far = [
         answer.accepted
         for prompt in prompts  # one at a time: their caches are large
@@ -150,8 +166,9 @@ def _answer(
         accepted: list[dict[TreeShape, list[float]]] = [{} for _ in some]
         for length, growths in recorder.steps:
             # Steps whose true continuation is known to the tree's full depth.
-            ahead = [text[n + 1 : n + DEEPEST + 2] for text, n in zip(whole, length.tolist())]
-            rows = [b for b, known in enumerate(ahead) if len(known) == DEEPEST + 1]
+            levels = recorder.depth + 1
+            ahead = [text[n + 1 : n + levels + 1] for text, n in zip(whole, length.tolist())]
+            rows = [b for b, known in enumerate(ahead) if len(known) == levels]
             if not rows:
                 continue
             truth = torch.tensor([ahead[b] for b in rows])
@@ -166,19 +183,19 @@ def _answer(
 def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
     """How many drafted tokens [R] of each tree of this width are accepted.
 
-    rows: R sequences of the batch. truth [R, DEEPEST+1]: the tokens that follow in each.
+    rows: R sequences of the batch. truth [R, levels]: the tokens that follow in each.
     """
-    k = growth.shape.width
+    k, deepest = growth.shape.width, truth.shape[1] - 1
     tokens, scores, parents = (
         torch.cat(x, dim=1)[rows].cpu() for x in (growth.tokens, growth.scores, growth.parents)
     )
     right = torch.zeros_like(tokens, dtype=torch.bool)
     right[:, :k] = tokens[:, :k] == truth[:, :1]
-    for level in range(1, DEEPEST + 1):
+    for level in range(1, deepest + 1):
         at = slice(k + (level - 1) * k * k, k + level * k * k)
         right[:, at] = (tokens[:, at] == truth[:, level, None]) & right.gather(1, parents[:, at])
     counts = {}
-    for depth in range(DEEPEST + 1):
+    for depth in range(deepest + 1):
         size = k + depth * k * k
         order = scores[:, :size].sort(dim=1, descending=True, stable=True).indices
         hits = right[:, :size].gather(1, order).cumsum(1)  # [R, size] right ones among the best n

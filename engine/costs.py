@@ -1,4 +1,4 @@
-"""What the passes of a step cost here: the target's over T rows, the head's over k, at two contexts.
+"""What the passes of a step cost here: the target's over T rows, the drafter's over k, at two contexts.
 
 Between and beyond these a cost is linear in the context.
 They are measured once for a model, its precision, the processor, its instruction set and threads, and kept in
@@ -21,17 +21,18 @@ from torch import Tensor, nn
 
 from common.errors import InputError
 from common.files import read_json, write_text
+from drafters.network import HeadDrafter
 from engine.calibration import LONG, SHORT
 from engine.capture import capture
 from engine.compiling import compile_graph, unguarded
+from engine.state import State
 from kernels.build import digest
 from kernels.cpu import isa_in_use
 from kernels.gpu import here
 from kernels.isa import processor_name
 from kernels.packed import threads_for
-from kernels.parts import draw, rank, visible_slots
+from kernels.parts import draw, visible_slots
 from model import Transformer
-from networks.head import Head
 from tree import TreeShape
 
 FILE = "costs.json"
@@ -47,9 +48,10 @@ Seconds = dict[int, dict[int, float]]  # by context, by rows
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a pass by context and rows: of the target (`verify`) and of the head.
+    """Seconds of a pass by context and rows: of the target (`verify`) and of the drafter.
 
-    The head's first pass of a step (`read`) finds its weights far away, the others (`level`) in a cache.
+    Its first pass of a step (`read`, rows: those it catches up on) finds the head's weights far away, those
+    of further levels (`level`) find them in a cache.
     """
 
     verify: Seconds
@@ -104,47 +106,60 @@ class Passes:
     On a GPU they are captured, and not compiled: what compiling saves is the same for every number of rows.
     """
 
-    def __init__(self, target: Transformer, head: Head, compile: bool, context: int):
-        self.target, self.head = target, head
+    def __init__(self, target: Transformer, drafter: HeadDrafter, compile: bool, context: int):
+        self.target, self.drafter = target, drafter.with_tree(drafter.shape)
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
         self.verify_rows, self.level_rows = rows_of(self.device)
-        live = context + max(*self.verify_rows, *self.level_rows)
+        live = context + max(*self.verify_rows, *self.level_rows) + drafter.extra_slots
         self.slots = torch.arange(live, device=self.device)
         self.length = torch.full((1,), context, device=self.device)
         self.caches = target.caches(1, live)
-        self.head_caches = head.caches(1, live, dtype, self.device)
-        self.feature = torch.zeros(1, 1, head.args.hidden_size, dtype=dtype, device=self.device)
-        self.verify_pass, self.level_pass = self._verify, self._level
-        if compile:
-            self.verify_pass, self.level_pass = (
-                compile_graph(f, dynamic=False) for f in (self._verify, self._level)
-            )
+        self.drafter.allocate(1, live, dtype, self.device)
+        self.feature = torch.zeros(1, 1, drafter.head.args.hidden_size, dtype=dtype, device=self.device)
+        self.verify_pass, self.read_pass, self.level_pass = (
+            compile_graph(f, dynamic=False) if compile else f
+            for f in (self._verify, self._read, self.drafter.level_pass)
+        )
 
     def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
-        visible = visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
-        x, _ = self.target(tokens, own, own, visible, self.caches, self.head.args.aux_layers)
+        x, _ = self.target(tokens, own, own, self._seen(own), self.caches, self.drafter.aux_layers)
         return draw(self.target.logits(x), None)
 
-    def _level(self, tokens: Tensor, own: Tensor, feature: Tensor):
-        visible = visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
-        h = self.head(tokens, feature, own, own, visible, self.head_caches)
-        logits = self.head.logits(h)
-        return rank(logits, None, min(4, logits.shape[-1]))
+    def _read(self, state: State) -> tuple[Tensor, Tensor]:
+        return self.drafter.first_pass(state, self.slots)
+
+    def _seen(self, own: Tensor) -> Tensor:
+        """All that is committed, and all rows of the pass."""
+        return visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
+
+    def _state(self, rows: int) -> State:
+        """Where a sequence stands of which the drafter has not read so many tokens."""
+        width = len(self.drafter.aux_layers) * self.target.args.hidden_size
+        state = State(
+            1, len(self.slots) + 1, rows, width, (), self.feature.dtype, self.device,
+            vocabulary=self.target.args.vocab_size,
+        )
+        state.length.copy_(self.length)
+        state.n_new.fill_(min(rows, int(self.length)))
+        return state
 
     def calls(self) -> dict[tuple[str, int], Callable[[], object]]:
         """What is timed, by pass and rows."""
         calls: dict[tuple[str, int], Callable[[], object]] = {}
-        for name, sizes in (("verify", self.verify_rows), ("level", self.level_rows)):
-            for rows in sizes:
-                own = self.length[:, None] + torch.arange(rows, device=self.device)
-                tokens = torch.zeros_like(own)
-                feature = self.feature.expand(-1, rows, -1).contiguous()
-                calls[name, rows] = (
-                    partial(self.verify_pass, tokens, own) if name == "verify"
-                    else partial(self.level_pass, tokens, own, feature)
-                )
+        for rows in self.verify_rows:
+            calls["verify", rows] = partial(self.verify_pass, *self._rows(rows))
+        for rows in self.level_rows:
+            calls["read", rows] = partial(self.read_pass, self._state(rows))
+            tokens, own = self._rows(rows)
+            feature = self.feature.expand(-1, rows, -1).contiguous()
+            calls["level", rows] = partial(self.level_pass, tokens, feature, own, self._seen(own))
         return {key: self._captured(call) for key, call in calls.items()}
+
+    def _rows(self, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and slots of so many rows [1, count]."""
+        own = self.length[:, None] + torch.arange(count, device=self.device)
+        return torch.zeros_like(own), own
 
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
         if self.device.type != "cuda":
@@ -159,14 +174,16 @@ class Passes:
 
 
 @torch.no_grad()
-def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int, ...]) -> Costs:
+def measure(
+    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...]
+) -> Costs:
     """Time the passes at these contexts.
 
     They take turns, so that a machine that is slow for a while is slow for all; of each the lower quartile,
     as other work on the machine only slows them. compile: run them through torch.compile, as a step does that
     is not on our kernels.
     """
-    passes = {n: Passes(target, head, compile, n) for n in contexts}
+    passes = {n: Passes(target, drafter, compile, n) for n in contexts}
     calls = {(n, *key): call for n, some in passes.items() for key, call in some.calls().items()}
     times: dict[tuple[int, str, int], list[float]] = {}
     settle = next(iter(passes.values())).settle
@@ -188,9 +205,8 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
                 if turn and spent > BUDGET * (1 if turn >= MIN_REPEAT else turn):
                     break
                 for (context, name, rows), call in calls.items():
-                    if name == "level":
+                    if name == "read":  # it finds the target's weights where its own were
                         calls[context, "verify", 1]()
-                        timed(context, "read", rows, call)
                     timed(context, name, rows, call)
     typical = {key: sorted(t)[len(t) // 4] for key, t in times.items()}
     return Costs(*(
@@ -200,7 +216,8 @@ def measure(target: Transformer, head: Head, compile: bool, contexts: tuple[int,
 
 
 def measured_once(
-    target: Transformer, head: Head, compile: bool, longest: int, folder: Path, say: Callable[[str], None]
+    target: Transformer, drafter: HeadDrafter, compile: bool, longest: int, folder: Path,
+    say: Callable[[str], None],
 ) -> Costs:
     """The costs from FOLDER/costs.json, if they were measured under these conditions; else measured now.
 
@@ -208,7 +225,7 @@ def measured_once(
     say: told what is done. A file that is damaged is written anew.
     """
     contexts = (SHORT, LONG) if longest >= LONG else (SHORT, longest) if longest > 2 * SHORT else (SHORT,)
-    made_by, file = json.dumps(conditions(target, head, compile, contexts)), folder / FILE
+    made_by, file = json.dumps(conditions(target, drafter, compile, contexts)), folder / FILE
     kept = {}
     try:
         kept = read_json(file) if file.exists() else {}
@@ -222,7 +239,7 @@ def measured_once(
     except (InputError, KeyError, TypeError, ValueError, AttributeError) as e:
         say(f"{file}: damaged, not used ({type(e).__name__}: {e})")
     say("measuring what the passes of a step cost on this machine ...")
-    costs = measure(target, head, compile, contexts)
+    costs = measure(target, drafter, compile, contexts)
     kept[made_by] = {
         f"{name}_ms": {n: {r: round(t * 1e3, 4) for r, t in by_rows.items()} for n, by_rows in part.items()}
         for name, part in asdict(costs).items()
@@ -232,7 +249,9 @@ def measured_once(
     return costs
 
 
-def conditions(target: Transformer, head: Head, compile: bool, contexts: tuple[int, ...]) -> dict:
+def conditions(
+    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...]
+) -> dict:
     """What costs depend on."""
     weight = target.embed.weight
     on_cuda = weight.device.type == "cuda"
@@ -241,7 +260,8 @@ def conditions(target: Transformer, head: Head, compile: bool, contexts: tuple[i
         "isa": isa_in_use() if target.on_kernels else None,
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
         "cache": target.Cache.__name__,
-        "target": _sizes(target), "head": _sizes(head), "contexts": contexts, "torch": torch.__version__,
+        "target": _sizes(target), "head": _sizes(drafter.head),
+        "drafter": type(drafter).__name__, "contexts": contexts, "torch": torch.__version__,
         "kernels": here.digest() if on_cuda else digest(),
     }
 

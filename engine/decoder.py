@@ -43,8 +43,8 @@ class Decoder(Body):
     """Decodes token-id prompts with one target and one drafter. Text is the business of `engine.api`.
 
     batch: sequences decoded together. lag: how many steps the host reads late; None is 1 on CUDA, 0
-    elsewhere. plan: draft its trees in turn (see `engine.switching`), with `drafter`, which is an `Eagle`.
-    The other arguments and errors are those of `Body`.
+    elsewhere. plan: draft its trees in turn (see `engine.switching`), with `drafter`, which is a
+    `HeadDrafter`. The other arguments and errors are those of `Body`.
     """
 
     def __init__(

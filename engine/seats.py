@@ -95,8 +95,8 @@ class Seats(Body):
     """Decodes up to `places` requests, whenever they come.
 
     lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. plans: for so many sequences, the
-    trees to draft in turn, with `drafter`, which is an `Eagle`; without plans the drafter's own. The other
-    arguments and errors are those of `Body`.
+    trees to draft in turn, with `drafter`, which is a `HeadDrafter`; without plans the drafter's own. The
+    other arguments and errors are those of `Body`.
     """
 
     def __init__(

@@ -50,20 +50,24 @@ class Markov(nn.Module):
         reads = H + (r if args.confidence_reads_markov else 0)
         self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
 
-    def after(self, row: Tensor, tokens: Tensor) -> Tensor:
-        """What is added to the logits of drafts that follow tokens [...]: float32 [..., Vd].
+    def markov_reads(self, row: Tensor, tokens: Tensor) -> Tensor:
+        """What `markov_out` reads of tokens [...]: [..., r].
 
-        row [..., H]: what the lm_head reads of the rows that draft.
+        row [..., H]: what the lm_head reads of the rows that draft what follows these tokens.
         """
         read = self.markov_in(tokens)
         if self.markov_gate is not None:
             read = read * self.markov_gate(torch.cat((row, read.to(row.dtype)), -1)).sigmoid()
-        return project(self.markov_out, read)
+        return read
+
+    def after(self, row: Tensor, tokens: Tensor) -> Tensor:
+        """What is added to the logits of drafts that follow tokens: float32 [..., Vd]. See `markov_reads`."""
+        return project(self.markov_out, self.markov_reads(row, tokens))
 
     def doubt(self, row: Tensor, tokens: Tensor) -> Tensor:
         """The logit of how often drafts are accepted [...], float32.
 
-        The arguments are those of `after`.
+        The arguments are those of `markov_reads`.
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)

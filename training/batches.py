@@ -1,6 +1,9 @@
 """Batches: which rows go together, and the tensors that the losses read."""
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -33,48 +36,94 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
     return groups
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Which chains of an answer are drafted in training; where nothing is drawn, all of them, to their ends.
+
+    share: of the positions that chains start from. keep: of the chains that reach a draft step, how many
+    reach the next (the COD sampling of P-EAGLE, arXiv 2602.01469).
+    """
+
+    share: float = 1.0
+    keep: float = 1.0
+
+    def starts(self, count: int, seed: int) -> Tensor:
+        """Which of `count` positions chains start from, in the order in which they end."""
+        if self == Draw():
+            return torch.arange(count)
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        return order[: math.ceil(count * self.share)]
+
+
 class Batch:
     """Rows padded to one length, and the predictions in them that are scored.
 
-    `tokens` [B, T]; `at` [B, R] are the positions from which a chain is drafted. Position j pairs the feature
-    of token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is drafted from
-    b-1 (the next token, the first root, is the target's) to e-3.
+    `tokens` [B, T]; `taught` [B, R] are the positions of which the target's choice of the next token but one
+    is learnt. Position j pairs the feature of token j with token j+1, and its prediction of step i is token
+    j+2+i. An answer ids[b:e] is drafted from b-1 (the next token, the first root, is the target's) to e-3.
 
-    `index` [M] lists the scored predictions as places in [steps, B, R] flattened, and `step` [M] is the step
+    `at` [B, C]: the positions from which a chain is drafted, those of `taught` or, with `draw`, some of them;
+    `chains` says how many of them there are at each step, the first ones.
+
+    `index` [M] lists the scored predictions as places in [steps, B, C] flattened, and `step` [M] is the step
     of each. `scored` counts them by step; `valid` counts all predictions that exist. Positions within an
-    answer follow each other, so place p at step i corresponds to place p + i at step 0: `shifted` [M] are
-    those places in [B, R] flattened.
+    answer follow each other, so a chain from place p of `taught` is at step i where one from p + i begins:
+    `shifted` [M] are those places in [B, R] flattened.
     """
 
-    def __init__(self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device):
+    def __init__(
+        self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device, draw: Draw = Draw(),
+        seeds: list[int] | None = None,
+    ):
+        """seeds: of what is drawn for each row; None draws nothing."""
         B, T = len(rows), max(len(row["ids"]) for row in rows)
+        draw, seeds = (Draw(), [0] * B) if seeds is None else (draw, seeds)
         spans = [[torch.arange(b - 1, e - 2) for b, e in row["answers"]] for row in rows]
-        R = max(sum(map(len, parts)) for parts in spans)
-        tokens, at = (torch.zeros(B, width, dtype=torch.int64) for width in (T, R))
+        counts = [sum(map(len, parts)) for parts in spans]
+        starts = [draw.starts(count, seed) for count, seed in zip(counts, seeds)]
+        R, C = max(counts), max(map(len, starts))
+        tokens, taught, places = (torch.zeros(B, width, dtype=torch.int64) for width in (T, R, C))
         last = torch.full((B, R), -1)  # the last position of the answer that each position is in
+        reach = torch.zeros(B, C)  # draft steps of a chain, if the answer is long enough
         for i, (row, parts) in enumerate(zip(rows, spans)):
-            count = sum(map(len, parts))
+            count = counts[i]
             tokens[i, : len(row["ids"])] = torch.tensor(row["ids"])
-            at[i, :count] = torch.cat(parts)
+            taught[i, :count] = torch.cat(parts)
             last[i, :count] = torch.cat([part.new_full(part.shape, e - 3)
                                          for part, (_, e) in zip(parts, row["answers"])])
+            n = len(starts[i])
+            places[i, :n] = starts[i]
+            for step in range(steps):
+                reach[i, : math.ceil(n * draw.keep**step)] = step + 1
         ahead = torch.arange(steps)[:, None, None]
-        valid = at + ahead <= last  # [steps, B, R]
+        at = taught.gather(1, places)
+        valid = (at + ahead <= last.gather(1, places)) & (ahead < reach)  # [steps, B, C]
         predicted = torch.stack([tokens.gather(1, (at + 2 + i).clamp(max=T - 1)) for i in range(steps)])
         scored = valid & in_draft[predicted]
         index = scored.flatten().nonzero()[:, 0]
-        step = index // (B * R)
+        step = index // (B * C)
+        chain = index % (B * C)
+        shifted = chain // C * R + places.flatten()[chain] + step
         self.valid, self.scored = valid.sum((1, 2)).tolist(), scored.sum((1, 2)).tolist()
-        self.rows, self.tokens, self.at = rows, tokens.to(device), at.to(device)
-        self.index, self.step, self.shifted = (x.to(device) for x in (index, step, index % (B * R) + step))
+        self.chains = [int((reach > i).sum(1).max()) for i in range(steps)]
+        self.rows, self.tokens, self.taught, self.at = (
+            rows, tokens.to(device), taught.to(device), at.to(device)
+        )
+        self.index, self.step, self.shifted = (x.to(device) for x in (index, step, shifted))
 
     def following(self, step: int) -> Tensor:
-        """The token [B, R] that a chain reads at a draft step: the root at step 0, then what it drafted."""
+        """The token [B, C] that a chain reads at a draft step: the root at step 0, then what it drafted."""
         return self.tokens.gather(1, (self.at + 1 + step).clamp(max=self.tokens.shape[1] - 1))
 
     def after(self, x: Tensor) -> Tensor:
-        """Rows of x [B, T, ...] one token after each position [B*R, ...]; a prediction's is at `shifted`."""
-        return pick(x, (self.at + 1).clamp(max=self.tokens.shape[1] - 1)).flatten(0, 1)
+        """Rows of x [B, T, ...] one token after each taught position [B*R, ...]; a prediction's is at
+        `shifted`.
+        """
+        return pick(x, (self.taught + 1).clamp(max=self.tokens.shape[1] - 1)).flatten(0, 1)
+
+    def before(self) -> Tensor:
+        """The token that each scored prediction follows [M]."""
+        return torch.stack([self.following(i) for i in range(len(self.scored))]).flatten()[self.index]
 
     def sum_by_step(self, values: Tensor) -> Tensor:
         """Sums of values [M] over the predictions of each step [steps]."""

@@ -12,6 +12,9 @@ from training.plan import SHORT, Plan
 KINDS = {  # title, method of training, and the --speculate that decodes with it
     "eagle3": ("EAGLE-3 head", "training-time test", "eagle3"),
     "eagle": ("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2"),
+    "p-eagle": ("P-EAGLE head", "parallel drafting", "p-eagle"),
+    "dflash": ("DFlash head", "blocks from random anchors", "dflash"),
+    "dspark": ("DSpark head", "blocks from random anchors", "dspark"),
     "medusa": ("Medusa heads", "distillation", "medusa"),
     "hydra": ("Hydra heads", "distillation", "hydra"),
 }

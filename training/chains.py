@@ -6,10 +6,12 @@ predictions of a `Batch` [M, H].
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model import Block, rope_table
-from networks.eagle import Eagle1Head, Eagle3Head
+from networks.block import BlockHead
+from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.head import Head
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
@@ -45,20 +47,23 @@ class ChainAttention:
         return self._attend(self.first_query)
 
     def step(self, inputs: Tensor, number: int) -> Tensor:
-        """Inputs [B, R, ...] of step `number` >= 1 -> attention output [B, R, nh*hd]."""
-        q, k, v = self._heads(inputs, self.at + number)
+        """Inputs [B, R', ...] of step `number` >= 1, of the first R' chains -> attention output.
+
+        It is [B, R', nh*hd]. No step has more chains than the one before.
+        """
+        q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
         self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
         return self._attend(q)
 
     def _attend(self, query: Tensor) -> Tensor:
         (B, R, nh, hd), nkv, T = query.shape, self.args.num_kv_heads, self.k.shape[-1]
         grouped = query.transpose(1, 2).reshape(B, nkv, nh // nkv, R, hd) * hd**-0.5
-        scores = [grouped @ self.k + self.mask]
-        scores += [(grouped * k).sum(-1, keepdim=True) for k, _ in self.own]
+        scores = [grouped @ self.k + self.mask[..., :R, :]]
+        scores += [(grouped * k[..., :R, :]).sum(-1, keepdim=True) for k, _ in self.own]
         weights = torch.cat([s.float() for s in scores], dim=-1).softmax(-1).to(self.v.dtype)
         out = weights[..., :T] @ self.v
         for i, (_, v) in enumerate(self.own):
-            out = out + weights[..., T + i, None] * v
+            out = out + weights[..., T + i, None] * v[..., :R, :]
         return out.reshape(B, nh, R, hd).transpose(1, 2).flatten(2)
 
 
@@ -96,6 +101,72 @@ def multi_token_outputs(head: MedusaHeads | HydraHeads, batch: Batch, state: Ten
         at_roots = head.prefix_norm(head.prefix_layer.finish(at_roots, chains.first()))
     tokens = torch.stack([batch.following(step) for step in range(steps)], -1)  # the root, then drafted ones
     return _scored([head.output(at_roots, tokens[..., : step + 1]) for step in range(steps)], batch)
+
+
+class BlockAttention(ChainAttention):
+    """The same of chains whose steps are computed together: each sees the text, and the steps of its chain
+    that `sees` [K, K] says.
+    """
+
+    def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor, sees: Tensor):
+        super().__init__(head, layer, inputs, at)
+        self.sees = torch.where(sees, 0.0, float("-inf"))
+
+    def block(self, inputs: Tensor, first: int) -> Tensor:
+        """Inputs [B, R, K, ...] of the steps first ... first + K - 1 -> attention output [B, R, K, nh*hd]."""
+        B, R, K = inputs.shape[:3]
+        positions = self.at[..., None] + first + torch.arange(K, device=inputs.device)
+        q, k, v = self._heads(inputs.flatten(1, 2), positions.flatten(1))
+        (nh, hd), nkv, T = q.shape[2:], self.args.num_kv_heads, self.k.shape[-1]
+        q = q.transpose(1, 2).reshape(B, nkv, nh // nkv, R, K, hd) * hd**-0.5
+        k, v = (x.transpose(1, 2).reshape(B, nkv, 1, R, K, hd) for x in (k, v))
+        text = (q.flatten(3, 4) @ self.k).unflatten(3, (R, K)) + self.mask[..., None, :]
+        own = q @ k.transpose(-1, -2) + self.sees
+        weights = torch.cat((text.float(), own.float()), -1).softmax(-1).to(self.v.dtype)
+        out = (weights[..., :T].flatten(3, 4) @ self.v).unflatten(3, (R, K)) + weights[..., T:] @ v
+        return out.reshape(B, nh, R, K, hd).permute(0, 2, 3, 1, 4).flatten(3)
+
+
+def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
+    """The rows of DFlash's and DSpark's blocks that begin with the token after each position.
+
+    features: the target's [B, T, F].
+    """
+    context, anchors, size = head.fuse(features), batch.following(0), head.args.block
+    x = head.embed(head.block_tokens(anchors))  # [B, C, block, H]
+    sees = torch.ones(size, size, dtype=torch.bool, device=x.device)
+    for layer in head.layers:
+        chains = BlockAttention(head, layer, context, batch.at, sees.tril() if head.args.causal else sees)
+        x = layer.finish(x, chains.block(layer.attn_norm(x), 1))
+    rows = head.norm(head.drafting(x))
+    return _scored([rows[:, :, i] for i in range(steps)], batch)
+
+
+def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
+    """P-EAGLE's rows: those of the text, and after each position one that reads the mask for each step more.
+
+    features: the target's [B, T, F].
+    """
+    text, following = head.fuse(features), head.embed(batch.tokens.roll(-1, 1))
+    mask = torch.full_like(batch.at, head.args.mask_id)
+    hidden = head.fuse(head.mask_hidden[None, None]).expand(*batch.at.shape, -1)
+    each = torch.arange(text.shape[1], device=text.device).expand(text.shape[:2])
+    rows = [hidden[:, :count] for count in batch.chains[1:]]
+    layers = [head.layer, *head.more_layers]
+    for layer in layers:
+        if layer is head.layer:
+            read, text = layer.inputs(following, text)
+            entering = [layer.inputs(head.embed(mask[:, : row.shape[1]]), row) for row in rows]
+        else:
+            read, entering = text, [(row, row) for row in rows]
+        chains = ChainAttention(head, layer, read, batch.at)
+        if layer is layers[-1]:  # of the text, what drafts
+            text = layer.finish(pick(text, batch.at), chains.first())
+        else:
+            text = layer.finish(text, ChainAttention(head, layer, read, each).first())
+        rows = [layer.finish(row, chains.step(reads, step)) for step, (reads, row) in enumerate(entering, 1)]
+    wide = [F.pad(x, (0, 0, 0, batch.at.shape[1] - x.shape[1])) for x in (text, *rows)]
+    return head.norm(_scored(wide, batch))
 
 
 def _scored(outputs: list[Tensor], batch: Batch) -> Tensor:

@@ -12,6 +12,8 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
+
 from common.errors import InputError
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
@@ -72,6 +74,14 @@ def usable(row: dict, max_len: int) -> dict | None:
 def digest(prompt: list[int]) -> str:
     """Identifies the first prompt of a conversation; rows that answer the same one share it."""
     return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+
+
+def unused(rows: list[dict], vocabulary: int) -> int:
+    """An id of the vocabulary that the text does not hold, or holds least often: the last of these."""
+    counts = torch.zeros(vocabulary, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(torch.tensor(row["ids"]), minlength=vocabulary)
+    return int((counts == counts.min()).nonzero()[-1])
 
 
 def hold_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:

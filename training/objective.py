@@ -1,4 +1,4 @@
-"""What a head is trained to do: the losses of EAGLE-3, of Medusa and Hydra, and of EAGLE-1.
+"""What a head is trained to do: the losses of EAGLE-3, of block heads, of Medusa and Hydra, and of EAGLE-1.
 
 All are means over the predictions of a complete optimizer step, computed as weighted sums over its parts: the
 gradient is the same however a step is split into smaller batches or over processes.
@@ -15,16 +15,25 @@ from torch import Tensor
 
 from engine.compiling import compile_graph
 from model import Transformer
-from networks.eagle import Eagle1Head, Eagle3Head
+from networks.block import BlockHead
+from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.head import Head
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
-from training.batches import Batch
-from training.chains import eagle1_outputs, eagle3_outputs, multi_token_outputs
-from training.cross_entropy import SoftCrossEntropy
+from training.batches import Batch, Draw
+from training.chains import (
+    block_outputs,
+    eagle1_outputs,
+    eagle3_outputs,
+    multi_token_outputs,
+    p_eagle_outputs,
+)
 from training.features import TargetStates
+from training.loss import DraftLoss
 
 DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
+Losses = tuple[tuple[str, float], ...]  # of `training.loss.LOSSES`, with what each counts
+CROSS_ENTROPY: Losses = (("ce", 1.0),)
 TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
 
 
@@ -36,6 +45,7 @@ class Objective:
     """
 
     decay = 1.0
+    draw = Draw()  # of the chains that are trained on
 
     def __init__(self, target: Transformer, head: Head, steps: int, aux_layers: tuple[int, ...],
                  outputs: Callable, compiled: bool):
@@ -46,9 +56,9 @@ class Objective:
         self.in_draft[head.draft_ids.cpu()] = True
         self.scale = torch.ones((), device=self.device)
 
-    def batch(self, rows: list[dict], steps: int) -> Batch:
-        """Rows as a batch on the device."""
-        return Batch(rows, steps, self.in_draft, self.device)
+    def batch(self, rows: list[dict], steps: int, seeds: list[int] | None = None) -> Batch:
+        """Rows as a batch on the device. seeds: of the chains drawn from each row; None takes all."""
+        return Batch(rows, steps, self.in_draft, self.device, self.draw, seeds)
 
     def autocast(self):
         """A context for bfloat16 products if the target is in bfloat16; the head's weights are float32."""
@@ -91,13 +101,17 @@ class Objective:
 
 
 class Distillation(Objective):
-    """Cross-entropy of a head's own lm_head with the target's distribution over the draft vocabulary."""
+    """A head's guesses, through its lm_head, against the target's distribution over the draft vocabulary.
+
+    losses: those of `training.loss` with what each counts.
+    """
 
     decay = DECAY
 
-    def __init__(self, target: Transformer, head: Head, *args):
+    def __init__(self, target: Transformer, head: Head, *args, losses: Losses = CROSS_ENTROPY):
         super().__init__(target, head, *args)
         self.lm_rows = target.lm_rows[head.draft_ids]
+        self.losses = losses
 
     def reads(self, states: TargetStates) -> Tensor:
         """What the head reads of the target's states."""
@@ -107,17 +121,32 @@ class Distillation(Objective):
         with self.autocast():
             x = self.outputs(self.head, batch, self.reads(states), len(batch.scored))
         teacher = F.linear(batch.after(states.normed), self.lm_rows)
-        loss, choices = SoftCrossEntropy.apply(
-            x, self.head.lm_head.weight, teacher, batch.shifted, self.weights(batch, scored)
-        )
+        weight, rows, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
+        if getattr(self.head.args, "markov_rank", 0):  # one product with both: their sum is what counts
+            with self.autocast():
+                reads = self.head.markov_reads(rows, batch.before())
+            x = torch.cat((rows, reads.to(rows.dtype)), -1)
+            lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
+        loss, choices, accepted = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.losses)
+        if getattr(self.head.args, "confidence", False):
+            with self.autocast():
+                doubt = self.head.doubt(rows.detach(), batch.before())
+            errors = F.binary_cross_entropy_with_logits(doubt, accepted, reduction="none")
+            loss = loss + (errors * weight).sum()
         return loss, self.hits(batch, self.head.draft_ids[choices], states.greedy)
+
+    def settings(self):
+        return {**super().settings(), "losses": str(self.losses)}
 
 
 class Eagle3Objective(Distillation):
     """EAGLE-3 by training-time test."""
 
-    def __init__(self, target: Transformer, head: Eagle3Head, steps: int, compiled: bool):
-        super().__init__(target, head, steps, head.args.aux_layers, eagle3_outputs, compiled)
+    def __init__(
+        self, target: Transformer, head: Eagle3Head, steps: int, compiled: bool,
+        losses: Losses = CROSS_ENTROPY, outputs: Callable = eagle3_outputs,
+    ):
+        super().__init__(target, head, steps, head.args.aux_layers, outputs, compiled, losses=losses)
 
     def reads(self, states):
         return (states.features / self.scale).to(states.features.dtype)
@@ -139,11 +168,40 @@ class Eagle3Objective(Distillation):
         return head
 
 
+class BlockObjective(Eagle3Objective):
+    """P-EAGLE, DFlash and DSpark: step i is a row that knows no token after the root.
+
+    Of each answer some chains are drawn, see `Draw`; in validation there are all. The Markov head learns with
+    the lm_head, given the tokens of the text. The confidence head learns how often a draft is accepted, and
+    nothing else learns from it (arXiv 2607.05147, section 3).
+    """
+
+    def __init__(
+        self, target: Transformer, head: BlockHead | PEagleHead, compiled: bool,
+        losses: Losses = CROSS_ENTROPY, draw: Draw = Draw(),
+    ):
+        outputs = p_eagle_outputs if isinstance(head, PEagleHead) else block_outputs
+        super().__init__(target, head, head.args.drafts, compiled, losses, outputs)
+        self.draw = draw
+
+    def trained(self):
+        head = super().trained()
+        if isinstance(head, PEagleHead):
+            head.mask_hidden.data *= self.scale
+        return head
+
+    def settings(self):
+        return {**super().settings(), "draw": str(self.draw)}
+
+
 class MultiTokenObjective(Distillation):
     """Medusa and Hydra: guess i is step i."""
 
-    def __init__(self, target: Transformer, head: MedusaHeads | HydraHeads, compiled: bool):
-        super().__init__(target, head, head.args.guesses, (), multi_token_outputs, compiled)
+    def __init__(
+        self, target: Transformer, head: MedusaHeads | HydraHeads, compiled: bool,
+        losses: Losses = CROSS_ENTROPY,
+    ):
+        super().__init__(target, head, head.args.guesses, (), multi_token_outputs, compiled, losses=losses)
 
     def reads(self, states):
         return states.normed
@@ -175,7 +233,7 @@ class Eagle1Objective(Objective):
         features, weight = batch.after(states.normed), self.weights(batch, scored)
         lm_rows = self.head.lm_head.weight
         distance = F.smooth_l1_loss(guess.float(), features[batch.shifted].float(), reduction="none").mean(-1)
-        token_loss, choices = SoftCrossEntropy.apply(
+        token_loss, choices, _ = DraftLoss.apply(
             guess, lm_rows, F.linear(features, lm_rows), batch.shifted, weight
         )
         return (distance * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, choices, states.greedy)

@@ -10,7 +10,7 @@ import json
 import shlex
 import shutil
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -25,10 +25,17 @@ from common.files import write_text
 from engine.runtime import Runtime, check_compiler, check_device
 from kernels.cpu import try_kernels
 from training import corpus, figures
+from training.batches import Draw
 from training.card import write_card
 from training.features import Features, StoredFeatures
-from training.new_head import Shape, head_args, new_head, new_multi_token_heads
-from training.objective import Eagle1Objective, Eagle3Objective, MultiTokenObjective, Objective
+from training.new_head import BLOCK_KINDS, Shape, head_args, new_head, new_multi_token_heads
+from training.objective import (
+    BlockObjective,
+    Eagle1Objective,
+    Eagle3Objective,
+    MultiTokenObjective,
+    Objective,
+)
 from training.plan import Plan
 from training.processes import Processes
 from training.state import FILE
@@ -37,6 +44,7 @@ from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
 MULTI_TOKEN = ("medusa", "hydra")  # kinds of heads that guess several tokens at once
+MARKOV_RANK, DRAFTS = 128, 7  # of a DSpark head; tokens that a block drafts
 CURVES = "curves.png"
 
 
@@ -71,13 +79,14 @@ def check_machine(o: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Text:
-    """What a head learns from: rows (see `training.corpus`), and the ids that it drafts from."""
+    """What a head learns from: rows (see `training.corpus`), and the ids that it drafts from and reads."""
 
     rows: list[dict]
     held_out: list[dict]
     figures: dict  # see `training.figures.describe`
     draft_ids: Tensor
     covered: float  # share of the answer tokens that are draft ids
+    unused: int  # an id that the text does not hold: the mask of block heads
 
 
 class Session:
@@ -92,7 +101,12 @@ class Session:
                 f"{o.checkpoint}: a head is trained on unquantised weights;"
                 " name the checkpoint before quantisation"
             )
-        self.shape = Shape(o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim)
+        rank = o.markov_rank if o.markov_rank is not None else MARKOV_RANK if o.kind == "dspark" else 0
+        self.shape = Shape(
+            o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim, o.layers, o.states,
+            o.drafts or DRAFTS, markov_rank=rank,
+            confidence=rank > 0 if o.confidence is None else o.confidence,
+        )
         if o.kind not in MULTI_TOKEN:  # a shape that cannot be shows before anything slow is done
             head_args(self.target.args, o.kind, self.target.args.vocab_size, self.shape)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -143,13 +157,13 @@ class Session:
         self.say(figures.report(described))
         self.say(f"{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover"
                  f" {covered:.2%}")
-        return Text(rows, held_out, described, draft_ids, covered)
+        return Text(rows, held_out, described, draft_ids, covered, corpus.unused(rows + held_out, vocab_size))
 
     # -- train -----------------------------------------------------------------------------------------------
 
     def prepare(self, text: Text) -> Trainer:
         """The training of a new head on this text, or the one that an earlier run has begun."""
-        o, objective = self.o, self._objective(text.draft_ids)
+        o, objective = self.o, self._objective(text)
         if o.cache_features is None:
             features = Features(self.target, objective.aux_layers, o.feature_memory * 2**30)
         else:
@@ -166,9 +180,10 @@ class Session:
             self.say(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _objective(self, draft_ids: Tensor) -> Objective:
+    def _objective(self, text: Text) -> Objective:
         """A new head and its loss."""
-        o, compiled = self.o, self.o.compile_loss
+        o, compiled, draft_ids = self.o, self.o.compile_loss, text.draft_ids
+        losses = ((o.loss, 1.0),) if o.loss == "ce" else (("ce", o.ce_share), (o.loss, 1 - o.ce_share))
         if compiled is None:
             # On a CPU the products are nearly all of the time, and compiling takes minutes.
             compiled = torch.device(o.device).type != "cpu"
@@ -177,11 +192,15 @@ class Session:
             heads = new_multi_token_heads(
                 self.target, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed
             )
-            return MultiTokenObjective(self.target, heads, compiled)
-        head = new_head(self.target, o.kind, draft_ids, self.shape, o.seed)
+            return MultiTokenObjective(self.target, heads, compiled, losses)
+        shape = replace(self.shape, mask_id=text.unused)
+        head = new_head(self.target, o.kind, draft_ids, shape, o.seed)
         if o.kind == "eagle":
             return Eagle1Objective(self.target, head, compiled, o.noise)
-        return Eagle3Objective(self.target, head, o.steps, compiled)
+        if o.kind in BLOCK_KINDS:
+            draw = Draw(o.anchors, o.keep if o.kind == "p-eagle" else 1.0)
+            return BlockObjective(self.target, head, compiled, losses, draw)
+        return Eagle3Objective(self.target, head, o.steps, compiled, losses)
 
     def _validator(self, held_out: list[dict]) -> Validator | None:
         """What decodes the first held-out prompts that leave room for an answer; None if there are none."""
@@ -219,7 +238,8 @@ class Session:
             note(f"warning: the head guesses {accuracy:.1%} of the target's choices in held-out text:"
                  " it has learnt nothing; try a smaller --lr")
         both, speculators = o.layout == "both", out / "speculators"
-        export(head, out, "sglang" if both else o.layout, self.config)
+        usual = "speculators" if o.kind in ("dflash", "dspark") else "sglang"
+        export(head, out, usual if o.layout in (None, "both") else o.layout, self.config)
         if both:
             export(head, speculators, "speculators", self.config)
         elif speculators.is_dir():

@@ -85,12 +85,12 @@ class Trainer:
         Returns (loss, accuracy of each step).
         """
         objective = self.objective
-        complete = objective.batch([self.rows[p] for p in places], steps)
+        complete = objective.batch([self.rows[p] for p in places], steps, self._seeds(places))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
         for micro in self.micro_batches(places):
             rows = [self.rows[p] for p in micro]
-            seeds = [seed_of(self.plan.seed, self.epoch, p) for p in micro]
-            batch = complete if micro == places else objective.batch(rows, steps)
+            seeds = self._seeds(micro)
+            batch = complete if micro == places else objective.batch(rows, steps, seeds)
             micro_loss, micro_hits = objective.loss(batch, self.features.read(rows), complete.scored, seeds)
             micro_loss.backward()
             loss, hits = loss + micro_loss.detach(), hits + micro_hits
@@ -99,6 +99,10 @@ class Trainer:
                 p.grad = torch.zeros_like(p)
         self.processes.sum([loss, hits, *(p.grad for p in self.parameters.values())])
         return float(loss), (hits.cpu() / torch.tensor(complete.valid).clamp(min=1)).tolist()
+
+    def _seeds(self, places: list[int]) -> list[int]:
+        """Seeds of what is drawn for rows in this epoch: noise, chains."""
+        return [seed_of(self.plan.seed, self.epoch, p) for p in places]
 
     def clip(self) -> float:
         """Clip the gradients. Returns their norm before."""

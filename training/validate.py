@@ -7,14 +7,18 @@ from collections.abc import Callable
 import torch
 
 from drafters.base import Drafter
+from drafters.dflash import DFlash
 from drafters.eagle import Eagle
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
+from drafters.p_eagle import PEagle
 from engine.calibrating import calibrate
 from engine.calibration import Calibration
 from engine.decoder import Decoder
 from kernels.packed import pack_models
 from model import Transformer
+from networks.block import BlockHead
+from networks.eagle import PEagleHead
 from networks.head import Head
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
@@ -42,8 +46,11 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
         tree = likely_tree(shape.nodes, head.args.guesses)
         return (Medusa if isinstance(head, MedusaHeads) else Hydra)(head, tree)
     width = min(shape.width, head.args.draft_vocab_size)
-    nodes = min(shape.nodes, width + shape.depth * width**2 + 1)
-    return Eagle(head, TreeShape(nodes, shape.depth, width))
+    kind, depth = Eagle, shape.depth
+    if isinstance(head, (BlockHead, PEagleHead)):
+        kind, depth = PEagle if isinstance(head, PEagleHead) else DFlash, min(depth, head.args.drafts - 1)
+    nodes = min(shape.nodes, width + depth * width**2 + 1)
+    return kind(head, TreeShape(nodes, depth, width))
 
 
 @torch.no_grad()
@@ -82,9 +89,10 @@ class Validator:
         return acceptance(self.target, twin, self.prompts, self.stop_ids, self.shape, self.tokens)
 
     def calibration(self, head: Head, say: Callable[[str], None]) -> Calibration:
-        """What the trees of a copy of an EAGLE head are accepted for. Raises InputError as `calibrate`."""
+        """What the trees of a copy of a head are accepted for. Raises InputError as `calibrate`."""
         tokens = max(self.tokens, 64)
-        return calibrate(self.target, self._twin(head), self.prompts, self.stop_ids, tokens, say)
+        drafter = drafter_of(self._twin(head), self.shape)
+        return calibrate(self.target, drafter, self.prompts, self.stop_ids, tokens, say)
 
     def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)

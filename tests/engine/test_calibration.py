@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from common.errors import InputError
+from drafters.eagle import Eagle
 from engine.calibrating import Recorder, calibrate, count_accepted
 from engine.calibration import DEEPEST, Calibration
 from engine.decoder import Decoder
@@ -19,7 +20,7 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
     """For every recorded step and tree: as many accepted as `accept` finds in the tree that is really pruned.
     """
     target, head = models
-    recorder = Recorder(head)
+    recorder = Recorder(Eagle(head, TreeShape(8, 2, 4)))
     run = Run(Decoder(target, recorder, batch=3, max_seq_len=120, compile=False), PROMPTS, Sampling(60))
     for _ in run:
         pass
@@ -51,13 +52,11 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
 
 @pytest.fixture(scope="module")
 def known(models):
-    return calibrate(*models, PROMPTS, [], tokens=120)
+    return calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS, [], tokens=120)
 
 
 def test_predicted_tau_is_close_to_decoding(models, known):
     """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
-    from drafters.eagle import Eagle
-
     target, head = models
     taus = known.taus[0.0]
     for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
@@ -70,8 +69,6 @@ def test_predicted_tau_is_close_to_decoding(models, known):
 
 def test_sampled_acceptance_is_that_of_decoding(models, known):
     """As above at temperature 1, where draft and target share their noise."""
-    from drafters.eagle import Eagle
-
     target, head = models
     shape = TreeShape(8, 2, 4)
     outputs = Decoder(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(
@@ -85,7 +82,7 @@ def test_sampled_acceptance_is_that_of_decoding(models, known):
 
 def test_a_calibration_is_written_and_read(models, tmp_path):
     target, head = models
-    known = calibrate(target, head, PROMPTS[:2], [], tokens=24)
+    known = calibrate(target, Eagle(head, TreeShape(8, 2, 4)), PROMPTS[:2], [], tokens=24)
     known.write(tmp_path)
     read = Calibration.read(tmp_path)
     assert read.far.context == known.far.context == target.args.max_seq_len - 24 - 1
@@ -118,4 +115,4 @@ def test_a_damaged_calibration_is_refused(change, tmp_path):
 
 def test_answers_that_are_too_short_are_refused(models):
     with pytest.raises(InputError, match="too short"):
-        calibrate(*models, PROMPTS, [], tokens=8)
+        calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS, [], tokens=8)

@@ -286,7 +286,7 @@ def test_costs_are_measured_once(models, tmp_path, monkeypatch):
     monkeypatch.setattr(costing, "measure", lambda *a: measured.append(1) or original(*a))
 
     def costs(compile=False, longest=300):
-        return measured_once(target, head, compile, longest, tmp_path, said.append)
+        return measured_once(target, Eagle(head, SMALL), compile, longest, tmp_path, said.append)
 
     first = costs()
     assert first.verify.keys() == {SHORT, 300} and first.verify[SHORT].keys() == {1, 3} and len(measured) == 1
@@ -313,7 +313,9 @@ def costs_file(models, tmp_path, monkeypatch):
 
     def read() -> list[str]:
         said.clear()
-        assert measured_once(*models, False, 40, tmp_path, said.append).verify[SHORT].keys() == {1, 3}
+        drafter = Eagle(models[1], SMALL)
+        costs = measured_once(models[0], drafter, False, 40, tmp_path, said.append)
+        assert costs.verify[SHORT].keys() == {1, 3}
         return said
 
     read()
@@ -346,7 +348,7 @@ def test_slow_passes_take_fewer_turns(models, monkeypatch, turn, turns):
     monkeypatch.setattr(costing.time, "perf_counter", lambda: next(clock) * turn / 2 / passes)
     verify = costing.Passes._verify
     monkeypatch.setattr(costing.Passes, "_verify", lambda *a: timed.append(a[1].shape[1]) or verify(*a))
-    costing.measure(*models, False, (SHORT,))
+    costing.measure(models[0], Eagle(models[1], SMALL), False, (SHORT,))
     assert timed.count(costing.VERIFY_ROWS[-1]) == turns + 1  # once before any is timed
 
 
@@ -356,6 +358,6 @@ def test_compiled_costs(models, monkeypatch):
     """Without kernels: every size compiled on its own."""
     monkeypatch.setattr(costing, "VERIFY_ROWS", (1, 3))
     monkeypatch.setattr(costing, "LEVEL_ROWS", (2,))
-    costs = costing.measure(*models, True, (SHORT,))
+    costs = costing.measure(models[0], Eagle(models[1], SMALL), True, (SHORT,))
     assert costs.verify[SHORT].keys() == {1, 3} and costs.level[SHORT].keys() == {2}
     assert all(t > 0 for part in (costs.verify, costs.level) for t in part[SHORT].values())

@@ -2,12 +2,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.training import ROWS
+from helpers.training import ROWS, random_rows
 from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
+from networks.eagle import PEagleHead
+from training.batches import Draw
 from training.features import Features, TargetStates
-from training.objective import DECAY, TOKEN_LOSS, Eagle1Objective, Eagle3Objective
+from training.new_head import Shape, new_head
+from training.objective import DECAY, TOKEN_LOSS, BlockObjective, Eagle1Objective, Eagle3Objective
 
 
 def chain_steps(head, features, row: dict, steps: int):
@@ -141,3 +144,107 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     with torch.no_grad():
         a, b = (x.loss(x.batch(ROWS, 2), states, [9, 9], [0] * 4)[0] for x in (objective, raw))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def drafted_rows(head, features, row: dict):
+    """Blocks as the decoder drafts them, with caches: yields (position j, what the lm_head reads)."""
+    ids = row["ids"]
+    for begin, end in row["answers"]:
+        for j in range(begin - 1, end - 2):
+            n, args = j + 1, head.args
+            caches = head.caches(1, 64, torch.float32, "cpu")
+            context, slots = head.fuse(features[None, :n]), torch.arange(64)
+            if isinstance(head, PEagleHead):
+                at = torch.arange(n + args.drafts - 1)[None]
+                hidden = head.fuse(head.mask_hidden[None, None]).expand(1, args.drafts - 1, -1)
+                tokens = torch.tensor([ids[1 : j + 2] + [args.mask_id] * (args.drafts - 1)])
+                h = head(tokens, torch.cat((context, hidden), 1), at, at, slots <= at[..., None], caches)
+                yield j, head.rows(h)[0, -args.drafts :]
+            else:
+                at = torch.arange(n + args.block)[None]
+                last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
+                anchor = torch.tensor([ids[j + 1]])
+                yield j, head(anchor, context, at, at, slots <= last[..., None], caches)[0]
+
+
+BLOCKS = {
+    "p-eagle": Shape(num_layers=2, drafts=3, mask_id=7), "dflash": Shape(num_layers=2, drafts=3, states=2),
+    "dspark": Shape(drafts=4, markov_rank=6, confidence=True, states=2),
+    "p-eagle+markov": Shape(drafts=3, markov_rank=6, confidence=True),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_losses_are_the_drafters_rows(models, name):
+    """All positions; cross-entropy, what the Markov head adds and what the confidence head costs."""
+    target, _ = models
+    ids = torch.arange(0, 320, 2)
+    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
+    torch.manual_seed(4)
+    for p in head.parameters():
+        p.add_(0.05 * torch.randn_like(p))
+    objective, steps = BlockObjective(target, head, False), head.args.drafts
+    batch = objective.batch(ROWS, steps)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    losses = [torch.zeros(()) for _ in range(steps)]
+    right, scored = [0] * steps, [0] * steps
+    for features, state, greedy, row in zip(*states, ROWS):
+        teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
+        end_of = {j: end for begin, end in row["answers"] for j in range(begin - 1, end - 2)}
+        for j, rows in drafted_rows(head, features, row):
+            for i, h in enumerate(rows):
+                if j + 2 + i >= end_of[j]:
+                    break
+                before = torch.tensor(row["ids"][j + 1 + i])
+                logits = head.logits(h)
+                if head.args.markov_rank:
+                    logits = logits + head.after(h, before)
+                if row["ids"][j + 2 + i] % 2:
+                    continue
+                scored[i] += 1
+                right[i] += int(ids[logits.argmax()] == greedy[j + 1 + i])
+                p, q = teacher[j + 1 + i], logits.softmax(-1)
+                losses[i] = losses[i] - (p * q.log()).sum()
+                if head.args.confidence:
+                    accepted = torch.minimum(p, q).sum()
+                    doubt = head.doubt(h, before)
+                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
+    expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert batch.scored == scored and hits.tolist() == right
+
+
+def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
+    """A share of the positions, of which fewer go on at each step; the same for a row beside any others."""
+    rows = random_rows((40, [[2, 40]]), (30, [[5, 28]]))
+    head = new_head(models[0], "p-eagle", torch.arange(320), BLOCKS["p-eagle"], 0)
+    objective = BlockObjective(models[0], head, False, draw=Draw(0.5, 0.5))
+    batch = objective.batch(rows, 3, [1, 2])
+    assert batch.at.shape == (2, 19) and batch.chains == [19, 10, 5]
+    assert batch.valid[0] == 19 + 11 and batch.valid[1] <= 10 + 6 and batch.valid[2] <= 5 + 3
+    alone = objective.batch(rows[1:], 3, [2])
+    assert torch.equal(alone.at[0], batch.at[1, :11])
+    assert not torch.equal(objective.batch(rows, 3, [3, 4]).at, batch.at)
+    assert objective.batch(rows, 3).at.shape == (2, 37)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_weight_of_a_block_head_learns(models, name):
+    """And the target's, which it borrows, do not."""
+    target, _ = models
+    head = new_head(target, name.split("+")[0], torch.arange(320), BLOCKS[name], 0)
+    objective = BlockObjective(target, head, False, (("ce", 0.1), ("coupled", 0.9)), Draw(0.7, 0.8))
+    states, steps = Features(target, objective.aux_layers).read(ROWS), head.args.drafts
+    for _ in range(2):  # the Markov head begins where nothing reads it
+        batch = objective.batch(ROWS, steps, [1, 2, 3, 4])
+        loss, _ = objective.loss(batch, states, batch.scored, [0] * 4)
+        loss.backward()
+        with torch.no_grad():
+            for p in head.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+    own = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
+    assert target.embed.weight.grad is None

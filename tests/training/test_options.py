@@ -8,6 +8,7 @@ import train
 
 TEXT = ("--synthesize", "9")
 EAGLE1, MEDUSA = (*TEXT, "--kind", "eagle"), (*TEXT, "--kind", "medusa")
+BLOCK = "--kind p-eagle, dflash and dspark; leave it out"
 WIDTH = "has the target's width; leave out --hidden-size and the like"
 
 REFUSED = (
@@ -29,6 +30,17 @@ REFUSED = (
     *(((*MEDUSA, flag, "8"), f"--kind medusa: {WIDTH}") for flag in
       ("--hidden-size", "--intermediate-size", "--heads", "--kv-heads", "--head-dim")),
     ((*TEXT, "--kind", "hydra", "--heads", "8"), f"--kind hydra: {WIDTH}"),
+    ((*TEXT, "--layers", "2"), f"--layers: belongs to {BLOCK}"),
+    ((*TEXT, "--drafts", "2"), f"--drafts: belongs to {BLOCK}"),
+    ((*TEXT, "--markov-rank", "2"), f"--markov-rank: belongs to {BLOCK}"),
+    ((*TEXT, "--no-confidence"), f"--confidence: belongs to {BLOCK}"),
+    ((*TEXT, "--anchors", "1"), f"--anchors: belongs to {BLOCK}"),
+    ((*TEXT, "--kind", "dflash", "--anchors", "0"), "--anchors 0.0: must be 0.001 to 1"),
+    ((*TEXT, "--kind", "dflash", "--keep", "0.5"), "--keep: belongs to --kind p-eagle; leave it out"),
+    ((*TEXT, "--ce-share", "0.5"), "--ce-share: belongs to --loss lk and coupled; leave it out"),
+    ((*TEXT, "--loss", "lk", "--ce-share", "2"), "--ce-share 2.0: must be 0 to 1"),
+    ((*EAGLE1, "--loss", "coupled"), "--loss coupled: EAGLE-1 learns the target's features; leave it out"),
+    ((*EAGLE1, "--states", "2"), "--states: belongs to other kinds; leave it out"),
     ((*TEXT, "--temperature", "-0.1"), "--temperature -0.1: must be 0 to 1,000,000"),
     ((*TEXT, "--temperature", "nan"), "--temperature nan: must be 0 to 1,000,000"),
     ((*TEXT, "--noise", "1001"), "--noise 1001.0: must be 0 to 1,000"),
@@ -41,13 +53,15 @@ REFUSED = (
     ((*TEXT, "--clip", "1e6"), "--clip 1000000.0: must be above 0 and below 1,000,000"),
     ((*TEXT, "--epochs", "2", "--short-epochs", "3"), "--short-epochs 3: there are 2 epochs"),
     ((*TEXT, "--validate-tokens", "1"), "--validate-tokens 1: must be at least 2"),
-    ((*MEDUSA, "--layout", "both"), "--layout both: is for EAGLE-3 heads only"),
-    ((*EAGLE1, "--layout", "speculators"), "--layout speculators: is for EAGLE-3 heads only"),
+    ((*MEDUSA, "--layout", "both"), "--layout both: has no place for a head of --kind medusa"),
+    ((*EAGLE1, "--layout", "speculators"), "--layout speculators: has no place for a head of --kind eagle"),
 )
 ALLOWED = (
     TEXT, MEDUSA, ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
     ("--shards", "a", "--shards", "b"), (*TEXT, "--turns", "2", "--openings", "o"),
     (*MEDUSA, "--guesses", "3", "--blocks", "2"),
+    (*TEXT, "--kind", "dspark", "--layers", "2", "--drafts", "5", "--markov-rank", "0", "--states", "4"),
+    (*TEXT, "--kind", "p-eagle", "--keep", "0.5", "--anchors", "1", "--loss", "coupled", "--ce-share", "0"),
     (*TEXT, "--kind", "hydra", "--no-prefix"), (*TEXT, "--hidden-size", "32", "--layout", "both"),
     (*TEXT, "--temperature", "0", "--noise", "0", "--warmup", "0.9", "--ema", "0.99999"),
     (*TEXT, "--weight-decay", "0", "--lr", "1", "--clip", "99"),

@@ -13,12 +13,16 @@ from checkpoint.loading import load_head, load_model
 from engine.calibration import Calibration
 from engine.decoder import Decoder
 from sampling.options import Sampling
+from training.new_head import BLOCK_KINDS
 from training.plan import SHORT
 from training.trainer import Trainer
 from training.validate import drafter_of
 from tree import TreeShape
 
-TITLES = {"eagle3": "# EAGLE-3", "eagle": "# EAGLE-1", "medusa": "# Medusa", "hydra": "# Hydra"}
+TITLES = {
+    "eagle3": "# EAGLE-3", "p-eagle": "# P-EAGLE", "dflash": "# DFlash", "dspark": "# DSpark",
+    "eagle": "# EAGLE-1", "medusa": "# Medusa", "hydra": "# Hydra",
+}
 
 
 @pytest.mark.slow
@@ -31,8 +35,10 @@ def test_trains_exports_and_decodes(golden, prompt_file, tmp_path, kind):
         return [row for row in log if "loss" in row][-1]
 
     # Medusa heads begin with the target's own guess at the next token, and the run is short.
-    trained = last(tmp_path, **({"lr": 1e-2} if kind == "medusa" else {}))
-    control = last(tmp_path / "control", lr=1e-12)
+    more = {"drafts": 4} | ({"markov-rank": 8, "loss": "coupled"} if kind == "dspark" else {})
+    more = more if kind in BLOCK_KINDS else {}
+    trained = last(tmp_path, **more, **({"lr": 1e-2} if kind == "medusa" else {}))
+    control = last(tmp_path / "control", lr=1e-12, **more)
     assert trained["loss"] < (0.93 if kind in ("eagle", "medusa") else 0.85) * control["loss"]
     # An EAGLE-1 head begins with the feature itself, which says much on this target.
     assert trained["accuracy"][0] >= control["accuracy"][0] + (0 if kind == "eagle" else 0.05)
@@ -46,7 +52,7 @@ def test_trains_exports_and_decodes(golden, prompt_file, tmp_path, kind):
     card = (tmp_path / "head" / "README.md").read_text()
     assert card.startswith(TITLES[kind])
     assert "answers" in card and "| 6 |" in card and "python train.py" in card
-    assert (Calibration.read(folder) is not None) == (kind in ("eagle", "eagle3"))
+    assert (Calibration.read(folder) is not None) == (kind in ("eagle", "eagle3", *BLOCK_KINDS))
     assert (tmp_path / "head" / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
