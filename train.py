@@ -107,6 +107,8 @@ def parser() -> Options:
     add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out")
     add("--max-len", type=positive, default=1024, help="conversations are cut to this many tokens")
     add("--decode-batch", type=positive, default=48, help="answers decoded together")
+    add("--writer", metavar="CHECKPOINT",
+        help="a quantised copy of the target that writes the text: nearly the same text, sooner")
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument

@@ -45,14 +45,15 @@ def user_end(tokenizer: Tokenizer, stop_ids: list[int]) -> str:
 class Collector:
     """Writes the shards that are missing; `shards` lists all that were requested, in order.
 
-    `target` is its `checkpoint.loading.identity`. The last line of a shard counts what was left out.
-    `refusal` is what the chat template said when it last refused something, "" if it never did.
+    `target` is its `checkpoint.loading.identity`, `writer` that of a copy of it that writes the text. The
+    last line of a shard counts what was left out. `refusal` is what the chat template said when it last
+    refused something, "" if it never did.
     """
 
     def __init__(
         self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int,
         max_new_tokens: int, temperature: float, max_prompt_tokens: int, processes: Processes | None = None,
-        quiet: bool = False,
+        quiet: bool = False, writer: str | None = None,
     ):
         self.decoder, self.tokenizer, self.folder, self.target = decoder, tokenizer, Path(folder), target
         self.seed, self.max_new_tokens, self.temperature = seed, max_new_tokens, temperature
@@ -66,7 +67,7 @@ class Collector:
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
         self.made_by = [
             target, tokenizer.template, probe, self.stop_ids, seed, max_new_tokens, temperature,
-            max_prompt_tokens, TURN_TOKENS,
+            max_prompt_tokens, TURN_TOKENS, *([writer] if writer else []),
         ]
 
     def from_prompts(self, prompts: list[list[dict]]) -> None:

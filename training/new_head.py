@@ -73,18 +73,21 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> H
         aux_layers = low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
     if kind in ("dflash", "dspark") or (shape.states and kind != "eagle"):
         aux_layers = spread_layers(a.num_layers, shape.states or min(5, max(1, a.num_layers - 3)))
-    args = dict(
-        vocab_size=a.vocab_size, hidden_size=hidden,
-        intermediate_size=shape.intermediate_size or a.intermediate_size, num_layers=shape.num_layers,
-        num_heads=num_heads, num_kv_heads=shape.num_kv_heads or min(a.num_kv_heads, num_heads),
-        head_dim=shape.head_dim or a.head_dim, norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None,
-        max_seq_len=a.max_seq_len, draft_vocab_size=draft_vocab_size, target_hidden_size=a.hidden_size,
-        own_embedding=hidden != a.hidden_size, own_lm_head=kind != "eagle", aux_layers=aux_layers,
-    )
+    args = {
+        "vocab_size": a.vocab_size, "hidden_size": hidden,
+        "intermediate_size": shape.intermediate_size or a.intermediate_size, "num_layers": shape.num_layers,
+        "num_heads": num_heads, "num_kv_heads": shape.num_kv_heads or min(a.num_kv_heads, num_heads),
+        "head_dim": shape.head_dim or a.head_dim, "norm_eps": a.norm_eps, "rope_base": a.rope_base,
+        "rope_scaling": None, "max_seq_len": a.max_seq_len, "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": a.hidden_size, "own_embedding": hidden != a.hidden_size,
+        "own_lm_head": kind != "eagle", "aux_layers": aux_layers,
+    }
     if kind not in BLOCK_KINDS:
         made = HeadArgs(**args)
     else:
-        args |= dict(mask_id=shape.mask_id, markov_rank=shape.markov_rank, confidence=shape.confidence)
+        args |= {
+            "mask_id": shape.mask_id, "markov_rank": shape.markov_rank, "confidence": shape.confidence
+        }
         args["confidence_reads_markov"] = shape.markov_rank > 0
         if kind == "p-eagle":
             made = PEagleArgs(**args, drafts=shape.drafts)

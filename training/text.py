@@ -4,13 +4,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from checkpoint.folder import read_config
+from checkpoint.loading import identity, load_model
 from common.cli import note
 from common.errors import InputError
 from engine.decoder import Decoder
+from engine.runtime import Runtime
+from kernels.packed import pack_models
 from model import Transformer
 from tokens.dataset import read_chats, read_conversations
 from tokens.tokenizer import Tokenizer
@@ -81,6 +86,9 @@ def _collector(
     decodes: bool, say: Callable[[str], None],
 ) -> Collector:
     """What writes the shards. decodes: whether the target has anything to say."""
+    writer = None
+    if o.writer:
+        target, writer = load_writer(o, target)
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
     if decodes and room > longest:
         raise InputError(
@@ -101,5 +109,19 @@ def _collector(
         raise InputError(f"--decode-batch {batch} answers of up to {room} tokens: {e}") from None
     return Collector(
         decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
-        temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes,
+        temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes, writer=writer,
     )
+
+
+def load_writer(o: argparse.Namespace, target: Transformer) -> tuple[Transformer, str]:
+    """The quantised copy of the target that writes the text, ready to decode, and its identity.
+
+    Raises InputError if it is no copy of this target.
+    """
+    copy, config = load_model(o.writer, o.device, Runtime(dtype=o.dtype).torch_dtype)
+    if replace(copy.args, tie_embeddings=target.args.tie_embeddings) != target.args or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
+        raise InputError(f"--writer {o.writer}: no copy of {o.checkpoint}: their shapes or stop ids differ")
+    name = identity(copy)
+    if o.compile and copy.embed.weight.device.type == "cpu":
+        pack_models(copy)
+    return copy, name

@@ -113,7 +113,7 @@ def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
         with pytest.raises(InputError) as refused:
             convert(f"without-{name}", {n: t for n, t in tensors.items() if n != name})
         assert "\n" not in str(refused.value)
-    with pytest.raises(InputError, match="more.weight"):
+    with pytest.raises(InputError, match=r"more\.weight"):
         convert("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
     assert not (tmp_path / "out").exists()
 
