@@ -14,7 +14,7 @@ from pathlib import Path
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, bias, check_writable, note, run_command
 from common.errors import InputError
-from drafters import METHODS, add_flags, read_flags
+from drafters import METHODS, add_flags, method_name, read_flags
 from sampling.rules import RULES
 
 STARTED = time.perf_counter()
@@ -88,8 +88,8 @@ def parser() -> Options:
     group = p.add_argument_group("drafting")
     add = group.add_argument
     how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    add("--speculate", choices=METHODS, default="none", metavar="METHOD",
-        help=f"none: not at all (default); {how}")
+    add("--speculate", type=method_name, default="none", metavar="METHOD",
+        help=f"none: not at all (default); {how}. Two with a plus, such as lookup+eagle3, draft one tree")
     add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC",
         help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file of"

@@ -13,7 +13,7 @@ from pathlib import Path
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, count, note, run_command
 from common.errors import InputError
-from drafters import METHODS, add_flags, read_flags
+from drafters import METHODS, add_flags, method_name, read_flags
 
 STARTED = time.perf_counter()
 
@@ -52,8 +52,8 @@ def parser() -> Options:
     group = p.add_argument_group("drafting")
     add = group.add_argument
     how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    add("--speculate", choices=METHODS, default="none", metavar="METHOD",
-        help=f"none: not at all (default); {how}")
+    add("--speculate", type=method_name, default="none", metavar="METHOD",
+        help=f"none: not at all (default); {how}. Two with a plus, such as lookup+eagle3, draft one tree")
     add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
     add("--tree", metavar="SPEC", help="as for generate.py; the default shrinks as slots fill")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")

@@ -24,6 +24,8 @@ class Method:
     flags: dict[str, tuple[int | float | str | None, str]] = field(default_factory=dict)
 
 
+# Methods whose heads grow trees that can be measured, see `engine.calibrating`.
+CALIBRATED = ("eagle", "eagle2", "eagle3", "p-eagle", "dflash", "dspark")
 METHODS: dict[str, Method | None] = {
     "none": None,
     "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree"),
@@ -49,10 +51,29 @@ METHODS: dict[str, Method | None] = {
 
 
 def known(name: str) -> str:
-    """The name of a method. Raises InputError, with all of them, if it is none."""
-    if name not in METHODS:
-        raise InputError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}")
+    """The name of a method, or of two with a plus. Raises InputError, with all of them, if it is neither."""
+    parts = name.split("+")
+    for part in parts:
+        if part not in METHODS:
+            raise InputError(
+                f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them, such as"
+                " lookup+eagle3"
+            )
+    if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or "none" in parts)):
+        raise InputError(
+            f"--speculate {name}: two different methods that draft can be joined, such as lookup+eagle3"
+        )
     return name
+
+
+def is_calibrated(name: str) -> bool:
+    """Whether a method, or one of two, has a head whose trees can be measured."""
+    return any(part in CALIBRATED for part in name.split("+"))
+
+
+def _methods(name: str) -> list[Method]:
+    """The methods that a name stands for."""
+    return [method for method in (METHODS[part] for part in known(name).split("+")) if method]
 
 
 def build_drafter(request):
@@ -60,8 +81,8 @@ def build_drafter(request):
 
     Raises InputError if it cannot be.
     """
-    method = METHODS[known(request.method)]
-    if method is None:
+    names = known(request.method).split("+")
+    if names == ["none"]:
         if request.rule != "equal":
             raise InputError(f"--accept {request.rule}: plain decoding drafts nothing to accept")
         return None
@@ -69,8 +90,13 @@ def build_drafter(request):
         raise InputError(
             "--accept residual: is for --speculate draft-model, which can draw its proposals at random"
         )
+    def build(part):
+        return importlib.import_module(METHODS[part.method].module).build(part)
+
     try:
-        drafter = importlib.import_module(method.module).build(request)
+        if len(names) == 2:
+            return importlib.import_module("drafters.mixed").build_mixed(request, names, build)
+        drafter = build(request)
     except ValueError as e:  # sizes that cannot be
         raise InputError(str(e)) from None
     drafter.rule = request.rule
@@ -79,13 +105,20 @@ def build_drafter(request):
 
 def default_flags(name: str) -> dict:
     """The flags of a method's own with their defaults."""
-    method = METHODS[known(name)]
-    return {flag: default for flag, (default, _) in (method.flags if method else {}).items()}
+    return {flag: default for method in _methods(name) for flag, (default, _) in method.flags.items()}
 
 
 def flag_type(default) -> type:
     """The type of a flag's values, told by its default: one that has none is text."""
     return str if default is None else type(default)
+
+
+def method_name(text: str) -> str:
+    """An argparse type: a value of --speculate."""
+    try:
+        return known(text)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e).removeprefix(f"--speculate {text}: ")) from None
 
 
 def check_flags(name: str, flags: dict) -> None:
@@ -118,7 +151,9 @@ def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dic
             value = getattr(options, flag.replace("-", "_"))
             if value is None:
                 continue
-            if name not in flags:
+            users = [method for method in methods if name in method.split("+")]
+            if not users:
                 raise InputError(f"--{flag} belongs to --speculate {name}")
-            flags[name][flag] = value
+            for user in users:
+                flags[user][flag] = value
     return flags

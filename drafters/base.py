@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,6 +28,17 @@ class ExtraRows(NamedTuple):
     sees: Tensor
     heard: int
     learn: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Confidence:
+    """How likely a node is accepted whose path has the score s: exp(slope * s + shift), at most 1.
+
+    (slope, shift) at temperature 0 and at 1; between them they are interpolated.
+    """
+
+    of_greedy: tuple[float, float] = (1.0, 0.0)
+    of_sampling: tuple[float, float] = (1.0, 0.0)
 
 
 class Proposal(NamedTuple):
@@ -91,6 +104,8 @@ class Drafter(nn.Module):
     cached: tuple[ModelArgs, ...] = ()  # shapes of the models whose keys and values it caches
     reads = True  # its step reads what was committed before; if not, unread tokens add up
     per_sequence: tuple[str, ...] = ()  # its buffers that have a row for each sequence, beside the caches
+    folder: Path | None = None  # that its network was loaded from, if that has a calibration.json
+    confidence = Confidence()  # how far the scores of its trees are to be believed
     may_pass = False  # it can have nothing to propose; `has_guess` then says whether it has
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):

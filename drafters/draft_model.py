@@ -71,8 +71,8 @@ class DraftModel(NetworkDrafter):
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read W rows that end with the root; the last step committed the last n_new of them."""
         start = state.length - state.n_new + 1
-        positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
-        visible = visible_before(slots, start, self.shape.window)
+        positions = start[:, None] + torch.arange(state.window, device=slots.device)
+        visible = visible_before(slots, start, state.window)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, newest(state, h.shape[1]))
 

@@ -36,9 +36,10 @@ class Hydra(MultiTokenDrafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         head, start, noise = self.head, state.length - state.n_new, self.draft_noise(noise)
-        positions = start[:, None] + torch.arange(self.shape.window, device=slots.device)
-        visible = visible_before(slots, start, self.shape.window)
-        p = head(head.fuse(state.features), positions, positions, visible, self.caches)
+        positions = start[:, None] + torch.arange(state.window, device=slots.device)
+        visible = visible_before(slots, start, state.window)
+        features = head.fuse(state.features[:, : state.window])
+        p = head(features, positions, positions, visible, self.caches)
         p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
         k, root = self.shape.width, state.root()[:, None]
         paths, tokens, scores = root[..., None], [root], [torch.zeros_like(p[..., 0], dtype=torch.float32)]

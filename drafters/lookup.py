@@ -18,6 +18,10 @@ from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
 LONGEST = 4  # tokens of context that are compared, the root included
+# How often what followed a match of so many tokens is right: the first token after it, and each further one
+# if those before it were. Measured by benchmarks/lookup_confidence.py.
+FIRST = (0.05, 0.15, 0.35, 0.55, 0.70)
+FURTHER = (0.50, 0.60, 0.70, 0.80, 0.85)
 
 
 class Lookup(Drafter):
@@ -37,6 +41,9 @@ class Lookup(Drafter):
         self.static = StaticTree(shape)
         # Of each drafted node: its chain, and how many tokens after the match it stands.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
+        for name, table in (("first", FIRST), ("further", FURTHER)):
+            shares = [table[min(n, len(table) - 1)] for n in range(longest + 1)]
+            constants(self, **{name: torch.tensor(shares).log()})
 
     def matches(self, state, slots: Tensor) -> Tensor:
         """How many tokens up to each slot equal those up to the root [B, n]: at most `longest`.
@@ -81,7 +88,11 @@ class Lookup(Drafter):
         period = (length - starts).clamp(min=1)
         place = starts + 1 + (self.ahead - 1) % period
         drafted = torch.where(live, state.tokens.gather(1, place), root)
-        return Proposal(self.static.of(torch.cat((root, drafted), 1)))
+        long = matched.gather(1, starts).clamp(max=self.longest)
+        given_parent = torch.where(self.ahead == 1, self.first[long], self.further[long])
+        given_parent = torch.where(live, given_parent, float("-inf"))
+        scores = torch.cat((torch.zeros_like(given_parent[:, :1]), given_parent), 1)
+        return Proposal(self.static.of(torch.cat((root, drafted), 1), scores))
 
 
 def build(request: Request) -> Lookup:

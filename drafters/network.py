@@ -6,8 +6,6 @@ drafted rows after them, level by level; the next catch-up overwrites those.
 """
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
@@ -136,7 +134,6 @@ class HeadDrafter(NetworkDrafter):
         self.head = head
         self.aux_layers = head.args.aux_layers
         self.cached = (head.args,)
-        self.folder: Path | None = None  # that the head was loaded from
 
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """A drafter that grows other trees with the same head and, if they are allocated, the same caches."""

@@ -26,6 +26,7 @@ from common.errors import InputError
 from drafters import build_drafter, check_flags, default_flags, known
 from drafters.base import Drafter
 from drafters.eagle import StaticEagle
+from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
@@ -216,7 +217,7 @@ class Target:
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
-        return build_drafter(Request(
+        drafter = build_drafter(Request(
             method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
             draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
             default_tree=self.default_tree(batch), coupled=drafting.coupled, max_seq_len=max_seq_len,
@@ -224,6 +225,13 @@ class Target:
             flags=default_flags(drafting.method) | drafting.flags,
             prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
         ))
+        if isinstance(drafter, Mixed):
+            known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
+            drafter.believe([
+                calibration.confidence if calibration and calibration.confidence else part.confidence
+                for part, calibration in zip(drafter.parts, known)
+            ])
+        return drafter
 
     def calibrate(self, drafting: Drafting, prompts: list[Prompt], tokens: int = 128) -> Path:
         """Measure what a head's trees are accepted for, in answers of `tokens` tokens to prompts.
@@ -234,18 +242,19 @@ class Target:
         """
         longest = self.model.args.max_seq_len
         drafter = self._drafter(drafting, longest)
-        if not _grows(drafter):
+        grower = _grower(drafter)
+        if grower is None:
             raise InputError(f"--calibrate: {drafting.method} has no head whose trees could be measured")
         ids = [encode(self.tokenizer, prompt) for prompt in prompts]
         fitting = [prompt for prompt in ids if len(prompt) + tokens < longest]
         if not fitting:
             raise InputError(f"--calibrate: no prompt and its answer fit in the model's {longest} tokens")
-        found = calibrate(self.model, drafter, fitting, self.config["stop_ids"], tokens, self.say)
+        found = calibrate(self.model, grower, fitting, self.config["stop_ids"], tokens, self.say)
         try:
-            found.write(drafter.folder)
+            found.write(grower.folder)
         except OSError as e:
-            raise InputError(f"{drafter.folder}: {CALIBRATION} cannot be written ({e})") from None
-        return drafter.folder / CALIBRATION
+            raise InputError(f"{grower.folder}: {CALIBRATION} cannot be written ({e})") from None
+        return grower.folder / CALIBRATION
 
     @property
     def _compiles(self) -> bool:
@@ -269,9 +278,10 @@ class Target:
         on_gpu = self.model.embed.weight.is_cuda
         measured = self._has_free_trees or (on_gpu and self.runtime.compile)
         wanted = drafting.tree == "auto" or (drafting.tree is None and measured)
-        if not wanted or not _grows(drafter):
+        grower = _grower(drafter)
+        if not wanted or grower is None:
             return {}
-        calibration = Calibration.read(drafter.folder)
+        calibration = Calibration.read(grower.folder)
         if calibration is None:
             ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
             prompts = ours or list(drafting.tune_on)
@@ -281,23 +291,27 @@ class Target:
                 raise InputError(
                     "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
                 )
-            self.say(f"{drafter.folder}: has no calibration.json, so it is measured now")
+            self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
             calibration = calibrate(
-                self.model, drafter, prompts, self.config["stop_ids"], say=self.say, far=False
+                self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
             )
             with contextlib.suppress(OSError):  # measured again next time
-                calibration.write(drafter.folder)
+                calibration.write(grower.folder)
         compile = self._compiles and not on_gpu  # see `engine.costs.Passes`
-        costs = measured_once(self.model, drafter, compile, longest, drafter.folder, self.say)
-        widest = drafter.head.args.draft_vocab_size
+        costs = measured_once(self.model, grower, compile, longest, grower.folder, self.say)
+        widest = grower.head.args.draft_vocab_size
         return {batch: make_plan(calibration, costs, batch, longest, widest) for batch in batches}
 
 
-def _grows(drafter: Drafter | None) -> bool:
-    """Whether a drafter grows trees with a head, and among them the one that tells how easy a text is."""
+def _grower(drafter: Drafter | None) -> HeadDrafter | None:
+    """The drafter, maybe one of two, that grows trees with a head, and among them the one that tells how easy
+    a text is; None if there is none.
+    """
+    if isinstance(drafter, Mixed):
+        drafter = drafter.grown
     if not isinstance(drafter, HeadDrafter) or isinstance(drafter, StaticEagle):
-        return False
-    return drafter.deepest is None or drafter.deepest >= USUAL.depth
+        return None
+    return drafter if drafter.deepest is None or drafter.deepest >= USUAL.depth else None
 
 
 @dataclass(frozen=True)

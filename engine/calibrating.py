@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Drafter, Proposal
+from drafters.base import Confidence, Drafter, Proposal
 from drafters.network import HeadDrafter
 from engine.calibration import DEEPEST, LONG, NODES, SHORT, TEMPERATURES, USUAL, WIDTHS, Calibration, Far
 from engine.decoder import Decoder
@@ -36,6 +36,7 @@ PROMPTS = (  # where a head has no calibration.json
 )
 
 
+NEGLIGIBLE = -7.0  # score of a node that no tree would take
 FAR_TEXTS = 8  # that are decoded after a long text too: one takes as long to read as dozens of short prompts
 
 
@@ -83,7 +84,7 @@ def calibrate(
     tokens: of each answer. The trees are those of WIDTHS, NODES and all depths. far: measure after long texts
     too, which takes longer. Raises InputError if the answers are too short to tell anything.
     """
-    taus, ease, kept = {}, (), {}
+    taus, ease, kept, believed = {}, (), {}, []
     context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:
         say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
@@ -92,6 +93,7 @@ def calibrate(
         if not by_text:
             raise InputError(f"the answers end within {DEEPEST + 2} tokens: too short to choose a tree on")
         taus[temperature] = _taus(by_text)
+        believed.append(fit_confidence([scored for answer in answers for scored in answer.scored]))
         if not ease:
             mean = max(taus[temperature][USUAL] - 1, 1e-6)
             ease = tuple(sorted(statistics.fmean(text[USUAL]) / mean for text in by_text))
@@ -99,16 +101,20 @@ def calibrate(
             say(f"the same after {context} tokens ...")
             few = min(tokens, 64)
             kept[temperature] = _kept(target, drafter, answers, stop_ids, few, temperature, context)
-    return Calibration(taus, ease, Far(context, kept) if kept else None)
+    return Calibration(taus, ease, Far(context, kept) if kept else None, Confidence(*believed))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """whole: prompt and answer, as ids. accepted: of each tree, how many drafted tokens in every step."""
+    """whole: prompt and answer, as ids. accepted: of each tree, how many drafted tokens in every step.
+
+    scored: of candidates the scores, and whether they were right.
+    """
 
     prompt: list[int]
     whole: list[int]
     accepted: dict[TreeShape, list[float]]
+    scored: list[tuple[Tensor, Tensor]]
 
 
 def _taus(texts: list[dict[TreeShape, list[float]]]) -> dict[TreeShape, float]:
@@ -164,6 +170,7 @@ def _answer(
             pass
         whole = [p + ids for p, ids in zip(some, run.ids)]
         accepted: list[dict[TreeShape, list[float]]] = [{} for _ in some]
+        scored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in some]
         for length, growths in recorder.steps:
             # Steps whose true continuation is known to the tree's full depth.
             levels = recorder.depth + 1
@@ -173,10 +180,13 @@ def _answer(
                 continue
             truth = torch.tensor([ahead[b] for b in rows])
             for growth in growths.values():
+                if growth.shape.width == USUAL.width:
+                    scores, right = _rights(growth, truth, rows)
+                    scored[rows[0]].append((scores.flatten(), right.flatten()))
                 for shape, counts in count_accepted(growth, truth, rows).items():
                     for b, count in zip(rows, counts.tolist()):
                         accepted[b].setdefault(shape, []).append(count)
-        answers += map(Answer, some, whole, accepted)
+        answers += map(Answer, some, whole, accepted, scored)
     return answers
 
 
@@ -185,15 +195,7 @@ def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeS
 
     rows: R sequences of the batch. truth [R, levels]: the tokens that follow in each.
     """
-    k, deepest = growth.shape.width, truth.shape[1] - 1
-    tokens, scores, parents = (
-        torch.cat(x, dim=1)[rows].cpu() for x in (growth.tokens, growth.scores, growth.parents)
-    )
-    right = torch.zeros_like(tokens, dtype=torch.bool)
-    right[:, :k] = tokens[:, :k] == truth[:, :1]
-    for level in range(1, deepest + 1):
-        at = slice(k + (level - 1) * k * k, k + level * k * k)
-        right[:, at] = (tokens[:, at] == truth[:, level, None]) & right.gather(1, parents[:, at])
+    (scores, right), k, deepest = _rights(growth, truth, rows), growth.shape.width, truth.shape[1] - 1
     counts = {}
     for depth in range(deepest + 1):
         size = k + depth * k * k
@@ -203,3 +205,41 @@ def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeS
             if nodes - 1 <= size:
                 counts[TreeShape(nodes, depth, k)] = hits[:, nodes - 2].float()
     return counts
+
+
+def _rights(growth: Growth, truth: Tensor, rows: list[int]) -> tuple[Tensor, Tensor]:
+    """The scores of all candidates [R, n], and whether they and all above them are the text's.
+
+    rows, truth: as for `count_accepted`.
+    """
+    k = growth.shape.width
+    tokens, scores, parents = (
+        torch.cat(x, dim=1)[rows].cpu() for x in (growth.tokens, growth.scores, growth.parents)
+    )
+    right = torch.zeros_like(tokens, dtype=torch.bool)
+    right[:, :k] = tokens[:, :k] == truth[:, :1]
+    for level in range(1, truth.shape[1]):
+        at = slice(k + (level - 1) * k * k, k + level * k * k)
+        right[:, at] = (tokens[:, at] == truth[:, level, None]) & right.gather(1, parents[:, at])
+    return scores, right
+
+
+def fit_confidence(scored: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
+    """(slope, shift) of `drafters.base.Confidence`: those under which what was right is likeliest.
+
+    scored: scores of nodes and whether they were right. The nodes that no tree would take are left out. By
+    Fisher's scoring.
+    """
+    scores, right = (torch.cat(x) for x in zip(*scored))
+    some = scores > NEGLIGIBLE
+    scores, right = scores[some].double(), right[some].double()
+    inputs, found = torch.stack((scores, torch.ones_like(scores)), 1), torch.tensor([1.0, 0.0]).double()
+    ridge = 1e-3 * torch.eye(2, dtype=torch.float64)
+    for _ in range(30):
+        p = (inputs @ found).clamp(-30, -1e-3).exp()
+        weight = p / (1 - p)  # of exp(x) as a probability: the inverse of its variance, per p squared
+        slope = inputs.T @ (weight * (right - p) / p)
+        change = torch.linalg.solve(inputs.T @ (weight[:, None] * inputs) + ridge, slope)
+        found = found + change.clamp(-0.5, 0.5)
+        found[0] = found[0].clamp(0.05, 20)
+    return float(found[0]), float(found[1])

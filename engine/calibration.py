@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from checkpoint.folder import CALIBRATION
 from common.errors import InputError
 from common.files import read_json, write_text
+from drafters.base import Confidence
 from tree import TreeShape
 
 FORMAT = 1
@@ -41,12 +42,14 @@ class Far:
 @dataclass(frozen=True)
 class Calibration:
     """tau of every tree after short prompts, by temperature. `ease`, sorted: how many times as many drafted
-    tokens were accepted in each text as on average. far: None where it was not measured.
+    tokens were accepted in each text as on average. far, confidence (of the head's scores): None where they
+    were not measured.
     """
 
     taus: dict[float, dict[TreeShape, float]]
     ease: tuple[float, ...]
     far: Far | None = None
+    confidence: Confidence | None = None
 
     def tau(self, shape: TreeShape, temperature: float, context: int = SHORT) -> float:
         """The acceptance length of a tree, between the temperatures and contexts that were measured."""
@@ -66,6 +69,9 @@ class Calibration:
         if self.far:
             kept = {f"{t:g}": round(ratio, 4) for t, ratio in self.far.kept.items()}
             record["far"] = asdict(self.far) | {"kept": kept}
+        if self.confidence:
+            pairs = asdict(self.confidence).items()
+            record["confidence"] = {name: [round(x, 4) for x in pair] for name, pair in pairs}
         write_text(folder / CALIBRATION, json.dumps(record, indent=0) + "\n")
 
     @classmethod
@@ -90,9 +96,20 @@ class Calibration:
             if any(not 1 <= tau <= shape.window for trees in taus.values() for shape, tau in trees.items()):
                 raise ValueError("an acceptance length is impossible")
             far = cls._read_far(record["far"]) if "far" in record else None
+            confidence = None
+            if "confidence" in record:
+                confidence = cls._read_confidence(record["confidence"])
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
-        return cls(taus, ease, far)
+        return cls(taus, ease, far, confidence)
+
+    @staticmethod
+    def _read_confidence(record: dict) -> Confidence:
+        found = Confidence(*(tuple(map(float, record[f.name])) for f in fields(Confidence)))
+        for slope, shift in (found.of_greedy, found.of_sampling):
+            if not (0 < slope < 100 and -100 < shift < 100):
+                raise ValueError("a confidence is impossible")
+        return found
 
     @staticmethod
     def _read_far(record: dict) -> Far:

@@ -119,8 +119,11 @@ def load_writer(o: argparse.Namespace, target: Transformer) -> tuple[Transformer
     Raises InputError if it is no copy of this target.
     """
     copy, config = load_model(o.writer, o.device, Runtime(dtype=o.dtype).torch_dtype)
-    if replace(copy.args, tie_embeddings=target.args.tie_embeddings) != target.args or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
-        raise InputError(f"--writer {o.writer}: no copy of {o.checkpoint}: their shapes or stop ids differ")
+    same = replace(copy.args, tie_embeddings=target.args.tie_embeddings) == target.args
+    if not same or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
+        raise InputError(
+            f"--writer {o.writer}: no copy of {o.checkpoint}: their shapes or stop ids differ"
+        )
     name = identity(copy)
     if o.compile and copy.embed.weight.device.type == "cpu":
         pack_models(copy)

@@ -11,6 +11,7 @@ from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
+from drafters.mixed import Mixed
 from drafters.p_eagle import PEagle
 from drafters.rest import Rest
 from model import Transformer
@@ -20,7 +21,8 @@ from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (
     "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",
-    "draft-model", "residual", "lookahead", "lookup", "rest",
+    "draft-model", "residual", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
+    "lookahead+hydra++",
 )
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
@@ -69,6 +71,14 @@ def make_drafter(
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
         "draft-model": lambda: DraftModel(target, TreeShape(4, 2, 1)),
         "residual": lambda: DraftModel(target, TreeShape(6, 4, 1), rule="residual"),
+        "lookup+eagle3": lambda: Mixed(Lookup(), Eagle(eagle3, TreeShape(8, 2, 3))),
+        "eagle1+dspark": lambda: Mixed(
+            StaticEagle(eagle1, EAGLE1_TREE),
+            DFlash(block("dspark", markov_rank=8, confidence=True), TreeShape(10, 3, 3)), 12
+        ),
+        "lookahead+hydra++": lambda: Mixed(
+            Lookahead(target.args.vocab_size, 3, 3, 3), Hydra(guessing("hydra", True), likely_tree(12, 3))
+        ),
         "lookahead": lambda: Lookahead(target.args.vocab_size, 3, 3, 3),
         "lookup": Lookup,
         "rest": rest,

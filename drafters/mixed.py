@@ -1,0 +1,221 @@
+"""Two drafters, one tree: what both propose is joined, and the nodes most likely to be accepted are kept.
+
+`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Drafters measure likelihood by
+different rods, a head by its softmax, lookup by the length of a match. How far each is to be believed was
+measured once, see `base.Confidence` and `engine.calibrating`.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common.errors import InputError
+from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
+from drafters.network import HeadDrafter
+from drafters.request import Request
+from tree import AnyTree, Tree, TreeShape, link
+
+UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
+HEADLESS = ("lookup", "lookahead", "rest")  # methods that take no --draft and no --tree
+
+
+class View(NamedTuple):
+    """What a drafter reads of an `engine.state.State`, with the features of its own layers."""
+
+    tokens: Tensor
+    length: Tensor
+    n_new: Tensor
+    features: Tensor
+    done: Tensor
+    temperature: Tensor
+    key: Tensor
+    window: int
+
+    def root(self) -> Tensor:
+        """The root token of each sequence [B]."""
+        return self.tokens.gather(1, self.length[:, None])[:, 0]
+
+
+class Mixed(Drafter):
+    """Two drafters on one tree of `nodes` nodes, the root included.
+
+    If one of them grows its trees with a head, the joint ones are as large as its own are to be, and the
+    decoder may choose among them as if the head were alone. Raises ValueError if their proposals cannot be
+    joined.
+    """
+
+    def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
+        parts = (one, other)
+        if any(part.rule != "equal" for part in parts):
+            raise ValueError("proposals that are drawn at random cannot be joined with others")
+        grown = next((part for part in parts if isinstance(part, HeadDrafter)), None)
+        nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
+        super().__init__(AnyTree(nodes, max(part.shape.window for part in parts) - 1))
+        self.parts = nn.ModuleList(parts)
+        self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
+        self.passes = sum(part.passes for part in parts)
+        self.made_of = " ".join(part.made_of for part in parts)
+        self.cached = one.cached + other.cached
+        self.reads = any(part.reads for part in parts)
+        self.may_pass = all(part.may_pass for part in parts)
+        self.believe([part.confidence for part in parts])
+
+    def believe(self, confidences: list[Confidence]) -> None:
+        """How far each drafter's scores are to be believed from now on."""
+        device = next((buffer.device for buffer in self.buffers()), "cpu")
+        constants(self, believed=torch.tensor([dataclasses.astuple(c) for c in confidences], device=device))
+
+    @property
+    def grown(self) -> HeadDrafter | None:
+        """The drafter that grows its trees with a head, if there is one."""
+        return next((part for part in self.parts if isinstance(part, HeadDrafter)), None)
+
+    def with_tree(self, shape: TreeShape) -> Mixed:
+        """The same with another tree of the drafter that grows one."""
+        grown = self.grown
+        other = Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
+        other.believed = self.believed
+        return other
+
+    @property
+    def network(self) -> nn.Module | None:
+        networks = [part.network for part in self.parts if part.network is not None]
+        return nn.ModuleList(networks) if networks else None
+
+    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().allocate(batch, slots, dtype, device)
+        for part in self.parts:
+            part.allocate(batch, slots, dtype, device)
+
+    def memory(self, batch: int) -> int:
+        return sum(part.memory(batch) for part in self.parts)
+
+    @property
+    def extra_slots(self) -> int:
+        # Extra rows stand behind the joint tree; a head's own rows behind the widest window.
+        extra = max(part.extra_slots - part.shape.nodes for part in self.parts)
+        own = (part.extra_slots_after(self.shape.window) for part in self.parts)
+        return max(self.shape.nodes + max(extra, 0), *own)
+
+    def rows(self, first: int, count: int) -> Mixed:
+        some = super().rows(first, count)
+        some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
+        return some
+
+    def take(self, place: int, slots: int) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part.take(place, slots)]
+
+    def put(self, place: int, taken: list[Tensor]) -> None:
+        for part in self.parts:
+            count = len(part.take(place, 0))
+            part.put(place, taken[:count])
+            taken = taken[count:]
+
+    def begin(self, place: int, prompt: list[int]) -> None:
+        for part in self.parts:
+            part.begin(place, prompt)
+
+    def has_guess(self, state, slots: Tensor) -> Tensor:
+        return torch.stack([part.has_guess(state, slots) for part in self.parts]).any()
+
+    def _own(self, part: Drafter, features: Tensor) -> Tensor:
+        """The features of a drafter's layers, of those of all [..., F]."""
+        if part.aux_layers == self.aux_layers or not part.aux_layers:
+            return features
+        places = [self.aux_layers.index(layer) for layer in part.aux_layers]
+        each = features.unflatten(-1, (len(self.aux_layers), -1)).unbind(-2)
+        return torch.cat([each[i] for i in places], -1)
+
+    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        for part in self.parts:
+            own = None if features is None else self._own(part, features)
+            part.read(state, own, positions, visible)
+
+    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
+        found = []
+        for part in self.parts:
+            view = View(
+                state.tokens, state.length, state.n_new, self._own(part, state.features), state.done,
+                state.temperature, state.key, state.window,
+            )
+            found.append(part.propose(view, slots, noise))
+        between = state.temperature.clamp(0, 1)[:, None]
+        trees = []
+        for proposal, (greedy, sampling) in zip(found, self.believed.unbind(0)):
+            tree = proposal.tree
+            scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
+            slope, shift = (greedy + (sampling - greedy) * between).unbind(-1)  # [B] each
+            believed = (slope[:, None] * scores + shift[:, None]).clamp(max=0)
+            trees.append(tree._replace(scores=believed))
+        tree = join(*trees, self.shape.nodes, self.shape.levels)
+        extra = next((proposal.extra for proposal in found if proposal.extra is not None), None)
+        return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
+
+    def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:
+        """Extra rows, which see nothing of a tree but its root, behind another tree."""
+        own = extra.sees[..., -extra.tokens.shape[1] :]
+        drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
+        return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))
+
+
+def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
+    """The `nodes` most likely nodes of two trees with one root, by their scores, as a tree.
+
+    A path that both have counts once, with the better score. levels: the trees have at most so many below the
+    root. A child never outscores its parent; of equals the parent comes first, and stays with its child.
+    """
+    first = one.tokens.shape[1]
+    # Which nodes of the other stand where a node of the one stands [B, T2, T1].
+    alike = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
+    same = torch.zeros_like(alike)
+    same[:, 0, 0] = True
+    roots = (one.depth == 0)[:, None] | (other.depth == 0)[..., None]
+    for _ in range(levels):
+        above = same.gather(1, other.parent[..., None].expand_as(same))
+        above = above.gather(2, one.parent[:, None].expand_as(same))
+        same = same | (alike & above & ~roots)
+    known, match = same.any(-1), same.long().argmax(-1)
+    lowest = float("-inf")
+    better = torch.where(same, other.scores[..., None], lowest).amax(1)
+    scores = torch.cat((torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)[:, 1:]), 1)
+    tokens = torch.cat((one.tokens, other.tokens[:, 1:]), 1)
+    joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
+    parents = torch.cat((one.parent, joined.gather(1, other.parent)[:, 1:]), 1)
+
+    best = scores[:, 1:].sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
+    keep = (best + 1).sort(dim=-1).values
+    above = parents.gather(1, keep).contiguous()
+    place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
+    # A node that is only there to fill the tree may have lost its parent: a guess below the root then.
+    parent = torch.where((above > 0) & (keep.gather(1, place) == above), place + 1, 0)
+    parent = torch.cat((torch.zeros_like(parent[:, :1]), parent), 1)
+    tokens = torch.cat((tokens[:, :1], tokens.gather(1, keep)), 1)
+    scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), 1)
+    return Tree(tokens, parent, *link(parent, levels), scores)
+
+
+def build_mixed(request: Request, names: list[str], build) -> Mixed:
+    """The drafters of two methods as one; build(request) makes each. Raises InputError and ValueError.
+
+    --draft and --tree are for the one that takes them.
+    """
+    takers = [name for name in names if name not in HEADLESS]
+    if len(takers) > 1 and request.draft:
+        raise InputError(
+            f"--speculate {request.method}: --draft {request.draft}: both take a head; convert them into the"
+            " checkpoint's folder and leave it out"
+        )
+    if not takers:
+        request.refuse(draft=request.draft, tree=request.tree)
+    if request.rule != "equal":
+        raise InputError(f"--accept {request.rule}: joint trees of two drafters are accepted by equality")
+    parts = []
+    for name in names:
+        own = {} if name in takers else {"draft": None, "tree": None}
+        parts.append(build(dataclasses.replace(request, method=name, **own)))
+    return Mixed(*parts)
