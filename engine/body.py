@@ -104,14 +104,15 @@ class Body:
     step through torch.compile; on CUDA the step is also captured as one graph. say: called with one line when
     something slow (compilation) starts and ends. chunks: prompt rows per prefill pass. plans: the trees of
     all of them can be drafted, with `drafter`, which is a `HeadDrafter`. guide: makes a
-    `tokens.grammar.Guide` of a JSON schema, for requests that have one. Raises ValueError, with the numbers,
-    if the caches do not fit in memory.
+    `tokens.grammar.Guide` of a JSON schema, for requests that have one. follows: plain steps leave what
+    `launch_read_behind` reads. Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
 
     def __init__(
         self, target: Transformer, drafter: Drafter | None, batch: int, max_seq_len: int,
         stop_ids: Iterable[int], compile: bool, say: Callable[[str], None] | None,
         chunks: tuple[int, ...] | None, plans: tuple[Plan, ...], guide: Callable[[str], Guide] | None,
+        follows: bool = False,
     ):
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
@@ -143,7 +144,7 @@ class Body:
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
-            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if plans else 0,
+            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if follows else 0,
             vocabulary=target.args.vocab_size, nodes=max(shape.nodes for shape in shapes),
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
@@ -155,7 +156,7 @@ class Body:
         }
         self.usual = self.kind(self.drafter, "step")
         plain = Drafter()
-        plain.aux_layers, plain.reads = self.drafter.aux_layers if plans else (), False
+        plain.aux_layers, plain.reads = self.drafter.aux_layers if follows else (), False
         self.plain = self.kind(plain, "step without a guess")
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is asked before each step.

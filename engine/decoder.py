@@ -55,7 +55,7 @@ class Decoder(Body):
     ):
         plans = (plan,) if plan else ()
         super().__init__(
-            target, drafter, batch, max_seq_len, stop_ids, compile, say, chunks, plans, guide
+            target, drafter, batch, max_seq_len, stop_ids, compile, say, chunks, plans, guide, bool(plan)
         )
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.switch = Switch(plan) if plan else None

@@ -107,13 +107,16 @@ class Seats(Body):
         guide: Callable[[str], Guide] | None = None,
     ):
         plans = plans or {}
+        drafts = not plans or any(plan.shapes for plan in plans.values())
+        # Whether a network is to know all texts, also those that are decoded plainly for now.
+        self._follows = drafts and drafter is not None and drafter.network is not None
         super().__init__(
-            target, drafter, places, max_seq_len, stop_ids, compile, say, chunks, tuple(plans.values()), guide
+            target, drafter, places, max_seq_len, stop_ids, compile, say, chunks, tuple(plans.values()), guide,
+            self._follows,
         )
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.switches = {count: Switch(plan) for count, plan in sorted(plans.items())}
         self._counts = self.counts(places, self.device)
-        self._drafts = any(plan.shapes for plan in plans.values())
         self._texts: list[Text | None] = [None] * places
         self._kept: list[list[int]] = [[] for _ in range(places)]  # what the caches of a free place hold
         self._used = [0] * places  # when a place was left
@@ -188,12 +191,12 @@ class Seats(Body):
         same = {place: common_prefix(prompt, self._kept[place]) for place in free}
         same |= {text.place: common_prefix(prompt, self._held(text)) for text in self.texts}
         source = max(same, key=same.__getitem__)
-        if source in free and 2 * same[source] >= len(self._kept[source]):
+        target = min(free, key=self._used.__getitem__)  # whose text is missed least
+        lost = len(self._kept[source]) - same[source]
+        if source in free and (lost <= WORTH_COPYING or 2 * lost <= len(self._kept[target])):
             target = source
-        else:
-            target = min(free, key=self._used.__getitem__)
-            if same[source] < same[target] + WORTH_COPYING:
-                source = target
+        elif same[source] < same[target] + WORTH_COPYING:
+            source = target
         taken = None if source == target else self._take(source, same[source])
         self._exchange(target, first)
         if taken:
@@ -204,7 +207,7 @@ class Seats(Body):
         """The tokens of a text that all caches hold."""
         if self._group(text) == READING:
             return text.prompt[: text.read]
-        return (text.prompt + text.ids)[: max(0, text.length - text.behind)]
+        return (text.prompt + text.ids)[: max(0, text.length - (text.behind if self._follows else 1))]
 
     def leave(self, text: Text) -> None:
         """Free the place of a text, whether it has ended or not. What the caches hold of it is kept."""
@@ -215,7 +218,10 @@ class Seats(Body):
         self.state.done[place], self.state.reading[place] = True, False
         group = self._group(text)
         if group != READING:
-            text.behind = int(self.state.n_new[place])  # exactly
+            if self._follows:
+                rows = self.rows(place, 1)
+                self.launch_read_behind(rows, self.span(int(self.state.length[place]) + UNREAD))
+                text.behind = 1
             self._modes[group] = None
         self._kept[place], self._texts[place] = self._held(text), None
         self._serial += 1
@@ -409,13 +415,13 @@ class Seats(Body):
         elif switch:
             shape = switch.next(context)
             kind = self.plain if shape is None else self.trees[shape]
-            if not self._drafts:  # and never will: the head need not keep up
-                return kind, shape
-            behind = max(text.behind for text in texts)
-            if behind >= UNREAD if shape is None else behind > self.window:
-                self.launch_read_behind(rows, span)
-                for text in texts:
-                    text.behind = 1
+        if not self._follows:
+            return kind, shape
+        behind = max(text.behind for text in texts)
+        if behind >= UNREAD if kind is self.plain else behind > self.window:
+            self.launch_read_behind(rows, span)
+            for text in texts:
+                text.behind = 1
         for text in texts:
             text.behind = text.behind + 1 if kind is self.plain else self.window
         return kind, shape

@@ -283,7 +283,7 @@ def _event(data: dict) -> str:
 
 def refusal_of(failure: Failure) -> Refusal:
     """How it is told that a job failed."""
-    return Refusal({"request": 400, "time": 504, "server": 500}[failure.fault], failure.why)
+    return Refusal({"request": 400, "time": 504, "server": 500, "closing": 503}[failure.fault], failure.why)
 
 
 def refusal_of_body(first: dict, headers: Mapping[str, str]) -> Refusal:

@@ -2,8 +2,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
+import threading
 from collections.abc import Callable
 
 import uvicorn
@@ -11,15 +13,16 @@ import uvicorn
 from common.cli import note
 from server.worker import Worker
 
+LAST_WORDS = 3  # seconds to tell those whose requests are not done by the end of the grace
 IDLE = 75  # seconds that a connection is kept: longer than clients keep theirs, which would meet a closed one
 
 
 class Uvicorn(uvicorn.Server):
     """Says when it is ready; at its end lets requests end, for so long."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker, ready: Callable[[], None]):
+    def __init__(self, config: uvicorn.Config, worker: Worker, ready: Callable[[], None], grace: float):
         super().__init__(config)
-        self.worker, self.ready = worker, ready
+        self.worker, self.ready, self.grace = worker, ready, grace
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -32,6 +35,10 @@ class Uvicorn(uvicorn.Server):
         else:
             note("going down: requests that run are ended first")
             self.worker.close()
+            # Who is not done by then hears why, in the form of other errors, and has a moment to read it.
+            ending = threading.Timer(self.grace, self.worker.stop)
+            ending.daemon = True
+            ending.start()
         super().handle_exit(sig, frame)
 
 
@@ -41,10 +48,10 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float, ready: Cal
     Returns the exit status.
     """
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=max(1, round(grace)),
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(grace) + LAST_WORDS,
         server_header=False, timeout_keep_alive=IDLE,
     )
-    server = Uvicorn(config, worker, ready)
+    server = Uvicorn(config, worker, ready, grace)
     # Uvicorn raises a signal again when its work is done: SIGTERM is then to end no less orderly than Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     worker.start()

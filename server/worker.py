@@ -35,10 +35,10 @@ class Closing(Exception):
 
 
 class Failure(NamedTuple):
-    """Why a job ended without an answer, and what is at fault: the request, the server, or time."""
+    """Why a job ended without an answer, and what is at fault: the request, the server, time, or its end."""
 
     why: str
-    fault: Literal["request", "server", "time"] = "server"
+    fault: Literal["request", "server", "time", "closing"] = "server"
 
 
 class Delta(NamedTuple):
@@ -177,7 +177,7 @@ class Worker(threading.Thread):
                 if failures == FAILURES:
                     self.failed = f"decoding has failed {FAILURES} times in a row; see the server's log"
                     note(f"error: {self.failed}")
-        self._fail_all("the server is going down")
+        self._fail_all(self.failed or "the server is going down", "server" if self.failed else "closing")
 
     def _prepare(self) -> bool:
         """Wait for something to do; drop what nobody wants. Returns whether to go on."""
@@ -274,9 +274,9 @@ class Worker(threading.Thread):
         if job.text and self._jobs.pop(job.text, None):
             self.seats.leave(job.text)
 
-    def _fail_all(self, error: str) -> None:
+    def _fail_all(self, why: str, fault: str = "server") -> None:
         for job in self._everyone():
-            self._end(job, Failure(error))
+            self._end(job, Failure(why, fault))
         self._gauge()
 
     def _everyone(self) -> list[Job]:

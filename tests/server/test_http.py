@@ -253,16 +253,24 @@ def test_requests_are_ended_before_the_server_is(golden, tmp_path, which):
 
 
 def test_no_longer_than_the_grace(golden, tmp_path):
-    with serving(golden, tmp_path / "log", "--grace", "1") as server:
-        with httpx.stream(
-            "POST", f"{server.url}/v1/chat/completions", timeout=60,
-            json={**ENDLESS, "max_tokens": 1900, "stream": True},
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            began = time.monotonic()
-            server.process.send_signal(signal.SIGTERM)
-            with pytest.raises(httpx.HTTPError):
-                for _ in lines:
-                    pass
+    """Whoever is not done by then hears why, in the form of other errors: those who stream, those who wait for
+    the whole and those without a place.
+    """
+    with serving(golden, tmp_path / "log", "--grace", "0.3", "--slots", "2") as server:
+        body = {**ENDLESS, "max_tokens": 1900}
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            whole = [pool.submit(post, server, **body) for _ in range(3)]
+            with httpx.stream(
+                "POST", f"{server.url}/v1/chat/completions", timeout=60, json=body | {"stream": True}
+            ) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                began = time.monotonic()
+                server.process.send_signal(signal.SIGTERM)
+                *_, told, end = (line for line in lines if line)
+        assert end == "data: [DONE]" and "going down" in json.loads(told[6:])["error"]["message"]
+        for answer in (each.result() for each in whole):
+            assert answer.status_code == 503 and answer.headers["Retry-After"]
+            assert "going down" in answer.json()["error"]["message"]
         assert server.process.wait(30) == 0 and time.monotonic() - began < 10
+        assert "Traceback" not in server.said()
