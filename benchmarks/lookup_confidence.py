@@ -44,7 +44,7 @@ def follow(ids: list[int], at: int, known: dict[tuple[int, ...], list[int]]) -> 
 
 
 def run(o) -> None:
-    """Print by the length of the match how many there were, and how often the tokens after them were right."""
+    """Print by the length of the match how many there were, how often what followed was right."""
     config = read_config(o.checkpoint, "target")
     name = identity(load_model(o.checkpoint, "cpu", Runtime().torch_dtype)[0])
     paths = [path for folder in o.shards for path in shards_in(Path(folder))]

@@ -31,7 +31,9 @@ REPLICAS = os.environ.get("REPLICAS", "1,4").split(",")  # at least, at most
 ONGOING = int(os.environ.get("ONGOING", "4"))  # requests of a replica, beyond which there are to be more
 CPUS, GPUS = float(os.environ.get("CPUS", "1")), float(os.environ.get("GPUS", "0"))
 TRIES = 5
-KEPT, TOLD = ("content-type", "authorization"), ("content-type", "retry-after")  # headers, in and out
+# Headers, in and out.
+CORS = ("access-control-request-method", "access-control-request-headers", "origin")
+KEPT, TOLD = ("content-type", "authorization", *CORS), ("content-type", "retry-after", "allow", "vary")
 
 front = FastAPI()
 
@@ -76,7 +78,10 @@ class Replica:
     async def ask(self, method: str, path: str, headers: dict, body: bytes):
         """What the server answers: first (status, headers), then pieces of the body."""
         async with self.client.stream(method, path, headers=headers, content=body) as answer:
-            yield answer.status_code, {k: v for k, v in answer.headers.items() if k in TOLD}
+            headers = answer.headers.items()
+            yield answer.status_code, {
+                k: v for k, v in headers if k in TOLD or k.startswith("access-control-")
+            }
             async for piece in answer.aiter_raw():
                 yield piece
 
@@ -104,6 +109,9 @@ class Front:
             try:
                 status, kept = await anext(pieces)
                 first = await anext(pieces, b"")
+                if status == 503 and tries < TRIES - 1:  # it is going down, or decodes no more
+                    await asyncio.sleep(0.5 * (tries + 1))
+                    continue
                 break
             except Exception as e:  # whatever a replica dies of: nothing has been answered yet
                 if tries == TRIES - 1:

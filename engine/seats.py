@@ -111,8 +111,8 @@ class Seats(Body):
         # Whether a network is to know all texts, also those that are decoded plainly for now.
         self._follows = drafts and drafter is not None and drafter.network is not None
         super().__init__(
-            target, drafter, places, max_seq_len, stop_ids, compile, say, chunks, tuple(plans.values()), guide,
-            self._follows,
+            target, drafter, places, max_seq_len, stop_ids, compile, say, chunks, tuple(plans.values()),
+            guide, self._follows,
         )
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.switches = {count: Switch(plan) for count, plan in sorted(plans.items())}

@@ -15,7 +15,7 @@ class Tokens:
     """Single tokens as text."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self._piece = tokenizer.piece
+        self._piece, self.stream = tokenizer.piece, tokenizer.stream
         self._control = {i: text for text, i in tokenizer.control.items()}
 
     def bytes_of(self, token: int) -> bytes:
@@ -36,14 +36,12 @@ class Tokens:
             for token, score in zip(ids, scores)
         ]
 
-    def plain(self, ids: list[int], scores: list[Score | None], offset: int) -> dict:
-        """Log-probabilities as completions give them. offset: characters before these tokens."""
-        texts, offsets = [self.text(token) for token in ids], []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+    def plain(self, ids: list[int], scores: list[Score | None], offsets: list[int]) -> dict:
+        """Log-probabilities as completions give them. offsets: where in the text each of these tokens begins.
+        """
         return {
-            "tokens": texts, "token_logprobs": [score and score.logprob for score in scores],
+            "tokens": [self.text(token) for token in ids],
+            "token_logprobs": [score and score.logprob for score in scores],
             "top_logprobs": [score and self._by_text(score) for score in scores], "text_offset": offsets,
         }
 
@@ -52,6 +50,22 @@ class Tokens:
         found: dict[str, float] = {}
         for token, logprob in score.top:
             found.setdefault(self.text(token), logprob)
+        return found
+
+
+class Offsets:
+    """Where tokens begin in a text, in characters; those that are no part of it where the next one does."""
+
+    def __init__(self, tokens: Tokens, before: int):
+        """before: characters that stand before the first token."""
+        self._stream, self._at = tokens.stream(), before
+
+    def push(self, ids: list[int]) -> list[int]:
+        """Where each of the next tokens begins."""
+        found = []
+        for token in ids:
+            found.append(self._at)
+            self._at += len(self._stream.push([token]))
         return found
 
 
@@ -184,33 +198,41 @@ class TextAnswer(Answer):
         """wanted: whether the output is, beside an echo."""
         super().__init__(*args)
         self.prompts, self.scored, self.wanted = prompts, scored, wanted
-        self._offsets = [len(prompt) for prompt in prompts or [""] * len(self.jobs)]
+        self._offsets = [Offsets(self.tokens, len(prompt)) for prompt in prompts or [""] * len(self.jobs)]
         self._begun = [False] * len(self.jobs)
 
     def choice(self, i: int) -> dict:
         ids, scores, text = self.ids[i], [*self.scores[i]], self.texts[i]
         if not self.wanted:
             ids, scores, text = [], [], ""
-        offset = 0
-        if self.prompts is not None:
-            text = self.prompts[i] + text
-            if self.scored:
-                ids, scores = self.jobs[i].prompt + ids, [None, *self.jobs[i].text.prompt_scores, *scores]
-        logprobs = self.tokens.plain(ids, scores, offset) if self.scored else None
-        return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": self.finishes[i]}
+        return {
+            "index": i, "text": self._echo(i) + text, "logprobs": self._logprobs(i, ids, scores, True),
+            "finish_reason": self.finishes[i],
+        }
+
+    def _echo(self, i: int) -> str:
+        """What stands before the output."""
+        return "" if self.prompts is None else self.prompts[i]
+
+    def _logprobs(self, i: int, ids: list[int], scores: list, first: bool) -> dict | None:
+        """Those of the next tokens of an output. first: nothing has been told of it yet."""
+        if not self.scored:
+            return None
+        offsets = self._offsets[i].push(ids)
+        if first and self.prompts is not None:
+            prompt = self.jobs[i].prompt
+            offsets = Offsets(self.tokens, 0).push(prompt) + offsets
+            ids, scores = prompt + ids, [None, *self.jobs[i].text.prompt_scores, *scores]
+        return self.tokens.plain(ids, scores, offsets)
 
     def parts(self, i: int, delta: Delta) -> list[dict]:
-        text, ids, scores, offset = delta.text, delta.ids, [*delta.scores], self._offsets[i]
+        text, ids, scores = delta.text, delta.ids, [*delta.scores]
         if not self.wanted:
             text, ids, scores = "", [], []
-        if not self._begun[i]:
-            self._begun[i] = True
-            if self.prompts is not None:
-                text, offset = self.prompts[i] + text, 0
-                if self.scored:
-                    ids, scores = self.jobs[i].prompt + ids, [None, *self.jobs[i].text.prompt_scores, *scores]
-        logprobs = self.tokens.plain(ids, scores, offset) if self.scored else None
-        self._offsets[i] = offset + sum(len(self.tokens.text(token)) for token in ids)
+        first, self._begun[i] = not self._begun[i], True
+        if first:
+            text = self._echo(i) + text
+        logprobs = self._logprobs(i, ids, scores, first)
         part = {"index": i, "text": text, "logprobs": logprobs, "finish_reason": delta.finish}
         if self.told:
             part["speculation"] = self.speculation(delta)

@@ -40,7 +40,7 @@ FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css"
 RESERVED = {"messages", "tools", "self"}  # variables of chat templates that have fields of their own
 QUIET = 15.0  # seconds after which a stream without news says that it is alive
 RETRY_AFTER = "2"  # seconds, for those who do not fit
-OPEN = ("/health", "/", *(f"/{name}" for name in FILES))  # without a key
+OPEN = ("/health", "/metrics", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Gate:
         headers = {name.lower(): value for name, value in scope["headers"]}
         key, most = self.settings.api_key, self.settings.most_bytes
         if key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-            given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-            if not secrets.compare_digest(given, key.encode()):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), key.encode()):
                 await Refusal(401, "the API key is missing or wrong", "invalid_api_key").response()(
                     scope, receive, send
                 )
@@ -318,7 +318,9 @@ def make_app(server: Server) -> FastAPI:
         if e.status_code == 400:  # fastapi's, where reading JSON raised anything but a JSONDecodeError
             words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
             return Refusal(400, words, "invalid_json").response()
-        return Refusal(e.status_code, str(e.detail)).response()
+        response = Refusal(e.status_code, str(e.detail)).response()
+        response.headers.update(e.headers or {})  # which methods are allowed
+        return response
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, e: RequestValidationError) -> Response:
@@ -421,7 +423,7 @@ def make_app(server: Server) -> FastAPI:
         def work() -> str:
             if (most := max(request.tokens, default=0)) >= tokenizer.vocab_size:
                 raise InputError(f"tokens: {most} is no token, there are 0 to {tokenizer.vocab_size - 1}")
-            return tokenizer.decode(request.tokens)
+            return b"".join(map(server.tokens.bytes_of, request.tokens)).decode("utf-8", "replace")
 
         return {"prompt": await server.prepare(work)}
 

@@ -14,7 +14,14 @@ const store = {
   },
 };
 
-let conversations = store.read("conversations", []);
+// What of a stored list can be shown: another page, or an older version of this one, may have written it.
+function sound(list) {
+  const isMessage = (one) => one && ["user", "assistant"].includes(one.role) && typeof one.content === "string";
+  return (Array.isArray(list) ? list : []).filter((one) => one && typeof one.title === "string"
+    && Array.isArray(one.messages) && one.messages.every(isMessage));
+}
+
+let conversations = sound(store.read("conversations", []));
 let current = null; // a conversation: {id, title, messages: [{role, content, marks, figures, plain}]}
 let running = null; // what is being answered: {stop}
 
@@ -103,6 +110,13 @@ function keep() {
   store.write("conversations", conversations);
 }
 
+// What another tab has kept or deleted; the conversation at hand stays this tab's own.
+addEventListener("storage", (event) => {
+  if (event.key !== "eagle.conversations") return;
+  conversations = sound(store.read("conversations", [])).map((one) => (one.id === current.id ? current : one));
+  showList();
+});
+
 function open(conversation) {
   running?.stop();
   current = conversation;
@@ -113,7 +127,7 @@ function open(conversation) {
 
 function begin() {
   running?.stop();
-  current = { id: Date.now(), title: "New conversation", messages: [] };
+  current = { id: `${Date.now()}-${Math.random()}`, title: "New conversation", messages: [] };
   toggleSide(false);
   showConversation();
   $("input").focus();
@@ -121,6 +135,7 @@ function begin() {
 
 function remove(conversation) {
   conversations = conversations.filter((one) => one !== conversation);
+  conversation.deleted = true;
   keep();
   if (conversation === current) begin();
   else showList();
@@ -172,9 +187,16 @@ async function post(body, signal) {
 }
 
 function askForKey() {
-  const key = prompt("This server asks for an API key:");
-  if (key) sessionStorage.setItem("eagle.key", key);
-  return Boolean(key);
+  let words = "This server asks for an API key:";
+  for (;;) {
+    const key = prompt(words)?.trim();
+    if (!key) return false;
+    if (/^[\x21-\x7e]+$/.test(key)) {
+      sessionStorage.setItem("eagle.key", key);
+      return true;
+    }
+    words = "An API key has only letters without accents, digits and signs. The key:";
+  }
 }
 
 // One answer from the server into `answer`; `seen` is called as it grows.
@@ -261,12 +283,19 @@ async function reply() {
   running = mine;
   $("send").hidden = true;
   $("stop").hidden = false;
+  if (!conversations.includes(conversation)) conversations.unshift(conversation);
+  keep(); // the question is there after a reload, whatever becomes of the answer
+  let kept = performance.now();
   showConversation();
   const node = $("messages").lastElementChild;
   let due = false;
   let tree = null;
   const seen = (newest) => {
     tree = newest ?? tree;
+    if (performance.now() - kept > 2000 && !conversation.deleted) {
+      kept = performance.now();
+      keep();
+    }
     if (due) return;
     due = true;
     requestAnimationFrame(() => {
@@ -291,8 +320,7 @@ async function reply() {
     $("send").hidden = false;
     $("stop").hidden = true;
   }
-  if (!conversations.includes(conversation)) conversations.unshift(conversation);
-  keep();
+  if (!conversation.deleted) keep();
   if (conversation === current) {
     $("messages").lastElementChild.replaceWith(messageNode(message, conversation.messages.length - 1));
     showList();
@@ -323,7 +351,8 @@ function regenerate() {
 
 // -- everything at its place -----------------------------------------------------------------
 
-const kept = store.read("settings", {});
+const stored = store.read("settings", {});
+const kept = stored && typeof stored === "object" ? stored : {};
 for (const id of SETTINGS) {
   const input = $(id);
   const field = input.type === "checkbox" ? "checked" : "value";

@@ -9,8 +9,12 @@ from helpers.drafters import NAMES, make_drafter
 
 from drafters.base import Drafter
 from drafters.eagle import Eagle
+from engine.calibration import SHORT, TEMPERATURES, Calibration
+from engine.costs import Costs
+from engine.decoder import Decoder
 from engine.run import Run
 from engine.seats import Seats
+from engine.tuning import Plan
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -246,3 +250,48 @@ def test_captured_passes_are_told_apart(models, share):
     made = requests(9, 5)
     assert decode(seats, made, random.Random(1), plain=share) == alone(models, made)
     assert ran == {0.0: {(12, 12)}, 0.5: {(1, 1), (12, 12)}, 1.0: {(1, 1)}}[share]
+
+
+@pytest.mark.parametrize("plans", (False, True))
+def test_a_chat_may_go_from_plain_to_drafts_and_back(models, plans):
+    """Only the new turn is read, and the head knows what was decoded without it."""
+    target, head = models
+    known = Calibration({t: {SHAPE: 2.5} for t in TEMPERATURES}, (1.0,))
+    pass_, rest = {SHORT: {1: 1e-3}}, {SHORT: {1: 1e-6}}
+    always = {False: (SHAPE,), True: (SHAPE,)}
+    seats = Seats(
+        target, Eagle(head, SHAPE), places=2, max_seq_len=600, compile=False,
+        plans={n: Plan(known, Costs(pass_, rest, rest), n, always) for n in (1, 2)} if plans else None,
+    )
+    text, before = prompts(1, seed=6, shortest=30)[0], []
+    for turn, without in enumerate((True, False, True, True, False)):
+        made = seats.admit(text, Sampling(80), plain=without)
+        while seats.busy:
+            seats.advance()
+        if turn:
+            assert made.cached >= len(before) - 3
+        before = made.prompt + made.ids
+        text = before + [97, 98]
+        if not without:
+            alone = Decoder(target, Eagle(head, SHAPE), max_seq_len=600, compile=False)
+            expected, = alone.generate([made.prompt], Sampling(80))
+            assert made.ids == expected.ids
+            # As many steps as where the head has read everything itself.
+            assert abs(sum(made.steps.values()) - len(expected.accept_lengths)) <= 2
+
+
+def test_a_text_beside_it_does_not_take_a_chats_place(models):
+    """The same prompt again, without drafts: what was answered before is still there for the next turn."""
+    target, head = models
+    seats = Seats(target, Eagle(head, SHAPE), places=4, max_seq_len=400, compile=False)
+    prompt = prompts(1, seed=7, shortest=40)[0]
+    one = seats.admit(prompt, Sampling(100))
+    while seats.busy:
+        seats.advance()
+    beside = seats.admit(prompt, Sampling(100), plain=True)
+    assert beside.cached == len(prompt) - 1
+    while seats.busy:
+        seats.advance()
+    assert beside.ids == one.ids
+    turn = seats.admit(prompt + one.ids + [97], Sampling(5))
+    assert turn.cached >= len(prompt) + 97

@@ -111,9 +111,25 @@ def test_a_prompt_counts_once_for_all_its_choices(server):
     assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12
 
 
+def test_offsets_are_places_in_the_text(server):
+    """Also of tokens that are no whole character, and of those that are no part of the text."""
+    ids = [*"é 猫x".encode(), 257, *b"ab"]
+    body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
+    choice = post(server, "/v1/completions", **body).json()["choices"][0]
+    found, text = choice["logprobs"], choice["text"]
+    assert found["text_offset"][: len(ids)] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5] and text.startswith("é 猫xab")
+    for token, at in zip(found["tokens"][8:], found["text_offset"][8:]):
+        assert "\ufffd" in token or text[at : at + len(token)] == token
+    parts = [json.loads(line[6:])["choices"][0] for line in httpx.post(
+        f"{server.url}/v1/completions", json=body | {"stream": True}
+    ).text.splitlines() if line.startswith("data: {")]
+    assert [x for part in parts for x in part["logprobs"]["text_offset"]] == found["text_offset"]
+
+
 def test_models_by_name(server):
     assert httpx.get(f"{server.url}/v1/models/golden").json()["id"] == "golden"
     assert httpx.get(f"{server.url}/v1/models/other/one").status_code == 404
+    assert httpx.get(f"{server.url}/v1/chat/completions").headers["Allow"] == "POST"
     assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200
 
 
@@ -135,6 +151,7 @@ def test_tokenize_and_back(server):
     found = post(server, "/tokenize", prompt="the sea").json()
     assert found["tokens"] == list(b"the sea") and found["count"] == 7 and found["max_model_len"] == 300
     assert post(server, "/detokenize", tokens=found["tokens"]).json() == {"prompt": "the sea"}
+    assert post(server, "/detokenize", tokens=[104, 257]).json()["prompt"].startswith("h<")  # a control token
     chat = post(server, "/tokenize", messages=CHAT["messages"]).json()
     assert bytes(chat["tokens"]) == b"u:tell me something\na:"
     assert post(server, "/tokenize").status_code == 400
@@ -206,8 +223,11 @@ def test_a_key_is_asked_for(golden, tmp_path):
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret2"}):
             found = httpx.post(path, json=CHAT, headers=headers)
             assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
-            assert httpx.get(f"{server.url}/metrics", headers=headers).status_code == 401
-        assert httpx.get(f"{server.url}/health").status_code == 200
+            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
+        lower = {"Authorization": "bearer secret"}
+        assert httpx.get(f"{server.url}/v1/models", headers=lower).status_code == 200
+        for path_of_all in ("/health", "/metrics", "/"):
+            assert httpx.get(f"{server.url}{path_of_all}").status_code == 200
         body = {**CHAT, "max_tokens": 2}
         assert httpx.post(path, json=body, headers=right).status_code == 200
         # Other pages' scripts may call it, if they were named.
@@ -253,8 +273,8 @@ def test_requests_are_ended_before_the_server_is(golden, tmp_path, which):
 
 
 def test_no_longer_than_the_grace(golden, tmp_path):
-    """Whoever is not done by then hears why, in the form of other errors: those who stream, those who wait for
-    the whole and those without a place.
+    """Whoever is not done by then hears why, in the form of other errors: streams, those who wait for the
+    whole, those without a place.
     """
     with serving(golden, tmp_path / "log", "--grace", "0.3", "--slots", "2") as server:
         body = {**ENDLESS, "max_tokens": 1900}

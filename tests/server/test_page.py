@@ -206,3 +206,49 @@ def test_a_dead_server_is_told_and_comes_back(browser, golden, tmp_path):
         ended(page)
         expect(page.locator(".assistant .figures")).to_contain_text("tokens")
         assert page.locator(".assistant .failed").count() == 0
+
+
+def test_a_conversation_that_is_deleted_stays_deleted(page):
+    """Also while it is being answered."""
+    write(page, "first")
+    page.get_by_label("At most tokens").fill("280")
+    page.get_by_label("Message", exact=True).press_sequentially("second")
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Delete first").click()
+    page.wait_for_timeout(1500)
+    expect(page.locator("#conversations li")).to_have_count(0)
+    assert page.evaluate("localStorage.getItem('eagle.conversations')") == "[]"
+
+
+def test_a_question_outlives_a_reload(page):
+    page.get_by_label("At most tokens").fill("280")
+    page.get_by_label("Message", exact=True).press_sequentially("what was asked")
+    page.keyboard.press("Enter")
+    page.wait_for_timeout(100)
+    page.reload()
+    page.get_by_role("button", name="what was asked", exact=True).click()
+    expect(page.locator(".user .text")).to_have_text("what was asked")
+
+
+def test_two_tabs_keep_what_both_have(page):
+    other = page.context.new_page()
+    other.goto(page.url)
+    write(page, "from one")
+    other.get_by_label("At most tokens").fill("20")
+    write(other, "from the other")
+    for tab in (page, other):
+        expect(tab.locator("#conversations li")).to_have_count(2)
+    page.reload()
+    expect(page.locator("#conversations li")).to_have_count(2)
+
+
+@pytest.mark.parametrize("stored", (
+    "{}", "5", "[null]", '[{"title": 3}]', '[{"title": "x", "messages": [7]}]', "{",
+))
+def test_whatever_is_stored_the_page_works(page, stored):
+    for key in ("conversations", "settings"):
+        page.evaluate(f"localStorage.setItem('eagle.{key}', {stored!r})")
+    page.reload()
+    page.get_by_label("At most tokens").fill("20")
+    write(page, "still here")
+    expect(page.locator(".assistant")).to_have_count(1)
