@@ -118,7 +118,7 @@ def method_name(text: str) -> str:
     try:
         return known(text)
     except InputError as e:
-        raise argparse.ArgumentTypeError(str(e).removeprefix(f"--speculate {text}: ")) from None
+        raise argparse.ArgumentTypeError(str(e).replace(f"--speculate {text}", repr(text), 1)) from None
 
 
 def check_flags(name: str, flags: dict) -> None:

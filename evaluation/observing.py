@@ -60,7 +60,9 @@ class TreeStatistics:
         accepted = {0, *path[0].tolist()}
         probability = [0.0] * len(tokens)
         if tree.scores is not None:
-            probability = (tree.scores[0] - tree.scores[0][tree.parent[0]]).exp().tolist()
+            # A node that only fills the tree has none, nor have those below it.
+            given_parent = (tree.scores[0] - tree.scores[0][tree.parent[0]]).exp().nan_to_num(0.0)
+            probability = given_parent.tolist()
         drafted = DraftedTree(tokens, parent, depth, probability, accepted)
         for node in accepted:
             children = drafted.children.get(node, [])

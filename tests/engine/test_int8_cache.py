@@ -56,6 +56,6 @@ def test_a_head_keeps_its_dtype_and_costs_are_kept_apart(targets):
     drafters = [t.decoder(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).decoder.drafter for t in targets]
     assert all(isinstance(d, Eagle) and not isinstance(d.caches[0], ByteCache) for d in drafters)
     ours, theirs = (
-        conditions(t.model, d.head, False, (128,)) for t, d in zip((target, usual), drafters)
+        conditions(t.model, d, False, (128,)) for t, d in zip((target, usual), drafters)
     )
     assert ours != theirs and {k for k in ours if ours[k] != theirs[k]} == {"cache"}

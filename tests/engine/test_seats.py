@@ -263,6 +263,8 @@ def test_a_chat_may_go_from_plain_to_drafts_and_back(models, plans):
         target, Eagle(head, SHAPE), places=2, max_seq_len=600, compile=False,
         plans={n: Plan(known, Costs(pass_, rest, rest), n, always) for n in (1, 2)} if plans else None,
     )
+    for switch in seats.switches.values():
+        switch.next = lambda context: SHAPE  # whatever this machine takes for it
     text, before = prompts(1, seed=6, shortest=30)[0], []
     for turn, without in enumerate((True, False, True, True, False)):
         made = seats.admit(text, Sampling(80), plain=without)
