@@ -19,7 +19,7 @@ BAD_INPUT = {  # id: what the error says, and the option that is changed
     "folder without questions": ("holds no question files", "--questions", "{folder}/empty"),
     "unknown tree": ("none of auto, paper", "--tree", "bush"),
     "head that is not there": ("no draft head", "--draft", "{folder}/no"),
-    "calibrating a head that is none": ("has no head that grows trees; add", "--speculate", "lookup --calibrate"),
+    "calibrating a head that is none": ("no head that grows trees", "--speculate", "lookup --calibrate"),
     "no chat template": ("need a tokenizer and a chat template", "--checkpoint", "{folder}/mute"),
 }
 
