@@ -27,7 +27,7 @@ from tqdm import tqdm
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, run_command
 from common.errors import InputError
-from drafters import METHODS, add_flags, is_calibrated, known, read_flags
+from drafters import METHODS, add_flags, grows, known, read_flags
 from sampling.options import Sampling
 
 ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
@@ -61,7 +61,7 @@ def parser() -> Options:
     p.within("--limit", 1, float("inf"))
     add("--calibrate", action="store_true",
         help="measure first, on these questions, what an EAGLE head's trees are accepted for, and keep that")
-    p.refuse(lambda o: o.calibrate and not any(map(is_calibrated, o.speculate.split(","))),
+    p.refuse(lambda o: o.calibrate and not any(map(grows, o.speculate.split(","))),
              lambda o: f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
     add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("--max-new-tokens", type=int, default=512, help="per turn (default 512)")
@@ -122,7 +122,7 @@ def load(o):
     target = load_target(o.checkpoint, runtime, say)
     if o.calibrate:
         prompts = [question["turns"][0] for group in sets.values() for question in group]
-        for drafting in (d for d in draftings.values() if is_calibrated(d.method)):
+        for drafting in (d for d in draftings.values() if grows(d.method)):
             say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
     contenders = load_contenders(target, draftings, o.max_seq_len)
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight

@@ -8,6 +8,8 @@ lm_head. Configs number layers by their outputs (`target_layer_ids`), speculator
 """
 from __future__ import annotations
 
+from pathlib import Path
+
 from checkpoint.layout import Layout, NameTable
 from checkpoint.source import Entry, Source
 from checkpoint.target_families import ATTENTION, DENSE, model_fields, with_prefix
@@ -75,7 +77,7 @@ def read_block_layout(source: Source, target: ModelArgs, config: dict) -> Layout
         "block": _number(source, flags, "block_size"), "mask_id": _number(source, flags, "mask_token_id"),
         "causal": bool(flags.get("causal") or flags.get("causal_head")),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
-        "own_lm_head": "lm_head.weight" in tensors, **_markov(source, flags, tensors),
+        "own_lm_head": "lm_head.weight" in tensors, **markov_fields(source.path, flags, tensors),
     }
     lm_head = tensors.get("lm_head.weight")
     fields["draft_vocab_size"] = flags.get("draft_vocab_size") or (
@@ -106,13 +108,13 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
     return [i + shift for i in ids]
 
 
-def _markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
+def markov_fields(path: Path, flags: dict, tensors: dict[str, Entry]) -> dict:
     """The fields of `networks.markov.MarkovArgs`, told by the tensors. Raises InputError."""
     kind = str(flags.get("markov_head_type") or "vanilla")
     table = tensors.get("markov_head.markov_w1.weight")
     if table is not None and kind not in ("vanilla", "gated"):
         raise InputError(
-            f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated are): its"
+            f"{path}: a Markov head of type {kind!r} is not supported (vanilla and gated are): its"
             " state goes from token to token"
         )
     rank = table.shape[1] if table is not None and len(table.shape) == 2 else 0

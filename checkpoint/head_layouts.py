@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.block_layouts import MARKOV, block_kind, read_block_layout
+from checkpoint.block_layouts import MARKOV, block_kind, markov_fields, read_block_layout
 from checkpoint.layout import Layout, NameTable
 from checkpoint.medusa_layouts import medusa_kind, read_medusa_layout
 from checkpoint.source import Entry, Source
@@ -225,13 +225,8 @@ def _p_eagle(path: Path, config: dict, tensors: dict[str, Entry]) -> dict:
         )
     if "mask_hidden" not in tensors:
         raise InputError(f"{path}: tensor mask_hidden is missing, which stands for features not known yet")
-    table = tensors.get("markov_head.markov_w1.weight")
-    return {
-        "mask_id": mask_id, "drafts": config.get("num_draft_steps") or config.get("k_train") or 8,
-        "markov_rank": table.shape[1] if table else 0,
-        "markov_gated": "markov_head.gate_proj.weight" in tensors,
-        "confidence": "confidence_head.proj.weight" in tensors, "confidence_reads_markov": table is not None,
-    }
+    drafts = config.get("num_draft_steps") or config.get("k_train") or 8
+    return {"mask_id": mask_id, "drafts": drafts, **markov_fields(path, config, tensors)}
 
 
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:

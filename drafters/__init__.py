@@ -16,24 +16,32 @@ from common.errors import InputError
 class Method:
     """What a name of `--speculate` stands for.
 
-    module: builds the drafter. what: says what it is. flags: of its own, name: (default, help).
+    module: builds the drafter. what: says what it is. flags: of its own, name: (default, help). headless: it
+    takes no --draft and no --tree. grows: its head grows trees that can be measured, see
+    `engine.calibrating`.
     """
 
     module: str
     what: str
     flags: dict[str, tuple[int | float | str | None, str]] = field(default_factory=dict)
+    headless: bool = False
+    grows: bool = False
 
 
-# Methods whose heads grow trees that can be measured, see `engine.calibrating`.
-CALIBRATED = ("eagle", "eagle2", "eagle3", "p-eagle", "dflash", "dspark")
 METHODS: dict[str, Method | None] = {
     "none": None,
-    "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree"),
-    "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree"),
-    "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers"),
-    "p-eagle": Method("drafters.p_eagle", "P-EAGLE: an EAGLE-3 head that drafts all levels in one pass"),
-    "dflash": Method("drafters.dflash", "DFlash: a head that drafts a block in one pass, as a tree"),
-    "dspark": Method("drafters.dspark", "DSpark: the same with a Markov head, so that branches differ"),
+    "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree", grows=True),
+    "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree", grows=True),
+    "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers", grows=True),
+    "p-eagle": Method(
+        "drafters.p_eagle", "P-EAGLE: an EAGLE-3 head that drafts all levels in one pass", grows=True
+    ),
+    "dflash": Method(
+        "drafters.dflash", "DFlash: a head that drafts a block in one pass, as a tree", grows=True
+    ),
+    "dspark": Method(
+        "drafters.dspark", "DSpark: the same with a Markov head, so that branches differ", grows=True
+    ),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once"),
     "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
     "draft-model": Method("drafters.draft_model", "a smaller model of the same vocabulary, in --draft (SpS)"),
@@ -41,12 +49,14 @@ METHODS: dict[str, Method | None] = {
         "window": (7, "columns guessed side by side"),
         "level": (5, "tokens of an n-gram"),
         "guess-set": (7, "n-grams tried at a time"),
-    }),
-    "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
+    }, headless=True),
+    "lookup": Method(
+        "drafters.lookup", "what followed the same words earlier in the text (prompt lookup)", headless=True
+    ),
     "rest": Method("drafters.rest", "what followed the same words in a collection of texts (REST)", {
         "datastore": (None, "folder that python -m drafters.rest build made"),
         "draft-tokens": (64, "nodes of the tree"),
-    }),
+    }, headless=True),
 }
 
 
@@ -66,14 +76,14 @@ def known(name: str) -> str:
     return name
 
 
-def is_calibrated(name: str) -> bool:
-    """Whether a method, or one of two, has a head whose trees can be measured."""
-    return any(part in CALIBRATED for part in name.split("+"))
-
-
 def _methods(name: str) -> list[Method]:
     """The methods that a name stands for."""
     return [method for method in (METHODS[part] for part in known(name).split("+")) if method]
+
+
+def grows(name: str) -> bool:
+    """Whether a method, or one of two, has a head whose trees can be measured."""
+    return any(method.grows for method in _methods(name))
 
 
 def build_drafter(request):
@@ -95,7 +105,8 @@ def build_drafter(request):
 
     try:
         if len(names) == 2:
-            return importlib.import_module("drafters.mixed").build_mixed(request, names, build)
+            headless = {name for name in names if METHODS[name].headless}
+            return importlib.import_module("drafters.mixed").build_mixed(request, names, headless, build)
         drafter = build(request)
     except ValueError as e:  # sizes that cannot be
         raise InputError(str(e)) from None

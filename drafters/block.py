@@ -103,10 +103,7 @@ class BlockDrafter(HeadDrafter):
             after = logits[:, level, None] + head.after(row, tokens)
             if level_logits is not None:
                 level_logits.append(after)
-            scores, ids = rank(after, None if noise is None else noise[:, level, None], k, self._names)
-            if head.args.confidence:
-                scores = scores + F.logsigmoid(head.doubt(row, tokens))[..., None]
-            return scores, ids
+            return self._ranked(after, row, tokens, None if noise is None else noise[:, level, None], k)
 
         scores, tokens = children(0, state.root()[:, None])
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
@@ -127,9 +124,17 @@ class BlockDrafter(HeadDrafter):
         if not self.head.args.markov_rank:  # the first pass drafts all levels
             return tokens + 1, tokens
         logits = self.head.after(feature, tokens)
-        scores, ids = rank(logits, None, min(FEW, logits.shape[-1]), self._names)
+        return self._ranked(logits, feature, tokens, None, min(FEW, logits.shape[-1]))
+
+    def _ranked(
+        self, logits: Tensor, row: Tensor, tokens: Tensor, noise: Tensor | None, k: int
+    ) -> tuple[Tensor, Tensor]:
+        """The k best by logits [B, R, Vd] of rows that draft what follows tokens [B, R], with what the
+        confidence head says of them: scores and target ids, both [B, R, k].
+        """
+        scores, ids = rank(logits, noise, k, self._names)
         if self.head.args.confidence:
-            scores = scores + F.logsigmoid(self.head.doubt(feature, tokens))[..., None]
+            scores = scores + F.logsigmoid(self.head.doubt(row, tokens))[..., None]
         return scores, ids
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from drafters.request import Request
 from tree import AnyTree, Tree, TreeShape, link
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
-HEADLESS = ("lookup", "lookahead", "rest")  # methods that take no --draft and no --tree
 
 
 class View(NamedTuple):
@@ -199,12 +199,14 @@ def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
     return Tree(tokens, parent, *link(parent, levels), scores)
 
 
-def build_mixed(request: Request, names: list[str], build) -> Mixed:
-    """The drafters of two methods as one; build(request) makes each. Raises InputError and ValueError.
+def build_mixed(
+    request: Request, names: list[str], headless: set[str], build: Callable[[Request], Drafter]
+) -> Mixed:
+    """The drafters of two methods as one; `build` makes each. Raises InputError and ValueError.
 
-    --draft and --tree are for the one that takes them.
+    --draft and --tree are for the one that takes them, which those in `headless` do not.
     """
-    takers = [name for name in names if name not in HEADLESS]
+    takers = [name for name in names if name not in headless]
     if len(takers) > 1 and request.draft:
         raise InputError(
             f"--speculate {request.method}: --draft {request.draft}: both take a head; convert them into the"

@@ -149,20 +149,19 @@ class Server:
                 " send fewer prompts at a time, or start the server with a larger --queue"
             )
 
-    def schema(self, form: ResponseFormat | None) -> tuple[str | None, Guide | None]:
-        """The JSON schema that a response is to fit, and its guide. Raises InputError."""
+    def schema(self, form: ResponseFormat | None) -> str | None:
+        """The JSON schema that a response is to fit, which has not been judged yet. Raises InputError."""
         if form is None or form.type == "text":
-            return None, None
+            return None
         if form.type == "json_object":
-            return ANY_OBJECT, self.grammar(ANY_OBJECT)
+            return ANY_OBJECT
         if form.json_schema is None or form.json_schema.definition is None:
             raise InputError("response_format: json_schema needs a schema")
-        schema = json.dumps(form.json_schema.definition)
-        return schema, self.grammar(schema)
+        return json.dumps(form.json_schema.definition)
 
     def jobs(self, request, prompts: list[list[int]], most: int, logprobs: int | None, **more) -> list[Job]:
         """A job for each choice of each prompt. Raises InputError or ValueError."""
-        schema, _ = self.schema(request.response_format)
+        schema = self.schema(request.response_format)
         seed = request.new_seed()
 
         def job(prompt: list[int], choice: int) -> Job:

@@ -31,7 +31,7 @@ class ChainAttention:
         self.layer, self.args, self.inv_freq, self.at = layer, head.args, head.inv_freq, at
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         q, k, v = self._heads(inputs, positions[None])
-        self.first_query = pick(q, at)  # [B, R, nh, hd]
+        self.queries = q  # [B, T, nh, hd]
         # [B, nkv, 1, hd, T] and [B, nkv, 1, T, hd]
         self.k, self.v = k.permute(0, 2, 3, 1)[:, :, None], v.transpose(1, 2)[:, :, None]
         visible = positions <= at[..., None]
@@ -43,8 +43,14 @@ class ChainAttention:
         return self.layer.split(self.layer.heads(self.layer.project(inputs), cos, sin))
 
     def first(self) -> Tensor:
-        """Attention output of step 0 [B, R, nh*hd]."""
-        return self._attend(self.first_query)
+        """Attention output of step 0 [B, R, nh*hd]. To be asked for before any other step."""
+        return self._attend(pick(self.queries, self.at), self.mask)
+
+    def text(self) -> Tensor:
+        """The same of all positions of the text [B, T, nh*hd]: each sees itself and those before it."""
+        T = self.queries.shape[1]
+        mask = torch.full((T, T), float("-inf"), device=self.queries.device).triu(1)
+        return self._attend(self.queries, mask)
 
     def step(self, inputs: Tensor, number: int) -> Tensor:
         """Inputs [B, R', ...] of step `number` >= 1, of the first R' chains -> attention output.
@@ -53,12 +59,12 @@ class ChainAttention:
         """
         q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
         self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
-        return self._attend(q)
+        return self._attend(q, self.mask)
 
-    def _attend(self, query: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, mask: Tensor) -> Tensor:
         (B, R, nh, hd), nkv, T = query.shape, self.args.num_kv_heads, self.k.shape[-1]
         grouped = query.transpose(1, 2).reshape(B, nkv, nh // nkv, R, hd) * hd**-0.5
-        scores = [grouped @ self.k + self.mask[..., :R, :]]
+        scores = [grouped @ self.k + mask[..., :R, :]]
         scores += [(grouped * k[..., :R, :]).sum(-1, keepdim=True) for k, _ in self.own]
         weights = torch.cat([s.float() for s in scores], dim=-1).softmax(-1).to(self.v.dtype)
         out = weights[..., :T] @ self.v
@@ -150,7 +156,6 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
     text, following = head.fuse(features), head.embed(batch.tokens.roll(-1, 1))
     mask = torch.full_like(batch.at, head.args.mask_id)
     hidden = head.fuse(head.mask_hidden[None, None]).expand(*batch.at.shape, -1)
-    each = torch.arange(text.shape[1], device=text.device).expand(text.shape[:2])
     rows = [hidden[:, :count] for count in batch.chains[1:]]
     layers = [head.layer, *head.more_layers]
     for layer in layers:
@@ -163,7 +168,7 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
         if layer is layers[-1]:  # of the text, what drafts
             text = layer.finish(pick(text, batch.at), chains.first())
         else:
-            text = layer.finish(text, ChainAttention(head, layer, read, each).first())
+            text = layer.finish(text, chains.text())
         rows = [layer.finish(row, chains.step(reads, step)) for step, (reads, row) in enumerate(entering, 1)]
     wide = [F.pad(x, (0, 0, 0, batch.at.shape[1] - x.shape[1])) for x in (text, *rows)]
     return head.norm(_scored(wide, batch))

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from checkpoint.loading import HEADS
 from model import ModelArgs, Transformer
-from networks.block import BlockArgs, BlockHead
-from networks.eagle import Eagle1Head, Eagle3Head, PEagleArgs, PEagleHead, eagle3_aux_layers
+from networks.block import BlockArgs
+from networks.eagle import PEagleArgs, PEagleHead, eagle3_aux_layers
 from networks.head import Head, HeadArgs
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads, MultiTokenArgs
@@ -33,9 +34,6 @@ class Shape:
     confidence: bool = False
 
 
-HEADS = {
-    "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "dflash": BlockHead, "dspark": BlockHead
-}
 BLOCK_KINDS = ("p-eagle", "dflash", "dspark")  # that draft all tokens in one pass
 
 

@@ -1,6 +1,7 @@
 """The server as a hostile or hasty client meets it: limits, keys, clients that go, ends."""
 import concurrent.futures
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -272,6 +273,12 @@ def test_requests_are_ended_before_the_server_is(golden, tmp_path, which):
         assert "Traceback" not in server.said() and "going down" in server.said()
 
 
+def waiting(server):
+    """How many requests have no place yet."""
+    metrics = httpx.get(f"{server.url}/metrics").text
+    return float(re.search(r"^vllm:num_requests_waiting\S* (\S+)$", metrics, re.MULTILINE)[1])
+
+
 def test_no_longer_than_the_grace(golden, tmp_path):
     """Whoever is not done by then hears why, in the form of other errors: streams, those who wait for the
     whole, those without a place.
@@ -279,12 +286,14 @@ def test_no_longer_than_the_grace(golden, tmp_path):
     with serving(golden, tmp_path / "log", "--grace", "0.3", "--slots", "2") as server:
         body = {**ENDLESS, "max_tokens": 1900}
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            whole = [pool.submit(post, server, **body) for _ in range(3)]
             with httpx.stream(
                 "POST", f"{server.url}/v1/chat/completions", timeout=60, json=body | {"stream": True}
             ) as stream:
                 lines = stream.iter_lines()
-                next(lines)
+                next(lines)  # the stream has a place; one of the others gets the second, two wait
+                whole = [pool.submit(post, server, **body) for _ in range(3)]
+                while waiting(server) < 2:
+                    time.sleep(0.01)
                 began = time.monotonic()
                 server.process.send_signal(signal.SIGTERM)
                 *_, told, end = (line for line in lines if line)
