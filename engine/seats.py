@@ -21,6 +21,7 @@ import torch
 
 from drafters.base import Drafter
 from engine.body import UNREAD, Body, Emission, Emitted, Kind, Rows, Score, arrived, mask
+from engine.run import Output
 from engine.state import State
 from engine.switching import Ease, Switch
 from engine.tuning import Plan
@@ -95,8 +96,9 @@ class Seats(Body):
     """Decodes up to `places` requests, whenever they come.
 
     lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. plans: for so many sequences, the
-    trees to draft in turn, with `drafter`, which is a `HeadDrafter`; without plans the drafter's own. The
-    other arguments and errors are those of `Body`.
+    trees to draft in turn, with `drafter`, which is a `HeadDrafter`; without plans the drafter's own. counts:
+    for how many sequences there are steps, `places` last; default `Seats.counts`. The other arguments and
+    errors are those of `Body`.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Seats(Body):
         max_seq_len: int = 2048, stop_ids: Iterable[int] = (), compile: bool = True,
         say: Callable[[str], None] | None = None, chunks: tuple[int, ...] | None = None,
         lag: int | None = None, plans: dict[int, Plan] | None = None,
-        guide: Callable[[str], Guide] | None = None,
+        guide: Callable[[str], Guide] | None = None, counts: tuple[int, ...] | None = None,
     ):
         plans = plans or {}
         drafts = not plans or any(plan.shapes for plan in plans.values())
@@ -116,7 +118,8 @@ class Seats(Body):
         )
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         self.switches = {count: Switch(plan) for count, plan in sorted(plans.items())}
-        self._counts = self.counts(places, self.device)
+        self._counts = counts or self.counts(places, self.device)
+        self._stop_ids = set(self.state.stop_ids.tolist())
         self._texts: list[Text | None] = [None] * places
         self._kept: list[list[int]] = [[] for _ in range(places)]  # what the caches of a free place hold
         self._used = [0] * places  # when a place was left
@@ -316,6 +319,24 @@ class Seats(Body):
                 keep = 0 if self._modes[group].guided else self.lag
                 events += self._read(keep)
         return events if keep else events + self._read(0)
+
+    def generate(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[Output]:
+        """Decode prompts (any number) to the end, with nobody else here: who ends makes room for the next.
+
+        Raises ValueError as `admit` does. The outputs have no acceptance lengths, scores and times.
+        """
+        texts: list[Text] = []
+        while self.busy or len(texts) < len(prompts):
+            while self.free and len(texts) < len(prompts):
+                texts.append(self.admit(prompts[len(texts)], sampling[len(texts)]))
+            self.advance()
+        return [Output(text.ids, self._finish(text), [], [], 0.0, 0.0) for text in texts]
+
+    def _finish(self, text: Text) -> str:
+        """Why a text has ended, as in `engine.run.Output`."""
+        if text.ids[-1] in self._stop_ids:
+            return "stop"
+        return "cache" if len(text.prompt) + len(text.ids) >= self.max_seq_len else "length"
 
     def _members(self, group: int) -> list[Text]:
         """The texts of a group."""

@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 from common.errors import InputError
 from common.files import atomic_path
-from engine.decoder import Decoder
 from engine.run import Output
+from engine.seats import Seats
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
@@ -25,6 +25,7 @@ from training.corpus import extend, of_conversation
 from training.processes import Processes
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
+SHARD = 4  # conversations for each that is decoded at a time: few places are empty while the last ones end
 
 
 def user_header(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:
@@ -51,11 +52,11 @@ class Collector:
     """
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int,
+        self, seats: Seats, tokenizer: Tokenizer, folder: str | Path, *, target: str, seed: int,
         max_new_tokens: int, temperature: float, max_prompt_tokens: int, processes: Processes | None = None,
         quiet: bool = False, writer: str | None = None,
     ):
-        self.decoder, self.tokenizer, self.folder, self.target = decoder, tokenizer, Path(folder), target
+        self.seats, self.tokenizer, self.folder, self.target = seats, tokenizer, Path(folder), target
         self.seed, self.max_new_tokens, self.temperature = seed, max_new_tokens, temperature
         self.max_prompt_tokens, self.quiet = max_prompt_tokens, quiet
         self.processes = processes or Processes()
@@ -63,7 +64,7 @@ class Collector:
         self.shards: list[Path] = []
         self.left_out = 0  # of the current shard
         self.refusal = ""
-        self.stop_ids = decoder.state.stop_ids.tolist()
+        self.stop_ids = seats.state.stop_ids.tolist()
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
         self.made_by = [
             target, tokenizer.template, probe, self.stop_ids, seed, max_new_tokens, temperature,
@@ -198,19 +199,19 @@ class Collector:
         """Decode prompts; None for those longer than `max_prompt_tokens`."""
         fits = [len(prompt) <= self.max_prompt_tokens for prompt in prompts]
         jobs = [job for job, ok in zip(zip(prompts, sampling), fits) if ok]
-        outputs = iter(self.decoder.generate(*map(list, zip(*jobs))) if jobs else [])
+        outputs = iter(self.seats.generate(*map(list, zip(*jobs))) if jobs else [])
         return [next(outputs) if ok else None for ok in fits]
 
     def _write_shards(
         self, source: str, count: int, rows: Callable, made_of: Callable, size: int | None = None
     ) -> None:
-        """Write `count` conversations as shards of `size` (default: the decoder's batch).
+        """Write `count` conversations as shards of `size` (default: `SHARD` for each place).
 
         rows(begin, end) gives the rows of a shard, made_of(begin, end) what they depend on.
         """
         if not count:
             return
-        size, quiet = size or self.decoder.batch, self.quiet or not self.processes.first
+        size, quiet = size or SHARD * self.seats.batch, self.quiet or not self.processes.first
         with tqdm(total=count, unit="prompt", desc=f"text ({source})", disable=quiet) as bar:
             for number, begin in enumerate(range(0, count, size)):
                 end = min(begin + size, count)

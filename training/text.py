@@ -13,8 +13,8 @@ from checkpoint.folder import read_config
 from checkpoint.loading import identity, load_model
 from common.cli import note
 from common.errors import InputError
-from engine.decoder import Decoder
 from engine.runtime import Runtime
+from engine.seats import Seats
 from kernels.packed import pack_models
 from model import Transformer
 from tokens.dataset import read_chats, read_conversations
@@ -102,13 +102,15 @@ def _collector(
         )
     batch, room = o.decode_batch if decodes else 1, min(room, longest)
     try:
-        decoder = Decoder(
-            target, batch=batch, max_seq_len=room, stop_ids=stop_ids, compile=o.compile, say=say
+        on_gpu = target.embed.weight.device.type == "cuda"
+        seats = Seats(
+            target, places=batch, max_seq_len=room, stop_ids=stop_ids, compile=o.compile, say=say,
+            counts=(batch,) if on_gpu else None,  # there each number of sequences would be compiled
         )
     except ValueError as e:
         raise InputError(f"--decode-batch {batch} answers of up to {room} tokens: {e}") from None
     return Collector(
-        decoder, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
+        seats, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
         temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes, writer=writer,
     )
 

@@ -75,6 +75,19 @@ def test_every_text_is_what_it_is_alone(models, models1, name):
     assert decode(seats, made, random.Random(2)) == alone(models, made)
 
 
+@pytest.mark.parametrize("counts", (None, (3,)))
+def test_many_at_once(models, counts):
+    """More than there are places; each ends as it does in a decoder of its own."""
+    made = requests(8, 5)
+    prompts, sampling = map(list, zip(*made))
+    seats = Seats(models[0], places=3, max_seq_len=120, compile=False, stop_ids=[ord("e")], counts=counts)
+    alone = Decoder(models[0], max_seq_len=120, compile=False, stop_ids=[ord("e")])
+    expected = alone.generate(prompts, sampling)
+    found = seats.generate(prompts, sampling)
+    assert [(o.ids, o.finish) for o in found] == [(o.ids, o.finish) for o in expected]
+    assert len({o.finish for o in found}) > 1 and not seats.busy
+
+
 @pytest.mark.parametrize("lag", (0, 1, 2))
 @pytest.mark.parametrize("places", (1, 2, 5))
 def test_whatever_else_is_running(models, places, lag):

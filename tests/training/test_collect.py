@@ -9,6 +9,7 @@ from checkpoint.loading import load_model
 from common.errors import InputError
 from engine.decoder import Decoder
 from engine.run import Output
+from engine.seats import Seats
 from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
@@ -25,8 +26,8 @@ SETTINGS = {
 
 def collector(golden, folder, **changes) -> Collector:
     target, _ = load_model(golden)
-    decoder = Decoder(target, batch=4, max_seq_len=200, compile=False, stop_ids=[ord("\n")])
-    return Collector(decoder, Tokenizer.load(golden), folder, **SETTINGS | changes)
+    seats = Seats(target, places=1, max_seq_len=200, compile=False, stop_ids=[ord("\n")])
+    return Collector(seats, Tokenizer.load(golden), folder, **SETTINGS | changes)
 
 
 def read_rows(c: Collector) -> list[dict]:
@@ -43,16 +44,16 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path):
         tokenizer.template = TEMPLATES[name]
         assert user_end(tokenizer, [257]) == end
 
-    class FakeDecoder:
+    class FakeSeats:
         batch, target, state = 2, None, torch.nn.Module()
 
         def generate(self, prompts, sampling):
             texts = [b" What is two? [/INST] Two." if len(p) < 700 else b" It is two." for p in prompts]
             return [Output(list(text), "length", [], [], 0.0, 0.0) for text in texts]
 
-    FakeDecoder.state.stop_ids = torch.tensor([257])
+    FakeSeats.state.stop_ids = torch.tensor([257])
     turns = []
-    c = Collector(FakeDecoder(), tokenizer, tmp_path, **SETTINGS | {"max_prompt_tokens": 10**6})
+    c = Collector(FakeSeats(), tokenizer, tmp_path, **SETTINGS | {"max_prompt_tokens": 10**6})
     original = c._converse
 
     def watched(source, begin, chats, next_turns):
