@@ -54,12 +54,16 @@ class Features:
     """The target's states on rows, from memory if they were computed before.
 
     They are computed row by row, so that they do not depend on which rows were read together and when: a
-    resumed run sees the same features. room: bytes of memory to keep them in.
+    resumed run sees the same features. room: bytes of memory to keep them in. dtype: what they are kept in
+    (default the target's); they are given in the target's.
     """
 
-    def __init__(self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0):
+    def __init__(
+        self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0,
+        dtype: torch.dtype | None = None,
+    ):
         self.target, self.aux_layers, self.room = target, aux_layers, room
-        self.device = target.embed.weight.device
+        self.device, self.dtype = target.embed.weight.device, dtype or target.embed.weight.dtype
         self.cached: dict[tuple[int, ...], TargetStates] = {}
 
     def read(self, rows: list[dict]) -> TargetStates:
@@ -73,12 +77,14 @@ class Features:
                 self.keep(key, states)
             parts.append([x.to(self.device, non_blocking=True) for x in states])
         features, normed, greedy = (pad_sequence(xs, batch_first=True) for xs in zip(*parts))
-        return TargetStates(features, normed, greedy.long())
+        given = self.target.embed.weight.dtype
+        return TargetStates(features.to(given), normed.to(given), greedy.long())
 
     def compute(self, keys: list[tuple[int, ...]]) -> TargetStates:
-        """Run the target on rows of these token ids."""
+        """Run the target on rows of these token ids; the states are in `dtype`."""
         tokens = pad_sequence([torch.tensor(key) for key in keys], batch_first=True)
-        return read_target(self.target, self.aux_layers, tokens.to(self.device))
+        features, normed, greedy = read_target(self.target, self.aux_layers, tokens.to(self.device))
+        return TargetStates(features.to(self.dtype), normed.to(self.dtype), greedy)
 
     def known(self, key: tuple[int, ...]) -> TargetStates | None:
         """The states of a row, on the CPU, if they were computed before."""
@@ -95,14 +101,18 @@ class StoredFeatures(Features):
     """The same on disk, under `folder`. `fill` computes what is missing.
 
     NAME.bin holds the states of one row after the other: features, normed state, choices (int32). NAME.index
-    has a line for each: digest of the tokens, offset in bytes, number of tokens.
+    has a line for each: digest of the tokens, offset in bytes, number of tokens. name: identity of the target
+    as it was loaded, if `target` is a copy of it in another dtype.
     """
 
-    def __init__(self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes):
-        super().__init__(target, aux_layers)
-        made_by = json.dumps([identity(target), list(aux_layers)])
+    def __init__(
+        self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes,
+        dtype: torch.dtype | None = None, name: str | None = None,
+    ):
+        super().__init__(target, aux_layers, dtype=dtype)
+        made_by = json.dumps([name or identity(target), list(aux_layers)])
         self.folder = folder / hashlib.sha256(made_by.encode()).hexdigest()[:12]
-        self.processes, self.dtype = processes, target.embed.weight.dtype
+        self.processes = processes
         self.widths = len(aux_layers) * target.args.hidden_size, target.args.hidden_size
         self.token_bytes = sum(self.widths) * self.dtype.itemsize + 4
         self.places: dict[str, tuple[np.memmap, int, int]] = {}  # digest: file, offset, number of tokens

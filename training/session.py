@@ -37,6 +37,7 @@ from training.objective import (
     Objective,
 )
 from training.plan import Plan
+from training.precision import training_copy
 from training.processes import Processes
 from training.state import FILE
 from training.text import collect_text
@@ -113,6 +114,7 @@ class Session:
         if o.compile and torch.device(o.device).type == "cpu":
             o.compile = try_kernels(note)
         self.decoding = decoding_copy(self.target) if o.compile else self.target
+        self.name, self.learning = identity(self.target), training_copy(self.target)
 
     def run(self, command: list[str]) -> None:
         """Collect, train, export. command: the arguments of the command line, for the model card.
@@ -139,7 +141,7 @@ class Session:
         """The text, a part of it held out, and the draft vocabulary that it asks for."""
         o, vocab_size = self.o, self.target.args.vocab_size
         rows = collect_text(
-            o, self.decoding, identity(self.target), self.config["stop_ids"], self.processes
+            o, self.decoding, self.name, self.config["stop_ids"], self.processes
         )
         held_out, rows = corpus.hold_out(rows)
         if not rows:
@@ -163,12 +165,14 @@ class Session:
 
     def prepare(self, text: Text) -> Trainer:
         """The training of a new head on this text, or the one that an earlier run has begun."""
-        o, objective = self.o, self._objective(text)
+        o, objective, dtype = self.o, self._objective(text), self.target.embed.weight.dtype
         if o.cache_features is None:
-            features = Features(self.target, objective.aux_layers, o.feature_memory * 2**30)
+            features = Features(self.learning, objective.aux_layers, o.feature_memory * 2**30, dtype)
         else:
             folder = Path(o.cache_features or self.work / "features")
-            features = StoredFeatures(self.target, objective.aux_layers, folder, self.processes)
+            features = StoredFeatures(
+                self.learning, objective.aux_layers, folder, self.processes, dtype, self.name
+            )
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
         trainer = Trainer(
             objective, features, text.rows, text.held_out,
@@ -190,17 +194,17 @@ class Session:
         if o.kind in MULTI_TOKEN:
             prefix = o.kind == "hydra" and o.prefix is not False
             heads = new_multi_token_heads(
-                self.target, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed
+                self.learning, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed
             )
-            return MultiTokenObjective(self.target, heads, compiled, losses)
+            return MultiTokenObjective(self.learning, heads, compiled, losses)
         shape = replace(self.shape, mask_id=text.unused)
-        head = new_head(self.target, o.kind, draft_ids, shape, o.seed)
+        head = new_head(self.learning, o.kind, draft_ids, shape, o.seed)
         if o.kind == "eagle":
-            return Eagle1Objective(self.target, head, compiled, o.noise)
+            return Eagle1Objective(self.learning, head, compiled, o.noise)
         if o.kind in BLOCK_KINDS:
             draw = Draw(o.anchors, o.keep if o.kind == "p-eagle" else 1.0)
-            return BlockObjective(self.target, head, compiled, losses, draw)
-        return Eagle3Objective(self.target, head, o.steps, compiled, losses)
+            return BlockObjective(self.learning, head, compiled, losses, draw)
+        return Eagle3Objective(self.learning, head, o.steps, compiled, losses)
 
     def _validator(self, held_out: list[dict]) -> Validator | None:
         """What decodes the first held-out prompts that leave room for an answer; None if there are none."""

@@ -5,7 +5,9 @@ import pytest
 import torch
 from helpers.training import ROWS
 
+from checkpoint.loading import load_model
 from common.errors import InputError
+from training import precision
 from training.features import Features, StoredFeatures
 from training.processes import Processes
 
@@ -46,3 +48,16 @@ def test_memory_is_bounded(models):
     features.read(ROWS)
     assert len(features.cached) == 1  # the one that used the room up
     assert Features(target, head.args.aux_layers).cached == {}
+
+
+def test_a_copy_in_floats_where_they_are_faster(golden, monkeypatch):
+    target, _ = load_model(golden, dtype=torch.bfloat16)
+    monkeypatch.setattr(precision, "float32_is_faster", lambda dtype: False)
+    assert precision.training_copy(target) is target
+    monkeypatch.setattr(precision, "float32_is_faster", lambda dtype: True)
+    copy = precision.training_copy(target)
+    assert copy.embed.weight.dtype == torch.float32 and target.embed.weight.dtype == torch.bfloat16
+    assert precision.training_copy(copy) is copy
+    states = Features(copy, (1, 2, 3), dtype=torch.bfloat16)
+    assert states.compute([(1, 2, 3)]).normed.dtype == torch.bfloat16
+    assert states.read(ROWS[:1]).features.dtype == torch.float32

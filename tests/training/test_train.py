@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.training import log_of, options
+from safetensors.torch import load_file
 
 import train
 from checkpoint.convert import convert
@@ -13,6 +14,7 @@ from checkpoint.loading import load_head, load_model
 from engine.calibration import Calibration
 from engine.decoder import Decoder
 from sampling.options import Sampling
+from training import precision
 from training.new_head import BLOCK_KINDS
 from training.plan import SHORT
 from training.trainer import Trainer
@@ -90,6 +92,25 @@ def test_features_on_disk_change_nothing(golden, prompt_file, tmp_path, capsys):
     assert list((tmp_path / "b" / "work" / "features").glob("*/*.bin"))
     losses = [[row["loss"] for row in log_of(tmp_path / x / "work") if "loss" in row] for x in "ab"]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("eagle", "p-eagle"))
+def test_products_of_floats(golden, prompt_file, tmp_path, monkeypatch, kind):
+    """A bfloat16 target learns in float32 where that is faster. Its text and its stored features stay."""
+    losses = []
+    for faster in (False, True):
+        monkeypatch.setattr(precision, "float32_is_faster", lambda dtype, faster=faster: faster)
+        folder, work = tmp_path / str(faster), tmp_path / str(faster) / "work"
+        if faster:
+            shutil.copytree(tmp_path / "False" / "work" / "data", work / "data")
+        changes = {"kind": kind, "dtype": "bf16", "cache-features": tmp_path / "features"}
+        assert train.main(options(golden, prompt_file, folder, **changes)) == 0
+        weights = load_file(folder / "head" / "model.safetensors")
+        assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.bfloat16}
+        losses.append([entry["loss"] for entry in log_of(work) if "loss" in entry])
+    assert len(list(tmp_path.glob("features/*/*.bin"))) == 1  # the second run found those of the first
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 @pytest.mark.slow
