@@ -13,8 +13,8 @@
 #   quant     int8, fp8 and int4; their products alone
 #   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
 #   smollm2   peers on CHECKPOINT, with the questions of QUESTIONS if that is set
-#   train     a head for CHECKPOINT on the shards in TRAIN_DATA, for MINUTES (7); another call on the same
-#             machine goes on, and only a run that ends writes the head
+#   train     heads of KINDS (eagle3 p-eagle dflash dspark) for CHECKPOINT on the shards in TRAIN_DATA, all
+#             in MINUTES (7); another call on the same machine goes on, and only a run that ends writes its head
 #
 # Models have random weights of SHAPE (llama-3.1-8b), made on the GPU. CHECKPOINT is checkpoints/smollm2-135m;
 # what is not there is joined from runs/carry, see parts.py. OPTIONS are more of step.py and peers.py, such as
@@ -134,18 +134,24 @@ smollm2() {
 train() {
     have_checkpoint train || return
     [ -n "${TRAIN_DATA:-}" ] || { left_out "train (no TRAIN_DATA)"; return; }
-    echo "== train: at most $((60 * ${MINUTES:-7})) s"
-    timeout -s INT -k 20 "$((60 * ${MINUTES:-7}))" "$PYTHON" train.py --checkpoint "$CHECKPOINT" \
-        --shards "$TRAIN_DATA" --out runs/gpu-head --save-seconds 60 ${TRAIN_OPTIONS:-}
-    case $? in
-    0) ;;
-    124) left_out "the rest of train (out of time: the next call goes on)" ;;
-    *) echo "== train failed"; echo train >>"$notes/failed" ;;
-    esac
-    [ -n "${OUT:-}" ] || return
-    part 10 train-log cp runs/gpu-head-work/log.jsonl "$OUT/gpu-train.jsonl"
-    [ ! -d runs/gpu-head ] ||
-        part 20 head "$PYTHON" benchmarks/parts.py split runs/gpu-head "$OUT/head" --size 15
+    set -- ${KINDS:-eagle3 p-eagle dflash dspark}
+    each=$((60 * ${MINUTES:-7} / $#))
+    for kind in "$@"; do # the states of the target are the same five for all, and computed once
+        echo "== train-$kind: at most $each s"
+        timeout -s INT -k 20 "$each" "$PYTHON" train.py --checkpoint "$CHECKPOINT" --kind "$kind" --states 5 \
+            --shards "$TRAIN_DATA" --out "runs/gpu-$kind" --save-seconds 60 --cache-features runs/gpu-features \
+            ${TRAIN_OPTIONS:-}
+        case $? in
+        0) ;;
+        124) left_out "the rest of train-$kind (out of time: the next call goes on)" ;;
+        *) echo "== train-$kind failed"; echo "train-$kind" >>"$notes/failed" ;;
+        esac
+        [ -n "${OUT:-}" ] || continue
+        [ ! -f "runs/gpu-$kind-work/log.jsonl" ] ||
+            part 5 "log-$kind" cp "runs/gpu-$kind-work/log.jsonl" "$OUT/gpu-train-$kind.jsonl"
+        [ ! -d "runs/gpu-$kind" ] ||
+            part 5 "head-$kind" "$PYTHON" benchmarks/parts.py split "runs/gpu-$kind" "$OUT/$kind" --size 15
+    done
 }
 
 [ "$*" != all ] || set -- $STAGES

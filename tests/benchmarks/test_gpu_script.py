@@ -24,6 +24,7 @@ exec "$@"
 # What stands before every part, and what bounds it.
 PART = re.compile(r"^== (\S+): at most (\d+) s$", re.MULTILINE)
 MOST = 540  # seconds of a stage
+KINDS = "eagle3", "p-eagle", "dflash", "dspark"  # that are trained
 BESIDE = "kernels", "captured", "eagle-float32", "float32", "eagle-bfloat16", "bfloat16", "checkpoint"
 
 
@@ -74,20 +75,21 @@ def test_a_stage_ends_within_nine_minutes(script, stage, tmp_path):
     be joined first.
     """
     (tmp_path / "root" / "runs" / "carry").mkdir(parents=True)
-    for folder in ("gpu-head", "gpu-head-work"):
-        (tmp_path / "root" / "runs" / folder).mkdir()
-    (tmp_path / "root" / "runs" / "gpu-head-work" / "log.jsonl").write_text("{}\n")
+    for kind in KINDS:
+        for folder in (f"gpu-{kind}", f"gpu-{kind}-work"):
+            (tmp_path / "root" / "runs" / folder).mkdir()
+        (tmp_path / "root" / "runs" / f"gpu-{kind}-work" / "log.jsonl").write_text("{}\n")
     out, settings = tmp_path / "out", {"CHECKPOINT": str(tmp_path / "joined")}
     status, said, calls = script(stage, OUT=str(out), **settings)
     assert status == 0, said
     times = {name: int(n) for name, n in PART.findall(said)}
-    called = len(times) - ("train-log" in times)  # which is copied without Python
+    called = sum(not name.startswith("log-") for name in times)  # those are copied without Python
     assert times and len(calls) == called
     assert ("join" in times) == (stage in ("correct", "smollm2", "train"))
     beside = [times.pop(name) for name in BESIDE if name in times]
     assert len(beside) == (len(BESIDE) if stage == "correct" else 0)
     assert sum(times.values()) + max(beside, default=0) <= MOST
-    assert (out / "gpu-train.jsonl").is_file() == (stage == "train")
+    assert [(out / f"gpu-train-{kind}.jsonl").is_file() for kind in KINDS] == [stage == "train"] * len(KINDS)
 
 
 def test_it_goes_on_after_failures_and_sums_them_up(script):
@@ -97,13 +99,15 @@ def test_it_goes_on_after_failures_and_sums_them_up(script):
         "step", "quant", "products", "peers-ours", "peers"
     ]
     assert script("train", FAIL="train.py")[:2][0] == 1
+    status, said, calls = script("train", FAIL="runs/gpu-p-eagle", KINDS="p-eagle dspark")
+    assert status == 1 and said.rstrip().endswith("failed: train-p-eagle") and len(calls) == 2
 
 
 def test_all_is_every_stage_in_order(script):
     _, said, _ = script("all")
     parts = [name for name, _ in PART.findall(said)]
     places = [parts.index(part) for part in ("probe", "sanitizer", "step", "context", "batch", "quant")]
-    assert places == sorted(places) and parts[-1] == "train"
+    assert places == sorted(places) and parts[-1] == f"train-{KINDS[-1]}"
 
 
 def test_what_is_missing_is_left_out_and_said(script, tmp_path):
