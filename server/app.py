@@ -4,17 +4,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError
@@ -22,6 +19,7 @@ from engine.api import encode
 from sampling.options import Sampling
 from server.answers import Answer, ChatAnswer, TextAnswer, Tokens
 from server.metrics import Metrics
+from server.refusals import Gate, Refusal, add_handlers, refusal_of
 from server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -30,7 +28,7 @@ from server.schemas import (
     TokenizeRequest,
 )
 from server.tools import as_dict, form_of
-from server.worker import Closing, Delta, Failure, Job, QueueFull, Worker
+from server.worker import Closing, Delta, Job, QueueFull, Worker
 from tokens.grammar import ANY_OBJECT, Guide
 from tokens.tokenizer import Tokenizer
 
@@ -39,7 +37,6 @@ SCRIPT = "text/javascript"
 FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
 RESERVED = {"messages", "tools", "self"}  # variables of chat templates that have fields of their own
 QUIET = 15.0  # seconds after which a stream without news says that it is alive
-RETRY_AFTER = "2"  # seconds, for those who do not fit
 OPEN = ("/health", "/metrics", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
 
@@ -53,64 +50,6 @@ class Settings:
     origins: tuple[str, ...] = ()  # of pages that may call it from a browser
     most_bytes: int = 4 << 20  # of a request
     seconds: float = 600.0  # that a request may take
-
-
-class Refusal(Exception):
-    """A request that is not answered, in OpenAI's form."""
-
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
-        super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
-
-    def response(self) -> JSONResponse:
-        headers = {"Retry-After": RETRY_AFTER} if self.status in (429, 503) else None
-        return JSONResponse(self.body(), self.status, headers)
-
-    def body(self) -> dict:
-        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-class Gate:
-    """ASGI: refuses requests without the key, and bodies that are too long, before the routes see them."""
-
-    def __init__(self, app, settings: Settings):
-        self.app, self.settings = app, settings
-
-    async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        key, most = self.settings.api_key, self.settings.most_bytes
-        if key is not None and scope["path"] not in OPEN and scope["method"] != "OPTIONS":
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), key.encode()):
-                await Refusal(401, "the API key is missing or wrong", "invalid_api_key").response()(
-                    scope, receive, send
-                )
-                return
-        long = Refusal(413, f"the request is longer than {most:,} bytes", "request_too_large")
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > most:
-            await long.response()(scope, receive, send)
-            return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > most:
-                await long.response()(scope, receive, send)
-                return
-        whole = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay():
-            return whole.pop() if whole else await receive()
-
-        await self.app(scope, replay, send)
 
 
 class Server:
@@ -280,53 +219,17 @@ def _event(data: dict) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def refusal_of(failure: Failure) -> Refusal:
-    """How it is told that a job failed."""
-    return Refusal({"request": 400, "time": 504, "server": 500, "closing": 503}[failure.fault], failure.why)
-
-
-def refusal_of_body(first: dict, headers: Mapping[str, str]) -> Refusal:
-    """How the first thing that is wrong with a body is told, as pydantic says it."""
-    # The names of a union's members stand there too.
-    parts = [str(x) for x in first["loc"] if x not in ("body", "str", "int") and "[" not in str(x)]
-    if first["type"] == "json_invalid":
-        why = first.get("ctx", {}).get("error", first["msg"])
-        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
-    where = ".".join(parts)
-    if not where and "json" not in headers.get("content-type", ""):
-        return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
-    return Refusal(400, f"{where or 'the body'}: {first['msg']}", "invalid_value", where or None)
-
-
 def make_app(server: Server) -> FastAPI:
     """The application."""
     settings, tokenizer = server.settings, server.tokenizer
     app = FastAPI(title="EAGLE", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Gate, key=settings.api_key, most_bytes=settings.most_bytes, open_to_all=OPEN)
     if settings.origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"]
         )
 
-    @app.exception_handler(Refusal)
-    async def refused(request: Request, e: Refusal) -> Response:
-        return e.response()
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, e: HTTPException) -> Response:
-        if e.status_code == 400:  # fastapi's, where reading JSON raised anything but a JSONDecodeError
-            words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
-            return Refusal(400, words, "invalid_json").response()
-        response = Refusal(e.status_code, str(e.detail)).response()
-        response.headers.update(e.headers or {})  # which methods are allowed
-        return response
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, e: RequestValidationError) -> Response:
-        errors = e.errors()
-        # Of a union's members, one that had the right type says what is wrong.
-        fitting = [error for error in errors if not error["type"].endswith("_type")]
-        return refusal_of_body((fitting or errors)[0], request.headers).response()
+    add_handlers(app)
 
     @app.post("/v1/chat/completions")
     @app.post("/chat/completions", include_in_schema=False)
