@@ -112,7 +112,16 @@ def parser() -> Options:
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument
-    add("--draft-vocab", type=positive, default=8192,
+    add("--start", metavar="HEAD",
+        help="a converted head to begin with, EAGLE-3, P-EAGLE, DFlash or DSpark: its sizes, its vocabulary,"
+        " its weights; a P-EAGLE head may begin as an EAGLE-3 head")
+    refuse(lambda o: o.start and o.kind not in ("eagle3", *BLOCK_KINDS),
+           lambda o: f"--start {o.start}: not for --kind {o.kind}; leave it out")
+    own = "draft_vocab", "states", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"
+    refuse(lambda o: o.start and any(getattr(o, name) for name in own),
+           lambda o: f"--start {o.start}: its sizes, states and vocabulary are taken; leave out"
+           " --draft-vocab, --states, --hidden-size and the like")
+    add("--draft-vocab", type=positive,
         help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)")
     add("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
     add("--blocks", type=positive, metavar="N",
@@ -122,8 +131,8 @@ def parser() -> Options:
     add("--prefix", action=on_off, help="Hydra: with a layer of its own, Hydra++ (default)")
     belongs("--prefix", "--kind hydra", lambda o: o.prefix is not None and o.kind != "hydra")
     block = "--kind p-eagle, dflash and dspark"
-    add("--layers", type=positive, default=1, metavar="N", help="P-EAGLE, DFlash, DSpark: layers (default 1)")
-    belongs("--layers", block, lambda o: o.layers != 1 and o.kind not in BLOCK_KINDS)
+    add("--layers", type=positive, metavar="N", help="P-EAGLE, DFlash, DSpark: layers (default 1)")
+    belongs("--layers", block, lambda o: o.layers and o.kind not in BLOCK_KINDS)
     add("--drafts", type=positive, metavar="N",
         help="P-EAGLE, DFlash, DSpark: tokens that are drafted in a pass (default 7)")
     belongs("--drafts", block, lambda o: o.drafts and o.kind not in BLOCK_KINDS)

@@ -48,7 +48,10 @@ def block_kind(source: Source) -> str | None:
     for name, what in NEEDS.items():
         if name in classes or said == name.lower():
             raise InputError(f"{source.path}: a {name} head is not supported: it needs {what}")
-    if said == "dspark" or "DSpark" in classes or any(name.startswith("markov_head.") for name in names):
+    # P-EAGLE heads may have a Markov head too.
+    bare = {name.removeprefix("model.") for name in names}
+    markov = any(name.startswith("markov_head.") for name in bare) and "mask_hidden" not in bare
+    if said == "dspark" or "DSpark" in classes or markov:
         return "dspark"
     if said == "dflash" or "DFlash" in classes or "JetSpec" in classes or "dflash_config" in config:
         return "dflash"

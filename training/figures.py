@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,8 +23,12 @@ def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> tuple[Tenso
     if len(ranked) < size:
         used = set(ranked)
         ranked += [t for t in range(vocab_size) if t not in used][: size - len(ranked)]
-    covered = sum(counts[t] for t in ranked) / max(1, counts.total())
-    return torch.tensor(sorted(ranked)), covered
+    return torch.tensor(sorted(ranked)), covered(counts, ranked)
+
+
+def covered(counts: Counter, ids: Iterable[int]) -> float:
+    """The share of the answer tokens that are among these ids."""
+    return sum(counts[t] for t in ids) / max(1, counts.total())
 
 
 def describe(rows: list[dict], vocab_size: int) -> dict:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -120,7 +121,7 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
         else:
             head.fc.weight.mul_(0.3)
             head.fc.weight[:, args.hidden_size :] += torch.eye(args.hidden_size)
-    return _join(head, target, draft_ids)
+    return join(head, target, draft_ids)
 
 
 def new_multi_token_heads(
@@ -151,10 +152,10 @@ def new_multi_token_heads(
             if stack[0].skip is not None:
                 stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
         head.lm_head.weight.copy_(target.lm_rows[draft_ids].float().cpu())
-    return _join(head, target, draft_ids)
+    return join(head, target, draft_ids)
 
 
-def _join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
+def join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
     """Give a new head its draft vocabulary, and what it shares with the target, on the target's device."""
     head.draft_ids.copy_(draft_ids)
     head = head.to(target.embed.weight.device)
@@ -182,12 +183,18 @@ def _lend(head: Head, target: Transformer, draft_ids: Tensor) -> None:
     head.norm.weight.copy_(torch.full((hidden,), 0.3) if own else norm * 0.3)
     head.fc.weight.mul_(0.3)
     head.fc.weight[:, -width:] += axes.T
-    if isinstance(head, PEagleHead):
+    lend_new(head, target)
+
+
+def lend_new(head: Head, target: Transformer, taken: Container[str] = ()) -> None:
+    """Start what only block heads have, unless it was taken from another head."""
+    table = target.embed.weight.float().cpu()
+    if isinstance(head, PEagleHead) and "mask_hidden" not in taken:
         torch.nn.init.normal_(head.mask_hidden, std=0.02)
-    if getattr(head.args, "markov_rank", 0):
+    if getattr(head.args, "markov_rank", 0) and "markov_in.weight" not in taken:
         begun = table @ _principal(table, head.args.markov_rank)
         head.markov_in.weight.copy_(begun / begun.std())
         head.markov_out.weight.zero_()
-    if getattr(head.args, "confidence", False):
+    if getattr(head.args, "confidence", False) and "confidence.weight" not in taken:
         head.confidence.weight.zero_()
         head.confidence.bias.zero_()

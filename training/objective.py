@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,8 @@ class Objective:
 
     decay = 1.0
     draw = Draw()  # of the chains that are trained on
+    start = ""  # identity of the head that it began as, see `training.begun_head`
+    taken: Container[str] = ()  # tensors that are from there
 
     def __init__(self, target: Transformer, head: Head, steps: int, aux_layers: tuple[int, ...],
                  outputs: Callable, compiled: bool):
@@ -93,7 +95,8 @@ class Objective:
         """What changes the loss: runs that differ here are different runs."""
         ids = self.head.draft_ids.cpu().numpy().tobytes()
         digest = hashlib.sha256(ids).hexdigest()
-        return {"kind": type(self.head).__name__, "steps": self.steps, "draft_ids": digest}
+        begun = {"start": self.start} if self.start else {}
+        return {"kind": type(self.head).__name__, "steps": self.steps, "draft_ids": digest, **begun}
 
     def trained(self) -> Head:
         """A copy of the head that reads unscaled features, in float32."""
@@ -158,9 +161,13 @@ class Eagle3Objective(Distillation):
         one pace, so `fc` learns badly from raw features. It is trained on features divided by this scale, and
         `trained` folds the division into its weights. The first token, an attention sink, is left out.
         """
+        if getattr(self.head, "fc_norms", None):
+            return  # what `fc` reads is normed
         real = real.clone()
         real[:, 0] = False
         self.scale = states.features.float()[real].pow(2).mean(0).sqrt().clamp(min=1e-6)
+        if "fc.weight" in self.taken:  # from a head that reads unscaled features
+            self.head.fc.weight.data *= self.scale
 
     def trained(self):
         head = super().trained()
@@ -183,6 +190,11 @@ class BlockObjective(Eagle3Objective):
         outputs = p_eagle_outputs if isinstance(head, PEagleHead) else block_outputs
         super().__init__(target, head, head.args.drafts, compiled, losses, outputs)
         self.draw = draw
+
+    def learn_scale(self, states, real):
+        super().learn_scale(states, real)
+        if "mask_hidden" in self.taken:
+            self.head.mask_hidden.data /= self.scale
 
     def trained(self):
         head = super().trained()

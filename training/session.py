@@ -26,6 +26,7 @@ from engine.runtime import Runtime, check_compiler, check_device
 from kernels.cpu import try_kernels
 from training import corpus, figures
 from training.batches import Draw
+from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
 from training.features import Features, StoredFeatures
 from training.new_head import BLOCK_KINDS, Shape, head_args, new_head, new_multi_token_heads
@@ -45,7 +46,7 @@ from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
 MULTI_TOKEN = ("medusa", "hydra")  # kinds of heads that guess several tokens at once
-MARKOV_RANK, DRAFTS = 128, 7  # of a DSpark head; tokens that a block drafts
+MARKOV_RANK, DRAFTS, DRAFT_VOCAB = 128, 7, 8192  # of a DSpark head; tokens that a block drafts; their ids
 CURVES = "curves.png"
 
 
@@ -104,11 +105,14 @@ class Session:
             )
         rank = o.markov_rank if o.markov_rank is not None else MARKOV_RANK if o.kind == "dspark" else 0
         self.shape = Shape(
-            o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim, o.layers, o.states,
+            o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim, o.layers or 1, o.states,
             o.drafts or DRAFTS, markov_rank=rank,
             confidence=rank > 0 if o.confidence is None else o.confidence,
         )
-        if o.kind not in MULTI_TOKEN:  # a shape that cannot be shows before anything slow is done
+        self.start = load_start(o.start, self.target) if o.start else None
+        if self.start:  # what cannot be shows before anything slow is done
+            begun_args(self.start, o.kind, self.shape)
+        elif o.kind not in MULTI_TOKEN:  # a shape that cannot be shows before anything slow is done
             head_args(self.target.args, o.kind, self.target.args.vocab_size, self.shape)
         self.work.mkdir(parents=True, exist_ok=True)
         if o.compile and torch.device(o.device).type == "cpu":
@@ -151,8 +155,11 @@ class Session:
             )
         described = figures.describe(rows, vocab_size)
         draft_ids, covered = torch.arange(vocab_size), 1.0
-        if o.kind != "eagle":
-            size = min(o.draft_vocab, vocab_size)
+        if self.start:
+            draft_ids = self.start.head.draft_ids.cpu()
+            covered = figures.covered(figures.counts_of(rows), draft_ids.tolist())
+        elif o.kind != "eagle":
+            size = min(o.draft_vocab or DRAFT_VOCAB, vocab_size)
             draft_ids, covered = figures.draft_vocabulary(figures.counts_of(rows), size, vocab_size)
         if self.processes.first:
             write_text(self.work / "data.json", json.dumps(described, indent=1) + "\n")
@@ -197,14 +204,22 @@ class Session:
                 self.learning, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed
             )
             return MultiTokenObjective(self.learning, heads, compiled, losses)
-        shape = replace(self.shape, mask_id=text.unused)
-        head = new_head(self.learning, o.kind, draft_ids, shape, o.seed)
+        shape, taken = replace(self.shape, mask_id=text.unused), set()
+        if self.start:
+            head, taken = begun_head(self.learning, o.kind, self.start, shape, o.seed)
+            self.say(f"{len(taken)} tensors begin as those of {o.start}")
+        else:
+            head = new_head(self.learning, o.kind, draft_ids, shape, o.seed)
         if o.kind == "eagle":
             return Eagle1Objective(self.learning, head, compiled, o.noise)
         if o.kind in BLOCK_KINDS:
             draw = Draw(o.anchors, o.keep if o.kind == "p-eagle" else 1.0)
-            return BlockObjective(self.learning, head, compiled, losses, draw)
-        return Eagle3Objective(self.learning, head, o.steps, compiled, losses)
+            made = BlockObjective(self.learning, head, compiled, losses, draw)
+        else:
+            made = Eagle3Objective(self.learning, head, o.steps, compiled, losses)
+        if self.start:
+            made.start, made.taken = identity(self.start.head), taken
+        return made
 
     def _validator(self, held_out: list[dict]) -> Validator | None:
         """What decodes the first held-out prompts that leave room for an answer; None if there are none."""

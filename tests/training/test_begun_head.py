@@ -1,0 +1,126 @@
+"""Heads that begin as others: they draft as before, and learn on."""
+import dataclasses
+
+import pytest
+import torch
+from helpers.training import ROWS, options
+from safetensors.torch import load_file
+
+import convert_checkpoint
+import train
+from checkpoint.export import export
+from checkpoint.folder import read_config
+from checkpoint.loading import load_head, load_model
+from common.errors import InputError
+from training.begun_head import Start, begun_args, begun_head, load_start
+from training.features import Features
+from training.new_head import Shape, new_head
+from training.objective import BlockObjective, Eagle3Objective
+
+MARKOV = Shape(num_layers=2, drafts=4, markov_rank=4, confidence=True)
+
+
+def shaken(target, kind: str, shape: Shape):
+    """A head whose weights are not those of a new one."""
+    head = new_head(target, kind, torch.arange(0, 320, 2), shape, 0)
+    torch.manual_seed(5)
+    for p in head.own_state().values():
+        if p.is_floating_point():
+            p.add_(0.05 * torch.randn_like(p))
+    return head
+
+
+def losses(objective, target, learn: bool) -> list[float]:
+    """The loss on all rows, after its scale has been learnt if asked for."""
+    states = Features(target, objective.aux_layers).read(ROWS)
+    lengths = torch.tensor([len(row["ids"]) for row in ROWS])
+    if learn:
+        objective.learn_scale(states, torch.arange(states.normed.shape[1]) < lengths[:, None])
+    batch = objective.batch(ROWS, objective.steps)
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    return [float(loss), *hits.tolist()]
+
+
+@pytest.mark.parametrize("kind", ("eagle3", "p-eagle", "dflash", "dspark"))
+@torch.no_grad()
+def test_it_drafts_as_the_other_one(models, kind):
+    """Though it reads features by their scale from now on. Layers and heads that are added add nothing."""
+    target, _ = models
+    old = {"dspark": MARKOV, "eagle3": Shape()}.get(kind, Shape(num_layers=2, drafts=4))
+    head = shaken(target, kind, old)
+    more = Shape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
+    begun, taken = begun_head(target, kind, Start(head, kind), more, 1)
+    assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
+
+    def objective(head):
+        head.requires_grad_(False)
+        if kind == "eagle3":
+            return Eagle3Objective(target, head, 3, False)
+        return BlockObjective(target, head, False)
+
+    one, other = objective(head), objective(begun)
+    if getattr(begun.args, "confidence", False) and kind != "dspark":
+        begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
+    other.taken = taken
+    expected, found = losses(one, target, False), losses(other, target, True)
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert not torch.equal(begun.fc.weight, head.fc.weight)
+    trained = other.trained()
+    for name, tensor in head.own_state().items():
+        torch.testing.assert_close(trained.own_state()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def test_p_eagle_begins_as_eagle3(models):
+    """Its first draft is that of the EAGLE-3 head."""
+    target, head = models
+    begun, taken = begun_head(target, "p-eagle", Start(head, "eagle3"), MARKOV, 1)
+    assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
+    assert "mask_hidden" not in taken and begun.mask_hidden.abs().sum() > 0
+    first = []
+    for made in (Eagle3Objective(target, head, 1, False), BlockObjective(target, begun, False)):
+        states = Features(target, made.aux_layers).read(ROWS)
+        batch = made.batch(ROWS, made.steps)
+        first.append(made.loss(batch, states, batch.scored, [0] * len(ROWS))[1][0])
+    assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("start, kind, shape, words", [
+    ("eagle3", "dspark", Shape(), "a head of kind dspark cannot begin as one of kind eagle3"),
+    ("p-eagle", "eagle3", Shape(), "kind eagle3 cannot begin as one of kind p-eagle"),
+    ("dspark", "dspark", Shape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
+])
+def test_what_cannot_begin_so(models, start, kind, shape, words):
+    target, _ = models
+    head = shaken(target, start, Shape() if start == "eagle3" else MARKOV)
+    with pytest.raises(ValueError, match=words):
+        begun_args(Start(head, start), kind, shape)
+
+
+def test_no_head_to_begin_with(models, golden, tmp_path):
+    with pytest.raises(InputError, match=r"^--start: .*nowhere"):
+        load_start(str(tmp_path / "nowhere"), models[0])
+
+
+@pytest.mark.slow
+def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
+    """As a user does it: EAGLE-3, exported, converted, begun with. Another start is another run."""
+    start = str(golden / "eagle3")
+    changes = {
+        "kind": "p-eagle", "start": start, "draft-vocab": None, "markov-rank": 4, "drafts": 4, "lr": 1e-9,
+        "steps": None,
+    }
+    assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 0
+    assert f"tensors begin as those of {start}" in capsys.readouterr().err
+    old, new = load_file(golden / "eagle3" / "model.safetensors"), tmp_path / "converted"
+    convert_checkpoint.convert(tmp_path / "head", new, golden, quiet=True, dtype="fp32")
+    found = load_file(new / "model.safetensors")
+    for name in ("fc.weight", "lm_head.weight", "layer.wo.weight"):
+        torch.testing.assert_close(found[name].float(), old[name].float(), rtol=0.02, atol=1e-3)
+    head = load_head(golden / "eagle3", load_model(golden)[0])
+    head.fc.weight.mul_(1.5)
+    export(head, tmp_path / "changed", "sglang", read_config(golden))
+    convert_checkpoint.convert(tmp_path / "changed", tmp_path / "other", golden, quiet=True, dtype="fp32")
+    changes["start"] = str(tmp_path / "other")
+    assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 1
+    assert "other settings or data (start)" in capsys.readouterr().err

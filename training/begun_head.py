@@ -1,0 +1,88 @@
+"""Heads that training goes on from: another head's weights, in one of the same kind or a near one."""
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpoint.folder import read_config
+from checkpoint.loading import HEADS, load_head
+from common.errors import InputError
+from model import Transformer
+from networks.block import BlockArgs
+from networks.eagle import PEagleArgs
+from networks.head import Head, HeadArgs
+from training.new_head import BLOCK_KINDS, Shape, join, lend_new
+
+# What a head may begin as, and become.
+BEGINNINGS = {(kind, kind) for kind in ("eagle3", *BLOCK_KINDS)} | {("eagle3", "p-eagle")}
+
+
+class Start(NamedTuple):
+    """A head to begin with."""
+
+    head: Head
+    kind: str
+
+
+def load_start(folder: str, target: Transformer) -> Start:
+    """The head in a converted folder. Raises InputError as `load_head`."""
+    try:
+        return Start(load_head(folder, target), read_config(folder)["kind"])
+    except InputError as e:
+        raise InputError(f"--start: {e}") from None
+
+
+def begun_args(start: Start, kind: str, shape: Shape) -> HeadArgs:
+    """The arguments of a head of this kind that begins as `start`: its sizes, its states, its vocabulary.
+
+    Raises ValueError where it cannot begin so.
+    """
+    if (start.kind, kind) not in BEGINNINGS:
+        raise ValueError(f"--start: a head of kind {kind} cannot begin as one of kind {start.kind}")
+    given = start.head.args
+    layers = max(given.num_layers, shape.num_layers)
+    if given.recycle_normed or (kind == "eagle3" and layers > 1):
+        raise ValueError(
+            "--start: EAGLE-3 heads of several layers, or that read their own normed output, are not trained"
+        )
+    if kind == "eagle3":
+        return given
+    args = {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
+    if start.kind == "eagle3":
+        args |= {"mask_id": shape.mask_id, "drafts": shape.drafts}
+    has = args.get("markov_rank", 0)
+    if has and shape.markov_rank not in (0, has):
+        raise ValueError(f"--markov-rank {shape.markov_rank}: the head of --start has {has}")
+    if not has:
+        args |= {"markov_rank": shape.markov_rank, "confidence_reads_markov": shape.markov_rank > 0}
+    args["confidence"] = args.get("confidence", False) or shape.confidence
+    made = (PEagleArgs if kind == "p-eagle" else BlockArgs)(**args)
+    made.check()
+    return made
+
+
+def begun_head(
+    target: Transformer, kind: str, start: Start, shape: Shape, seed: int
+) -> tuple[Head, set[str]]:
+    """A head in float32 that begins as another one, and the names of the tensors that it took from there.
+
+    What the other has not begins as in a new head, but for further layers, which add nothing yet. Raises
+    ValueError as `begun_args`.
+    """
+    taken: dict[str, Tensor] = {
+        name: tensor for name, tensor in start.head.own_state().items() if tensor.is_floating_point()
+    }
+    torch.manual_seed(seed)
+    head = HEADS[kind](begun_args(start, kind, shape))
+    with torch.no_grad():
+        for name, p in head.named_parameters():
+            if name in taken:
+                p.copy_(taken[name])
+            elif p.ndim == 2:
+                adds = name.endswith(("wo.weight", "w_down.weight"))
+                torch.nn.init.normal_(p, std=0.0 if adds else 0.02)
+        lend_new(head, target, taken)
+    return join(head, target, start.head.draft_ids.cpu()), set(taken)
