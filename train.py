@@ -113,16 +113,16 @@ def parser() -> Options:
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
-        help="a converted head to begin with, EAGLE-3, P-EAGLE, DFlash or DSpark: its sizes, its vocabulary,"
-        " its weights; a P-EAGLE head may begin as an EAGLE-3 head")
+        help="a converted head to begin with, EAGLE-3, P-EAGLE, DFlash or DSpark: its sizes and its"
+        " weights; a P-EAGLE head may begin as an EAGLE-3 head")
     refuse(lambda o: o.start and o.kind not in ("eagle3", *BLOCK_KINDS),
            lambda o: f"--start {o.start}: not for --kind {o.kind}; leave it out")
-    own = "draft_vocab", "states", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"
+    own = "states", "hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim"
     refuse(lambda o: o.start and any(getattr(o, name) for name in own),
-           lambda o: f"--start {o.start}: its sizes, states and vocabulary are taken; leave out"
-           " --draft-vocab, --states, --hidden-size and the like")
+           lambda o: f"--start {o.start}: its sizes and states are taken; leave out"
+           " --states, --hidden-size and the like")
     add("--draft-vocab", type=positive,
-        help="ids it drafts from, the most frequent (default 8192; EAGLE-1: all)")
+        help="ids it drafts from, the most frequent (default 8192, or those of --start; EAGLE-1: all)")
     add("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
     add("--blocks", type=positive, metavar="N",
         help="Medusa, Hydra: residual blocks of each guess (default 1)")

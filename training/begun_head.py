@@ -1,7 +1,7 @@
 """Heads that training goes on from: another head's weights, in one of the same kind or a near one."""
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import torch
@@ -35,14 +35,14 @@ def load_start(folder: str, target: Transformer) -> Start:
         raise InputError(f"--start: {e}") from None
 
 
-def begun_args(start: Start, kind: str, shape: Shape) -> HeadArgs:
-    """The arguments of a head of this kind that begins as `start`: its sizes, its states, its vocabulary.
+def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> HeadArgs:
+    """The arguments of a head of this kind that begins as `start`: its sizes, its states.
 
     Raises ValueError where it cannot begin so.
     """
     if (start.kind, kind) not in BEGINNINGS:
         raise ValueError(f"--start: a head of kind {kind} cannot begin as one of kind {start.kind}")
-    given = start.head.args
+    given = replace(start.head.args, draft_vocab_size=draft_vocab_size)
     layers = max(given.num_layers, shape.num_layers)
     if given.recycle_normed or (kind == "eagle3" and layers > 1):
         raise ValueError(
@@ -65,18 +65,20 @@ def begun_args(start: Start, kind: str, shape: Shape) -> HeadArgs:
 
 
 def begun_head(
-    target: Transformer, kind: str, start: Start, shape: Shape, seed: int
+    target: Transformer, kind: str, start: Start, draft_ids: Tensor, shape: Shape, seed: int
 ) -> tuple[Head, set[str]]:
     """A head in float32 that begins as another one, and the names of the tensors that it took from there.
 
-    What the other has not begins as in a new head, but for further layers, which add nothing yet. Raises
-    ValueError as `begun_args`.
+    What the other has not begins as in a new head: tokens that it could not draft are scored as the target
+    scores them, and further layers add nothing yet. Raises ValueError as `begun_args`.
     """
-    taken: dict[str, Tensor] = {
-        name: tensor for name, tensor in start.head.own_state().items() if tensor.is_floating_point()
-    }
     torch.manual_seed(seed)
-    head = HEADS[kind](begun_args(start, kind, shape))
+    head = HEADS[kind](begun_args(start, kind, len(draft_ids), shape))
+    taken = {name: t.cpu() for name, t in start.head.own_state().items() if t.is_floating_point()}
+    draft_ids = draft_ids.cpu()
+    for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
+        rows = target.lm_rows[draft_ids].float().cpu() if name == "lm_head.weight" else 0.0
+        taken[name] = _rows_of(draft_ids, start.head.draft_ids.cpu(), taken[name], rows)
     with torch.no_grad():
         for name, p in head.named_parameters():
             if name in taken:
@@ -85,4 +87,13 @@ def begun_head(
                 adds = name.endswith(("wo.weight", "w_down.weight"))
                 torch.nn.init.normal_(p, std=0.0 if adds else 0.02)
         lend_new(head, target, taken)
-    return join(head, target, start.head.draft_ids.cpu()), set(taken)
+    return join(head, target, draft_ids), set(taken)
+
+
+def _rows_of(wanted: Tensor, held: Tensor, table: Tensor, others: Tensor | float) -> Tensor:
+    """The rows of a table for `wanted` ids [n], ascending as `held` [m] are, whose rows it has [m, H].
+
+    others: the rows of those that are not held.
+    """
+    places = torch.searchsorted(held, wanted).clamp(max=len(held) - 1)
+    return torch.where((held[places] == wanted)[:, None], table.float()[places], others)

@@ -111,7 +111,7 @@ class Session:
         )
         self.start = load_start(o.start, self.target) if o.start else None
         if self.start:  # what cannot be shows before anything slow is done
-            begun_args(self.start, o.kind, self.shape)
+            begun_args(self.start, o.kind, len(self.start.head.draft_ids), self.shape)
         elif o.kind not in MULTI_TOKEN:  # a shape that cannot be shows before anything slow is done
             head_args(self.target.args, o.kind, self.target.args.vocab_size, self.shape)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class Session:
             )
         described = figures.describe(rows, vocab_size)
         draft_ids, covered = torch.arange(vocab_size), 1.0
-        if self.start:
+        if self.start and not o.draft_vocab:
             draft_ids = self.start.head.draft_ids.cpu()
             covered = figures.covered(figures.counts_of(rows), draft_ids.tolist())
         elif o.kind != "eagle":
@@ -206,7 +206,7 @@ class Session:
             return MultiTokenObjective(self.learning, heads, compiled, losses)
         shape, taken = replace(self.shape, mask_id=text.unused), set()
         if self.start:
-            head, taken = begun_head(self.learning, o.kind, self.start, shape, o.seed)
+            head, taken = begun_head(self.learning, o.kind, self.start, draft_ids, shape, o.seed)
             self.say(f"{len(taken)} tensors begin as those of {o.start}")
         else:
             head = new_head(self.learning, o.kind, draft_ids, shape, o.seed)

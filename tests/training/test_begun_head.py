@@ -49,7 +49,7 @@ def test_it_drafts_as_the_other_one(models, kind):
     old = {"dspark": MARKOV, "eagle3": Shape()}.get(kind, Shape(num_layers=2, drafts=4))
     head = shaken(target, kind, old)
     more = Shape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
-    begun, taken = begun_head(target, kind, Start(head, kind), more, 1)
+    begun, taken = begun_head(target, kind, Start(head, kind), head.draft_ids, more, 1)
     assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
 
     def objective(head):
@@ -74,7 +74,7 @@ def test_it_drafts_as_the_other_one(models, kind):
 def test_p_eagle_begins_as_eagle3(models):
     """Its first draft is that of the EAGLE-3 head."""
     target, head = models
-    begun, taken = begun_head(target, "p-eagle", Start(head, "eagle3"), MARKOV, 1)
+    begun, taken = begun_head(target, "p-eagle", Start(head, "eagle3"), head.draft_ids, MARKOV, 1)
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
     assert "mask_hidden" not in taken and begun.mask_hidden.abs().sum() > 0
     first = []
@@ -83,6 +83,19 @@ def test_p_eagle_begins_as_eagle3(models):
         batch = made.batch(ROWS, made.steps)
         first.append(made.loss(batch, states, batch.scored, [0] * len(ROWS))[1][0])
     assert first[0] == first[1]
+
+
+def test_another_vocabulary(models):
+    """Rows that the other head has are its own, the rest the target's."""
+    target, _ = models
+    head, ids = shaken(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
+    begun, _ = begun_head(target, "dspark", Start(head, "dspark"), ids, MARKOV, 1)
+    assert begun.draft_ids.tolist() == ids.tolist() and begun.args.draft_vocab_size == 5
+    rows, out = begun.lm_head.weight, begun.markov_out.weight
+    for i, token in enumerate(ids.tolist()):
+        known = token % 2 == 0
+        assert torch.equal(rows[i], head.lm_head.weight[token // 2] if known else target.lm_rows[token])
+        assert torch.equal(out[i], head.markov_out.weight[token // 2] if known else torch.zeros(4))
 
 
 @pytest.mark.parametrize("start, kind, shape, words", [
@@ -94,7 +107,7 @@ def test_what_cannot_begin_so(models, start, kind, shape, words):
     target, _ = models
     head = shaken(target, start, Shape() if start == "eagle3" else MARKOV)
     with pytest.raises(ValueError, match=words):
-        begun_args(Start(head, start), kind, shape)
+        begun_args(Start(head, start), kind, 160, shape)
 
 
 def test_no_head_to_begin_with(models, golden, tmp_path):

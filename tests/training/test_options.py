@@ -31,8 +31,8 @@ REFUSED = (
       ("--hidden-size", "--intermediate-size", "--heads", "--kv-heads", "--head-dim")),
     ((*TEXT, "--kind", "hydra", "--heads", "8"), f"--kind hydra: {WIDTH}"),
     ((*MEDUSA, "--start", "h"), "--start h: not for --kind medusa; leave it out"),
-    ((*TEXT, "--start", "h", "--states", "3"), "--start h: its sizes, states and vocabulary are taken; leave"
-     " out --draft-vocab, --states, --hidden-size and the like"),
+    ((*TEXT, "--start", "h", "--states", "3"), "--start h: its sizes and states are taken; leave out"
+     " --states, --hidden-size and the like"),
     ((*TEXT, "--layers", "2"), f"--layers: belongs to {BLOCK}"),
     ((*TEXT, "--drafts", "2"), f"--drafts: belongs to {BLOCK}"),
     ((*TEXT, "--markov-rank", "2"), f"--markov-rank: belongs to {BLOCK}"),
