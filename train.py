@@ -165,6 +165,9 @@ def parser() -> Options:
     belongs("--ce-share", "--loss lk and coupled", lambda o: o.ce_share != 0.1 and o.loss == "ce")
     refuse(lambda o: o.loss != "ce" and o.kind == "eagle",
            lambda o: f"--loss {o.loss}: EAGLE-1 learns the target's features; leave it out")
+    add("--learn", choices=("answers", "text"), default="answers",
+        help="answers: what the target says of its answers (default). text: also of the user's words, for"
+        " which its states are computed anyway")
     add("--anchors", type=float, default=0.5, metavar="SHARE",
         help="P-EAGLE, DFlash, DSpark: share of the positions of an answer that blocks are drafted from,"
         " drawn anew in every epoch (default 0.5)")

@@ -34,6 +34,11 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
     return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source, "chat": chat}
 
 
+def whole(row: dict) -> dict:
+    """The row as if the target had said all of it."""
+    return {**row, "answers": [[1, len(row["ids"])]]}
+
+
 def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
     """The rows of a conversation that somebody else wrote: each answer up to and including its stop id.
 

@@ -161,6 +161,8 @@ class Session:
         elif o.kind != "eagle":
             size = min(o.draft_vocab or DRAFT_VOCAB, vocab_size)
             draft_ids, covered = figures.draft_vocabulary(figures.counts_of(rows), size, vocab_size)
+        if o.learn == "text":
+            rows = list(map(corpus.whole, rows))
         if self.processes.first:
             write_text(self.work / "data.json", json.dumps(described, indent=1) + "\n")
         self.say(figures.report(described))

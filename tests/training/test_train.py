@@ -171,6 +171,24 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_the_users_words_may_be_learnt_too(golden, prompt_file, tmp_path, monkeypatch):
+    """What is held out, and what the vocabulary is counted from, stay the answers."""
+    seen, begin = {}, Trainer.__init__
+
+    def watched(self, objective, features, rows, held_out, *args, **options):
+        seen[learn] = rows, held_out, objective.head.draft_ids.tolist()
+        begin(self, objective, features, rows, held_out, *args, **options)
+
+    monkeypatch.setattr(Trainer, "__init__", watched)
+    for learn in ("answers", "text"):
+        assert train.main(options(golden, prompt_file, tmp_path / learn, learn=learn, epochs=1)) == 0
+    answers, text = seen["answers"], seen["text"]
+    assert [row["ids"] for row in text[0]] == [row["ids"] for row in answers[0]]
+    assert all(row["answers"] == [[1, len(row["ids"])]] for row in text[0])
+    assert all(row["answers"][0][0] > 1 for row in answers[0]) and text[1:] == answers[1:]
+
+
+@pytest.mark.slow
 def test_the_default_folders(golden, prompt_file, tmp_path, monkeypatch):
     """As in the README: --out alone; the work lies beside it. A second head of the same kind may take its
     place.
