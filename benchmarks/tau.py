@@ -1,12 +1,14 @@
-"""Acceptance length of heads on question files: greedy, first turns, one tree. Nothing is timed.
+"""Acceptance length of heads on question files: first turns, each tree and temperature. Nothing is timed.
 
     python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
+        [--tree 12,3,4 60,7,10] [--temperature 0 1]
 
 tau is over all steps of a set, `mean` the mean over the sets. Raw figures go to benchmarks/results/NAME.json
 with date, device and torch version.
 """
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 from pathlib import Path
@@ -46,19 +48,23 @@ def run(o) -> None:
     if target.embed.weight.device.type == "cpu":
         load_kernels()
         pack_models(target, *heads.values())
-    shape = TreeShape.parse(o.tree)
+    trees = [(tree, TreeShape.parse(tree)) for tree in o.tree]
     sets = {Path(path).stem: prompts_of(path, o, target.args.max_seq_len) for path in o.questions}
-    record = describe(o.threads) | {"tree": o.tree, "max_new_tokens": o.max_new_tokens, "heads": {}}
-    print("head", *sets, "mean", sep="\t")
-    for folder, head in heads.items():
-        figures = record["heads"][folder] = {}
+    record = describe(o.threads) | {"max_new_tokens": o.max_new_tokens, "rows": []}
+    print("head", "tree", "T", *sets, "mean", sep="\t")
+    for folder, (tree, shape), temperature in itertools.product(heads, trees, o.temperature):
+        figures = {}
         for name, prompts in sets.items():
-            tau = acceptance(target, head, prompts, config["stop_ids"], shape, o.max_new_tokens)
+            tau = acceptance(
+                target, heads[folder], prompts, config["stop_ids"], shape, o.max_new_tokens, temperature
+            )
             if tau is None:
                 raise InputError(f"{name}: no answer has more than one token: there is no acceptance length")
             figures[name] = {"tau": tau, "prompts": len(prompts)}
         figures["mean"] = {"tau": statistics.fmean(figure["tau"] for figure in figures.values())}
-        print(folder, *(f"{figure['tau']:.3f}" for figure in figures.values()), sep="\t", flush=True)
+        record["rows"].append({"head": folder, "tree": tree, "temperature": temperature, **figures})
+        taus = (f"{figure['tau']:.3f}" for figure in figures.values())
+        print(folder, tree, temperature, *taus, sep="\t", flush=True)
         write(o.name, record)
 
 
@@ -72,7 +78,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--limit", type=int)
     p.within("--limit", 1, float("inf"))
     add("--max-new-tokens", type=int, default=128)
-    add("--tree", default="60,7,10", metavar="T,D,K")
+    add("--tree", nargs="+", default=["60,7,10"], metavar="T,D,K")
+    add("--temperature", nargs="+", type=float, default=[0.0], metavar="T")
     return bench.run(p, run, argv)
 
 

@@ -56,17 +56,18 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
 @torch.no_grad()
 def acceptance(
     target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape,
-    tokens: int,
+    tokens: int, temperature: float = 0.0,
 ) -> float | None:
     """Acceptance length tau: mean tokens emitted per step, decoding `tokens` tokens after each prompt (lists
-    of ids) greedily.
+    of ids), each with a seed of its own.
 
     The pass over the prompt does not count. None if every answer ended with its first token.
     """
     drafter = drafter_of(head, shape)
     batch, longest = min(16, len(prompts)), max(map(len, prompts)) + tokens
     decoder = Decoder(target, drafter, batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=False)
-    lengths = [n for o in decoder.generate(prompts, Sampling(tokens)) for n in o.accept_lengths]
+    sampling = [Sampling(tokens, temperature, seed=i) for i in range(len(prompts))]
+    lengths = [n for o in decoder.generate(prompts, sampling) for n in o.accept_lengths]
     return sum(lengths) / len(lengths) if lengths else None
 
 

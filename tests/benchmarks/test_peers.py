@@ -179,12 +179,15 @@ def test_first_turns_on_a_small_model(golden, questions, results, capsys):
 
 @pytest.mark.compile
 def test_tau_on_a_small_model(golden, questions, results, capsys):
-    argv = ["--checkpoint", str(golden), "--questions", str(questions), *SMALL, "--tree", "8,2,4"]
-    assert tau.main(argv) == 0
-    record = json.loads((results / "tau.json").read_text())
-    (figures,) = record["heads"].values()
-    assert figures["q"]["tau"] >= 1 and figures["q"]["prompts"] == 2
-    assert f"{figures['mean']['tau']:.3f}" in capsys.readouterr().out
+    argv = ["--checkpoint", str(golden), "--questions", str(questions), *SMALL, "--tree", "8,2,4", "2,0,1"]
+    assert tau.main([*argv, "--temperature", "0", "1"]) == 0
+    rows, said = json.loads((results / "tau.json").read_text())["rows"], capsys.readouterr().out
+    assert [(row["tree"], row["temperature"]) for row in rows] == [
+        ("8,2,4", 0.0), ("8,2,4", 1.0), ("2,0,1", 0.0), ("2,0,1", 1.0)
+    ]
+    for row in rows:
+        assert row["q"]["tau"] >= 1 and row["q"]["prompts"] == 2 and f"{row['mean']['tau']:.3f}" in said
+    assert rows[0]["q"]["tau"] > rows[2]["q"]["tau"]  # a larger tree
 
 
 @pytest.mark.compile
