@@ -181,6 +181,9 @@ def parser() -> Options:
         help="EAGLE-1: half-width of the noise on features, by their size (default 0.1)")
     within("--noise", 0, 1000)
     add("--epochs", type=positive, default=4)
+    add("--minutes", type=float, default=0.0, metavar="M",
+        help="end after M minutes of training, if the epochs take longer (0: they are all done)")
+    within("--minutes", 0, 1_000_000)
     add("--short-epochs", type=count, default=0,
         help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
     refuse(lambda o: o.short_epochs > o.epochs,
@@ -206,6 +209,8 @@ def parser() -> Options:
         " text find them")
     refuse(lambda o: o.cache_features and Path(o.cache_features).is_file(),
            lambda o: f"--cache-features {o.cache_features}: is no folder")
+    add("--reader", metavar="CHECKPOINT",
+        help="a quantised copy of the target that computes them: nearly the same, sooner")
     add("--feature-memory", type=float, default=6, metavar="GB",
         help="else keep so much of them in memory (default 6)")
     add("--compile", action=on_off, default=True, help="compile the decoder of the answers")

@@ -25,7 +25,7 @@ from training.corpus import extend, of_conversation
 from training.processes import Processes
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
-SHARD = 4  # conversations for each that is decoded at a time: few places are empty while the last ones end
+SHARD = 16  # conversations for each that is decoded at a time: few places are empty while the last ones end
 
 
 def user_header(tokenizer: Tokenizer, messages: list[dict]) -> list[int]:

@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
@@ -23,6 +25,8 @@ from tqdm import tqdm
 from checkpoint.loading import identity
 from common.cli import note
 from common.errors import InputError
+from kernels.packed import threads_for
+from kernels.parts import visible_before
 from model import Transformer
 from training.batches import batches
 from training.processes import Processes
@@ -50,19 +54,52 @@ def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor
     return TargetStates(x[..., :0] if features is None else features, target.norm(x), greedy)
 
 
+class Reader:
+    """Reads rows with a quantised copy of the target, each from its first token, as decoding reads a prompt.
+
+    What it gives is nearly what the target gives, sooner. name: identity of the copy as it was loaded.
+    """
+
+    def __init__(self, copy: Transformer, name: str):
+        self.copy, self.name = copy, name
+        self.caches: nn.ModuleList | None = None
+        self.slots = 0  # of the caches
+
+    @torch.no_grad()
+    def __call__(self, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
+        """`read_target` of tokens [B, T]."""
+        if not self.copy.on_kernels:
+            return read_target(self.copy, aux_layers, tokens)
+        with threads_for(self.copy):
+            rows = [self._row(aux_layers, row[None]) for row in tokens]
+        return TargetStates(*map(torch.cat, zip(*rows)))
+
+    def _row(self, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
+        T = tokens.shape[1]
+        if T > self.slots:
+            self.slots = T
+            self.caches = self.copy.caches(1, T)
+        positions, start = torch.arange(T)[None], torch.zeros(1, dtype=torch.long)
+        visible = visible_before(torch.arange(self.slots), start, T)
+        x, features = self.copy(tokens, positions, positions, visible, self.caches, aux_layers)
+        greedy = self.copy.logits(x).argmax(-1)
+        return TargetStates(x[..., :0] if features is None else features, self.copy.norm(x), greedy)
+
+
 class Features:
     """The target's states on rows, from memory if they were computed before.
 
     They are computed row by row, so that they do not depend on which rows were read together and when: a
     resumed run sees the same features. room: bytes of memory to keep them in. dtype: what they are kept in
-    (default the target's); they are given in the target's.
+    (default the target's); they are given in the target's. reader: what computes them instead of the target.
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], room: float = 0,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | None = None, reader: Reader | None = None,
     ):
         self.target, self.aux_layers, self.room = target, aux_layers, room
+        self.reader, self._read = reader, reader or partial(read_target, target)
         self.device, self.dtype = target.embed.weight.device, dtype or target.embed.weight.dtype
         self.cached: dict[tuple[int, ...], TargetStates] = {}
 
@@ -83,7 +120,7 @@ class Features:
     def compute(self, keys: list[tuple[int, ...]]) -> TargetStates:
         """Run the target on rows of these token ids; the states are in `dtype`."""
         tokens = pad_sequence([torch.tensor(key) for key in keys], batch_first=True)
-        features, normed, greedy = read_target(self.target, self.aux_layers, tokens.to(self.device))
+        features, normed, greedy = self._read(self.aux_layers, tokens.to(self.device))
         return TargetStates(features.to(self.dtype), normed.to(self.dtype), greedy)
 
     def known(self, key: tuple[int, ...]) -> TargetStates | None:
@@ -101,16 +138,16 @@ class StoredFeatures(Features):
     """The same on disk, under `folder`. `fill` computes what is missing.
 
     NAME.bin holds the states of one row after the other: features, normed state, choices (int32). NAME.index
-    has a line for each: digest of the tokens, offset in bytes, number of tokens. name: identity of the target
-    as it was loaded, if `target` is a copy of it in another dtype.
+    has a line for each: digest of the tokens, offset in bytes, number of tokens. name: identity of the
+    target as it was loaded, if `target` is a copy of it in another dtype.
     """
 
     def __init__(
         self, target: Transformer, aux_layers: tuple[int, ...], folder: Path, processes: Processes,
-        dtype: torch.dtype | None = None, name: str | None = None,
+        dtype: torch.dtype | None = None, name: str | None = None, reader: Reader | None = None,
     ):
-        super().__init__(target, aux_layers, dtype=dtype)
-        made_by = json.dumps([name or identity(target), list(aux_layers)])
+        super().__init__(target, aux_layers, dtype=dtype, reader=reader)
+        made_by = json.dumps([reader.name if reader else name or identity(target), list(aux_layers)])
         self.folder = folder / hashlib.sha256(made_by.encode()).hexdigest()[:12]
         self.processes = processes
         self.widths = len(aux_layers) * target.args.hidden_size, target.args.hidden_size

@@ -13,6 +13,7 @@ class Plan:
     """The settings of the training loop. Each of them changes the result."""
 
     epochs: int = 4
+    minutes: float = 0.0  # end after so many of training, with the learning rate's way cut short; 0: never
     short_epochs: int = 0  # how many, the first, unroll at most SHORT steps
     lr: float = 1e-3
     schedule: str = "cosine"  # cosine | linear | constant, after the warm-up
@@ -23,7 +24,14 @@ class Plan:
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
 
-    def rate(self, step: int, total: int) -> float:
+    def at(self, step: int, total: int, seconds: float) -> float:
+        """Where a step stands on the way through `total` steps, when training has taken so many seconds.
+
+        It is `total` or more when the time is over.
+        """
+        return max(step, total * seconds / (60 * self.minutes)) if self.minutes else step
+
+    def rate(self, step: float, total: int) -> float:
         """Learning rate of a step: linear warm-up, then down to a tenth."""
         warm = max(1, round(total * self.warmup))
         if step < warm:

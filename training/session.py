@@ -28,7 +28,7 @@ from training import corpus, figures
 from training.batches import Draw
 from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
-from training.features import Features, StoredFeatures
+from training.features import Features, Reader, StoredFeatures
 from training.new_head import BLOCK_KINDS, Shape, head_args, new_head, new_multi_token_heads
 from training.objective import (
     BlockObjective,
@@ -41,7 +41,7 @@ from training.plan import Plan
 from training.precision import training_copy
 from training.processes import Processes
 from training.state import FILE
-from training.text import collect_text
+from training.text import collect_text, load_copy
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
@@ -175,12 +175,14 @@ class Session:
     def prepare(self, text: Text) -> Trainer:
         """The training of a new head on this text, or the one that an earlier run has begun."""
         o, objective, dtype = self.o, self._objective(text), self.target.embed.weight.dtype
+        reader = Reader(*load_copy(o, "--reader", o.reader, self.target)) if o.reader else None
         if o.cache_features is None:
-            features = Features(self.learning, objective.aux_layers, o.feature_memory * 2**30, dtype)
+            room = o.feature_memory * 2**30
+            features = Features(self.learning, objective.aux_layers, room, dtype, reader)
         else:
             folder = Path(o.cache_features or self.work / "features")
             features = StoredFeatures(
-                self.learning, objective.aux_layers, folder, self.processes, dtype, self.name
+                self.learning, objective.aux_layers, folder, self.processes, dtype, self.name, reader
             )
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
         trainer = Trainer(

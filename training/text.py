@@ -88,7 +88,7 @@ def _collector(
     """What writes the shards. decodes: whether the target has anything to say."""
     writer = None
     if o.writer:
-        target, writer = load_writer(o, target)
+        target, writer = load_copy(o, "--writer", o.writer, target)
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
     if decodes and room > longest:
         raise InputError(
@@ -115,16 +115,16 @@ def _collector(
     )
 
 
-def load_writer(o: argparse.Namespace, target: Transformer) -> tuple[Transformer, str]:
-    """The quantised copy of the target that writes the text, ready to decode, and its identity.
+def load_copy(o: argparse.Namespace, flag: str, folder: str, target: Transformer) -> tuple[Transformer, str]:
+    """The quantised copy of the target that a flag names, ready to decode, and its identity.
 
     Raises InputError if it is no copy of this target.
     """
-    copy, config = load_model(o.writer, o.device, Runtime(dtype=o.dtype).torch_dtype)
+    copy, config = load_model(folder, o.device, Runtime(dtype=o.dtype).torch_dtype)
     same = replace(copy.args, tie_embeddings=target.args.tie_embeddings) == target.args
     if not same or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
         raise InputError(
-            f"--writer {o.writer}: no copy of {o.checkpoint}: their shapes or stop ids differ"
+            f"{flag} {folder}: no copy of {o.checkpoint}: their shapes or stop ids differ"
         )
     name = identity(copy)
     if o.compile and copy.embed.weight.device.type == "cpu":

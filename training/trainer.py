@@ -54,6 +54,8 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
+        self.seconds = 0.0  # that the steps have taken, as the first process counts them
+        self.mark = time.monotonic()  # when it counted last
         self.updating = False
         self.saved = time.time()
         self._learn_scale()
@@ -80,7 +82,7 @@ class Trainer:
         return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
-        """Set the gradients of one batch (rows at `places`), summed over the processes.
+        """Set the gradients of one batch (rows at `places`), summed over the processes, and count the time.
 
         Returns (loss, accuracy of each step).
         """
@@ -97,7 +99,11 @@ class Trainer:
         for p in self.parameters.values():
             if p.grad is None:  # a process without rows in this batch
                 p.grad = torch.zeros_like(p)
-        self.processes.sum([loss, hits, *(p.grad for p in self.parameters.values())])
+        now = time.monotonic()
+        took = torch.tensor((now - self.mark) * self.processes.first, device=objective.device)
+        self.mark = now
+        self.processes.sum([loss, hits, took, *(p.grad for p in self.parameters.values())])
+        self.seconds += float(took)
         return float(loss), (hits.cpu() / torch.tensor(complete.valid).clamp(min=1)).tolist()
 
     def _seeds(self, places: list[int]) -> list[int]:
@@ -111,13 +117,16 @@ class Trainer:
     def update(self) -> None:
         """Update the weights by the gradients, then their average."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate(self.step, self.total)
+            group["lr"] = self.plan.rate(self._at(), self.total)
         self.optimizer.step()
         self.optimizer.zero_grad()
         # A short average at first, or it would never forget the start.
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
         for name, mean in self.average.items():
             mean.lerp_(self.parameters[name].detach(), 1 - keep)
+
+    def _at(self) -> float:
+        return self.plan.at(self.step, self.total, self.seconds)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -131,7 +140,7 @@ class Trainer:
         try:
             if self.epoch and not self.in_epoch:  # killed between the end of an epoch and its validation
                 self._validate(log)
-            while self.epoch < len(self.batches):
+            while self.epoch < len(self.batches) and (self.in_epoch or self._at() < self.total):
                 self._run_epoch(log)
                 self.epoch, self.in_epoch = self.epoch + 1, 0
                 self.save()  # first: whatever goes wrong in validation, the epoch is not lost
@@ -148,7 +157,8 @@ class Trainer:
     def _run_epoch(self, log: TrainingLog | None) -> None:
         """The rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.plan.unrolled(self.epoch, self.objective.steps)
-        while self.in_epoch < len(epoch):
+        self.mark = time.monotonic()
+        while self.in_epoch < len(epoch) and self._at() < self.total:
             places = epoch[self.in_epoch]
             loss, accuracy = self.gradients(places, steps)
             norm = self.clip()
@@ -164,7 +174,8 @@ class Trainer:
                     "norm": norm, "lr": self.optimizer.param_groups[0]["lr"],
                 }
                 tokens = sum(len(self.rows[p]["ids"]) for p in places)
-                log.step(entry, tokens, self.step % self.log_every == 0 or self.step == self.total)
+                at = self._at()
+                log.step(entry, tokens, self.step % self.log_every == 0 or at >= self.total, at)
             if time.time() - self.saved > self.save_seconds and self.in_epoch < len(epoch):
                 self.save()
 
@@ -237,9 +248,12 @@ class Trainer:
         """What defines a run, settings and data; a resumed run must have the same."""
         data = json.dumps([row["ids"] for row in self.held_out + self.rows]).encode()
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
+        reader = self.features.reader
         return {
-            **vars(self.plan), **self.objective.settings(), "shapes": str(shapes),
+            **vars(self.plan), "minutes": self.plan.minutes or None,
+            **self.objective.settings(), "shapes": str(shapes),
             "data": hashlib.sha256(data).hexdigest(), "target": identity(self.objective.target),
+            "reader": reader.name if reader else None,
         }
 
     def save(self) -> None:
@@ -248,7 +262,8 @@ class Trainer:
             save_state(self.work, {
                 "head": {name: p.detach() for name, p in self.parameters.items()}, "average": self.average,
                 "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
-                "at": (self.step, self.epoch, self.in_epoch), "options": self.fingerprint(),
+                "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds,
+                "options": self.fingerprint(),
             })
         self.saved = time.time()
 
@@ -266,4 +281,5 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.objective.scale = state["scale"]
         self.step, self.epoch, self.in_epoch = state["at"]
+        self.seconds = state.get("seconds", 0.0)
         return True

@@ -13,7 +13,7 @@ from engine.seats import Seats
 from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
-from training import corpus
+from training import collect, corpus
 from training.collect import Collector, user_end, user_header
 from training.processes import Processes
 from training.text import read_openings
@@ -121,7 +121,8 @@ def test_openings_that_cannot_be_used(tmp_path):
     assert read_openings(str(file)) == ("Write", "Sum")
 
 
-def test_shards_resume_and_are_shared_between_processes(golden, tmp_path):
+def test_shards_resume_and_are_shared_between_processes(golden, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "SHARD", 4)
     prompts = [users(f"question {i}") for i in range(10)]
     alone = collector(golden, tmp_path / "alone")
     alone.from_prompts(prompts)

@@ -1,4 +1,5 @@
 """The target's states: stored ones are the computed ones, memory and disk are bounded."""
+import copy
 import shutil
 
 import pytest
@@ -7,8 +8,10 @@ from helpers.training import ROWS
 
 from checkpoint.loading import load_model
 from common.errors import InputError
+from kernels.cpu import load_kernels
+from kernels.packed import pack_models
 from training import precision
-from training.features import Features, StoredFeatures
+from training.features import Features, Reader, StoredFeatures
 from training.processes import Processes
 
 
@@ -32,6 +35,27 @@ def test_stored_features_are_the_computed_ones(models, tmp_path):
         n = len(row["ids"])
         for a, b in zip(other.read([row]), expected):
             torch.testing.assert_close(a[0], b[:n], rtol=1e-4, atol=1e-5)  # other batches round otherwise
+
+
+@pytest.mark.parametrize("kernels", (False, True))
+def test_a_reader_reads_as_the_target_does(models, tmp_path, kernels):
+    target, head = models
+    twin = copy.deepcopy(target)
+    if kernels:
+        load_kernels()
+        assert pack_models(twin)
+    reader = Reader(twin, "twin")
+    expected = Features(target, head.args.aux_layers).read(ROWS)
+    for _ in range(2):  # the second time over what the first has left in the caches
+        got = Features(target, head.args.aux_layers, reader=reader).read(ROWS)
+        for i, row in enumerate(ROWS):
+            for a, b in zip(got, expected):
+                n = len(row["ids"])
+                torch.testing.assert_close(a[i, :n], b[i, :n], rtol=1e-4, atol=1e-4)
+    stores = [
+        StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(), reader=r) for r in (None, reader)
+    ]
+    assert stores[0].folder != stores[1].folder
 
 
 def test_a_full_disk_is_told_beforehand(models, tmp_path, monkeypatch, capsys):

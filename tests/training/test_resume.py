@@ -1,4 +1,5 @@
 """Runs that stop go on exactly, on one process or several, and other runs do not take their state."""
+import itertools
 import os
 import shutil
 import signal
@@ -6,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from helpers.training import log_of, options
 from safetensors.torch import load_file, save_file
 
 import train
+from training import trainer
 from training.objective import Eagle3Objective
 from training.trainer import Trainer
 
@@ -45,6 +48,34 @@ def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monke
     assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")
     assert train.main(argv) == 0
     assert same(tmp_path / "undisturbed" / "head", tmp_path / "broken" / "head")
+
+
+def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, capsys):
+    """It ends in its time, with the learning rate down, whether it is interrupted or not."""
+    ticks = itertools.count()
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: 6.0 * next(ticks), time=time.time))
+    asked = {"epochs": 50, "minutes": 1, "log-every": 1, "save-seconds": 0}
+    argv = options(golden, prompt_file, tmp_path, **asked)
+    original, calls = Trainer.gradients, iter(range(1000))
+
+    def stops(self, *args):
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "gradients", stops)
+    assert train.main(argv) == 130
+    assert train.main(argv) == 0
+    steps = [entry for entry in log_of(tmp_path / "work") if "loss" in entry]
+    assert len(steps) == 10
+    rates = [entry["lr"] for entry in steps]
+    assert rates[-1] == pytest.approx(0.1 * 1e-3) and max(rates) > 0.5e-3
+    head = weights(tmp_path / "head")
+    assert "tau" in log_of(tmp_path / "work")[-1]  # of the epoch that was cut short
+    assert train.main(argv) == 0  # there is nothing left to do
+    assert all(torch.equal(head[name], tensor) for name, tensor in weights(tmp_path / "head").items())
+    assert train.main(options(golden, prompt_file, tmp_path, **asked | {"minutes": 2})) == 1
+    assert "other settings or data (minutes)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

@@ -8,6 +8,7 @@ import torch
 from helpers.training import log_of, options
 from safetensors.torch import load_file
 
+import quantize
 import train
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
@@ -111,6 +112,21 @@ def test_products_of_floats(golden, prompt_file, tmp_path, monkeypatch, kind):
         losses.append([entry["loss"] for entry in log_of(work) if "loss" in entry])
     assert len(list(tmp_path.glob("features/*/*.bin"))) == 1  # the second run found those of the first
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+@pytest.mark.slow
+def test_a_quantised_copy_writes_and_reads(golden, prompt_file, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    assert quantize.main(["--checkpoint", str(golden), "--mode", "int8", "--out", str(copy)]) == 0
+    asked = {"epochs": 1, "cache-features": tmp_path / "features"}
+    assert train.main(options(golden, prompt_file, tmp_path / "own", **asked)) == 0
+    words = options(golden, prompt_file, tmp_path / "fast", **asked, writer=copy, reader=copy)
+    assert train.main(words) == 0
+    assert len(list((tmp_path / "features").iterdir())) == 2  # those of each in a folder of its own
+    shards = [{path.name for path in (tmp_path / of / "work/data").iterdir()} for of in ("own", "fast")]
+    assert not shards[0] & shards[1]
+    card = (tmp_path / "fast/head/README.md").read_text()
+    assert f"--writer {copy}" in card and f"--reader {copy}" in card
 
 
 @pytest.mark.slow
