@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))  # the project, for this file and for those that i
 from common.cli import MOST_THREADS, Options, note, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.threads import use_threads  # noqa: E402
-from engine.api import TextDecoder  # noqa: E402
 from engine.capture import capture  # noqa: E402
 from engine.runtime import check_device, use_device  # noqa: E402
+from engine.text_decoder import TextDecoder  # noqa: E402
 from evaluation.asking import rotated  # noqa: E402
 from kernels.cpu import isa_in_use  # noqa: E402
 from kernels.isa import processor_name  # noqa: E402

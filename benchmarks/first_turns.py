@@ -25,8 +25,9 @@ import bench  # first: it makes the modules below importable
 from bench import Decoded, describe, pooled_tau, write
 
 from common.cli import note
-from engine.api import Drafting, Result, TextDecoder, encode, load_target
+from engine.api import Drafting, load_target
 from engine.runtime import Runtime
+from engine.text_decoder import Result, TextDecoder, encode
 from sampling.options import Sampling
 from tokens.dataset import read_prompts
 from tree import TreeShape

@@ -23,10 +23,11 @@ from bench import describe, pooled_tau, write
 
 from common.cli import note
 from common.errors import InputError
-from engine.api import Drafting, Target, encode, load_target
+from engine.api import Drafting, Target, load_target
 from engine.decoder import Decoder
 from engine.run import Output, Run
 from engine.runtime import Runtime
+from engine.text_decoder import encode
 from sampling.options import Sampling
 from tokens.dataset import read_prompts
 

@@ -52,10 +52,11 @@ from checkpoint.folder import read_config
 from common.cli import note, positive
 from common.errors import InputError, first_line
 from drafters.eagle import Eagle
-from engine.api import Drafting, TextDecoder, encode, load_target
+from engine.api import Drafting, load_target
 from engine.calibrating import PROMPTS
 from engine.decoder import Decoder
 from engine.runtime import Runtime
+from engine.text_decoder import TextDecoder, encode
 from model import Transformer
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer

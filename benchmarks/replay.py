@@ -26,10 +26,11 @@ from bench import describe, write
 from common.cli import note
 from common.errors import InputError
 from engine import switching
-from engine.api import Drafting, encode, load_target
+from engine.api import Drafting, load_target
 from engine.calibration import SHORT, TEMPERATURES, Calibration
 from engine.costs import Costs
 from engine.runtime import Runtime
+from engine.text_decoder import encode
 from engine.tuning import Plan
 from sampling.options import Sampling
 from tokens.dataset import read_prompts

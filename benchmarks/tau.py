@@ -19,7 +19,7 @@ from bench import describe, write
 
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
-from engine.api import encode
+from engine.text_decoder import encode
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from tokens.dataset import read_prompts

@@ -7,7 +7,7 @@ from common.cli import note
 from common.errors import InputError
 from console.show import is_terminal, show
 from console.statistics import statistics
-from engine.api import TextDecoder
+from engine.text_decoder import TextDecoder
 from sampling.options import Sampling
 
 

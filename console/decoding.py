@@ -12,7 +12,7 @@ from common.errors import InputError, first_line
 from console.show import show
 from console.statistics import as_json, comparison, statistics
 from console.trace import Trace
-from engine.api import Prompt, TextDecoder
+from engine.text_decoder import Prompt, TextDecoder
 from sampling.options import Sampling
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 
-from engine.api import Job, Piece, Result
+from engine.text_decoder import Job, Piece, Result
 
 DRAFTED, PLAIN = "\033[36m", "\033[0m"
 

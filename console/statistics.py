@@ -3,9 +3,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.api import Result
 from engine.decoder import Decoder
 from engine.memory import peak_memory
+from engine.text_decoder import Result
 from sampling.rules import LOSSY
 from tokens.ids import common_prefix
 

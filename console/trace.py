@@ -10,8 +10,8 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.files import atomic_path
-from engine.api import Job, Piece, Result
 from engine.decoder import Decoder
+from engine.text_decoder import Job, Piece, Result
 from tree import Tree
 
 

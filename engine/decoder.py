@@ -40,7 +40,7 @@ class Unread(NamedTuple):
 
 
 class Decoder(Body):
-    """Decodes token-id prompts with one target and one drafter. Text is the business of `engine.api`.
+    """Decodes token-id prompts with one target and one drafter. Text: see `engine.text_decoder`.
 
     batch: sequences decoded together. lag: how many steps the host reads late; None is 1 on CUDA, 0
     elsewhere. plan: draft its trees in turn (see `engine.switching`), with `drafter`, which is a

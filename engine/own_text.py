@@ -9,10 +9,10 @@ from torch import Tensor
 
 from checkpoint.loading import load_model
 from common.errors import InputError
-from engine.api import encode
 from engine.calibrating import PROMPTS
 from engine.decoder import Decoder
 from engine.run import Run
+from engine.text_decoder import encode
 from kernels.cpu import try_kernels
 from kernels.packed import pack_models
 from sampling.options import Sampling

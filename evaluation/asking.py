@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.errors import InputError
-from engine.api import TextDecoder
+from engine.text_decoder import TextDecoder
 from evaluation.answers import Turn
 from tokens.dataset import read_questions
 

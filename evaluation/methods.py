@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from checkpoint.loading import identity
 from common.errors import InputError
-from engine.api import Drafting, Target, TextDecoder
+from engine.api import Drafting, Target
+from engine.text_decoder import TextDecoder
 from evaluation.table import PLAIN, label
 from sampling.rules import RULES
 

@@ -15,7 +15,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response, StreamingRes
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError
-from engine.api import encode
+from engine.text_decoder import encode
 from sampling.options import Sampling
 from server.answers import Answer, ChatAnswer, TextAnswer, Tokens
 from server.metrics import Metrics

@@ -48,7 +48,11 @@ class TargetStates(NamedTuple):
 @torch.no_grad()
 def read_target(target: Transformer, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
     """Run the target on tokens [B, T]."""
-    x, features = target.causal(tokens, aux_layers)
+    return _states(target, *target.causal(tokens, aux_layers))
+
+
+def _states(target: Transformer, x: Tensor, features: Tensor | None) -> TargetStates:
+    """What a target computes, from its last streams x [B, T, H] and those that it was asked for [B, T, F]."""
     # Logits of a few sequences at a time: V is large.
     greedy = torch.cat([target.logits(rows).argmax(-1) for rows in x.split(8)])
     return TargetStates(x[..., :0] if features is None else features, target.norm(x), greedy)
@@ -81,9 +85,7 @@ class Reader:
             self.caches = self.copy.caches(1, T)
         positions, start = torch.arange(T)[None], torch.zeros(1, dtype=torch.long)
         visible = visible_before(torch.arange(self.slots), start, T)
-        x, features = self.copy(tokens, positions, positions, visible, self.caches, aux_layers)
-        greedy = self.copy.logits(x).argmax(-1)
-        return TargetStates(x[..., :0] if features is None else features, self.copy.norm(x), greedy)
+        return _states(self.copy, *self.copy(tokens, positions, positions, visible, self.caches, aux_layers))
 
 
 class Features:

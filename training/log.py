@@ -40,10 +40,10 @@ class TrainingLog:
         )
         self.began, self.tokens = time.time(), 0
 
-    def step(self, entry: dict, tokens: int, write: bool, at: float) -> None:
+    def step(self, entry: dict, tokens: int, write: bool, progress: float) -> None:
         """One optimizer step of so many tokens: `entry` has step, loss, accuracy, norm and lr.
 
-        at: where it stands on the way through all steps, see `Plan.at`.
+        progress: see `Plan.progress`.
         """
         self.tokens += tokens
         hits = " ".join(f"{a:.2f}" for a in entry["accuracy"])
@@ -52,7 +52,7 @@ class TrainingLog:
             f"loss {entry['loss']:.3f} right {hits} chain tau {chain_tau(entry['accuracy']):.2f}"
             f" {speed:.0f} tok/s", False
         )
-        self.bar.update(min(int(at), self.bar.total) - self.bar.n)
+        self.bar.update(min(int(progress), self.bar.total) - self.bar.n)
         if write:
             self._write(entry)
 

@@ -24,10 +24,10 @@ class Plan:
     batch_tokens: int = 1024  # padded tokens per optimizer step
     seed: int = 0
 
-    def at(self, step: int, total: int, seconds: float) -> float:
-        """Where a step stands on the way through `total` steps, when training has taken so many seconds.
+    def progress(self, step: int, total: int, seconds: float) -> float:
+        """Steps of `total` that count as done after so many steps and seconds, whichever is further.
 
-        It is `total` or more when the time is over.
+        It is `total` or more when the steps or the time are over.
         """
         return max(step, total * seconds / (60 * self.minutes)) if self.minutes else step
 

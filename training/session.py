@@ -28,6 +28,7 @@ from training import corpus, figures
 from training.batches import Draw
 from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
+from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
 from training.new_head import BLOCK_KINDS, Shape, head_args, new_head, new_multi_token_heads
 from training.objective import (
@@ -41,7 +42,7 @@ from training.plan import Plan
 from training.precision import training_copy
 from training.processes import Processes
 from training.state import FILE
-from training.text import collect_text, load_copy
+from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from checkpoint.folder import read_config
-from checkpoint.loading import identity, load_model
 from common.cli import note
 from common.errors import InputError
-from engine.runtime import Runtime
 from engine.seats import Seats
-from kernels.packed import pack_models
 from model import Transformer
 from tokens.dataset import read_chats, read_conversations
 from tokens.tokenizer import Tokenizer
 from training import corpus
 from training.collect import Collector
+from training.copies import load_copy
 from training.processes import Processes
 
 
@@ -113,20 +109,3 @@ def _collector(
         seats, tokenizer, Path(o.work) / "data", target=name, seed=o.seed, max_new_tokens=o.max_new_tokens,
         temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=processes, writer=writer,
     )
-
-
-def load_copy(o: argparse.Namespace, flag: str, folder: str, target: Transformer) -> tuple[Transformer, str]:
-    """The quantised copy of the target that a flag names, ready to decode, and its identity.
-
-    Raises InputError if it is no copy of this target.
-    """
-    copy, config = load_model(folder, o.device, Runtime(dtype=o.dtype).torch_dtype)
-    same = replace(copy.args, tie_embeddings=target.args.tie_embeddings) == target.args
-    if not same or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
-        raise InputError(
-            f"{flag} {folder}: no copy of {o.checkpoint}: their shapes or stop ids differ"
-        )
-    name = identity(copy)
-    if o.compile and copy.embed.weight.device.type == "cpu":
-        pack_models(copy)
-    return copy, name

@@ -54,8 +54,7 @@ class Trainer:
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
-        self.seconds = 0.0  # that the steps have taken, as the first process counts them
-        self.mark = time.monotonic()  # when it counted last
+        self.seconds = 0.0  # that the steps have taken, see `_count_time`
         self.updating = False
         self.saved = time.time()
         self._learn_scale()
@@ -82,7 +81,7 @@ class Trainer:
         return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
-        """Set the gradients of one batch (rows at `places`), summed over the processes, and count the time.
+        """Set the gradients of one batch (rows at `places`), summed over the processes.
 
         Returns (loss, accuracy of each step).
         """
@@ -99,11 +98,7 @@ class Trainer:
         for p in self.parameters.values():
             if p.grad is None:  # a process without rows in this batch
                 p.grad = torch.zeros_like(p)
-        now = time.monotonic()
-        took = torch.tensor((now - self.mark) * self.processes.first, device=objective.device)
-        self.mark = now
-        self.processes.sum([loss, hits, took, *(p.grad for p in self.parameters.values())])
-        self.seconds += float(took)
+        self.processes.sum([loss, hits, *(p.grad for p in self.parameters.values())])
         return float(loss), (hits.cpu() / torch.tensor(complete.valid).clamp(min=1)).tolist()
 
     def _seeds(self, places: list[int]) -> list[int]:
@@ -117,7 +112,7 @@ class Trainer:
     def update(self) -> None:
         """Update the weights by the gradients, then their average."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate(self._at(), self.total)
+            group["lr"] = self.plan.rate(self._progress(), self.total)
         self.optimizer.step()
         self.optimizer.zero_grad()
         # A short average at first, or it would never forget the start.
@@ -125,8 +120,20 @@ class Trainer:
         for name, mean in self.average.items():
             mean.lerp_(self.parameters[name].detach(), 1 - keep)
 
-    def _at(self) -> float:
-        return self.plan.at(self.step, self.total, self.seconds)
+    def _progress(self) -> float:
+        """Steps of `total` that the plan counts as done."""
+        return self.plan.progress(self.step, self.total, self.seconds)
+
+    def _count_time(self, since: float) -> float:
+        """Count the seconds since then on the clock of the first process: all processes end at one step.
+
+        Returns the time now.
+        """
+        now = time.monotonic()
+        took = torch.tensor((now - since) * self.processes.first, device=self.objective.device)
+        self.processes.sum([took])
+        self.seconds += float(took)
+        return now
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class Trainer:
         try:
             if self.epoch and not self.in_epoch:  # killed between the end of an epoch and its validation
                 self._validate(log)
-            while self.epoch < len(self.batches) and (self.in_epoch or self._at() < self.total):
+            while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
                 self._run_epoch(log)
                 self.epoch, self.in_epoch = self.epoch + 1, 0
                 self.save()  # first: whatever goes wrong in validation, the epoch is not lost
@@ -157,10 +164,11 @@ class Trainer:
     def _run_epoch(self, log: TrainingLog | None) -> None:
         """The rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.plan.unrolled(self.epoch, self.objective.steps)
-        self.mark = time.monotonic()
-        while self.in_epoch < len(epoch) and self._at() < self.total:
+        counted = time.monotonic()
+        while self.in_epoch < len(epoch) and self._progress() < self.total:
             places = epoch[self.in_epoch]
             loss, accuracy = self.gradients(places, steps)
+            counted = self._count_time(counted)
             norm = self.clip()
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 self._stop(loss, norm, places)
@@ -174,8 +182,9 @@ class Trainer:
                     "norm": norm, "lr": self.optimizer.param_groups[0]["lr"],
                 }
                 tokens = sum(len(self.rows[p]["ids"]) for p in places)
-                at = self._at()
-                log.step(entry, tokens, self.step % self.log_every == 0 or at >= self.total, at)
+                progress = self._progress()
+                write = self.step % self.log_every == 0 or progress >= self.total
+                log.step(entry, tokens, write, progress)
             if time.time() - self.saved > self.save_seconds and self.in_epoch < len(epoch):
                 self.save()
 

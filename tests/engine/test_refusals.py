@@ -7,9 +7,10 @@ import pytest
 
 from common.errors import InputError
 from drafters.tree_spec import GPU_ROWS, default_tree, eagle_tree
-from engine.api import Drafting, Target, TextDecoder, encode, load_target
+from engine.api import Drafting, Target, load_target
 from engine.decoder import Decoder
 from engine.runtime import Runtime, check_compiler, check_device
+from engine.text_decoder import TextDecoder, encode
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 from tree import PAPER_TREE

@@ -33,16 +33,21 @@ def same(a: Path, b: Path) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", ema=0.9)) == 0
-    original, calls = Trainer.gradients, iter(range(1000))
+def interrupt_after(steps: int, monkeypatch) -> None:
+    """Ctrl-C, once, after so many optimizer steps."""
+    original, calls = Trainer.gradients, itertools.count()
 
     def stops(self, *args):
-        if next(calls) == 5:
+        if next(calls) == steps:
             raise KeyboardInterrupt
         return original(self, *args)
 
     monkeypatch.setattr(Trainer, "gradients", stops)
+
+
+def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monkeypatch, capsys):
+    assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", ema=0.9)) == 0
+    interrupt_after(5, monkeypatch)
     argv = options(golden, prompt_file, tmp_path / "broken", ema=0.9, **{"save-seconds": 0})
     assert train.main(argv) == 130 and not (tmp_path / "broken" / "head").exists()
     assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")
@@ -56,14 +61,7 @@ def test_a_run_of_so_many_minutes(golden, prompt_file, tmp_path, monkeypatch, ca
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=lambda: 6.0 * next(ticks), time=time.time))
     asked = {"epochs": 50, "minutes": 1, "log-every": 1, "save-seconds": 0}
     argv = options(golden, prompt_file, tmp_path, **asked)
-    original, calls = Trainer.gradients, iter(range(1000))
-
-    def stops(self, *args):
-        if next(calls) == 5:
-            raise KeyboardInterrupt
-        return original(self, *args)
-
-    monkeypatch.setattr(Trainer, "gradients", stops)
+    interrupt_after(5, monkeypatch)
     assert train.main(argv) == 130
     assert train.main(argv) == 0
     steps = [entry for entry in log_of(tmp_path / "work") if "loss" in entry]

@@ -1,0 +1,27 @@
+"""Quantised copies of the target: they write text and compute states nearly as it does, sooner."""
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from checkpoint.folder import read_config
+from checkpoint.loading import identity, load_model
+from common.errors import InputError
+from engine.runtime import Runtime
+from kernels.packed import pack_models
+from model import Transformer
+
+
+def load_copy(o: argparse.Namespace, flag: str, folder: str, target: Transformer) -> tuple[Transformer, str]:
+    """The quantised copy of the target that a flag names, ready to decode, and its identity.
+
+    Raises InputError if it is no copy of this target.
+    """
+    copy, config = load_model(folder, o.device, Runtime(dtype=o.dtype).torch_dtype)
+    same = replace(copy.args, tie_embeddings=target.args.tie_embeddings) == target.args
+    if not same or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
+        raise InputError(f"{flag} {folder}: no copy of {o.checkpoint}: their shapes or stop ids differ")
+    name = identity(copy)
+    if o.compile and copy.embed.weight.device.type == "cpu":
+        pack_models(copy)
+    return copy, name
