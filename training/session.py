@@ -119,6 +119,7 @@ class Session:
         if o.compile and torch.device(o.device).type == "cpu":
             o.compile = try_kernels(note)
         self.decoding = decoding_copy(self.target) if o.compile else self.target
+        self.reader = Reader(*load_copy(o, "--reader", o.reader, self.target)) if o.reader else None
         self.name, self.learning = identity(self.target), training_copy(self.target)
 
     def run(self, command: list[str]) -> None:
@@ -176,14 +177,13 @@ class Session:
     def prepare(self, text: Text) -> Trainer:
         """The training of a new head on this text, or the one that an earlier run has begun."""
         o, objective, dtype = self.o, self._objective(text), self.target.embed.weight.dtype
-        reader = Reader(*load_copy(o, "--reader", o.reader, self.target)) if o.reader else None
         if o.cache_features is None:
             room = o.feature_memory * 2**30
-            features = Features(self.learning, objective.aux_layers, room, dtype, reader)
+            features = Features(self.learning, objective.aux_layers, room, dtype, self.reader)
         else:
             folder = Path(o.cache_features or self.work / "features")
             features = StoredFeatures(
-                self.learning, objective.aux_layers, folder, self.processes, dtype, self.name, reader
+                self.learning, objective.aux_layers, folder, self.processes, dtype, self.name, self.reader
             )
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
         trainer = Trainer(

@@ -80,6 +80,19 @@ def test_a_quantised_target_is_refused(golden, prompt_file, tmp_path, capsys):
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.parametrize("flag", ["writer", "reader"])
+def test_a_copy_of_another_target_is_refused(golden, prompt_file, tmp_path, capsys, flag):
+    """Before any text is written."""
+    other = tmp_path / "other"
+    shutil.copytree(golden, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"stop_ids": [7]}))
+    assert train.main(options(golden, prompt_file, tmp_path, **{flag: other})) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: --{flag} {other}: no copy of {golden}: their shapes or stop ids differ")
+    assert not list((tmp_path / "work").glob("data/*"))
+
+
 def test_what_a_template_refuses_is_left_out(golden, tmp_path, capsys):
     """A strict template costs the prompts and conversations it refuses, and says why; not the run."""
     strict = tmp_path / "strict"
