@@ -70,7 +70,8 @@ class StaticTree(nn.Module):
         """
         B = tokens.shape[0]
         ancestors = self.ancestors.expand(B, -1, -1)
-        paths = None if scores is None else (self.ancestors * scores[:, None]).sum(-1)
+        # Chosen, not multiplied: a score may be -inf.
+        paths = None if scores is None else torch.where(self.ancestors, scores[:, None], 0).sum(-1)
         return Tree(tokens, self.parent.expand(B, -1), self.depth.expand(B, -1), ancestors, paths)
 
 

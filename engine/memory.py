@@ -31,8 +31,8 @@ def bytes_per_step(target: Transformer, drafter: Drafter) -> int:
         read = (p for n, p in module.named_parameters() if not n.startswith(skip))
         return sum(p.numel() * p.element_size() for p in read)
 
-    network = drafter.network
-    return size(target) + (drafter.passes * size(network) if network is not None else 0)
+    alone = getattr(drafter, "parts", (drafter,))  # of two, each has passes of its own
+    return size(target) + sum(part.passes * size(part.network) for part in alone if part.network is not None)
 
 
 def peak_memory(device: torch.device) -> int:

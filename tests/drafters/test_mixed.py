@@ -138,6 +138,26 @@ def test_a_tree_with_room_for_both_is_better_than_either(models):
     assert tau(Mixed(Lookup(), Eagle(head, shape), 24)) > max(tau(Lookup()), tau(Eagle(head, shape)))
 
 
+def test_where_one_has_nothing_the_other_drafts_alone(models):
+    """Lookup without a match leaves its rows to the head, and gets none of its own."""
+    target, head = models
+    torch.manual_seed(0)
+    prompt, sampling = torch.randperm(256)[:24].tolist(), Sampling(16, temperature=1.0, seed=3)
+    lengths, eagle = [], Eagle(head, TreeShape(12, 3, 4))
+    for drafter in (eagle, Mixed(Lookup(shortest=4), Eagle(head, TreeShape(12, 3, 4)))):
+        out, = Decoder(target, drafter, max_seq_len=100, compile=False).generate([prompt], sampling)
+        lengths.append(out.accept_lengths)
+    assert lengths[0] == lengths[1] and max(lengths[0]) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("methods", ("lookup+eagle3", "eagle3+lookup"))
+def test_generate_says_what_two_took(golden, capsys, methods):
+    words = ["--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "8", "--prompt", "abc"]
+    assert generate.main([*words, "--speculate", methods]) == 0
+    assert "GB/s of weights read" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_generate_names_two(golden, tmp_path, capsys):
     common = ["--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "30", "--json"]
