@@ -334,6 +334,42 @@ class Growth:
         return Tree(tokens, parent, *link(parent, self.shape.depth + 1), scores)
 
 
+def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
+    """The `nodes` most likely nodes of two trees with one root, by their scores, as a tree.
+
+    A path that both have counts once, with the better score. levels: the trees have at most so many below the
+    root. A child never outscores its parent; of equals the parent comes first, and stays with its child.
+    """
+    first = one.tokens.shape[1]
+    # Which nodes of the other stand where a node of the one stands [B, T2, T1].
+    alike = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
+    same = torch.zeros_like(alike)
+    same[:, 0, 0] = True
+    roots = (one.depth == 0)[:, None] | (other.depth == 0)[..., None]
+    for _ in range(levels):
+        above = same.gather(1, other.parent[..., None].expand_as(same))
+        above = above.gather(2, one.parent[:, None].expand_as(same))
+        same = same | (alike & above & ~roots)
+    known, match = same.any(-1), same.long().argmax(-1)
+    lowest = float("-inf")
+    better = torch.where(same, other.scores[..., None], lowest).amax(1)
+    scores = torch.cat((torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)[:, 1:]), 1)
+    tokens = torch.cat((one.tokens, other.tokens[:, 1:]), 1)
+    joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
+    parents = torch.cat((one.parent, joined.gather(1, other.parent)[:, 1:]), 1)
+
+    best = scores[:, 1:].sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
+    keep = (best + 1).sort(dim=-1).values
+    above = parents.gather(1, keep).contiguous()
+    place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
+    # A node that is only there to fill the tree may have lost its parent: a guess below the root then.
+    parent = torch.where((above > 0) & (keep.gather(1, place) == above), place + 1, 0)
+    parent = torch.cat((torch.zeros_like(parent[:, :1]), parent), 1)
+    tokens = torch.cat((tokens[:, :1], tokens.gather(1, keep)), 1)
+    scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), 1)
+    return Tree(tokens, parent, *link(parent, levels), scores)
+
+
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor:
     """Which cache slots each row of a pass attends to -> [B, T, n] bool.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drafters.base import Confidence, Drafter, Proposal, StaticTree, constants
 from drafters.request import Request
+from kernels import cpu
 from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
@@ -65,15 +66,24 @@ class Lookup(Drafter):
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
         """Whether any sequence that still moves has a match []."""
-        return ((self.matches(state, slots) >= self.shortest) & ~state.done[:, None]).any()
+        _, likely = self.follow(state, slots)
+        return ((likely[:, 1] > float("-inf")) & ~state.done).any()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        """See `Drafter.propose`.
+        return Proposal(self.static.of(*self.follow(state, slots)))
 
-        Chains without a match repeat the root: a guess as bad as any, and never a wrong text.
+    def follow(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The tree's tokens [B, T] and how likely each is after its parent, as logarithms [B, T].
+
+        Chains without a match repeat the root, with likelihood 0: a guess as bad as any, and never a wrong
+        text.
         """
-        root, length = state.root()[:, None], state.length[:, None]
         n = slots.shape[0]
+        if cpu.is_alone():
+            return cpu.follow(
+                state.tokens, state.length, n, self.chain, self.ahead, self.first, self.further, self.shortest
+            )
+        root, length = state.root()[:, None], state.length[:, None]
         matched = self.matches(state, slots)
         # The longest, of those the latest.
         score = torch.where(matched >= self.shortest, matched * n + slots, -1)
@@ -91,11 +101,10 @@ class Lookup(Drafter):
         period = (length - starts).clamp(min=1)
         place = starts + 1 + (self.ahead - 1) % period
         drafted = torch.where(live, state.tokens.gather(1, place), root)
-        long = matched.gather(1, starts).clamp(max=self.longest)
-        given_parent = torch.where(self.ahead == 1, self.first[long], self.further[long])
-        given_parent = torch.where(live, given_parent, float("-inf"))
-        scores = torch.cat((torch.zeros_like(given_parent[:, :1]), given_parent), 1)
-        return Proposal(self.static.of(torch.cat((root, drafted), 1), scores))
+        long = matched.gather(1, starts)
+        likely = torch.where(self.ahead == 1, self.first[long], self.further[long])
+        likely = torch.where(live, likely, float("-inf"))
+        return torch.cat((root, drafted), 1), torch.cat((torch.zeros_like(likely[:, :1]), likely), 1)
 
 
 def build(request: Request) -> Lookup:

@@ -19,7 +19,8 @@ from common.errors import InputError
 from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
 from drafters.network import HeadDrafter
 from drafters.request import Request
-from tree import AnyTree, Tree, TreeShape, link
+from kernels.parts import join
+from tree import AnyTree, Tree, TreeShape
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
 
@@ -144,14 +145,13 @@ class Mixed(Drafter):
                 state.temperature, state.key, state.window,
             )
             found.append(part.propose(view, slots, noise))
+        greedy, sampling = self.believed[:, None].unbind(2)
         between = state.temperature.clamp(0, 1)[:, None]
+        slope, shift = torch.lerp(greedy, sampling, between)[..., None].unbind(2)  # [parts, B, 1] each
         trees = []
-        for proposal, (greedy, sampling) in zip(found, self.believed.unbind(0)):
-            tree = proposal.tree
+        for i, (tree, *_) in enumerate(found):
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
-            slope, shift = (greedy + (sampling - greedy) * between).unbind(-1)  # [B] each
-            believed = (slope[:, None] * scores + shift[:, None]).clamp(max=0)
-            trees.append(tree._replace(scores=believed))
+            trees.append(tree._replace(scores=(slope[i] * scores + shift[i]).clamp(max=0)))
         tree = join(*trees, self.shape.nodes, self.shape.levels)
         extra = next((proposal.extra for proposal in found if proposal.extra is not None), None)
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
@@ -161,42 +161,6 @@ class Mixed(Drafter):
         own = extra.sees[..., -extra.tokens.shape[1] :]
         drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
         return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))
-
-
-def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
-    """The `nodes` most likely nodes of two trees with one root, by their scores, as a tree.
-
-    A path that both have counts once, with the better score. levels: the trees have at most so many below the
-    root. A child never outscores its parent; of equals the parent comes first, and stays with its child.
-    """
-    first = one.tokens.shape[1]
-    # Which nodes of the other stand where a node of the one stands [B, T2, T1].
-    alike = (other.tokens[..., None] == one.tokens[:, None]) & (other.depth[..., None] == one.depth[:, None])
-    same = torch.zeros_like(alike)
-    same[:, 0, 0] = True
-    roots = (one.depth == 0)[:, None] | (other.depth == 0)[..., None]
-    for _ in range(levels):
-        above = same.gather(1, other.parent[..., None].expand_as(same))
-        above = above.gather(2, one.parent[:, None].expand_as(same))
-        same = same | (alike & above & ~roots)
-    known, match = same.any(-1), same.long().argmax(-1)
-    lowest = float("-inf")
-    better = torch.where(same, other.scores[..., None], lowest).amax(1)
-    scores = torch.cat((torch.maximum(one.scores, better), other.scores.masked_fill(known, lowest)[:, 1:]), 1)
-    tokens = torch.cat((one.tokens, other.tokens[:, 1:]), 1)
-    joined = torch.where(known, match, torch.arange(other.tokens.shape[1], device=match.device) + first - 1)
-    parents = torch.cat((one.parent, joined.gather(1, other.parent)[:, 1:]), 1)
-
-    best = scores[:, 1:].sort(dim=-1, descending=True, stable=True).indices[:, : nodes - 1]
-    keep = (best + 1).sort(dim=-1).values
-    above = parents.gather(1, keep).contiguous()
-    place = torch.searchsorted(keep, above).clamp(max=keep.shape[1] - 1)
-    # A node that is only there to fill the tree may have lost its parent: a guess below the root then.
-    parent = torch.where((above > 0) & (keep.gather(1, place) == above), place + 1, 0)
-    parent = torch.cat((torch.zeros_like(parent[:, :1]), parent), 1)
-    tokens = torch.cat((tokens[:, :1], tokens.gather(1, keep)), 1)
-    scores = torch.cat((torch.zeros_like(scores[:, :1]), scores.gather(1, keep)), 1)
-    return Tree(tokens, parent, *link(parent, levels), scores)
 
 
 def build_mixed(

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from evaluation.answers import Answer
 from evaluation.lossless import Difference
-from sampling.rules import LOSSY
+from sampling.rules import LOSSY, RULES
 
 PLAIN = "none"
 
@@ -20,7 +20,8 @@ def label(method: str, rule: str) -> str:
 
 def bound_to_be_plain(method: str, temperature: float) -> bool:
     """Whether the texts of a method with this label must be those of plain decoding."""
-    return "+" not in method or temperature == 0
+    others = tuple(label("", rule) for rule in RULES if rule != "equal")
+    return temperature == 0 or not method.endswith(others)
 
 
 def summarise(

@@ -325,6 +325,21 @@ def prune(scores: Tensor, tokens: Tensor, parents: Tensor, root: Tensor, nodes: 
     return _ops.prune(scores, tokens, parents, root, nodes)
 
 
+def join(
+    one: tuple[Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor], nodes: int
+) -> tuple[Tensor, ...]:
+    """The fields of `tree.join` of two trees' tokens, parents and scores, [B, T1] and [B, T2]."""
+    return _ops.join(*one, *other, nodes)
+
+
+def follow(
+    text: Tensor, length: Tensor, slots: int, chain: Tensor, ahead: Tensor, first: Tensor, further: Tensor,
+    shortest: int,
+) -> tuple[Tensor, Tensor]:
+    """`drafters.lookup.Lookup.follow` in the first `slots` of text [B, N], whose roots are at length [B]."""
+    return _ops.follow(text, length, slots, chain, ahead, first, further, shortest)
+
+
 def accept(
     tokens: Tensor, parent: Tensor, depth: Tensor, chosen: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:

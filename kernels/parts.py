@@ -133,6 +133,13 @@ def prune(growth: Growth, root: Tensor) -> Tree:
     return Tree(*cpu.prune(*candidates, root, shape.nodes))
 
 
+def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
+    """`tree.join`."""
+    if not cpu.is_alone():
+        return tree.join(one, other, nodes, levels)
+    return Tree(*cpu.join(*((t.tokens, t.parent, t.scores) for t in (one, other)), nodes))
+
+
 def accept(drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """`tree.accept`."""
     nodes = drafted.tokens, drafted.parent, drafted.depth

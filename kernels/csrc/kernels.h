@@ -5,6 +5,8 @@
 // therefore gives each node exactly the numbers that plain decoding would, in any dtype.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <vector>
 
@@ -152,14 +154,48 @@ void advance(const float* scores, const int64_t* tokens, const bool* sees, int64
 // Which of n slots each row sees [B, T, n]: the first `length` [B], and after them as local [B, T, M] says.
 void see(const int64_t* length, const bool* local, int64_t B, int64_t T, int64_t M, int64_t n, bool* out);
 
+// A float as an integer in the same order.
+inline uint32_t ordered(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
 struct TreeOut {  // of T nodes
   int64_t T, *tokens, *parent, *depth;  // [B, T]
   bool* ancestors;                      // [B, T, T]
   float* scores;                        // [B, T]
+
+  // Node i of text b, those before it written: 0 is the root.
+  void put(int64_t b, int64_t i, int64_t token, int64_t above, float score) const {
+    const int64_t at = b * T + i;
+    bool *mine = ancestors + at * T, *over = ancestors + (b * T + above) * T;
+    tokens[at] = token, parent[at] = above, scores[at] = score;
+    depth[at] = i ? depth[b * T + above] + 1 : 0;
+    if (i) std::copy(over, over + T, mine);
+    else std::fill(mine, mine + T, false);
+    mine[i] = true;
+  }
 };
 // The tree of the T - 1 best of `count` candidates below root [B]. scores, tokens, parents [B, count].
 void prune(const float* scores, const int64_t* tokens, const int64_t* parents, const int64_t* root, int64_t B,
            int64_t count, const TreeOut& tree);
+
+struct Nodes {  // of a tree, or of those of B texts
+  const int64_t *tokens, *parent;  // [B, T]
+  const float* scores;             // [B, T]
+  int64_t T;
+};
+// The tree of the most likely nodes of two with one root. See tree.py: join.
+void join(const Nodes& one, const Nodes& other, int64_t B, const TreeOut& tree);
+
+struct Chains {  // of what followed matches in a text: drafters/lookup.py
+  const int64_t *of, *ahead;     // [T - 1] of each drafted node, its chain and how far after the match it stands
+  const float *first, *further;  // [longest + 1] how likely what follows a match of so many tokens is
+  int64_t T, shortest, longest;
+};
+// What followed the last tokens up to `length` [B] before, in the first n of text [B, N] -> tokens, likely [B, T].
+void follow(const int64_t* text, const int64_t* length, int64_t B, int64_t N, int64_t n, const Chains& chains,
+            int64_t* tokens, float* likely);
 
 // The deepest path [B, W] on which chosen [B, T] agrees with the tree, and its count [B].
 void accept(const int64_t* tokens, const int64_t* parent, const int64_t* depth, const int64_t* chosen, int64_t B,

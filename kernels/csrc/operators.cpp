@@ -301,17 +301,50 @@ Tensor see_(const Tensor& length, const Tensor& local, int64_t n) {
   return out;
 }
 
+struct TreeTensors {  // the fields of a tree of T nodes
+  Tensor tokens, parent, depth, ancestors, scores;
+  TreeTensors(int64_t B, int64_t T)
+      : tokens(empty({B, T}, ScalarType::Long)), parent(empty({B, T}, ScalarType::Long)),
+        depth(empty({B, T}, ScalarType::Long)), ancestors(empty({B, T, T}, ScalarType::Bool)),
+        scores(empty({B, T}, ScalarType::Float)) {}
+  TreeOut out() {
+    return {tokens.size(1), tokens.mutable_data_ptr<int64_t>(), parent.mutable_data_ptr<int64_t>(),
+            depth.mutable_data_ptr<int64_t>(), ancestors.mutable_data_ptr<bool>(), scores.mutable_data_ptr<float>()};
+  }
+  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fields() { return {tokens, parent, depth, ancestors, scores}; }
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prune_(const Tensor& scores, const Tensor& tokens,
                                                           const Tensor& parents, const Tensor& root, int64_t T) {
   const Tensor s = whole(scores), t = whole(tokens), p = whole(parents), r = whole(root);
-  const int64_t B = s.size(0);
-  Tensor token = empty({B, T}, t.scalar_type()), parent = empty({B, T}, t.scalar_type());
-  Tensor depth = empty({B, T}, t.scalar_type()), ancestors = empty({B, T, T}, ScalarType::Bool);
-  Tensor of_paths = empty({B, T}, s.scalar_type());
-  prune(floats(s), longs(t), longs(p), longs(r), B, s.size(1),
-        {T, token.mutable_data_ptr<int64_t>(), parent.mutable_data_ptr<int64_t>(),
-         depth.mutable_data_ptr<int64_t>(), ancestors.mutable_data_ptr<bool>(), of_paths.mutable_data_ptr<float>()});
-  return {token, parent, depth, ancestors, of_paths};
+  TreeTensors tree(s.size(0), T);
+  prune(floats(s), longs(t), longs(p), longs(r), s.size(0), s.size(1), tree.out());
+  return tree.fields();
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> join_(const Tensor& tokens, const Tensor& parent,
+                                                         const Tensor& scores, const Tensor& other_tokens,
+                                                         const Tensor& other_parent, const Tensor& other_scores,
+                                                         int64_t T) {
+  const Tensor t = whole(tokens), p = whole(parent), s = whole(scores);
+  const Tensor ot = whole(other_tokens), op = whole(other_parent), os = whole(other_scores);
+  TreeTensors tree(t.size(0), T);
+  join({longs(t), longs(p), floats(s), t.size(1)}, {longs(ot), longs(op), floats(os), ot.size(1)}, t.size(0),
+       tree.out());
+  return tree.fields();
+}
+
+std::tuple<Tensor, Tensor> follow_(const Tensor& text, const Tensor& length, int64_t n, const Tensor& chain,
+                                   const Tensor& ahead, const Tensor& first, const Tensor& further,
+                                   int64_t shortest) {
+  const Tensor in = whole(text), l = whole(length), c = whole(chain), a = whole(ahead);
+  const Tensor once = whole(first), more = whole(further);
+  const int64_t B = in.size(0), T = c.size(0) + 1;
+  Tensor tokens = empty({B, T}, ScalarType::Long), likely = empty({B, T}, ScalarType::Float);
+  follow(longs(in), longs(l), B, in.size(1), n,
+         {longs(c), longs(a), floats(once), floats(more), T, shortest, once.size(0) - 1},
+         tokens.mutable_data_ptr<int64_t>(), likely.mutable_data_ptr<float>());
+  return {tokens, likely};
 }
 
 std::tuple<Tensor, Tensor> accept_(const Tensor& tokens, const Tensor& parent, const Tensor& depth,
@@ -384,6 +417,10 @@ LIBRARY(NAMESPACE, m) {
   m.def("see(Tensor length, Tensor local, int slots) -> Tensor");
   m.def("prune(Tensor scores, Tensor tokens, Tensor parents, Tensor root, int nodes)"
         " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("join(Tensor tokens, Tensor parent, Tensor scores, Tensor other_tokens, Tensor other_parent,"
+        " Tensor other_scores, int nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("follow(Tensor text, Tensor length, int slots, Tensor chain, Tensor ahead, Tensor first, Tensor further,"
+        " int shortest) -> (Tensor, Tensor)");
   m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor, Tensor)");
   m.def("emit(Tensor tokens, Tensor count, Tensor(a!) text, Tensor(b!) length, Tensor(c!) done, Tensor(d!) out,"
         " Tensor limit, Tensor stop_ids) -> Tensor");
@@ -417,6 +454,8 @@ LIBRARY_IMPL(NAMESPACE, CPU, m) {
   m.impl("advance", TORCH_BOX(&eagle::advance_));
   m.impl("see", TORCH_BOX(&eagle::see_));
   m.impl("prune", TORCH_BOX(&eagle::prune_));
+  m.impl("join", TORCH_BOX(&eagle::join_));
+  m.impl("follow", TORCH_BOX(&eagle::follow_));
   m.impl("accept", TORCH_BOX(&eagle::accept_));
   m.impl("emit", TORCH_BOX(&eagle::emit_));
   m.impl("hand_over", TORCH_BOX(&eagle::hand_over_));

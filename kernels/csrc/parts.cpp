@@ -3,7 +3,6 @@
 // tree.py, sampling/noise.py and drafters/network.py define them. Sums over a vocabulary run over chunks of
 // fixed size, added in order: the threads change nothing.
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -265,26 +264,17 @@ void prune(const float* scores, const int64_t* tokens, const int64_t* parents, c
   std::vector<int64_t> order(count);
   for (int64_t b = 0; b < B; b++) {
     const float* score = scores + b * count;
-    const auto key = [&](int64_t i) {  // in the order of floats, -0 as 0
-      const uint32_t bits = std::bit_cast<uint32_t>(score[i] + 0.0f);
-      return bits >> 31 ? ~bits : bits | 0x80000000u;
-    };
     for (int64_t i = 0; i < count; i++) order[i] = i;
     std::partial_sort(order.begin(), order.begin() + T - 1, order.end(), [&](int64_t i, int64_t j) {
-      return key(i) != key(j) ? key(i) > key(j) : i < j;
+      const uint32_t x = ordered(score[i] + 0.0f), y = ordered(score[j] + 0.0f);  // -0 as 0
+      return x != y ? x > y : i < j;
     });
     std::sort(order.begin(), order.begin() + T - 1);
-    int64_t *token = tree.tokens + b * T, *parent = tree.parent + b * T, *depth = tree.depth + b * T;
-    bool* ancestors = tree.ancestors + b * T * T;
-    std::memset(ancestors, 0, T * T);
-    token[0] = root[b], parent[0] = 0, depth[0] = 0, tree.scores[b * T] = 0, ancestors[0] = true;
+    tree.put(b, 0, root[b], 0, 0);
     for (int64_t i = 1; i < T; i++) {
       const int64_t from = order[i - 1], above = parents[b * count + from];
-      token[i] = tokens[b * count + from], tree.scores[b * T + i] = score[from];
-      parent[i] = above < 0 ? 0 : std::lower_bound(order.begin(), order.begin() + T - 1, above) - order.begin() + 1;
-      depth[i] = depth[parent[i]] + 1;
-      std::memcpy(ancestors + i * T, ancestors + parent[i] * T, T);
-      ancestors[i * T + i] = true;
+      const auto place = std::lower_bound(order.begin(), order.begin() + T - 1, above) - order.begin();
+      tree.put(b, i, tokens[b * count + from], above < 0 ? 0 : place + 1, score[from]);
     }
   }
 }

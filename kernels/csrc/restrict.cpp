@@ -1,6 +1,5 @@
 // Top-k and top-p as masks over logits, as sampling/restrict.py has them: no sort, exact ties.
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -12,12 +11,6 @@
 namespace eagle {
 
 namespace {
-
-// A float as an integer in the same order.
-uint32_t ordered(float x) {
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
 
 // The largest t for which the weights of keys >= t sum up to at least `need`: digit by digit, from the top.
 template <class WeightOf>

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.states import random_tree
 from safetensors.torch import load_file
 
 import generate
@@ -13,30 +14,11 @@ from drafters.base import Confidence, Drafter, Proposal
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
-from drafters.mixed import Mixed, join
+from drafters.mixed import Mixed
 from engine.calibrating import fit_confidence
 from engine.decoder import Decoder
 from sampling.options import Sampling
-from tree import Tree, TreeShape, link
-
-
-def random_tree(nodes: int, levels: int, seed: int) -> Tree:
-    """Two trees of few tokens, siblings distinct, parents before children and never outscored."""
-    g = torch.Generator().manual_seed(seed)
-    trees = []
-    for _ in range(2):
-        tokens, parent, score, depth = [9], [0], [0.0], [0]
-        while len(tokens) < nodes:
-            above = int(torch.randint(len(tokens), (1,), generator=g))
-            token = int(torch.randint(6, (1,), generator=g))
-            taken = {t for t, p in zip(tokens[1:], parent[1:]) if p == above}
-            if depth[above] == levels or token in taken:
-                continue
-            tokens.append(token), parent.append(above), depth.append(depth[above] + 1)
-            score.append(score[above] - float(torch.rand(1, generator=g)))
-        trees.append((tokens, parent, score))
-    tokens, parent, scores = (torch.tensor(x) for x in zip(*trees))
-    return Tree(tokens, parent, *link(parent, levels), scores)
+from tree import Tree, TreeShape, join, link
 
 
 def paths(tree: Tree, b: int) -> dict[tuple[int, ...], float]:

@@ -219,6 +219,14 @@ def test_one_target_for_all_methods_and_one_report_for_what_is_asked(run, golden
     assert {r["questions"] for r in rows_in(folder / "out") if r["set"] == "one"} == {2}
 
 
+def test_texts_of_joint_trees_are_judged_too(run):
+    folder, go = run
+    assert go("--speculate", "lookup+eagle3", "--observe", "0", out="joint") == 0
+    joint = [row for row in rows_in(folder / "joint") if row["method"] == "lookup+eagle3"]
+    assert {row["temperature"] for row in joint} == {0.0, 1.0}
+    assert all(row["equal"] == row["questions"] and row["errors"] == 0 for row in joint)
+
+
 def test_other_rules_are_named_and_not_judged(run, golden, capsys):
     folder, go = run
     draft = [

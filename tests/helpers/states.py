@@ -1,7 +1,8 @@
-"""Decoder states made by hand."""
+"""Decoder states and trees made by hand."""
 import torch
 
 from engine.state import State
+from tree import Tree, link
 
 
 def state_of(texts: list[list[int]], slots: int = 64) -> State:
@@ -14,3 +15,22 @@ def state_of(texts: list[list[int]], slots: int = 64) -> State:
         state.length[i] = len(text) - 1
     state.done.fill_(False)
     return state
+
+
+def random_tree(nodes: int, levels: int, seed: int) -> Tree:
+    """Two trees of few tokens, siblings distinct, parents before children and never outscored."""
+    g = torch.Generator().manual_seed(seed)
+    trees = []
+    for _ in range(2):
+        tokens, parent, score, depth = [9], [0], [0.0], [0]
+        while len(tokens) < nodes:
+            above = int(torch.randint(len(tokens), (1,), generator=g))
+            token = int(torch.randint(6, (1,), generator=g))
+            taken = {t for t, p in zip(tokens[1:], parent[1:]) if p == above}
+            if depth[above] == levels or token in taken:
+                continue
+            tokens.append(token), parent.append(above), depth.append(depth[above] + 1)
+            score.append(score[above] - float(torch.rand(1, generator=g)))
+        trees.append((tokens, parent, score))
+    tokens, parent, scores = (torch.tensor(x) for x in zip(*trees))
+    return Tree(tokens, parent, *link(parent, levels), scores)

@@ -1,9 +1,11 @@
 """The parts of a step as operators: each gives what its definition gives."""
 import pytest
 import torch
+from helpers.states import random_tree, state_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from drafters.lookup import Lookup
 from engine.state import State
 from kernels import cpu, isa, parts
 from kernels.gpu import here
@@ -156,6 +158,31 @@ def test_prune_and_accept(both, shape):
     for seed in range(20):
         (tree, *taken), (found, *found_taken) = both(grow, seed)
         assert all(torch.equal(a, b) for a, b in zip([*tree, *taken], [*found, *found_taken]))
+
+
+@pytest.mark.parametrize("nodes", (2, 10, 20))
+def test_join(cpu_kernels, nodes):
+    """Random trees of few tokens, with equal scores and scores of -inf among them."""
+    for seed in range(20):
+        one, other = (random_tree(12, 4, 1000 * s + seed) for s in (1, 2))
+        one = one._replace(scores=one.scores.mul(3).round())
+        other = other._replace(scores=other.scores.mul(3).round())
+        other.scores[other.scores < -4] = float("-inf")
+        defined, found = cpu_kernels(parts.join, one, other, nodes, 4)
+        assert all(torch.equal(a, b) for a, b in zip(defined, found))
+
+
+@pytest.mark.parametrize("lengths, shortest", (((7, 3, 1), 2), ((4,), 1), ((2, 2, 2, 2), 3)))
+def test_follow(cpu_kernels, lengths, shortest):
+    """Random texts of three tokens, short and long; what stands behind them is of another text."""
+    lookup = Lookup(lengths, shortest=shortest)
+    for seed in range(20):
+        texts = [integers(3, (n,), seed).tolist() for n in (1, 2, 5 + seed, 59)]
+        state = state_of(texts)
+        slots = torch.arange(59)
+        for method in (lookup.follow, lookup.has_guess):
+            defined, found = cpu_kernels(method, state, slots)
+            assert all(torch.equal(a, b) for a, b in zip(torch.atleast_1d(defined), torch.atleast_1d(found)))
 
 
 def test_accept_of_a_whole_chain(both):
