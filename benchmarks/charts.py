@@ -2,8 +2,8 @@
 
     python benchmarks/charts.py
 
-Nothing is measured: the figures come from peers-emerald.json, evaluate.json, nine_drafters.json and
-step.json in benchmarks/results, and everything that is written goes there too.
+Nothing is measured: the figures come from peers-emerald.json, evaluate.json, drafters.json and step.json in
+benchmarks/results, and everything that is written goes there too.
 """
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ PUBLISHED = {
 NAMES = {
     "eagle3": "EAGLE-3", "eagle2": "EAGLE-2", "eagle": "EAGLE-1", "hydra": "Hydra++", "medusa": "Medusa",
     "lookup": "prompt lookup", "rest": "REST", "lookahead": "Lookahead", "draft-model": "draft model (SpS)",
+    "p-eagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "lookup+eagle3": "lookup + EAGLE-3",
 }
 PRECISIONS = {"none": "bf16", "int8": "int8", "w8a8": "w8a8"}
 
@@ -75,16 +76,20 @@ def sets() -> None:
 
 
 def drafters() -> None:
-    """Nine drafters and plain decoding on the papers' six sets, and what Spec-Bench published."""
-    cells = {(row["method"], row["set"]): row for row in read("nine_drafters")["rows"]}
+    """All drafters and plain decoding on the papers' six sets, and what Spec-Bench published."""
+    rows = {(r["temperature"], r["method"], r["set"]): r for r in read("drafters")["rows"]}
+    cells = {(method, name): row for (temperature, method, name), row in rows.items() if temperature == 0}
     ranked = sorted({method for method, _ in cells}, key=lambda m: -cells[m, "mean"]["speedup"])
-    head = ["method", *(f"{name} {what}" for name in SETS for what in ("speedup", "tau")), "texts equal"]
-    write_csv("nine_drafters", [*head, "Spec-Bench speedup", "Spec-Bench tau"], [[
-        method, *(cells[method, name][what] for name in SETS for what in ("speedup", "tau")),
-        cells[method, "mean"]["equal"], *PUBLISHED.get(method, ("", "")),
-    ] for method in ranked])
+    head = ["temperature", "method", *(f"{name} {what}" for name in SETS for what in ("speedup", "tau"))]
+    lines = []
+    for temperature in sorted({temperature for temperature, *_ in rows}):
+        for method in ranked:
+            figures = [rows[temperature, method, name][what] for name in SETS for what in ("speedup", "tau")]
+            known = PUBLISHED.get(method, ("", "")) if temperature == 0 else ("", "")
+            lines.append([temperature, method, *figures, rows[temperature, method, "mean"]["equal"], *known])
+    write_csv("drafters", [*head, "texts equal", "Spec-Bench speedup", "Spec-Bench tau"], lines)
     ranked.remove("none")
-    with picture(RESULTS / "nine_drafters.png", 11, 4.6) as figure:
+    with picture(RESULTS / "drafters.png", 11, 0.9 + 0.41 * len(ranked)) as figure:
         speed, tau, published = figure.subplots(1, 3, sharey=True, width_ratios=(7, 7, 5))
         for axes, what, title in (
             (speed, "speedup", "speedup over plain decoding"), (tau, "tau", "acceptance length τ")

@@ -119,6 +119,11 @@ class Drafter(nn.Module):
         """The network that drafts, if there is one."""
         return None
 
+    @property
+    def headless(self) -> Drafter | None:
+        """Of several drafters the one that is worth asking if the head is not to draft."""
+        return None
+
     def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
         """Allocate caches for `batch` sequences of `slots` slots, and move to the device. Called once."""
         self.to(device)

@@ -76,6 +76,11 @@ class Mixed(Drafter):
         """The drafter that grows its trees with a head, if there is one."""
         return next((part for part in self.parts if isinstance(part, HeadDrafter)), None)
 
+    @property
+    def headless(self) -> Drafter | None:
+        asked = (part for part in self.parts if part.may_pass and not (part.cached or part.per_sequence))
+        return next(asked, None) if self.grown else None
+
     def with_tree(self, shape: TreeShape) -> Mixed:
         """The same with another tree of the drafter that grows one."""
         grown = self.grown

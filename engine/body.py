@@ -6,6 +6,7 @@ batch or on some that lie side by side: on views of the same buffers.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -88,12 +89,9 @@ class Rows:
         if self._whole:
             return kind
         if kind not in self._kinds:
-            body, drafter = self._body, kind.drafter
-            if drafter is body.drafter:
-                drafter = self._drafter
-            elif drafter is not body.plain.drafter:
-                drafter = self._drafter.with_tree(drafter.shape)
-            self._kinds[kind] = body.kind(drafter, f"step of {self.count}")
+            usual = kind.drafter is self._body.drafter
+            drafter = self._drafter if usual else kind.drafter.rows(self.first, self.count)
+            self._kinds[kind] = self._body.kind(drafter, f"step of {self.count}")
         return self._kinds[kind]
 
 
@@ -132,6 +130,10 @@ class Body:
         self.window = max(shape.window for shape in shapes)
         # Each tree is drafted after a catch-up of as many rows as the widest window has.
         drafters = [self.drafter, *map(self.drafter.with_tree, planned)] if planned else [self.drafter]
+        # On a CPU, where asking for a guess costs no synchronisation.
+        headless = None if on_cuda else copy.copy(self.drafter.headless)
+        if headless:
+            shapes.append(headless.shape), drafters.append(headless)
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         room = max(self.extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
@@ -155,9 +157,8 @@ class Body:
             shape: self.kind(self.drafter.with_tree(shape), f"step {shape.name}") for shape in planned
         }
         self.usual = self.kind(self.drafter, "step")
-        plain = Drafter()
-        plain.aux_layers, plain.reads = self.drafter.aux_layers if follows else (), False
-        self.plain = self.kind(plain, "step without a guess")
+        self.plain = self._without_head(Drafter(), follows, "step without a guess")
+        self.headless = headless and self._without_head(headless, follows, "step without the head")
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is asked before each step.
         self.asks = not on_cuda and self.drafter.may_pass
@@ -173,6 +174,17 @@ class Body:
     def kind(self, drafter: Drafter, what: str) -> Kind:
         """The step of a drafter."""
         return Kind(drafter, self.function(step, what), self.function(verify, f"{what}, guided"))
+
+    def _without_head(self, drafter: Drafter, follows: bool, what: str) -> Kind:
+        """The step of a drafter that leaves what the head will read."""
+        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if follows else (), False
+        return self.kind(drafter, what)
+
+    def without_head(self, rows: Rows, span: Tensor) -> Kind:
+        """The step for these sequences if the head is not to draft: plain, or that of what needs no head."""
+        if self.headless and self.headless.drafter.has_guess(rows.state, span):
+            return self.headless
+        return self.plain
 
     def rows(self, first: int, count: int) -> Rows:
         """Some sequences of the batch; the same object each time."""
@@ -254,6 +266,17 @@ class Body:
 
     def _key(self, rows: Rows, span: Tensor, modes: Modes) -> tuple:
         return span.shape[0], rows.first, rows.count, *modes
+
+    def keep_up(self, rows: Rows, span: Tensor, kind: Kind, behind: int) -> int:
+        """Before a step of this kind: let the head read what it must, of at most `behind` unread tokens.
+
+        Returns how many there may be after the step.
+        """
+        committed = kind.drafter.shape.window
+        if behind > self.window if kind.drafter.reads else behind + committed > UNREAD:
+            self.launch_read_behind(rows, span)
+            behind = 1
+        return self.window if kind.drafter.reads else behind + committed
 
     def launch_read_behind(self, rows: Rows, span: Tensor) -> None:
         """Let the drafter read what plain steps have committed, in one pass."""

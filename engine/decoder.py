@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter
-from engine.body import SPAN, UNREAD, Body, Emission, Kind, arrived, mask
+from engine.body import SPAN, Body, Emission, Kind, arrived, mask
 from engine.memory import bytes_per_step
 from engine.run import Output, Run
 from engine.switching import Switch
@@ -211,16 +211,10 @@ class Decoder(Body):
         if self.switch is None or self._observer:
             return self.usual
         self._shape = self.switch.next(max(self._length))
-        if self._shape is None and not self.switch.trees:
-            return self.plain  # and never anything else: the head need not keep up
-        if self._behind >= UNREAD if self._shape is None else self._behind > self.window:
-            self.launch_read_behind(self.whole, span)
-            self._behind = 1
-        if self._shape is None:
-            self._behind += 1
-            return self.plain
-        self._behind = self.window
-        return self.trees[self._shape]
+        kind = self.without_head(self.whole, span) if self._shape is None else self.trees[self._shape]
+        if self.switch.trees:  # else the head never drafts, and need not keep up
+            self._behind = self.keep_up(self.whole, span, kind, self._behind)
+        return kind
 
     def _launch_step(self, span: Tensor, kind: Kind):
         guides = {i: g for i, g in enumerate(self._guides) if g and not self._done[i]}

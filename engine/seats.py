@@ -435,16 +435,11 @@ class Seats(Body):
             kind = self.plain
         elif switch:
             shape = switch.next(context)
-            kind = self.plain if shape is None else self.trees[shape]
-        if not self._follows:
-            return kind, shape
-        behind = max(text.behind for text in texts)
-        if behind >= UNREAD if kind is self.plain else behind > self.window:
-            self.launch_read_behind(rows, span)
+            kind = self.without_head(rows, span) if shape is None else self.trees[shape]
+        if self._follows:
+            behind = self.keep_up(rows, span, kind, max(text.behind for text in texts))
             for text in texts:
-                text.behind = 1
-        for text in texts:
-            text.behind = text.behind + 1 if kind is self.plain else self.window
+                text.behind = behind
         return kind, shape
 
     def _read(self, keep: int) -> list[Event]:
@@ -460,7 +455,7 @@ class Seats(Body):
                 if shape is not None:
                     nodes = shape.nodes - 1
                     text.steps[shape] += 1
-                    if switch and nodes:
+                    if switch and shape in switch.plan.shapes:
                         text.ease.record(len(emitted.ids) - 1, switch.usual(shape, text.length))
                 text.ids += emitted.ids
                 if text.guide:

@@ -60,7 +60,9 @@ class Ease:
 
 
 class Switch:
-    """Chooses for one batch of texts at a time. None stands for plain decoding.
+    """Chooses for one batch of texts at a time. None stands for a step without the head.
+
+    That is plain decoding, or a step with drafts that need no head: how many tokens it emits is counted.
 
     What it knows of the machine it keeps from text to text, what it knows of a text it forgets with it.
     """
@@ -85,7 +87,7 @@ class Switch:
             return
         self._noisy = noisy
         self.trees = self.plan.trees[self._noisy]
-        self._texts = [self.new_text()]
+        self._texts, self._alone = [self.new_text()], Ease(1.0)
         self._current: TreeShape | None = self.trees[0] if self.trees else None
 
     def new_text(self) -> Ease:
@@ -156,6 +158,7 @@ class Switch:
             shape: self.plan.speed(shape, self.temperature, context, self.ease) / times
             for shape, times in slow.items()
         }
+        speeds[None] *= Ease.of([self._alone])
         best = max(speeds, key=speeds.__getitem__)
         if speeds[best] > MARGIN * speeds[self._current]:
             self._current = best
@@ -185,7 +188,10 @@ class Switch:
 
     def record(self, shape: TreeShape | None, context: int, emitted: list[int]) -> None:
         """What a step with this tree emitted at this context, per sequence that moved."""
-        if shape is None or not emitted:
+        if not emitted:
             return
-        accepted = sum(n - 1 for n in emitted) / len(emitted)
-        self._texts[0].record(accepted, self.usual(shape, context))
+        mean = sum(emitted) / len(emitted)
+        if shape is None:
+            self._alone.record(mean, 1.0)
+        else:
+            self._texts[0].record(mean - 1, self.usual(shape, context))

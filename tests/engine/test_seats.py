@@ -1,6 +1,6 @@
 """Requests that come and go: each text is what it is alone, whatever else is running."""
+import itertools
 import random
-from itertools import pairwise
 
 import pytest
 import torch
@@ -9,6 +9,8 @@ from helpers.drafters import NAMES, make_drafter
 
 from drafters.base import Drafter
 from drafters.eagle import Eagle
+from drafters.lookup import Lookup
+from drafters.mixed import Mixed
 from engine.calibration import SHORT, TEMPERATURES, Calibration
 from engine.costs import Costs
 from engine.decoder import Decoder
@@ -193,7 +195,7 @@ def test_trees_are_told_to_who_watches(models):
             draft, taken = event.draft, event.draft.path[: event.emitted.drafted + 1]
             assert len(draft.tokens) == len(draft.parent) == SHAPE.nodes == event.nodes + 1
             assert [draft.tokens[i] for i in taken[1:]] == event.emitted.ids[: event.emitted.drafted]
-            assert all(draft.parent[b] == a for a, b in pairwise(taken))
+            assert all(draft.parent[b] == a for a, b in itertools.pairwise(taken))
     assert steps == sum(watched.steps.values()) > 3
 
 
@@ -293,6 +295,32 @@ def test_a_chat_may_go_from_plain_to_drafts_and_back(models, plans):
             assert made.ids == expected.ids
             # As many steps as where the head has read everything itself.
             assert abs(sum(made.steps.values()) - len(expected.accept_lengths)) <= 2
+
+
+def test_texts_of_joint_trees_whose_head_rests_now_and_then(models):
+    """Steps with the head, steps with what prompt lookup finds alone, plain steps: always the same text."""
+    target, head = models
+    shape = TreeShape(10, 3, 3)
+    known = Calibration({t: {shape: 2.5} for t in TEMPERATURES}, (1.0,))
+    pass_, rest = {SHORT: {1: 1e-3}}, {SHORT: {1: 1e-6}}
+    always = {False: (shape,), True: (shape,)}
+    seats = Seats(
+        target, Mixed(Lookup(shortest=1), Eagle(head, shape)), places=3, max_seq_len=300, compile=False,
+        plans={n: Plan(known, Costs(pass_, rest, rest), n, always) for n in (1, 2, 3)},
+    )
+    kinds = itertools.cycle([shape, *[None] * 9, shape, None, *[None] * 40])
+    for switch in seats.switches.values():
+        switch.next = lambda context: next(kinds)
+    launch, taken = seats.launch_step, set()
+
+    def watched(rows, span, kind, modes, guides=None):
+        taken.add(kind.drafter.shape.nodes)
+        return launch(rows, span, kind, modes, guides)
+
+    seats.launch_step = watched
+    made = requests(14, seed=1)
+    assert decode(seats, made, random.Random(2)) == alone(models, made)
+    assert taken == {1, Lookup().shape.nodes, shape.nodes}
 
 
 def test_a_text_beside_it_does_not_take_a_chats_place(models):

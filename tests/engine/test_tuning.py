@@ -8,6 +8,8 @@ import torch
 
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
+from drafters.lookup import Lookup
+from drafters.mixed import Mixed
 from engine import costs as costing
 from engine.body import UNREAD
 from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration, Far
@@ -90,7 +92,7 @@ def test_a_text_that_turns_easy_is_drafted_again():
         s.record(s.next(100), 100, [1])
     for _ in range(2 * FIRST_REST):
         shape = s.next(100)
-        s.record(shape, 100, [3])
+        s.record(shape, 100, [3 if shape else 1])
     assert shape == SMALL and s.ease > 1
 
 
@@ -133,7 +135,7 @@ def take(s: Switch, steps: int, slow: dict) -> list:
     for i in range(steps):
         shape = s.next(100)
         s.time(shape, 100, slow.get(shape, 1.0) * s.plan.seconds(shape, 100))
-        s.record(shape, 100, [2 if i % 5 else 1])
+        s.record(shape, 100, [2 if shape and i % 5 else 1])
         taken.append(shape)
     return taken
 
@@ -259,6 +261,36 @@ def test_switching_never_changes_the_text(either, temperature):
     plain = Decoder(target, batch=2, max_seq_len=400, compile=False).generate(prompts, sampling)
     assert [o.ids for o in outputs] == [o.ids for o in plain]
     assert sum(decoder.taken.values()) > 2 * UNREAD and len(decoder.taken) == 3
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_where_the_head_rests_the_other_drafter_goes_on(either, temperature):
+    """Of a joint tree prompt lookup needs no head. It drafts where there is a match, else a step is plain."""
+    target, head = either
+    plan = Plan(known(), flat(), 2, {False: (SMALL, LARGE), True: (SMALL, LARGE)})
+    joint = Mixed(Lookup(shortest=1), Eagle(head, SMALL))
+    decoder = Decoder(target, joint, batch=2, max_seq_len=400, compile=False, plan=plan)
+    decoder.switch = Every(plan)
+    prompts, sampling = [PROMPT * 3, PROMPT[3:]], [Sampling(300, temperature, seed=i) for i in range(2)]
+    outputs = decoder.generate(prompts, sampling)
+    plain = Decoder(target, batch=2, max_seq_len=400, compile=False).generate(prompts, sampling)
+    assert [o.ids for o in outputs] == [o.ids for o in plain]
+    assert decoder.taken[decoder.headless] > 9 and decoder.taken[decoder.trees[LARGE]] > 0
+
+
+def test_a_head_rests_where_the_text_itself_drafts_better():
+    """It is left on a hard text, and taken again when that turns easy, if steps without it emit fewer."""
+    rested = []
+    for emitted in (1, 4):
+        s = switch(row=0.001)
+        s.begin([0.0])
+        taken = []
+        for i in range(400):
+            taken.append(s.next(100))
+            s.record(taken[-1], 100, [(3 if i > 60 else 1) if taken[-1] else emitted])
+        assert None in taken[:60]
+        rested.append(taken[-200:].count(None))
+    assert rested[0] == 0 and rested[1] > 180
 
 
 def test_the_head_reads_what_plain_steps_left(models):
