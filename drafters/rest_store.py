@@ -47,7 +47,7 @@ def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
             if not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in row["ids"]):
                 raise InputError(f"{where}: ids outside the vocabulary 0..{tokenizer.vocab_size - 1}")
             yield row["ids"]
-        else:
+        elif row.keys() != {"left_out"}:  # training shards count what has no text
             yield from (tokenizer.encode(text) for text in row_texts(where, row) if text.strip())
 
 

@@ -132,7 +132,7 @@ def built(golden, tmp_path_factory) -> SimpleNamespace:
     folder, out, err = tmp_path_factory.mktemp("rest"), io.StringIO(), io.StringIO()
     (folder / "a.txt").write_text("abc abd abe. " * 20)
     talk = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "abf"}]
-    rows = [{"text": "abc"}, {"prompt": "what"}, {"messages": talk}, {"ids": [97, 98, 99]}]
+    rows = [{"text": "abc"}, {"prompt": "what"}, {"messages": talk}, {"ids": [97, 98, 99]}, {"left_out": 5}]
     (folder / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     argv = [*build(golden, folder / "store"), str(folder / "a.txt"), str(folder / "b.jsonl")]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
