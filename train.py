@@ -29,6 +29,7 @@ from common.threads import use_threads
 from engine.runtime import Runtime
 from training.loss import LOSSES
 from training.new_head import BLOCK_KINDS
+from training.optimizer import OPTIMIZERS
 from training.plan import SHORT
 from training.processes import Processes
 from training.session import MULTI_TOKEN, Session, check_machine
@@ -188,6 +189,9 @@ def parser() -> Options:
         help=f"how many of them, the first, unroll {SHORT} steps only (faster)")
     refuse(lambda o: o.short_epochs > o.epochs,
            lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw",
+        help="adamw (default), or muon: orthogonal steps for the matrices between hidden states, AdamW for"
+        " the rest")
     add("--lr", type=float, default=1e-3)
     above_zero("lr")
     add("--schedule", choices=("cosine", "linear", "constant"), default="cosine", help="down to a tenth")

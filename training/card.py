@@ -7,6 +7,7 @@ from common.files import write_text
 from networks.head import Head
 from training.figures import report
 from training.log import chain_tau
+from training.optimizer import OPTIMIZERS
 from training.plan import SHORT, Plan
 
 KINDS = {  # title, method of training, and the --speculate that decodes with it
@@ -57,7 +58,8 @@ def _training(method: str, plan: Plan, steps: int, log: list[dict], seconds: flo
         f"{method}, {_number(steps, 'draft step')}",
         _number(plan.epochs, "epoch") + (f", of which the first {short} unroll fewer steps" if short else ""),
         f"{updates:,} optimizer steps of at most {plan.batch_tokens:,} tokens",
-        f"AdamW {plan.lr:g}, {plan.schedule}" + (f", average {plan.ema:g}" if plan.ema else ""),
+        f"{OPTIMIZERS[plan.optimizer]} {plan.lr:g}, {plan.schedule}"
+        + (f", average {plan.ema:g}" if plan.ema else ""),
     ]
     if seconds:
         parts.append(f"{seconds / 60:.0f} minutes")

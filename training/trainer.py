@@ -19,6 +19,7 @@ from training.curves import draw_curves
 from training.features import Features
 from training.log import TrainingLog
 from training.objective import Objective
+from training.optimizer import make_optimizers
 from training.plan import Plan
 from training.processes import Processes
 from training.state import FILE, load_state, save_state
@@ -45,15 +46,13 @@ class Trainer:
         self.micro_tokens = micro_tokens or plan.batch_tokens
         self.validator, self.log_every, self.save_seconds = validator, log_every, save_seconds
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=plan.lr, betas=(0.9, 0.95), weight_decay=plan.weight_decay,
-            fused=objective.device.type == "cuda",
-        )
+        self.optimizers = make_optimizers(plan.optimizer, self.parameters, plan.lr, plan.weight_decay)
         self.average = {name: p.detach().clone() for name, p in self.parameters.items()} if plan.ema else {}
         generator = torch.Generator().manual_seed(plan.seed)
         self.batches = [batches(rows, plan.batch_tokens, generator) for _ in range(plan.epochs)]
         self.total = sum(map(len, self.batches))
         self.step = self.epoch = self.in_epoch = 0
+        self.lr = 0.0  # of the last update
         self.seconds = 0.0  # that the steps have taken, see `_count_time`
         self.updating = False
         self.saved = time.time()
@@ -111,10 +110,12 @@ class Trainer:
 
     def update(self) -> None:
         """Update the weights by the gradients, then their average."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.plan.rate(self._progress(), self.total)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.lr = self.plan.rate(self._progress(), self.total)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
+            optimizer.step()
+            optimizer.zero_grad()
         # A short average at first, or it would never forget the start.
         keep = min(self.plan.ema, (1 + self.step) / (10 + self.step))
         for name, mean in self.average.items():
@@ -179,7 +180,7 @@ class Trainer:
             if log:
                 entry = {
                     "step": self.step, "loss": loss, "accuracy": [round(a, 4) for a in accuracy],
-                    "norm": norm, "lr": self.optimizer.param_groups[0]["lr"],
+                    "norm": norm, "lr": self.lr,
                 }
                 tokens = sum(len(self.rows[p]["ids"]) for p in places)
                 progress = self._progress()
@@ -270,7 +271,7 @@ class Trainer:
         if self.processes.first:
             save_state(self.work, {
                 "head": {name: p.detach() for name, p in self.parameters.items()}, "average": self.average,
-                "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
+                "optimizers": [one.state_dict() for one in self.optimizers], "scale": self.objective.scale,
                 "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds,
                 "options": self.fingerprint(),
             })
@@ -287,7 +288,8 @@ class Trainer:
         for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
             for name, tensor in tensors.items():
                 tensor.data.copy_(saved[name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.objective.scale = state["scale"]
         self.step, self.epoch, self.in_epoch = state["at"]
         self.seconds = state.get("seconds", 0.0)

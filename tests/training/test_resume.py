@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import train
 from training import trainer
 from training.objective import Eagle3Objective
+from training.optimizer import OPTIMIZERS
 from training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -45,10 +46,12 @@ def interrupt_after(steps: int, monkeypatch) -> None:
     monkeypatch.setattr(Trainer, "gradients", stops)
 
 
-def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monkeypatch, capsys):
-    assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", ema=0.9)) == 0
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_interrupted_run_resumes_exactly(golden, prompt_file, tmp_path, monkeypatch, capsys, optimizer):
+    asked = {"ema": 0.9, "optimizer": optimizer}
+    assert train.main(options(golden, prompt_file, tmp_path / "undisturbed", **asked)) == 0
     interrupt_after(5, monkeypatch)
-    argv = options(golden, prompt_file, tmp_path / "broken", ema=0.9, **{"save-seconds": 0})
+    argv = options(golden, prompt_file, tmp_path / "broken", **asked, **{"save-seconds": 0})
     assert train.main(argv) == 130 and not (tmp_path / "broken" / "head").exists()
     assert capsys.readouterr().err.endswith("\nstopped; run the same command to go on\n")
     assert train.main(argv) == 0
