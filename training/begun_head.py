@@ -16,6 +16,8 @@ from networks.eagle import PEagleArgs
 from networks.head import Head, HeadArgs
 from training.new_head import BLOCK_KINDS, Shape, join, lend_new
 
+RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
+
 # What a head may begin as, and become.
 BEGINNINGS = {(kind, kind) for kind in ("eagle3", *BLOCK_KINDS)} | {("eagle3", "p-eagle")}
 
@@ -69,16 +71,18 @@ def begun_head(
 ) -> tuple[Head, set[str]]:
     """A head in float32 that begins as another one, and the names of the tensors that it took from there.
 
-    What the other has not begins as in a new head: tokens that it could not draft are scored as the target
-    scores them, and further layers add nothing yet. Raises ValueError as `begun_args`.
+    What the other has not begins as in a new head, and further layers add nothing yet. Tokens that it could
+    not draft are scored as `_foreseen` says. Raises ValueError as `begun_args`.
     """
     torch.manual_seed(seed)
     head = HEADS[kind](begun_args(start, kind, len(draft_ids), shape))
     taken = {name: t.cpu() for name, t in start.head.own_state().items() if t.is_floating_point()}
-    draft_ids = draft_ids.cpu()
+    draft_ids, held = draft_ids.cpu(), start.head.draft_ids.cpu()
     for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
-        rows = target.lm_rows[draft_ids].float().cpu() if name == "lm_head.weight" else 0.0
-        taken[name] = _rows_of(draft_ids, start.head.draft_ids.cpu(), taken[name], rows)
+        rows: Tensor | float = 0.0
+        if name == "lm_head.weight":
+            rows = _foreseen(target.lm_rows.detach().float().cpu(), held, taken[name].float())[draft_ids]
+        taken[name] = _rows_of(draft_ids, held, taken[name], rows)
     with torch.no_grad():
         for name, p in head.named_parameters():
             if name in taken:
@@ -88,6 +92,20 @@ def begun_head(
                 torch.nn.init.normal_(p, std=0.0 if adds else 0.02)
         lend_new(head, target, taken)
     return join(head, target, draft_ids), set(taken)
+
+
+def _foreseen(of_target: Tensor, held: Tensor, table: Tensor) -> Tensor:
+    """What a head's lm_head may have for every token of the vocabulary [V, H].
+
+    The target's rows [V, Ht], turned as those of the tokens that the head holds [m] best become its own
+    table [m, H], by least squares. Rows as the target has them would be read with states that are not the
+    target's: most of the head's choices would be tokens that it does not know.
+    """
+    known = of_target[held].double()
+    square = known.T @ known
+    ridge = RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
+    turn = torch.linalg.solve(square + ridge, known.T @ table.double())
+    return of_target @ turn.float()
 
 
 def _rows_of(wanted: Tensor, held: Tensor, table: Tensor, others: Tensor | float) -> Tensor:
