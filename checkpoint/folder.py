@@ -1,7 +1,8 @@
 """Our checkpoint folder: what is in it, and how its config is read.
 
     DIR/config.json         format, kind ("target" or one of HEAD_KINDS), the fields of ModelArgs or HeadArgs;
-                            for a target also `stop_ids` (all of them), `bos_id` (or null), `name`, `source`
+                            `name`, `source`, `sha256` of the weights, for a target also `stop_ids` (all of
+                            them) and `bos_id` (or null)
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja

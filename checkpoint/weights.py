@@ -83,8 +83,8 @@ def count_nonfinite(tensor: Tensor) -> int:
     """How many of its numbers are nan or infinite."""
     if not tensor.is_floating_point():
         return 0
+    if tensor.dtype.itemsize == 1:  # PyTorch asks no such thing of fp8
+        tensor = tensor.float()
     # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
-    if tensor.dtype.itemsize > 1 and bool(tensor.sum(dtype=torch.float64 if tensor.dtype == torch.float64
-                                                     else torch.float32).isfinite()):
-        return 0
-    return int((~tensor.float().isfinite()).sum())
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return 0 if bool(tensor.sum(dtype=wide).isfinite()) else int((~tensor.isfinite()).sum())

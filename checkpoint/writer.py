@@ -202,8 +202,9 @@ def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
 
 def _cast(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     cast = block.to(dtype)
-    if dtype == torch.float16 != block.dtype and bool((cast.isinf() & block.isfinite()).any()):
-        raise InputError(f"tensor {name} overflows fp16; use --dtype bf16 or fp32")
+    if dtype.is_floating_point and dtype != block.dtype and count_nonfinite(cast) > count_nonfinite(block):
+        short, more = ("fp16", "bf16 or fp32") if dtype == torch.float16 else (str(dtype)[6:], "fp32")
+        raise InputError(f"tensor {name} overflows {short}; use --dtype {more}")
     return cast
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.killing import contents, kills
-from helpers.sources import HEAD_CONFIG, head_state, target_state, write_source
+from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_source
 
 import quantize
 from checkpoint.convert import convert
+from checkpoint.head_layouts import Answers
 from common import files
 from engine import costs as costing
 from engine.calibration import Calibration, TreeShape
@@ -46,15 +47,17 @@ def check_folder(parent: Path, name: str, action, least: int) -> None:
 def place(tmp_path) -> Path:
     """A folder with a converted target, its head inside, and the source of another conversion."""
     place = tmp_path / "place"
-    write_source(place / "source", target_state())
+    config = {**CONFIG, "num_hidden_layers": 2}
+    write_source(place / "source", target_state(config), config)
     convert(place / "source", place / "target", quiet=True)
-    convert(write_source(place / "head", head_state(), HEAD_CONFIG), target=place / "target", quiet=True)
+    write_source(place / "head", head_state(), HEAD_CONFIG)
+    convert(place / "head", target=place / "target", answers=Answers(aux_layers=(0, 1, 2)), quiet=True)
     return place
 
 
 def test_converting_anew(place):
     check_folder(place, "new", lambda: convert(
-        place / "source", place / "new", force=True, quiet=True), least=60)
+        place / "source", place / "new", force=True, quiet=True), least=30)
 
 
 @pytest.mark.parametrize("steps", ("one", "two"))
@@ -67,7 +70,7 @@ def test_converting_over_what_is_there(place, monkeypatch, steps):
         convert(place / "source", place / "target", dtype="bf16", force=True, quiet=True)
 
     if steps == "one":
-        return check_folder(place, "target", action, least=60)
+        return check_folder(place, "target", action, least=40)
     pristine = place.with_name("pristine")
     shutil.copytree(place, pristine)
     old, missing = contents(place / "target"), 0
@@ -90,7 +93,7 @@ def test_quantising_a_target_and_its_head(place):
     def action() -> None:
         assert quantize.main(argv) == 0
 
-    check_folder(place, "int8", action, least=100)
+    check_folder(place, "int8", action, least=80)
     assert (place / "int8" / "eagle3" / "config.json").exists()
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from tqdm import tqdm
 
 # Calls into C that change what is on the disk; of our own, the exchange of two folders is one.
 CALLS = {
@@ -56,6 +59,8 @@ def _killed_at(count: int, action: Callable[[], object]) -> str | None:
                 os.write(write, name.encode())
                 os.kill(os.getpid(), signal.SIGKILL)
 
+        tqdm.set_lock(threading.RLock())  # its own is shared by forks, and a killed one never gives it back
+        signal.alarm(60)
         try:
             sys.setprofile(watch)
             action()
