@@ -60,6 +60,7 @@ def parser() -> Options:
         " there is none"
     )
     add("--force", action="store_true", help="replace a converted folder; heads inside it are kept")
+    add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
     return p
 
 
@@ -68,7 +69,10 @@ def run(o) -> None:
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:
-        convert(o.checkpoint, o.out, o.target, o.dtype, answers, o.template, o.force)
+        convert(
+            o.checkpoint, o.out, o.target, o.dtype, answers, o.template, o.force,
+            allow_nonfinite=o.allow_nonfinite,
+        )
     except (InputError, BrokenPipeError):
         raise
     except Exception as e:  # a checkpoint can be malformed in more ways than anyone can list

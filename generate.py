@@ -26,6 +26,7 @@ def parser() -> Options:
     add, refuse, on_off = p.add_argument, p.refuse, argparse.BooleanOptionalAction
     add("--checkpoint", required=True,
         help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")
 
     add = p.add_argument_group("prompts").add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
@@ -147,6 +148,10 @@ def load(o, prompts: list, batch: int):
     )
     tree = read_tree(o.tree)  # a mistake shows before a conversion
     checkpoint = converted_folder(o.checkpoint, note)
+    if o.verify:
+        from checkpoint.verifying import verify
+
+        verify(checkpoint, o.draft, True, note)
     numbers = o.tree_nodes, o.tree_depth, o.tree_width
     if numbers != (None, None, None):
         quantised = "quantization" in read_config(checkpoint, "target")

@@ -21,68 +21,103 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from common.schema import ABSENT, Flag, Kind, List, Number, Record, Whole, Wrong, key, maybe, record_of
+
+IDS, WIDTH, MANY = Whole(1, 2**24), Whole(1, 2**22), Whole(1, 2**16)  # of a vocabulary; of a matrix; of parts
+LAYERS = Whole(1, 10_000)
+FACTOR = Number(above=0, high=1e6)
+LENGTH = Number(above=0, high=2**31)
+# The fields of `rope_scaling`, by its type. See `inverse_frequencies`.
+ROPE = {
+    "default": Record(),
+    "linear": Record({"factor": FACTOR}),
+    "llama3": Record({
+        "factor": FACTOR, "low_freq_factor": FACTOR, "high_freq_factor": FACTOR,
+        "original_max_position_embeddings": LENGTH,
+    }),
+    "yarn": Record({"factor": FACTOR, "original_max_position_embeddings": LENGTH}, {
+        **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), maybe(FACTOR)),
+        **dict.fromkeys(("mscale", "mscale_all_dim"), maybe(Number(0, 1e6))), "truncate": maybe(Flag()),
+    }),
+    "divisors": Record({"divisors": List(FACTOR, 1, 2**15)}),
+}
+
+
+class RopeScaling(Kind):
+    """The parameters of a rope scaling that we have."""
+
+    words = "the parameters of a rope scaling"
+
+    def check(self, value: object, key: str) -> None:
+        if not isinstance(value, dict):
+            raise Wrong(key, value, self.words)
+        place = "rope_type" if "rope_type" in value else "type"
+        kind = value.get(place, ABSENT)
+        if kind == "dynamic":
+            raise Wrong(
+                f"{key}.{place}", kind, "linear or yarn: the frequencies of a dynamic one, which is not"
+                " supported, change as the text grows, so that keys already in the cache would be wrong"
+            )
+        if not isinstance(kind, str) or kind not in ROPE:
+            raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
+        ROPE[kind].check(value, key)
+        if kind == "llama3" and not value["low_freq_factor"] < value["high_freq_factor"]:
+            raise Wrong(f"{key}.low_freq_factor", value["low_freq_factor"], "less than high_freq_factor")
+
 
 @dataclass(frozen=True)
 class ModelArgs:
     """Everything about a target's shape, read from the checkpoint's own `config.json`."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int  # explicit: it need not be hidden_size / num_heads
-    norm_eps: float = 1e-6
-    rope_base: float = 10000.0
-    rope_scaling: dict | None = None  # None | linear | llama3 | divisors, see `inverse_frequencies`
-    tie_embeddings: bool = False
-    max_seq_len: int = 2048  # the longest context the model was trained for
-    qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3: an RMSNorm over each query and key head, before RoPE
-    num_experts: int = 0  # E; 0: one dense MLP. With experts, intermediate_size is that of one expert
-    experts_per_token: int = 0  # A
-    renormalise_experts: bool = True  # whether the weights of the A chosen experts are scaled to sum to 1
+    vocab_size: int = key(IDS)
+    hidden_size: int = key(WIDTH)
+    intermediate_size: int = key(WIDTH)
+    num_layers: int = key(LAYERS)
+    num_heads: int = key(MANY)
+    num_kv_heads: int = key(MANY)
+    head_dim: int = key(MANY)  # explicit: it need not be hidden_size / num_heads
+    norm_eps: float = key(Number(above=0, high=1), 1e-6)
+    rope_base: float = key(Number(above=1, high=1e15), 10000.0)
+    rope_scaling: dict | None = key(maybe(RopeScaling()), None)  # see `inverse_frequencies`
+    tie_embeddings: bool = key(Flag(), False)
+    max_seq_len: int = key(Whole(1), 2048)  # the longest context the model was trained for
+    qkv_bias: bool = key(Flag(), False)  # Qwen2
+    qk_norm: bool = key(Flag(), False)  # Qwen3: an RMSNorm over each query and key head, before RoPE
+    # E; 0: one dense MLP. With experts, intermediate_size is that of one expert
+    num_experts: int = key(Whole(0, 10_000), 0)
+    experts_per_token: int = key(Whole(0, 10_000), 0)  # A
+    # Whether the weights of the A chosen experts are scaled to sum to 1.
+    renormalise_experts: bool = key(Flag(), True)
 
     @classmethod
     def from_config(cls, config: dict):
         """Take the fields of this class out of a parsed `config.json`. Other keys belong to others.
 
-        Raises ValueError naming the first missing or inconsistent field.
+        Raises Wrong, a ValueError, that names the first missing or inconsistent field.
         """
+        record_of(cls).check(config)
         names = {f.name for f in fields(cls)}
-        known = {k: v for k, v in config.items() if k in names}
-        try:
-            args = cls(**known)
-        except TypeError as e:
-            raise ValueError(f"config.json is incomplete: {e}") from None
+        args = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
         args.check()
         return args
 
     def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
-        for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-            "head_dim"
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"config: {name} must be a positive integer, got {value!r}")
-        if self.num_layers > 10_000 or self.num_experts > 10_000:
-            raise ValueError(
-                f"config: {self.num_layers} layers of {self.num_experts} experts are not plausible"
-            )
+        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
+        record_of(type(self)).check(vars(self))
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            raise Wrong("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
         if self.head_dim % 2:
-            raise ValueError(f"config: head_dim {self.head_dim} is odd, rotary embedding needs pairs")
+            raise Wrong("head_dim", self.head_dim, "an even number: rotary embedding needs pairs")
+        if self.num_heads * self.head_dim > WIDTH.high:
+            raise Wrong("head_dim", self.head_dim, f"at most {WIDTH.high:,} over num_heads, {self.num_heads}")
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise ValueError(
-                f"config: experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}"
+            raise Wrong("experts_per_token", self.experts_per_token, f"1 to num_experts, {self.num_experts}")
+        divisors = (self.rope_scaling or {}).get("divisors")
+        if divisors is not None and len(divisors) != self.head_dim // 2:
+            raise Wrong(
+                "rope_scaling.divisors", divisors, f"{self.head_dim // 2} numbers, half of head_dim, not"
+                f" {len(divisors)}"
             )
-        inverse_frequencies(self)  # raises on an unknown scaling
 
     @property
     def rope_factor(self) -> float:
@@ -121,7 +156,7 @@ def blank() -> Iterator[None]:
 
 
 def inverse_frequencies(args: ModelArgs) -> Tensor:
-    """RoPE inverse frequencies [hd/2], float32. Raises ValueError on a scaling we do not have.
+    """RoPE inverse frequencies [hd/2], float32.
 
     `llama3`: Llama-3.1's wavelength-dependent rescale, applied at all lengths. `linear`: every frequency
     divided by `factor`. `yarn`: slow pairs divided by `factor`, fast ones kept, a ramp over the pairs between
@@ -135,49 +170,32 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
     if not scaling:
         return freq
     kind = scaling.get("rope_type", scaling.get("type"))
-    try:
-        if kind == "default":
-            return freq
-        if kind == "linear":
-            return freq / float(scaling["factor"])
-        if kind == "divisors":
-            divisors = torch.tensor(scaling["divisors"], dtype=torch.float32, device="cpu")
-            if divisors.shape != freq.shape:
-                raise ValueError(
-                    f"config: rope_scaling has {divisors.numel()} divisors for {freq.numel()} frequencies"
-                )
-            return freq / divisors
-        if kind == "llama3":
-            factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
-            original = float(scaling["original_max_position_embeddings"])
-            turns = original * freq / (2 * math.pi)  # how often each pair turns within the original context
-            blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
-            return (1 - blend) * freq / factor + blend * freq
-        if kind == "yarn":
-            factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
+    if kind == "linear":
+        return freq / float(scaling["factor"])
+    if kind == "divisors":
+        return freq / torch.tensor(scaling["divisors"], dtype=torch.float32, device="cpu")
+    if kind == "llama3":
+        factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+        original = float(scaling["original_max_position_embeddings"])
+        turns = original * freq / (2 * math.pi)  # how often each pair turns within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow pair, divide; 1: fast pair, keep
+        return (1 - blend) * freq / factor + blend * freq
+    if kind == "yarn":
+        factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
 
-            def pair(turns: float) -> float:  # the pair that turns so often within the original context
-                return args.head_dim * math.log(
-                    original / (turns * 2 * math.pi)
-                ) / (2 * math.log(args.rope_base))
+        def pair(turns: float) -> float:  # the pair that turns so often within the original context
+            return args.head_dim * math.log(
+                original / (turns * 2 * math.pi)
+            ) / (2 * math.log(args.rope_base))
 
-            low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
-            if scaling.get("truncate", True):
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, args.head_dim - 1)
-            pairs = torch.arange(args.head_dim // 2, device="cpu")
-            ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
-            return ramp * freq / factor + (1 - ramp) * freq
-    except KeyError as e:
-        raise ValueError(f"config: rope_scaling of type {kind} lacks {e}") from None
-    if kind == "dynamic":
-        raise ValueError(
-            "config: rope_scaling type 'dynamic' is not supported: its frequencies change as the text grows,"
-            " so that keys already in the cache would be wrong; use linear or yarn scaling"
-        )
-    raise ValueError(
-        f"config: rope_scaling type {kind!r} is not supported (known: default, linear, llama3, yarn)"
-    )
+        low, high = pair(scaling.get("beta_fast") or 32), pair(scaling.get("beta_slow") or 1)
+        if scaling.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, args.head_dim - 1)
+        pairs = torch.arange(args.head_dim // 2, device="cpu")
+        ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
+        return ramp * freq / factor + (1 - ramp) * freq
+    return freq  # "default"; `ModelArgs.check` lets no other through
 
 
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

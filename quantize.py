@@ -26,7 +26,7 @@ from checkpoint.quantizing import (
     quantized_module,
     text_ids,
 )
-from checkpoint.writer import check_out
+from checkpoint.writer import check_out, staging
 from common.cli import Options, note, run_command
 from common.errors import InputError
 from common.threads import use_threads
@@ -64,6 +64,7 @@ def parser() -> Options:
         help="compare with the original on this text: perplexity, next-token agreement"
     )
     add("--force", action="store_true", help="replace an existing output folder")
+    add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
     p.refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
     p.refuse(
         lambda o: o.method == "gptq" and o.mode not in FOUR_BITS,
@@ -135,21 +136,30 @@ def run(o) -> None:
     heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
     ids = text_ids(source, "--text", Path(o.text), 16, 16384) if o.text else None
     scheme, of_heads = schemes(o)
-    folders = [(source, out, scheme), *((source / kind, out / kind, of_heads) for kind in heads)]
+    parts = {"": scheme, **dict.fromkeys(heads, of_heads)}  # subfolder: how it is quantised
     stale = [kind for kind in HEAD_KINDS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
         raise InputError(
             f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
             " --out"
         )
-    for folder, into, how in folders:  # a mistake shows before anything is written
-        config = check_source(folder)
-        quantized_module(config, folder, how)
-        check_out(into, config["kind"], o.force)
+    if out.is_symlink():
+        out = out.resolve()  # replace what the link points to, not the link
+    size = 0
+    for kind, how in parts.items():  # a mistake shows before anything is written
+        config = check_source(source / kind)
+        _, module = quantized_module(config, source / kind, how)
+        size += sum(t.nbytes for t in module.state_dict().values())
+        check_out(out / kind, config["kind"], o.force)
     calibrated = is_target and o.mode in FOUR_BITS and o.method != "nearest"
     text = calibration_text(o, source) if calibrated else None
-    for folder, into, how in folders:
-        report(folder, into, quantize_folder(folder, into, how, o.force, text if folder == source else None))
+    errors = {}
+    with staging(out, size) as folder:  # the target and its heads are there together, or not at all
+        for kind, how in parts.items():
+            given = None if kind else text
+            errors[kind] = quantize_folder(source / kind, folder / kind, how, given, o.allow_nonfinite)
+    for kind in parts:
+        report(source / kind, out / kind, errors[kind])
     if ids is not None:
         result = compare(source, out, ids)
         print(

@@ -24,6 +24,8 @@ def parser() -> Options:
     add, refuse, on_off = p.add_argument, p.refuse, argparse.BooleanOptionalAction
     add("--checkpoint", required=True,
         help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    add("--verify", action=on_off,
+        help="check first that weights have the sha256 of their config.json (default: where it has one)")
 
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
@@ -93,6 +95,7 @@ def run(o) -> int:
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
 
     from checkpoint.convert import converted_folder
+    from checkpoint.verifying import verify
     from common.threads import use_threads
     from drafters.tree_spec import read_tree
     from engine.api import Drafting, load_target
@@ -107,6 +110,8 @@ def run(o) -> int:
     check_device(runtime.device_name)
     tree = read_tree(o.tree)
     checkpoint = converted_folder(o.checkpoint, note)
+    if o.verify is not False:
+        verify(checkpoint, o.draft, bool(o.verify), note)
     target = load_target(checkpoint, runtime, note)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")

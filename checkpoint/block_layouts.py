@@ -66,8 +66,6 @@ def read_block_layout(source: Source, target: ModelArgs, config: dict) -> Layout
     path, tensors = source.path, {n.removeprefix("model."): e for n, e in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     nested = config.get("dflash_config") or {}
-    if not isinstance(nested, dict):
-        raise InputError(f"{path}: config: dflash_config is not an object: {nested!r}")
     kind, flags = block_kind(source), config | nested
     if any(kind == "sliding_attention" for kind in flags.get("layer_types") or ()):
         raise InputError(f"{path}: layers with a sliding window (layer_types) are not supported in a head")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint.folder import WEIGHTS
+from checkpoint.folder import ADVICE, WEIGHTS
+from checkpoint.weights import count_nonfinite, opened
 from common.errors import InputError
 from kernels.gptq import gptq, output_error
 from kernels.quantized import dequantize, linear_names, pack_nibbles, scales, to_stored
@@ -40,12 +40,15 @@ def calibrate(source: Path, config: dict, group: int, ids: Tensor) -> dict[str, 
     visible = positions[:, None] <= positions[:, :, None]
     shared = Pass(args, inverse_frequencies(args), positions, positions, visible)
     layers: dict[str, Calibrated] = {}
-    with safe_open(source / WEIGHTS, framework="pt") as file:
+    with opened(source / WEIGHTS, ADVICE) as file:
 
         def read(name: str) -> Tensor:
             tensor = file.get_tensor(name)
-            if not bool(tensor.isfinite().all()):
-                raise InputError(f"{source / WEIGHTS}: tensor {name} holds values that are not finite")
+            if bad := count_nonfinite(tensor):
+                raise InputError(
+                    f"{source / WEIGHTS}: tensor {name} holds {bad:,} numbers that are not finite (nan or"
+                    " infinite), which cannot be calibrated; --method nearest --allow-nonfinite takes them"
+                )
             return tensor
 
         x = read("embed.weight")[ids].float()

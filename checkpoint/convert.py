@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import CALIBRATION, CONFIG, FORMAT, WEIGHTS, read_config
+from checkpoint.folder import CALIBRATION, CONFIG, FORMAT, MEASURED, WEIGHTS, read_config
 from checkpoint.head_layouts import Answers, kind_of
 from checkpoint.medusa_layouts import MEDUSA2
 from checkpoint.opening import open_source, resolve_source
@@ -26,6 +26,7 @@ from checkpoint.source import is_gguf
 from checkpoint.writer import check_out, write_folder
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError
+from common.files import read_bytes, read_json
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
@@ -33,7 +34,7 @@ from tokens.tokenizer import Tokenizer
 def convert(
     checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None,
     dtype: str = "keep", answers: Answers | None = None, template: str = "auto", force: bool = False,
-    quiet: bool = False,
+    quiet: bool = False, allow_nonfinite: bool = False,
 ) -> Path:
     """Convert `checkpoint` into the folder `out` and return it. Its contents tell targets from heads.
 
@@ -43,6 +44,7 @@ def convert(
     of the source's numbers are stored in, bf16 if quantised. answers: for a head, what its files leave open.
     template: for a target without chat template, the one to add; see `templates.find_template`. force:
     replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
+    allow_nonfinite: take weights that are nan or infinite as they are, with a warning.
 
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
@@ -82,11 +84,13 @@ def convert(
 
     def calibration(folder: Path) -> bool:
         """Copy what is known of a head."""
-        if (file := source.path / CALIBRATION).is_file():
+        if (file := source.path / CALIBRATION).exists():
+            MEASURED.require(read_json(file), file)
             shutil.copyfile(file, folder / CALIBRATION)
         return True
 
-    has_tokenizer = write_folder(out, config, plan, calibration if kind else tokenizer, quiet)
+    others = calibration if kind else tokenizer
+    has_tokenizer = write_folder(out, config, plan, others, quiet, allow_nonfinite, str(source.path))
     if not has_tokenizer:
         print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
     if not config.get("stop_ids", True):
@@ -117,7 +121,7 @@ def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
         return checkpoint
     except InputError:
         config = Path(checkpoint, CONFIG)
-        if config.is_file() and '"format"' in config.read_text(errors="replace"):
+        if config.exists() and b'"format"' in read_bytes(config):
             raise  # ours, but of another version or damaged
     out, path = default_folder(checkpoint), Path(checkpoint)
     stale = False

@@ -3,27 +3,59 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from checkpoint.gguf_file import Tensor as Stored
+from checkpoint.gguf_file import read_gguf
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
-from common.errors import InputError, first_line
+from common.errors import InputError, printable
+from common.schema import Flag, List, Number, Record, Text, Whole, Wrong
+from model import FACTOR, IDS, LAYERS, LENGTH, MANY, WIDTH
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 CONTROL = 3  # the type of a control token
+TOKEN = Whole(0, 2**32 - 1)
+METADATA = Record(optional={
+    "general.architecture": Text(most=64), "general.name": Text(), "split.count": Whole(0, 2**16),
+    "tokenizer.chat_template": Text(), **{f"tokenizer.ggml.{name}": kind for name, kind in {
+        "model": Text(most=64), "pre": Text(most=64), "tokens": List(Text(most=2**16)),
+        "merges": List(Text()),
+        "scores": List(Number()), "token_type": List(Whole(0, 2**16)), "add_bos_token": Flag(),
+        "add_space_prefix": Flag(), **{f"{name}_token_id": TOKEN for name in (
+            "bos", "eos", "eot", "eom", "unknown", "padding")},
+    }.items()},
+})
+KEYS = {  # Hugging Face's name of a size: the architecture's own key
+    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+    "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+    "max_position_embeddings": "context_length",
+}
+# The architecture's own keys, by what follows its name and a dot.
+OWN = {
+    "embedding_length": WIDTH, "attention.head_count": MANY, "attention.head_count_kv": MANY,
+    "rope.dimension_count": MANY, "attention.key_length": MANY, "attention.value_length": MANY,
+    "attention.layer_norm_rms_epsilon": Number(above=0, high=1), "vocab_size": IDS,
+    "feed_forward_length": WIDTH, "expert_feed_forward_length": WIDTH, "expert_count": Whole(0, 10_000),
+    "expert_used_count": Whole(0, 10_000), "block_count": LAYERS, "context_length": Whole(1),
+    "rope.freq_base": Number(above=1, high=1e15), "attention.sliding_window": Whole(),
+    "rope.scaling.type": Text(most=64), "rope.scaling.factor": FACTOR,
+    "rope.scaling.original_context_length": LENGTH, "rope.scaling.yarn_beta_fast": FACTOR,
+    "rope.scaling.yarn_beta_slow": FACTOR, "rope.scaling.attn_factor": FACTOR,
+}
 
 
 def open_gguf(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
-    reader, fields = _read(path)
-    arch = fields.get("general.architecture")
+    fields, stored = read_gguf(path)
+    arch = METADATA.require(fields, path).get("general.architecture")
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
-    stored = {t.name: t for t in reader.tensors}
     divisors = stored.pop("rope_freqs.weight", None)
     config = _config(path, arch, fields, stored, divisors)
     # llama.cpp rotates neighbouring pairs, so its converter interleaves the two halves of every q and k head.
@@ -32,7 +64,7 @@ def open_gguf(path: Path) -> Source:
     tensors = {}
     for name, tensor in stored.items():
         if len(tensor.shape) == 3:  # one matrix for each expert
-            experts = range(int(tensor.shape[2]))
+            experts = range(tensor.shape[2])
             tensors |= {f"{name}[{e}]": _entry(path, tensor, expert=e) for e in experts}
         else:
             tensors[name] = _entry(path, tensor, config["head_dim"] if interleaved.fullmatch(name) else None)
@@ -54,42 +86,26 @@ def open_gguf(path: Path) -> Source:
         path, family, config, tensors,
         stop_ids=unique_ids(*stop_ids, *(control.get(token) for token in END_TOKENS)),
         bos_id=fields.get("tokenizer.ggml.bos_token_id"), tokenizer=tokenizer,
+        keys={
+            "bos_token_id": "tokenizer.ggml.bos_token_id", **{k: f"{arch}.{own}" for k, own in KEYS.items()}
+        },
     )
-
-
-def _read(path: Path):
-    """-> (GGUFReader, {key: value}). The reader trusts every length in the file, so it can fail in many ways.
-    """
-    try:
-        import gguf
-    except ImportError:
-        raise InputError(f"{path}: reading a GGUF needs the package gguf (pip install gguf)") from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # overflows on the way to the exception below
-            reader = gguf.GGUFReader(path)
-            fields = {key: field.contents() for key, field in reader.fields.items()}
-        size = path.stat().st_size
-        for tensor in reader.tensors:
-            if tensor.data_offset + tensor.n_bytes > size or not tensor.n_elements:
-                raise ValueError(f"tensor {tensor.name} ends after the file does")
-        for tensor in {t.tensor_type: t for t in reader.tensors}.values():
-            gguf.quants.dequantize(tensor.data[:1], tensor.tensor_type)
-    except NotImplementedError:
-        raise InputError(f"{path}: tensors of type {tensor.tensor_type.name} cannot be dequantised") from None
-    except Exception as e:
-        raise InputError(f"{path}: truncated, damaged or not a GGUF file ({first_line(e)})") from None
-    return reader, fields
 
 
 def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dict:
     """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
 
     def get(key: str, default=None):
-        value = fields.get(f"{arch}.{key}", default)
+        name = f"{arch}.{key}"
+        value = fields.get(name)
         if isinstance(value, list):
-            raise InputError(f"{path}: {arch}.{key} differs from layer to layer, which is not supported")
-        return value
+            raise InputError(f"{path}: {name} differs from layer to layer, which is not supported")
+        try:
+            if name in fields:
+                OWN[key].check(value, name)
+        except Wrong as e:
+            raise InputError(f"{path}: {e}") from None
+        return fields.get(name, default)
 
     hidden, heads, rotary = get("embedding_length"), get("attention.head_count"), get("rope.dimension_count")
     head_dim = get("attention.key_length") or rotary or (hidden // heads if hidden and heads else None)
@@ -98,7 +114,7 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
     embed = tensors.get("token_embd.weight")
     eps = get("attention.layer_norm_rms_epsilon")
     return {
-        "vocab_size": int(embed.shape[-1]) if embed is not None else get("vocab_size"),
+        "vocab_size": embed.shape[-1] if embed is not None else get("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
         "num_experts": get("expert_count", 0),
@@ -136,19 +152,25 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
             scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
         return {"rope_type": "yarn", **scaling}
     if divisors is not None:  # llama3 scaling is stored as one divisor per frequency
-        return {"rope_type": "divisors", "divisors": [float(x) for x in divisors.data]}
+        numbers = _numbers(divisors.data, divisors).flatten().tolist()
+        return {"rope_type": "divisors", "divisors": numbers}
     return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
 
 
-def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
+def _numbers(data, tensor: Stored) -> Tensor:
+    """Rows of bytes of a tensor as numbers."""
+    from gguf.quants import dequantize
+
+    return torch.tensor(dequantize(data, tensor.type))
+
+
+def _entry(path: Path, tensor: Stored, interleaved: int | None = None, expert: int | None = None) -> Entry:
     """One tensor, or one matrix of a stack.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
     expert: which matrix of a stack.
     """
-    import gguf
-
-    shape = tuple(int(n) for n in reversed(tensor.shape.tolist()))
+    shape = tensor.shape[::-1]
     data = tensor.data
     if expert is not None:
         shape, data = shape[1:], data[expert]
@@ -157,15 +179,15 @@ def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | Non
     unit = interleaved or 1
     if shape[0] % unit:
         raise InputError(
-            f"{path}: tensor {tensor.name} {list(shape)} is not a multiple of heads of {unit} rows"
+            f"{path}: tensor {printable(tensor.name)} {list(shape)} is not a multiple of heads of {unit} rows"
         )
     rows = max(BLOCK_BYTES // (4 * math.prod(shape[1:])) // unit, 1) * unit
 
     def blocks() -> Iterator[Tensor]:
-        for start in range(0, shape[0], rows):
-            block = torch.tensor(gguf.quants.dequantize(data[start : start + rows], tensor.tensor_type))
+        for start in range(0, shape[0] if len(shape) > 1 else 1, rows):
+            block = _numbers(data[start : start + rows] if len(shape) > 1 else data, tensor)
             if interleaved:  # [heads, hd/2, 2, in] -> [heads, 2, hd/2, in]
                 block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
             yield block
 
-    return Entry(shape, dtypes.get(tensor.tensor_type.name, torch.bfloat16), blocks)
+    return Entry(shape, dtypes.get(tensor.type.name, torch.bfloat16), blocks)

@@ -78,7 +78,7 @@ def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     kind = _eagle_kind(source, tensors)
     config = _flat_config(source.config)
     query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
-    if query and query.shape and isinstance(heads, int) and heads > 0:
+    if query and query.shape and heads:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
         config["head_dim"] = query.shape[0] // heads
     fields = model_fields(source.path, config)
@@ -132,7 +132,6 @@ def _of_speculators(config: dict) -> bool:
 def _flat_config(config: dict) -> dict:
     """One flat config: speculators nests the layer's shape, old vLLM copies of EAGLE-1 nest everything."""
     inner = config.get("transformer_layer_config") or config.get("model") or {}
-    inner = inner if isinstance(inner, dict) else {}
     outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
     merged = {k: v for k, v in (inner | outer).items() if v is not None}
     if inner:  # the inner vocabulary is the target's; the outer one may be the draft's
@@ -161,14 +160,10 @@ def _eagle3(
     answers: Answers,
 ) -> Layout:
     path, nested = source.path, head_config.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise InputError(f"{path}: config: eagle_config is not an object: {nested!r}")
     lm_head = tensors.get("lm_head.weight")
     draft_vocab = head_config.get("draft_vocab_size") or (
         lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"]
     )
-    if not isinstance(draft_vocab, int):
-        raise InputError(f"{path}: config: draft_vocab_size is not a number: {draft_vocab!r}")
     if nested.get("use_aux_hidden_state") is False:
         raise InputError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
     flags = head_config | nested
@@ -214,8 +209,7 @@ def _eagle3(
 
 def _p_eagle(path: Path, config: dict, tensors: dict[str, Entry]) -> dict:
     """The fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    nested = config.get("dflash_config")
-    places = [nested.get("mask_token_id") if isinstance(nested, dict) else None]
+    places = [(config.get("dflash_config") or {}).get("mask_token_id")]
     places += [config.get(key) for key in ("mask_token_id", "pard_token", "ptd_token_id")]
     mask_id = next((value for value in places if value is not None), None)
     if type(mask_id) is not int:
@@ -280,15 +274,9 @@ def _aux_layers(
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
     speculators).
     """
-    outputs = head_config.get("target_layer_ids")  # DeepSpec's
-    if isinstance(outputs, list) and outputs and all(type(i) is int for i in outputs):
+    if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
         return tuple(i + 1 for i in outputs)
     in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
-    for ids in in_config:
-        if ids and (
-            not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids)
-        ):
-            raise InputError(f"{path}: {AUX_KEY} is not a list of layer numbers: {ids!r}")
     readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
     if len(readings) > 1:
         options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))

@@ -3,18 +3,21 @@ from __future__ import annotations
 
 import pickle
 import re
+import struct
 import warnings
 import zipfile
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.folder import CONFIG
+from checkpoint.published import GENERATION, INDEX, PUBLISHED, TOKENIZER, TOKENIZER_CONFIG
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
-from common.errors import InputError, first_line
-from common.files import read_json
+from checkpoint.weights import Stored, listed, opened
+from common.errors import InputError, first_line, printable
+from common.files import check_file, read_json
+from common.schema import Record, shown
 
 # In the order of preference: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
@@ -28,6 +31,7 @@ MODEL_TYPES = {  # for configs without `architectures`
     "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
 
 
 def open_folder(path: Path) -> Source:
@@ -35,11 +39,12 @@ def open_folder(path: Path) -> Source:
     config = read_json(path / CONFIG)
     if "format" in config and "kind" in config:
         raise InputError(f"{path}: is already converted")
-    name = next((name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    PUBLISHED.require(config, path / CONFIG)
+    name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
-    generation = _read_if_there(path / "generation_config.json")
+    generation = _read_if_there(path / "generation_config.json", GENERATION)
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
     eos_token, special = _special_tokens(path)
@@ -52,34 +57,29 @@ def open_folder(path: Path) -> Source:
     return Source(
         path, _architecture(config), config, tensors,
         stop_ids=unique_ids(stop_ids, *(special.get(token) for token in (eos_token, *END_TOKENS))),
-        bos_id=bos_id if isinstance(bos_id, int) else None, tokenizer=tokenizer,
+        bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None, tokenizer=tokenizer,
     )
 
 
-def _read_if_there(file: Path) -> dict:
-    return read_json(file) if file.is_file() else {}
+def _read_if_there(file: Path, record: Record) -> dict:
+    return record.require(read_json(file), file) if file.exists() else {}
 
 
 def _architecture(config: dict) -> str | None:
-    names = config.get("architectures") or [MODEL_TYPES.get(str(config.get("model_type")))]
-    if not isinstance(names, list) or not isinstance(names[0], str | None):
-        raise InputError(f"config: architectures is not a list of names: {names!r}")
-    return names[0]
+    return (config.get("architectures") or [MODEL_TYPES.get(config.get("model_type"))])[0]
 
 
 def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
     """The tokenizer's own end token, and the ids of that token and of all special tokens."""
     file = path / "tokenizer_config.json"
-    config = _read_if_there(file)
+    config = _read_if_there(file, TOKENIZER_CONFIG)
     eos = config.get("eos_token")
-    eos = eos.get("content") if isinstance(eos, dict) else eos
+    eos = eos["content"] if isinstance(eos, dict) else eos
     decoder = config.get("added_tokens_decoder") or {}
-    if not isinstance(decoder, dict) or not all(
-        i.isdecimal() and isinstance(token, dict) for i, token in decoder.items()
-    ):
-        raise InputError(f"{file}: added_tokens_decoder does not map ids to tokens")
+    if wrong := next((i for i in decoder if not (i.isascii() and i.isdecimal())), None):
+        raise InputError(f"{file}: added_tokens_decoder has a name {shown(wrong)}; expected token ids")
     added = [{"id": int(i), **token} for i, token in decoder.items()]
-    tokenizer = _read_if_there(path / "tokenizer.json")
+    tokenizer = _read_if_there(path / "tokenizer.json", TOKENIZER)
     added += tokenizer.get("added_tokens") or []
     vocab = (tokenizer.get("model") or {}).get("vocab")
     if isinstance(vocab, dict) and eos in vocab:
@@ -89,12 +89,12 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
 
 def shards(index: Path) -> dict[str, str]:
     """Tensor name -> file name, of an index file. Raises InputError if it is not such an index."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    weight_map = INDEX.require(read_json(index), index)["weight_map"]
+    if not weight_map:
         raise InputError(f"{index}: has no weight_map")
-    for file in weight_map.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise InputError(f"{index}: {file!r} is not the name of a file beside it")
+    for file in dict.fromkeys(weight_map.values()):
+        if Path(file).name != file or "\0" in file:
+            raise InputError(f"{index}: {shown(file)} is not the name of a file beside it")
     return weight_map
 
 
@@ -104,12 +104,12 @@ def _sharded(index: Path) -> dict[str, Entry]:
     open_pickle: dict[Path, dict] = {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.parent / file
-        if not path.is_file():
+        if not path.exists():
             raise InputError(f"{path}: missing, though {index.name} lists it")
         shard = _one_file(path, open_pickle)
         for name in (n for n, f in weight_map.items() if f == file):
             if name not in shard:
-                raise InputError(f"{path}: has no tensor {name}, though {index.name} says so")
+                raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
         # A tensor that the index does not list is kept too, so that the converter can name it as unexpected.
         tensors.update({n: entry for n, entry in shard.items() if weight_map.get(n, file) == file})
     return tensors
@@ -123,21 +123,13 @@ def _safetensors(path: Path) -> dict[str, Entry]:
     def read(name: str) -> Tensor:
         # The file is opened for each tensor. An open file stays mapped, and its pages would count as this
         # process's memory until the last tensor.
-        try:
-            with safe_open(path, framework="pt") as file:
-                return file.get_tensor(name)
-        except SafetensorError as e:
-            raise InputError(f"{path}: damaged ({e})") from None
+        with opened(path, AGAIN) as file:
+            return file.get_tensor(name)
 
-    def entry(file, name: str) -> Entry:
-        view = file.get_slice(name)
-        return Entry.of(view.get_shape(), READABLE_DTYPES.get(view.get_dtype()), lambda: read(name))
+    def entry(name: str, stored: Stored) -> Entry:
+        return Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), lambda: read(name))
 
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: entry(file, name) for name in file.keys()}  # noqa: SIM118, it is no dict
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: truncated or damaged ({e})") from None
+    return {name: entry(name, stored) for name, stored in listed(path, AGAIN).items()}
 
 
 def _pickle(path: Path, cache: dict[Path, dict]) -> dict[str, Entry]:
@@ -157,7 +149,9 @@ def _pickle(path: Path, cache: dict[Path, dict]) -> dict[str, Entry]:
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
+    size = check_file(path)
     try:
+        _refuse_packed(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what is wrong with the file is reported once, below
             # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
@@ -166,10 +160,12 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         unsupported = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # the class or function named
         reason = "not a pickle of tensors"
         if unsupported:
-            reason = unsupported[0].partition(". ")[0].rstrip(".")
+            reason = printable(unsupported[0].partition(". ")[0].rstrip("."))
         raise InputError(f"{path}: unsafe pickle or damaged file, not loaded ({reason})") from None
     except (
-        RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError
+        RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError,
+        NotImplementedError, AssertionError, ArithmeticError, MemoryError, RecursionError, struct.error,
+        zipfile.BadZipFile,
     ) as e:
         raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
     dense = isinstance(state, dict) and all(
@@ -177,4 +173,20 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
     )
     if not dense:
         raise InputError(f"{path}: is not a state dict of tensors")
+    for name, tensor in state.items():
+        if tensor.nbytes > size:  # one number, said to be a matrix
+            raise InputError(
+                f"{path}: tensor {printable(name)} {list(tensor.shape)} is {tensor.nbytes:,} bytes; expected"
+                f" at most {size:,}, the size of the file"
+            )
     return state
+
+
+def _refuse_packed(path: Path) -> None:
+    """Raise InputError if a part of a zip archive is compressed: a small one could then be of any size."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            packed = [part for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]
+        if packed:
+            name = printable(packed[0].filename)
+            raise InputError(f"{path}: {name} is compressed; expected what torch.save writes")

@@ -5,45 +5,46 @@ import hashlib
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_shapes, read_config
+from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read_config
+from checkpoint.weights import Stored, check_shapes, count_parts, listed, opened
 from common.errors import InputError
+from common.schema import Wrong
 from kernels.quantized import Scheme, replace_all
 from model import ModelArgs, Transformer, blank, inverse_frequencies
-from networks.block import BlockHead
-from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
-from networks.head import Head
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads
+from networks.head import Head, HeadArgs
 
-# Kind: its class.
-CLASSES = Eagle1Head, Eagle3Head, PEagleHead, MedusaHeads, HydraHeads, BlockHead, BlockHead
-HEADS = dict(zip(HEAD_KINDS, CLASSES, strict=True))
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def build_module(config: dict) -> Transformer | Head:
     """The module that a config.json describes, on the meta device, where it takes no memory.
 
-    Raises InputError on a bad config.
+    Raises Wrong, a ValueError, on a bad config.
     """
-    kind = config["kind"]
-    if kind != "target" and kind not in HEADS:
-        raise InputError(f"config: unknown kind {kind!r}")
-    try:
-        with blank():
-            if kind == "target":
-                module = Transformer(ModelArgs.from_config(config))
-            else:
-                head = HEADS[kind]
-                aux_layers = tuple(config.get("aux_layers", ()))
-                module = head(head.Args.from_config({**config, "aux_layers": aux_layers}))
-            if "quantization" in config:
-                replace_all(module, Scheme.read(config["quantization"]))
-            return module
-    except (ValueError, TypeError) as e:
-        raise InputError(str(e)) from None
+    args = check_config(config)
+    with blank():
+        module = Transformer(args) if config["kind"] == "target" else HEADS[config["kind"]](args)
+        if "quantization" in config:
+            replace_all(module, Scheme.read(config["quantization"]))
+    return module
+
+
+def check_parts(config: dict, names: dict, file: str) -> None:
+    """Raise Wrong if a config has more layers or guesses than there are tensors for in a file.
+
+    What remains to be built is then no more than the file holds.
+    """
+    kind, more = config["kind"], config.get("num_layers", 1)
+    if kind in ("medusa", "hydra"):
+        counts = [("guesses", config.get("guesses", 4), count_parts(names, "stacks."))]
+    else:
+        several = kind in ("target", "dflash", "dspark")
+        counts = [("num_layers", more, count_parts(names, "layers.") if several else
+                   1 + count_parts(names, "more_layers."))]
+    for key, found, there in counts:
+        if found > there:
+            raise Wrong(key, found, f"at most {there:,}, which is what {file} holds")
 
 
 def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
@@ -70,66 +71,82 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     config = read_config(folder, kind)
     if config["kind"] not in HEADS:
         raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a draft head was expected")
-    check_head_fits(config, target.args, str(folder))
+    check_head_fits(check_config(config), target.args, str(folder))
     head = _load(Path(folder), config, target.embed.weight.device, target.embed.weight.dtype)
     head.use_target(target)
     return head
 
 
 def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
-    module = build_module(config)
     path = folder / WEIGHTS
+    module = described(folder, config, listed(path, ADVICE))
     state = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        check_shapes(shapes, state_shapes(module), str(path))
-        for name, meta in module.state_dict().items():
-            # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
-            # as soon as it has been packed, not when all have.
-            with safe_open(path, framework="pt", device=str(device)) as file:
-                tensor = file.get_tensor(name)
-            # Quantised weights and their scales are never cast.
-            fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
-            if fixed and tensor.dtype != meta.dtype:
-                raise InputError(
-                    f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
-                )
-            state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; convert the checkpoint again") from None
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: damaged ({e}); convert the checkpoint again") from None
+    for name, meta in module.state_dict().items():
+        # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
+        # as soon as it has been packed, not when all have.
+        with opened(path, ADVICE, device) as file:
+            tensor = file.get_tensor(name)
+        # Quantised weights and their scales are never cast.
+        fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
+        if fixed and tensor.dtype != meta.dtype:
+            raise InputError(
+                f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
+            )
+        state[name] = tensor if fixed or dtype is None else tensor.to(dtype)
+    if "draft_ids" in state:
+        check_draft_ids(state["draft_ids"], module.args.vocab_size, str(path))
     module.load_state_dict(state, assign=True)
     module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
 
 
-def check_head_fits(config: dict, target: ModelArgs, where: str) -> None:
-    """Raise InputError unless a head's config.json fits this target: vocabulary, hidden size, aux layers."""
+def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
+    """The module that a folder's config describes, without numbers, once its weights are found to be those of
+    the config. Raises InputError.
+    """
+    try:
+        check_parts(config, stored, WEIGHTS)
+        module = build_module(config)
+    except Wrong as e:
+        raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
+    check_shapes({name: s.shape for name, s in stored.items()}, state_shapes(module), str(folder / WEIGHTS))
+    return module
+
+
+def check_draft_ids(ids: torch.Tensor, vocab_size: int, where: str) -> None:
+    """Raise InputError unless the ids that a head drafts [Vd] are some of the vocabulary, none of them twice.
+    """
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab_size:
+        raise InputError(
+            f"{where}: tensor draft_ids holds the id {low if low < 0 else high}; expected ids from 0, below"
+            f" vocab_size, {vocab_size}"
+        )
+    if len(ids.unique()) < len(ids):
+        raise InputError(f"{where}: tensor draft_ids holds an id twice; expected each once")
+
+
+def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
+    """Raise InputError unless a head fits this target: vocabulary, hidden size, aux layers."""
     sizes = (
-        ("vocabulary", "vocab_size", target.vocab_size),
-        ("target hidden size", "target_hidden_size", target.hidden_size),
+        ("vocabulary", head.vocab_size, target.vocab_size),
+        ("target hidden size", head.target_hidden_size, target.hidden_size),
     )
-    for what, key, size in sizes:
-        if config.get(key) != size:
+    for what, found, size in sizes:
+        if found != size:
             raise InputError(
-                f"{where}: the head was made for another target: {what} {config.get(key)}, this target has"
-                f" {size}"
+                f"{where}: the head was made for another target: {what} {found}, this target has {size}"
             )
-    width = config["hidden_size"]
-    own = {
-        "embedding": config.get("own_embedding"),
-        "lm_head": config.get("own_lm_head", True) or config.get("tie_embeddings"),
-    }
+    width = head.hidden_size
+    own = {"embedding": head.own_embedding, "lm_head": head.own_lm_head or head.tie_embeddings}
     for matrix, has_own in own.items():
         if not has_own and width != target.hidden_size:
             raise InputError(
                 f"{where}: the head's width {width} differs from the target's {target.hidden_size}"
                 f" and it carries no {matrix} of its own"
             )
-    last = max(config["aux_layers"])
-    if min(config["aux_layers"]) < 0 or last > target.num_layers:
+    last = max(head.aux_layers)
+    if last > target.num_layers:
         raise InputError(f"{where}: the head reads layer {last}, the target has {target.num_layers} layers")
 
 

@@ -28,6 +28,8 @@ from common.errors import InputError
 from model import ModelArgs
 
 MEDUSA2 = "medusa_head."
+NUMBER = "([0-9]{1,9})"
+MOST = 64  # guesses, and blocks of each
 TARGETS_TABLE = ("prefix_embeding_layer.embed_tokens.weight", "input_embed_fn.weight")  # copies of it
 
 
@@ -76,12 +78,16 @@ def _medusa(path: Path, tensors: dict[str, Entry]) -> tuple[dict, NameTable]:
     """(Changes of the config, table of names). Tensors that repeat others are taken out of `tensors`."""
     vllm = any(name.startswith("blocks.") for name in tensors)
     block = "blocks.{}.layers.{}" if vllm else "{}.{}.linear"
-    places = _numbers(tensors, re.escape(block + ".weight").replace(r"\{\}", r"(\d+)"))
+    places = _numbers(tensors, re.escape(block + ".weight").replace(r"\{\}", NUMBER))
     if not places:
         raise InputError(
             f"{path}: no Medusa head is complete: there is no tensor {block.format(0, 0)}.weight"
         )
     guesses, blocks = (1 + max(column) for column in zip(*places))
+    if max(guesses, blocks) > MOST:
+        raise InputError(
+            f"{path}: tensors of {guesses:,} guesses of {blocks:,} blocks; expected at most {MOST} of each"
+        )
     repeated = blocks > 1 and all(
         _equal(tensors, f"{block.format(k, 0)}.weight", f"{block.format(k, i)}.weight")
         for k in range(guesses) for i in range(1, blocks)
@@ -105,19 +111,21 @@ def _medusa(path: Path, tensors: dict[str, Entry]) -> tuple[dict, NameTable]:
 
 def _hydra(path: Path, tensors: dict[str, Entry], head_dim: int) -> tuple[dict, NameTable]:
     """(Changes of the config, table of names). Tensors that repeat others are taken out of `tensors`."""
-    places = _numbers(tensors, r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
+    places = _numbers(tensors, rf"hydra_mlp\.{NUMBER}\.{NUMBER}\.linear\.weight")
     if not places:
         raise InputError(
             f"{path}: no Hydra head is complete: there is no tensor hydra_mlp.0.*.linear.weight"
         )
     guesses = 1 + max(k for k, _ in places)
+    if guesses > MOST or len(places) > MOST * guesses:
+        raise InputError(f"{path}: tensors of {guesses:,} guesses; expected at most {MOST}")
     slots = [slot for k, slot in places if k == 0]
     block = "hydra_mlp.{}.{}.linear"
     repeated = len(slots) > 2 and all(
         _equal(tensors, f"{block.format(k, slots[1])}.weight", f"{block.format(k, slot)}.weight")
         for k in range(guesses) for slot in slots[2:]
     )
-    lm_slot = _numbers(tensors, r"hydra_lm_head\.0\.(\d+)\.weight")
+    lm_slot = _numbers(tensors, rf"hydra_lm_head\.0\.{NUMBER}\.weight")
     lm_head = "hydra_lm_head.{}." + (f"{lm_slot[0][0]}." if lm_slot else "")
     names: NameTable = {}
     for k in range(guesses):

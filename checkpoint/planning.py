@@ -9,21 +9,31 @@ import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.folder import WEIGHTS, check_shapes, read_config
+from checkpoint.folder import CONFIG, WEIGHTS, check_config, read_config
 from checkpoint.head_layouts import Answers, read_layout
 from checkpoint.layout import NameTable
 from checkpoint.loading import build_module, check_head_fits
-from checkpoint.source import Entry, Source
+from checkpoint.source import Entry, Source, is_gguf
 from checkpoint.target_families import family_of, target_fields
+from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned
-from common.errors import InputError
+from common.errors import InputError, printable
+from common.schema import Wrong
 from model import ModelArgs
 
 # Buffers that old checkpoints carry and that follow from the config.
 IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
+
+LAYER = re.compile(r"(?<![^.])(?:layers|blk)\.[0-9]{1,9}(?=\.)|(?<![^.])midlayer(?=\.)")
+# Our keys: Hugging Face's.
+SOURCE_KEYS = {
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps", "rope_base": "rope_theta",
+    "max_seq_len": "max_position_embeddings", "tie_embeddings": "tie_word_embeddings", "block": "block_size",
+    "mask_id": "mask_token_id", "experts_per_token": "num_experts_per_tok", "bos_id": "bos_token_id",
+}
 
 Plan = tuple[dict, list[Planned]]  # (config, tensors to write)
 
@@ -35,12 +45,9 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Plan:
     on a config or a tensor that does not fit.
     """
     names = family_of(source).names
-    config = {
-        "kind": "target",
-        **target_fields(source),
-        "stop_ids": [i for i in source.stop_ids if i < source.config["vocab_size"]],
-        "bos_id": source.bos_id,
-    }
+    fields = target_fields(source)
+    stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
+    config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
     tensors = dict(source.tensors)
     name = names["lm_head.weight"][0]
     if config["tie_embeddings"] and name in tensors:
@@ -52,7 +59,7 @@ def plan_target(source: Source, dtype: torch.dtype | None) -> Plan:
                 f"{source.path}: tie_word_embeddings is true, yet there is an {name} that differs from the"
                 " embedding; set it to false in config.json if that tensor is meant"
             )
-    return config, _plan(source.path, config, names, tensors, dtype)
+    return config, _plan(source, config, names, tensors, dtype)
 
 
 def plan_head(source: Source, target: Path, dtype: torch.dtype | None, answers: Answers) -> Plan:
@@ -61,7 +68,7 @@ def plan_head(source: Source, target: Path, dtype: torch.dtype | None, answers: 
     dtype: as for `plan_target`. Raises InputError on a config or a tensor that does not fit, and if the head
     does not fit the target.
     """
-    path, target_args = source.path, build_module(read_config(target, "target")).args
+    path, target_args = source.path, check_config(read_config(target, "target"))
     layout = read_layout(source, target_args, answers)
     config, names, tensors = dict(layout.config), layout.names, dict(layout.tensors)
     embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
@@ -73,9 +80,9 @@ def plan_head(source: Source, target: Path, dtype: torch.dtype | None, answers: 
     if lm_head is not None and shares and _is_targets(lm_head, target, target_lm_head):
         config["own_lm_head"] = False  # vLLM's copies carry the target's
         del tensors["lm_head.weight"]
-    check_head_fits(config, target_args, str(path))
+    check_head_fits(_checked(source, config, tensors), target_args, str(path))
     maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
-    plan = _plan(path, config, names, tensors, dtype)
+    plan = _plan(source, config, names, tensors, dtype)
     ids = config.pop("draft_ids", None)
     if ids is None:
         ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
@@ -85,13 +92,10 @@ def plan_head(source: Source, target: Path, dtype: torch.dtype | None, answers: 
 
 def _is_targets(entry: Entry, target: Path, name: str) -> bool:
     """Whether a head's matrix is this tensor of the target, bit for bit in the target's dtype."""
-    try:
-        with safe_open(target / WEIGHTS, framework="pt") as file:
-            if tuple(file.get_slice(name).get_shape()) != entry.shape:
-                return False
-            matrix = file.get_tensor(name)
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{target / WEIGHTS}: damaged ({e}); convert the target again") from None
+    with opened(target / WEIGHTS, "convert the target again") as file:
+        if tuple(file.get_slice(name).get_shape()) != entry.shape:
+            return False
+        matrix = file.get_tensor(name)
     return torch.equal(entry.read().to(matrix.dtype), matrix)
 
 
@@ -125,16 +129,14 @@ def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int)
 
 
 def _plan(
-    path: Path, config: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype | None
+    source: Source, config: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype | None
 ) -> list[Planned]:
     """Match every tensor of the model with its sources, in both directions.
 
     Raises InputError naming the first tensor that does not match.
     """
-    try:
-        module = build_module(config)
-    except InputError as e:
-        raise InputError(f"{path}: {e}") from None
+    path, _ = source.path, _checked(source, config, tensors)
+    module = build_module(config)
     tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}
     expected: dict[str, tuple[int, ...]] = {}
     plan: list[tuple[str, tuple[int, ...], list[str]]] = []
@@ -148,16 +150,37 @@ def _plan(
         plan.append((name, tuple(tensor.shape), sources))
         rows = _row_counts(module.args, name, tensor.shape[-2] if tensor.ndim > 1 else tensor.shape[0])
         columns = tensor.shape[-1:] if tensor.ndim > 1 else ()
-        for source, count in zip(sources, rows * len(experts), strict=True):
-            expected[source] = (count, *columns)
+        for part, count in zip(sources, rows * len(experts), strict=True):
+            expected[part] = (count, *columns)
     check_shapes({name: entry.shape for name, entry in tensors.items()}, expected, str(path))
     for name, entry in tensors.items():
         if entry.dtype is None or not entry.dtype.is_floating_point:
             raise InputError(
-                f"{path}: tensor {name} is not stored as floating point (a quantised checkpoint?)"
+                f"{path}: tensor {printable(name)} is not stored as floating point (a quantised checkpoint?)"
             )
     dtype = dtype or _prevailing_dtype(tensors)
-    return [Planned(name, shape, dtype, [tensors[s] for s in sources]) for name, shape, sources in plan]
+    return [
+        Planned(name, shape, dtype, [tensors[s] for s in sources], tuple(sources))
+        for name, shape, sources in plan
+    ]
+
+
+def _checked(source: Source, config: dict, tensors: dict[str, Entry]) -> ModelArgs:
+    """What a config says of its model, once its keys are right and its layers no more than the source has.
+
+    Raises InputError, which names the source's key.
+    """
+    try:
+        args = check_config(config)
+        layers = {match[0] for match in map(LAYER.search, tensors) if match}
+        if config["kind"] not in ("medusa", "hydra") and args.num_layers > max(1, len(layers)):
+            raise Wrong("num_layers", args.num_layers, f"at most {len(layers)}, the layers among the tensors")
+    except Wrong as e:
+        first, dot, rest = e.key.partition(".")
+        key = SOURCE_KEYS.get(first, first)
+        where = source.path if is_gguf(source.path) else source.path / CONFIG
+        raise InputError(f"{where}: {e.of(source.keys.get(key, key) + dot + rest)}") from None
+    return args
 
 
 def _row_counts(args: ModelArgs, name: str, rows: int) -> tuple[int, ...]:

@@ -14,16 +14,18 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint.calibrating import calibrate
-from checkpoint.folder import CONFIG, WEIGHTS, check_shapes, read_config
-from checkpoint.loading import build_module, load_model, state_shapes
+from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, read_config
+from checkpoint.loading import build_module, described, load_model, state_shapes
 from checkpoint.source import Entry
-from checkpoint.writer import WRITTEN_DTYPES, Planned, check_out, write_folder
-from common.errors import InputError
+from checkpoint.weights import count_nonfinite, listed, opened
+from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
+from common.errors import InputError, printable
+from common.files import check_file, read_text
+from common.schema import Wrong
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
@@ -37,20 +39,13 @@ def check_source(folder: Path) -> dict:
     config, path = read_config(folder), folder / WEIGHTS
     if "quantization" in config:
         raise InputError(f"{folder}: is quantised already")
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
-            odd = [n for n, tensor in slices.items() if tensor.get_dtype() not in WRITTEN_DTYPES.values()]
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; convert the checkpoint again") from None
-    except (SafetensorError, OSError) as e:
-        raise InputError(f"{path}: damaged ({e}); convert the checkpoint again") from None
-    if odd:
+    stored = listed(path, ADVICE)
+    if odd := [name for name, s in stored.items() if s.dtype not in WRITTEN_DTYPES.values()]:
         raise InputError(
-            f"{path}: tensor {odd[0]} is of a type that is not written here; convert the checkpoint again"
+            f"{path}: tensor {printable(odd[0])} is {stored[odd[0]].dtype}, of which nothing is written;"
+            f" {ADVICE}"
         )
-    check_shapes(shapes, state_shapes(build_module(config)), str(path))
+    described(folder, config, stored)
     return config
 
 
@@ -64,8 +59,8 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
     try:
         return config, build_module(config)
-    except InputError as e:
-        raise InputError(f"{source}: {e}; choose another --group") from None
+    except Wrong as e:
+        raise InputError(f"{source / CONFIG}: {e}; choose another --group") from None
 
 
 class LayerError(NamedTuple):
@@ -89,17 +84,19 @@ class _LayerWriter:
     where: str
     mode: str
     group: int
+    allow_nonfinite: bool
     scale: Tensor | None = None
     error: float = 0.0  # relative, of the quantised weight
 
     def read_scale(self) -> Tensor:
-        self.scale = scales(self.read_exact(), self.mode, self.group)
+        exact = self.read_exact()
+        if bad := count_nonfinite(exact):
+            judge_nonfinite(self.where, bad, self.allow_nonfinite)
+        self.scale = scales(exact, self.mode, self.group)
         return self.scale
 
     def read_weight(self) -> Tensor:
         exact = self.read_exact()
-        if not bool(exact.isfinite().all()):
-            raise InputError(f"{self.where} holds values that are not finite")
         weight = to_stored(exact, self.scale, self.mode)
         error = dequantize(weight, self.scale, torch.float32) - exact.float()
         self.error = float(error.norm() / exact.float().norm().clamp(min=1e-30))
@@ -107,16 +104,16 @@ class _LayerWriter:
 
 
 def quantize_folder(
-    source: Path, out: Path, scheme: Scheme, force: bool = False, text: Tensor | None = None
+    source: Path, folder: Path, scheme: Scheme, text: Tensor | None = None, allow_nonfinite: bool = False
 ) -> list[LayerError]:
-    """Write `source`, one of our folders, quantised to `out` -> the error of every such layer.
+    """Write `source`, one of our folders, quantised into `folder` -> the error of every such layer.
 
     text [B, T]: token ids; the int4 layers of a target's blocks are calibrated on it. A target's tied lm_head
-    becomes a quantised matrix of its own beside the table. Raises InputError on a folder that is not ours,
-    damaged, quantised already, or whose layers the group does not divide.
+    becomes a quantised matrix of its own beside the table. Raises OSError, and InputError on a folder that is
+    not ours, damaged, quantised already, whose layers the group does not divide, or with numbers that are not
+    finite and not allowed.
     """
     exact = check_source(source)
-    check_out(out, exact["kind"], force)
     names = state_shapes(build_module(exact)).keys()
     config, module = quantized_module(exact, source, scheme)
     ready = {} if text is None else calibrate(source, exact, scheme.group, text)
@@ -126,11 +123,12 @@ def quantize_folder(
     def others(folder: Path) -> bool:
         """Copy everything else in the folder: tokenizer, template."""
         for item in source.iterdir():
-            if item.is_file() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
+            if item.exists() and not item.is_dir() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
+                check_file(item)
                 shutil.copy2(item, folder / item.name)
         return True
 
-    with safe_open(source / WEIGHTS, framework="pt") as file:
+    with opened(source / WEIGHTS, ADVICE) as file:
 
         def planned(name: str, tensor: Tensor) -> Planned:
             layer, _, leaf = name.rpartition(".")
@@ -145,13 +143,13 @@ def quantize_folder(
                     weight = next(n for n in (f"{layer}.weight", layer, "embed.weight") if n in names)
                     where = f"{source / WEIGHTS}: tensor {weight}"
                     read = lambda: file.get_tensor(weight)  # noqa: E731
-                    layers[layer] = _LayerWriter(read, where, owner.mode, owner.group)
+                    layers[layer] = _LayerWriter(read, where, owner.mode, owner.group, allow_nonfinite)
                 dtype = tensor.dtype
                 read = layers[layer].read_weight if leaf == "weight" else layers[layer].read_scale
             return Planned(name, tuple(tensor.shape), dtype, [Entry.of(tensor.shape, dtype, read)])
 
         plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-        write_folder(out, config, plan, others, quiet=False)
+        fill(folder, config, plan, others, False, allow_nonfinite, str(source / WEIGHTS))
     errors = [LayerError(name, layer.error, False) for name, layer in layers.items()]
     return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
 
@@ -163,9 +161,9 @@ def text_ids(source: Path, flag: str, text: Path, least: int, most: int) -> Tens
     is no tokenizer.
     """
     try:
-        content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"{flag} {text}: cannot be read ({e})") from None
+        content = read_text(text)
+    except InputError as e:
+        raise InputError(f"{flag} {e}") from None
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
         raise InputError(f"{source}: {flag} needs a tokenizer")

@@ -6,7 +6,7 @@ converter asks for them, and are not kept: a model larger than the memory can be
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -53,6 +53,7 @@ class Source:
     stop_ids: list[int]
     bos_id: int | None
     tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
+    keys: dict[str, str] = field(default_factory=dict)  # how the container calls keys of config, if otherwise
 
 
 def is_gguf(path: Path) -> bool:

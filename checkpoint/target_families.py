@@ -8,9 +8,12 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoint.folder import CONFIG
 from checkpoint.layout import NameTable
-from checkpoint.source import Source
+from checkpoint.source import Source, is_gguf
 from common.errors import InputError
+from common.schema import Record, Wrong
+from model import IDS, LAYERS, MANY, ROPE, WIDTH, RopeScaling
 
 # The tables of one layer, without its prefix. Draft heads use the same names.
 ATTENTION: NameTable = {
@@ -142,7 +145,7 @@ def target_fields(source: Source) -> dict:
             " supported"
         )
     experts = config.get("num_experts", config.get("num_local_experts", 0))
-    if not isinstance(experts, int) or experts < 1:
+    if experts < 1:
         raise InputError(f"{path}: config has no positive number of experts (found {experts!r})")
     return {
         "renormalise_experts": bool(config.get("norm_topk_prob")), **fields,
@@ -150,6 +153,12 @@ def target_fields(source: Source) -> dict:
         "experts_per_token": config.get("num_experts_per_tok", 0),
         "intermediate_size": config.get("moe_intermediate_size", fields["intermediate_size"]),
     }
+
+
+SIZES = Record({
+    "vocab_size": IDS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS,
+    "num_attention_heads": MANY,
+})
 
 
 def model_fields(path: Path, config: dict) -> dict:
@@ -160,28 +169,18 @@ def model_fields(path: Path, config: dict) -> dict:
     _refuse(path, config, "quantization_config", "mlp_bias", "use_sliding_window")
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise InputError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    for key in sizes:
-        if not isinstance(config.get(key), int) or config[key] < 1:
-            raise InputError(f"{path}: config has no positive {key} (found {config.get(key)!r})")
-    vocab, hidden, intermediate, layers, heads = (config[key] for key in sizes)
+    where = path if is_gguf(path) else path / CONFIG
+    vocab, hidden, intermediate, layers, heads = (SIZES.require(config, where)[key] for key in SIZES.needed)
     if "head_dim" not in config and hidden % heads:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     longest = config.get("max_position_embeddings", 2048)
-    if not isinstance(longest, int) or isinstance(longest, bool) or longest < 1:
-        raise InputError(
-            f"{path}: config: max_position_embeddings must be a positive integer, got {longest!r}"
-        )
     _refuse_windows(path, config, longest)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
-    scaling, longest = _rope_scaling(path, config, rope, longest)
+    scaling, longest = _rope_scaling(where, config, rope, longest)
     numbers = {
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
     }
-    for key, value in numbers.items():
-        if not isinstance(value, (int, float)) or not value > 0:
-            raise InputError(f"{path}: config: {key} must be a positive number, got {value!r}")
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -224,7 +223,7 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     if kind == "default":
         return None, longest
     others = ("type", "rope_type", "rope_theta", "partial_rotary_factor")
-    scaling = {k: v for k, v in rope.items() if k not in others}
+    scaling = {k: v for k, v in rope.items() if k not in others and v is not None}
     original = None
     # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
     # instructions).
@@ -234,6 +233,12 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         original = scaling.setdefault(
             "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
         )
-    if isinstance(original, (int, float)) and isinstance(scaling.get("factor"), (int, float)):
+    scaling = {"rope_type": kind, **scaling}
+    try:
+        RopeScaling().check(scaling, "rope_scaling")
+    except Wrong as e:
+        raise InputError(f"{path}: {e}") from None
+    if original is not None:
         longest = max(longest, int(original * scaling["factor"]))
-    return {"rope_type": kind, **scaling}, longest
+    known = {"rope_type", *ROPE[kind].needed, *ROPE[kind].optional}
+    return {name: value for name, value in scaling.items() if name in known}, longest

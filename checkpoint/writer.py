@@ -1,17 +1,18 @@
 """Writing a checkpoint folder: tensors are streamed in blocks of rows.
 
-The folder appears under its name when it is complete, not before.
+The folder appears under its name when it is complete, not before, also after a kill and a power cut.
 """
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +20,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.folder import CONFIG, WEIGHTS
+from checkpoint.folder import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
+from checkpoint.weights import count_nonfinite
 from common.errors import InputError
-from common.files import read_json
+from common.files import exchange, held, left_behind, read_json, sync
+from common.schema import Wrong
 
 WRITTEN_DTYPES = {  # with safetensors' names for them
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64",
@@ -39,6 +42,7 @@ class Planned:
     shape: tuple[int, ...]
     dtype: torch.dtype
     parts: list[Entry]
+    sources: tuple[str, ...] = ()  # what the parts are called where they come from
 
     @property
     def nbytes(self) -> int:
@@ -66,30 +70,39 @@ def check_out(out: Path, kind: str, force: bool) -> None:
 
 
 def write_folder(
-    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool
+    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
+    allow_nonfinite: bool = False, where: str = "the source",
 ) -> bool:
-    """Fill a temporary folder beside `out`, then rename it to `out`, which `check_out` has allowed.
+    """Write a folder that `check_out` has allowed: all of it or, after an error or a kill, nothing of it.
 
-    `others(folder)` writes what belongs beside the weights, and says whether there was a tokenizer, or none
-    is needed. Returns what it says, True without it. Raises InputError if there is no space or no
-    permission. After an error and on Ctrl-C nothing is left on disk.
+    The arguments are those of `fill`, whose value is returned. Raises InputError if there is no space or no
+    permission.
+    """
+    with staging(out, sum(t.nbytes for t in plan)) as folder:
+        return fill(folder, config, plan, others, quiet, allow_nonfinite, where, name=out.name)
+
+
+@contextlib.contextmanager
+def staging(out: Path, size: int) -> Iterator[Path]:
+    """A context whose value is an empty folder beside `out`. At the end it takes the place of `out`.
+
+    size: bytes that it will hold, about. Folders inside `out` that the new one has not, such as heads, are
+    kept. After an error and on Ctrl-C nothing is left; what an earlier, killed process has left is removed.
+    Raises InputError if there is no space or no permission.
     """
     parent = out.absolute().parent
     created = [p for p in (parent, *parent.parents) if not p.exists()]
     temporary = parent / f".{out.name}.tmp-{os.getpid()}"
-    done = False
+    done, held_open = False, None
     try:
-        total = sum(t.nbytes for t in plan)
-        need, free = total + SPARE_BYTES, shutil.disk_usage(created[-1].parent if created else parent).free
+        need, free = size + SPARE_BYTES, shutil.disk_usage(created[-1].parent if created else parent).free
         if free < need:
             raise InputError(f"{out}: no space: {need:,} bytes are needed, {free:,} are free")
+        _clear(out)
         temporary.mkdir(parents=True)
-        has_tokenizer = others(temporary) if others else True
-        text = json.dumps(config, indent=1, ensure_ascii=False) + "\n"
-        (temporary / CONFIG).write_text(text, encoding="utf-8")
-        hidden = quiet or not sys.stderr.isatty()
-        with tqdm(total=total, unit="B", unit_scale=True, desc=out.name, disable=hidden) as progress:
-            write_safetensors(temporary / WEIGHTS, plan, progress.update)
+        held_open = os.open(temporary, os.O_RDONLY)
+        held(held_open)
+        yield temporary
         _publish(temporary, out)
         done = True
     except OSError as e:
@@ -102,13 +115,47 @@ def write_folder(
             for folder in created:
                 with contextlib.suppress(OSError):  # it was never made, or another process uses it by now
                     folder.rmdir()
+        if held_open is not None:
+            os.close(held_open)
+
+
+def fill(
+    folder: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
+    allow_nonfinite: bool = False, where: str = "the source", name: str | None = None,
+) -> bool:
+    """Write a checkpoint into a folder, which may be there already and may hold others.
+
+    `others(folder)` writes what belongs beside the weights, and says whether there was a tokenizer, or none
+    is needed. Returns what it says, True without it. where: of whom the numbers are, for errors. Raises
+    OSError and InputError, also on a config that is not right, and on numbers that are not finite unless they
+    are allowed.
+    """
+    try:
+        check_config(config)
+    except Wrong as e:
+        raise InputError(f"{where}: {e}") from None
+    folder.mkdir(exist_ok=True)
+    has_tokenizer = others(folder) if others else True
+    hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
+    with tqdm(total=total, unit="B", unit_scale=True, desc=name or folder.name, disable=hidden) as progress:
+        digest = write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
+    text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+    for file in folder.iterdir():  # else a power cut could leave the name without the contents
+        if file.is_file():
+            sync(file)
+    sync(folder)
     return has_tokenizer
 
 
 def write_safetensors(
-    path: Path, plan: list[Planned], progress: Callable[[int], object] = lambda size: None
-) -> None:
-    """Write the planned tensors one block of rows at a time. `progress` is told the bytes of each block.
+    path: Path, plan: list[Planned], progress: Callable[[int], object] = lambda size: None,
+    allow_nonfinite: bool = False, where: str = "the source",
+) -> str:
+    """Write the planned tensors one block of rows at a time -> the file's sha256.
+
+    progress: told the bytes of each block. Numbers that are not finite are refused or, if they are allowed,
+    counted in a warning; `where` is of whom they are.
 
     safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
     header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
@@ -124,35 +171,79 @@ def write_safetensors(
         header[t.name] = {"dtype": dtype, "shape": list(t.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+
+        def write(data) -> None:
+            digest.update(data)
+            file.write(data)
+
+        write(len(text).to_bytes(8, "little") + text)
         for t in plan:
-            for part in t.parts:
+            for part, name in zip(t.parts, t.sources or (t.name,) * len(t.parts)):
+                bad = 0
                 for block in part.blocks():
+                    bad += count_nonfinite(block)
                     data = _cast(t.name, block, t.dtype).contiguous().flatten().view(torch.uint8).numpy()
-                    file.write(data)
+                    write(data)
                     progress(data.nbytes)
+                if bad:
+                    judge_nonfinite(f"{where}: tensor {name}", bad, allow_nonfinite)
+    return digest.hexdigest()
+
+
+def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
+    """Refuse a tensor with so many numbers that are not finite, by an InputError, or warn of them."""
+    found = f"{what} holds {count:,} numbers that are not finite (nan or infinite)"
+    if not allowed:
+        raise InputError(f"{found}; expected none; --allow-nonfinite takes them as they are")
+    print(f"warning: {found}", file=sys.stderr)
 
 
 def _cast(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     cast = block.to(dtype)
-    if dtype == torch.float16 != block.dtype and bool((cast.isinf() & block.isfinite()).any()):
-        raise InputError(f"tensor {name} overflows fp16; use --dtype bf16 or fp32")
+    if dtype.is_floating_point and dtype != block.dtype and count_nonfinite(cast) > count_nonfinite(block):
+        short, more = ("fp16", "bf16 or fp32") if dtype == torch.float16 else (str(dtype)[6:], "fp32")
+        raise InputError(f"tensor {name} overflows {short}; use --dtype {more}")
     return cast
 
 
+def _clear(out: Path) -> None:
+    """Undo what a killed process left beside `out`.
+
+    Where folders cannot be exchanged in one step, it may have been killed between the two.
+    """
+    for old in left_behind(out.absolute().parent, f".{out.name}.old-", ""):
+        if not out.exists():
+            os.replace(old, out)
+        else:
+            shutil.rmtree(old, ignore_errors=True)
+    for half in left_behind(out.absolute().parent, f".{out.name}.tmp-", ""):
+        shutil.rmtree(half, ignore_errors=True)
+
+
 def _publish(temporary: Path, out: Path) -> None:
-    """Rename the finished folder to `out`. Subfolders of one that it replaces, such as heads, are kept."""
+    """Let the finished folder take the place of `out`. Whatever kills this, one of both is there, complete.
+
+    Subfolders of the old one, such as heads, are kept: the new one has them too, as links to the same files,
+    before it is there.
+    """
     if not out.exists():
         os.replace(temporary, out)
+        sync(out.parent)
         return
-    old = temporary.with_name(f".{out.name}.old-{os.getpid()}")
-    os.replace(out, old)
+    for folder in [p for p in out.iterdir() if p.is_dir() and not (temporary / p.name).exists()]:
+        if folder.is_symlink():
+            os.symlink(os.readlink(folder), temporary / folder.name)
+        else:
+            shutil.copytree(folder, temporary / folder.name, symlinks=True, copy_function=_link)
+    exchange(temporary, out)
+    sync(out.parent)
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _link(source: str, target: str) -> None:
     try:
-        os.replace(temporary, out)
-    except BaseException:
-        os.replace(old, out)
-        raise
-    for folder in (p for p in old.iterdir() if p.is_dir()):
-        os.replace(folder, out / folder.name)
-    shutil.rmtree(old)
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)

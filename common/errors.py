@@ -8,4 +8,10 @@ class InputError(Exception):
 
 def first_line(error: BaseException) -> str:
     """The first line of a library's message, to be quoted in ours; the error's class if it has none."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return printable(str(error).strip().partition("\n")[0], 300) or type(error).__name__
+
+
+def printable(text: str, most: int = 120) -> str:
+    """A text from a file, to be shown: its control characters escaped, and not too long."""
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
+    return text if len(text) <= most else text[:most] + "..."

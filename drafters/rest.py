@@ -28,11 +28,16 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.files import read_json
+from common.schema import Record, Text, Whole
 from drafters.base import Drafter, Proposal, constants
 from drafters.request import Request
 from drafters.rest_store import fingerprint, main
+from model import IDS
 from tree import AnyTree, Tree, link
 
+STORE = Record({  # store.json
+    "vocab_size": IDS, "tokenizer": Text(), "tokens": Whole(1, 2**48), "suffixes": Text("int32", "int64"),
+})
 PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
 
 
@@ -175,19 +180,17 @@ def build(request: Request) -> Rest:
             "--speculate rest: name a store with --datastore; python -m drafters.rest build makes one"
         )
     folder = Path(request.flags["datastore"])
-    about = read_json(folder / "store.json")
-    own, vocab_size = about.get("vocab_size"), request.target.args.vocab_size
+    about = STORE.require(read_json(folder / "store.json"), folder / "store.json", "build the store again")
+    own, vocab_size = about["vocab_size"], request.target.args.vocab_size
     if own != vocab_size:
         raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
-    if request.tokenizer and about.get("tokenizer") != fingerprint(request.tokenizer):
+    if request.tokenizer and about["tokenizer"] != fingerprint(request.tokenizer):
         raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count = about.get("tokens")
-    dtype = {"int32": torch.int32, "int64": torch.int64}.get(str(about.get("suffixes")))
+    count, dtype = about["tokens"], getattr(torch, about["suffixes"])
     arrays = []
     for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
         path = folder / f"{name}.bin"
-        described = isinstance(count, int) and count >= 1 and kind is not None
-        if not described or not path.is_file() or path.stat().st_size != count * kind.itemsize:
+        if not path.is_file() or path.stat().st_size != count * kind.itemsize:
             raise InputError(
                 f"{path}: missing or not of the size that store.json says; build the store again"
             )

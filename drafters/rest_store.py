@@ -16,7 +16,7 @@ from tqdm import tqdm
 from checkpoint.folder import read_config
 from common.cli import run_command
 from common.errors import InputError
-from common.files import writing
+from common.files import read_text, writing
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 
@@ -35,10 +35,7 @@ def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     The file holds JSON lines (conversations, prompts, "text", or "ids" as they are) or one text.
     """
     if path.suffix.lower() not in (".jsonl", ".json"):
-        try:
-            text = path.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"{path}: cannot be read ({e})") from None
+        text = read_text(path, most=1 << 40, encoding="utf-8-sig")
         if text.strip():
             yield tokenizer.encode(text)
         return

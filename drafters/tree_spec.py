@@ -5,17 +5,19 @@ not that of Medusa.
 """
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import torch
 
 from common.errors import InputError
+from common.files import parse_json, read_bytes
+from common.schema import List, Whole
 from tree import PAPER_TREE, PathTree, TreeShape
 
 # Instruction sets without AVX-512.
 NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
+MOST_TREE = 1 << 20  # bytes of a file
+PATHS = List(List(Whole(0, 9999), 1, 64), 1, 4096)  # of a static tree: ranks of a node and of those above it
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 
@@ -54,8 +56,10 @@ def read_tree(text: str | None) -> TreeSpec:
     if re.fullmatch(r"\d+,\d+,\d+", text):
         return TreeShape.parse(text)
     try:
-        return PathTree(tuple(tuple(path) for path in json.loads(Path(text).read_text())))
-    except (OSError, ValueError, TypeError) as e:
+        paths = parse_json(read_bytes(text, MOST_TREE), text)
+        PATHS.check(paths, "paths")
+        return PathTree(tuple(map(tuple, paths)))
+    except (InputError, ValueError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
         raise InputError(f"--tree {text}: none of {forms} ({e})") from None
 

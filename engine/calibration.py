@@ -5,13 +5,13 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from checkpoint.folder import CALIBRATION
-from common.errors import InputError
+from checkpoint.folder import CALIBRATION, MEASURED
+from common.errors import InputError, printable
 from common.files import read_json, write_text
+from common.schema import Wrong
 from drafters.base import Confidence
 from tree import TreeShape
 
@@ -19,6 +19,7 @@ FORMAT = 1
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80)
 DEEPEST = 7
+MOST_NODES = 1024  # of a tree that somebody else measured
 TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
 USUAL = TreeShape(8, 2, 4)  # how easy texts are is told by this tree
 SHORT, LONG = 128, 4096  # tokens of context at which heads and machines are measured
@@ -72,6 +73,7 @@ class Calibration:
         if self.confidence:
             pairs = asdict(self.confidence).items()
             record["confidence"] = {name: [round(x, 4) for x in pair] for name, pair in pairs}
+        self._of(record)
         write_text(folder / CALIBRATION, json.dumps(record, indent=0) + "\n")
 
     @classmethod
@@ -80,40 +82,51 @@ class Calibration:
         file = folder / CALIBRATION
         if not file.exists():
             return None
-        record = read_json(file)
         try:
-            if record["format"] != FORMAT:
-                raise ValueError(f"format {record['format']} is not the {FORMAT} this version reads")
-            taus = {
-                t: {TreeShape.parse(name): float(tau) for name, tau in trees.items()}
-                for t, trees in ((t, record["tau"][f"{t:g}"]) for t in TEMPERATURES)
-            }
-            ease = tuple(float(x) for x in record["ease"])
-            if not (ease and taus[0.0]) or any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
-                raise ValueError("it is not complete")
-            if not all(0 <= x < math.inf for x in ease):
-                raise ValueError("an ease is impossible")
-            if any(not 1 <= tau <= shape.window for trees in taus.values() for shape, tau in trees.items()):
-                raise ValueError("an acceptance length is impossible")
-            far = cls._read_far(record["far"]) if "far" in record else None
-            confidence = None
-            if "confidence" in record:
-                confidence = cls._read_confidence(record["confidence"])
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
-            raise InputError(f"{file}: damaged ({type(e).__name__}: {e}); delete it") from None
-        return cls(taus, ease, far, confidence)
+            return cls._of(read_json(file))
+        except ValueError as e:
+            raise InputError(f"{file}: damaged: {e}; delete it") from None
 
-    @staticmethod
-    def _read_confidence(record: dict) -> Confidence:
-        found = Confidence(*(tuple(map(float, record[f.name])) for f in fields(Confidence)))
-        for slope, shift in (found.of_greedy, found.of_sampling):
-            if not (0 < slope < 100 and -100 < shift < 100):
-                raise ValueError("a confidence is impossible")
-        return found
+    @classmethod
+    def _of(cls, record: dict) -> Calibration:
+        """A record as it is written. Raises Wrong, a ValueError."""
+        MEASURED.check(record)
+        if record["format"] != FORMAT:
+            raise Wrong("format", record["format"], f"{FORMAT}, which this version reads")
+        taus = {
+            t: {_shape(t, name, tau): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
+            for t in TEMPERATURES
+        }
+        if not taus[0.0]:
+            raise Wrong("tau.0", {}, "some trees")
+        if any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
+            raise Wrong("tau", record["tau"], "the same trees for each temperature")
+        confidence = None
+        if "confidence" in record:
+            pairs = (record["confidence"][f.name] for f in fields(Confidence))
+            confidence = Confidence(*(tuple(map(float, pair)) for pair in pairs))
+            for f in fields(Confidence):
+                if not 0 < getattr(confidence, f.name)[0] < 100:
+                    raise Wrong(f"confidence.{f.name}", record["confidence"][f.name], "a slope above 0 first")
+        far = cls._read_far(record["far"]) if "far" in record else None
+        return cls(taus, tuple(map(float, record["ease"])), far, confidence)
 
     @staticmethod
     def _read_far(record: dict) -> Far:
-        far = Far(int(record["context"]), {t: float(record["kept"][f"{t:g}"]) for t in TEMPERATURES})
-        if far.context <= SHORT or not all(0 < kept < math.inf for kept in far.kept.values()):
-            raise ValueError("what is far is impossible")
-        return far
+        if record["context"] <= SHORT:
+            raise Wrong("far.context", record["context"], f"more than {SHORT}")
+        return Far(record["context"], {t: float(record["kept"][f"{t:g}"]) for t in TEMPERATURES})
+
+
+def _shape(temperature: float, name: str, tau: float) -> TreeShape:
+    """The tree of this name, which may be accepted for `tau` tokens a step. Raises Wrong."""
+    key = f"tau.{temperature:g}.{printable(name)}"
+    try:
+        shape = TreeShape.parse(name)
+    except ValueError as e:
+        raise Wrong(key, tau, f"a name that is a tree ({e})") from None
+    if shape.nodes > MOST_NODES or shape.depth > MOST_NODES or shape.width > MOST_NODES:
+        raise Wrong(key, tau, f"a tree of numbers up to {MOST_NODES:,}")
+    if tau > shape.window:
+        raise Wrong(key, tau, f"at most {shape.window}, which is what a step of this tree emits")
+    return shape

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from common.errors import InputError
 from common.files import read_json, write_text
+from common.schema import Map, Number, Record, Text
 from drafters.network import HeadDrafter
 from engine.calibration import LONG, SHORT
 from engine.capture import capture
@@ -43,6 +44,9 @@ BUDGET = 2.0  # seconds of measuring; and of each of the first MIN_REPEAT turns,
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
 PASSES = ("verify", "read", "level")  # in the order of `Costs`
+_BY_ROWS = Map(Number(above=0, high=1e9), keys=Text(most=9))
+_MILLISECONDS = Map(_BY_ROWS, keys=Text(most=9))  # by context
+KEPT = Record({f"{name}_ms": _MILLISECONDS for name in PASSES})
 Seconds = dict[int, dict[int, float]]  # by context, by rows
 
 
@@ -230,6 +234,7 @@ def measured_once(
     try:
         kept = read_json(file) if file.exists() else {}
         if made_by in kept:
+            KEPT.check(kept[made_by], "costs")
             costs = Costs(*(
                 {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
                 for part in (kept[made_by][f"{name}_ms"] for name in PASSES)
@@ -240,10 +245,13 @@ def measured_once(
         say(f"{file}: damaged, not used ({type(e).__name__}: {e})")
     say("measuring what the passes of a step cost on this machine ...")
     costs = measure(target, drafter, compile, contexts)
-    kept[made_by] = {
-        f"{name}_ms": {n: {r: round(t * 1e3, 4) for r, t in by_rows.items()} for n, by_rows in part.items()}
+    kept[made_by] = found = {
+        f"{name}_ms": {
+            str(n): {str(r): round(t * 1e3, 4) for r, t in by_rows.items()} for n, by_rows in part.items()
+        }
         for name, part in asdict(costs).items()
     }
+    KEPT.check(found, "costs")
     with contextlib.suppress(OSError):  # a cache: measured again next time
         write_text(file, json.dumps(kept, indent=1) + "\n")
     return costs

@@ -5,38 +5,43 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from common.errors import InputError
-from common.files import write_text, writing
+from common.errors import InputError, printable
+from common.files import parse_json, read_bytes, read_json, write_text, writing
+from common.schema import Either, List, Name, Number, Text, Whole, record_of
+from common.schema import key as held
+
+SECONDS = Number(0, 1e9)
+ADVICE = "delete it, or choose another --out"
 
 
 @dataclass(frozen=True)
 class Turn:
     """The answer to one user turn: prompt ids, new ids and times in seconds."""
 
-    prompt: list[int]
-    ids: list[int]
-    text: str
-    finish: str  # see `engine.run.Output`
-    prefill_seconds: float
-    seconds: float  # after the first token
-    lengths: list[int]  # tokens emitted by each step
+    prompt: list[int] = held(List(Whole()))
+    ids: list[int] = held(List(Whole()))
+    text: str = held(Text(most=1 << 26))
+    finish: str = held(Text(most=100))  # see `engine.run.Output`
+    prefill_seconds: float = held(SECONDS)
+    seconds: float = held(SECONDS)  # after the first token
+    lengths: list[int] = held(List(Whole()))  # tokens emitted by each step
 
 
 @dataclass(frozen=True)
 class Answer:
     """All turns of one question, answered by one method."""
 
-    set: str
-    question: int | str
-    category: str
-    method: str
-    temperature: float
-    seed: int
-    asked: str  # `digest` of the question and of what answered it
-    turns: list[Turn]
+    set: str = held(Name())
+    question: int | str = held(Either(Whole(-(2**63), 2**63 - 1), Text()))
+    category: str = held(Text())
+    method: str = held(Name())
+    temperature: float = held(Number(0, 1e6))
+    seed: int = held(Whole(-(2**63), 2**64 - 1))
+    asked: str = held(Text(most=100))  # `digest` of the question and of what answered it
+    turns: list[Turn] = held(List(record_of(Turn)))
 
     @property
     def key(self) -> tuple[str, int | str, str, float]:
@@ -59,10 +64,11 @@ class Answer:
         return [n for t in self.turns for n in t.lengths]
 
     @classmethod
-    def read(cls, line: str) -> Answer:
-        """Read a line of answers.jsonl. Raises ValueError, TypeError or KeyError if it is none."""
-        row = json.loads(line)
-        return cls(**{**row, "turns": [Turn(**turn) for turn in row["turns"]]})
+    def read(cls, line: bytes, where: str) -> Answer:
+        """Read a line of answers.jsonl. Raises InputError, which begins with `where`, if it is none."""
+        row = record_of(cls).require(parse_json(line, where), where, ADVICE)
+        turns = [Turn(**{f.name: turn[f.name] for f in fields(Turn)}) for turn in row["turns"]]
+        return cls(**{**{f.name: row[f.name] for f in fields(cls)}, "turns": turns})
 
 
 def digest(question: dict, identity: str) -> str:
@@ -87,17 +93,11 @@ class Book:
     def _read(self) -> list[Answer]:
         if not self.path.exists():
             return []
+        *lines, _ = read_bytes(self.path).split(b"\n")  # what has no end was being written by a killed run
         try:
-            lines = self.path.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as e:
-            raise InputError(f"{self.path}: damaged ({e}); delete it, or choose another --out") from None
-        answers = []
-        for line in lines:
-            try:
-                answers.append(Answer.read(line))
-            except (ValueError, TypeError, KeyError):
-                continue  # the run was killed while writing this line
-        return answers
+            return [Answer.read(line, f"{self.path}: line {i}") for i, line in enumerate(lines, 1)]
+        except InputError as e:
+            raise InputError(str(e) if str(e).endswith(ADVICE) else f"{e}; {ADVICE}") from None
 
     def _write(self) -> None:
         write_text(self.path, "".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()))
@@ -120,6 +120,7 @@ class Book:
 
     def add(self, answer: Answer) -> None:
         """Keep an answer."""
+        record_of(Answer).check(asdict(answer))
         self.answers[answer.key] = answer
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
@@ -154,12 +155,13 @@ class Book:
 def _check_options(path: Path, options: dict) -> None:
     """Write the options, or raise InputError if they are not those of the folder's first run."""
     try:
-        first = dict(json.loads(path.read_text())) if path.exists() else options
-    except (ValueError, TypeError):
-        raise InputError(f"{path}: damaged; delete it, or choose another --out") from None
+        first = read_json(path) if path.exists() else options
+    except InputError as e:
+        raise InputError(f"{e}; {ADVICE}") from None
     if first != options:
         names = sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n))
+        words = printable(", ".join(names))
         raise InputError(
-            f"{path.parent}: holds answers made with other options ({', '.join(names)}); choose another --out"
+            f"{path.parent}: holds answers made with other options ({words}); choose another --out"
         )
     write_text(path, json.dumps(options, indent=1) + "\n")

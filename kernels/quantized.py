@@ -10,13 +10,14 @@ fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each r
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.schema import Among, Either, Flag, Null, Text, Wrong, key, record_of
 from kernels.gpu import here
 
 if here.CAN:
@@ -39,20 +40,23 @@ class Scheme:
     group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None leaves it as it is.
     """
 
-    mode: str
-    group: int
-    lm_head: str | None
+    mode: str = key(Text(*MODES))
+    group: int = key(Among(0, *GROUPS))
+    lm_head: str | None = key(Either(Null(), Flag(), Text(*MODES)))
 
     @classmethod
     def read(cls, quantization: dict) -> Scheme:
-        """What a config.json holds. Raises TypeError or ValueError if it is something else.
+        """What a config.json holds. Raises Wrong, a ValueError, if it is something else.
 
         Older folders say of the lm_head true, for the mode of the layers, or false.
         """
-        fields = dict(quantization)
-        if isinstance(fields.get("lm_head"), bool):
-            fields["lm_head"] = fields.get("mode") if fields["lm_head"] else None
-        return cls(**fields)
+        record_of(cls).check(quantization, "quantization")
+        mode, group, lm_head = (quantization[f.name] for f in fields(cls))
+        if isinstance(lm_head, bool):
+            lm_head = mode if lm_head else None
+        if {mode, lm_head} & {*FOUR_BITS} and not group:
+            raise Wrong("quantization.group", group, f"{', '.join(map(str, GROUPS))} beside {FOUR_BITS}")
+        return cls(mode, group, lm_head)
 
     def of(self, name: str) -> tuple[str, int]:
         """(mode, group) of a layer that is quantised."""
@@ -148,11 +152,12 @@ def empty(shape: tuple[int, ...], mode: str, group: int) -> tuple[nn.Parameter, 
     """
     *rest, inputs = shape
     if mode not in MODES:
-        raise ValueError(f"quantisation {mode!r} is none of {', '.join(MODES)}")
+        raise Wrong("mode", mode, f"one of {', '.join(MODES)}")
     if (mode in FOUR_BITS) != bool(group):
-        raise ValueError(f"{mode} with groups of {group}: {' and '.join(FOUR_BITS)} have groups, others none")
+        raise Wrong("group", group, f"{'one' if mode in FOUR_BITS else '0'} for {mode}:"
+                    f" {' and '.join(FOUR_BITS)} have groups, others none")
     if group and inputs % group:
-        raise ValueError(f"{mode} in groups of {group} does not divide {inputs} inputs")
+        raise Wrong("group", group, f"what divides {inputs} inputs")
     dtype = torch.uint8 if group else torch.float8_e4m3fn if mode == "fp8" else torch.int8
     weight = torch.empty(*rest, inputs // 2 if group else inputs, dtype=dtype)
     scale = torch.empty(*rest, inputs // group, dtype=torch.bfloat16) if group else torch.empty(*rest, 1)
@@ -273,11 +278,16 @@ def replace_all(module: nn.Module, scheme: Scheme) -> None:
         parent, _, attribute = name.rpartition(".")
         owner = module.get_submodule(parent)
         old = getattr(owner, attribute)
+        try:
+            if isinstance(old, nn.Parameter):
+                new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name))
+            else:
+                bias = old.bias is not None
+                new = QuantizedLinear(old.in_features, old.out_features, bias, *scheme.of(name))
+        except Wrong as e:
+            raise Wrong(f"quantization.{e.key}", e.found, f"{e.expected}, of {name}") from None
         if isinstance(old, nn.Parameter):
             delattr(owner, attribute)
-            new: nn.Module = QuantizedStack(tuple(old.shape), *scheme.of(name))
-        else:
-            new = QuantizedLinear(old.in_features, old.out_features, old.bias is not None, *scheme.of(name))
         setattr(owner, attribute, new)
 
 

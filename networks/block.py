@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from common.schema import Flag, Whole, Wrong, key
 from model import Block, KVCache, Linear, Pass, RMSNorm, project
 from networks.head import Head
 from networks.markov import Markov, MarkovArgs
@@ -20,9 +21,10 @@ from networks.markov import Markov, MarkovArgs
 class BlockArgs(MarkovArgs):
     """Shape of a head that drafts blocks. Their rows are the anchor, which is the root, then masks."""
 
-    block: int = 8  # rows of a block, the anchor's included
-    from_anchor: bool = False  # row j drafts the token j+1 places after the anchor; else j places
-    causal: bool = False  # rows of a block see those before them only
+    block: int = key(Whole(1, 256), 8)  # rows of a block, the anchor's included
+    # Row j drafts the token j+1 places after the anchor; else j places.
+    from_anchor: bool = key(Flag(), False)
+    causal: bool = key(Flag(), False)  # rows of a block see those before them only
 
     @property
     def drafts(self) -> int:
@@ -30,10 +32,10 @@ class BlockArgs(MarkovArgs):
         return self.block if self.from_anchor else self.block - 1
 
     def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
+        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
         super().check()
         if self.drafts < 1:
-            raise ValueError(f"config: a block of {self.block} rows drafts nothing")
+            raise Wrong("block", self.block, "at least 2: one row, the anchor's, drafts nothing")
 
 
 class BlockLayer(Block):

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from common.schema import Whole, key
 from model import Block, Linear, Pass, RMSNorm, TargetBlock, Transformer, project
 from networks.head import Head, HeadArgs
 from networks.markov import Markov, MarkovArgs
@@ -115,13 +116,7 @@ class Eagle3Head(Head):
 class PEagleArgs(MarkovArgs):
     """Shape of a P-EAGLE head."""
 
-    drafts: int = 8  # draft steps that it was trained for: levels of a tree
-
-    def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
-        super().check()
-        if self.drafts < 1:
-            raise ValueError(f"config: drafts {self.drafts}: at least one")
+    drafts: int = key(Whole(1, 256), 8)  # draft steps that it was trained for: levels of a tree
 
 
 class PEagleHead(Eagle3Head, Markov):

@@ -7,38 +7,35 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies
+from common.schema import Flag, List, Text, Whole, Wrong, key
+from model import IDS, WIDTH, KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies
 
 
 @dataclass(frozen=True)
 class HeadArgs(ModelArgs):
     """Shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
 
-    draft_vocab_size: int = 0
-    target_hidden_size: int = 0
+    draft_vocab_size: int = key(IDS, 0, needed=True)
+    target_hidden_size: int = key(WIDTH, 0, needed=True)
     # Target layers whose *input* residual stream feeds the head (0-based; L is the output of the last layer).
-    aux_layers: tuple[int, ...] = ()
-    fc_bias: bool = False
-    own_embedding: bool = False  # else the target's table is used
-    own_lm_head: bool = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
+    aux_layers: tuple[int, ...] = key(List(Whole(0, 10_000), 1, 1000, ascending=True), (), needed=True)
+    fc_bias: bool = key(Flag(), False)
+    own_embedding: bool = key(Flag(), False)  # else the target's table is used
+    # Else the target's, or, where `tie_embeddings`, the head's own embedding.
+    own_lm_head: bool = key(Flag(), True)
     # EAGLE-3.1, before fc: "" none, "each" captured state has its own norm, "all" share a wide one.
-    feature_norm: str = ""
-    norm_before_residual: bool = False  # the residual stream starts from the normed feature
-    recycle_normed: bool = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
+    feature_norm: str = key(Text("", "each", "all"), "")
+    norm_before_residual: bool = key(Flag(), False)  # the residual stream starts from the normed feature
+    recycle_normed: bool = key(Flag(), False)  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
 
     def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
+        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
         super().check()
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"config: draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}"
-            )
-        if not self.aux_layers or list(self.aux_layers) != sorted(set(self.aux_layers)):
-            raise ValueError(
-                f"config: aux_layers must be ascending layer numbers, got {list(self.aux_layers)}"
-            )
-        if self.feature_norm not in ("", "each", "all"):
-            raise ValueError(f"config: feature_norm {self.feature_norm!r} is none of '', 'each', 'all'")
+        if self.draft_vocab_size > self.vocab_size:
+            raise Wrong("draft_vocab_size", self.draft_vocab_size, f"at most vocab_size, {self.vocab_size}")
+        if self.feature_width > WIDTH.high:
+            raise Wrong("target_hidden_size", self.target_hidden_size,
+                        f"at most {WIDTH.high:,} over the number of aux_layers, {len(self.aux_layers)}")
 
     @property
     def feature_width(self) -> int:

@@ -13,7 +13,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import Linear, project
+from common.schema import Flag, Whole, Wrong, key
+from model import IDS, Linear, project
 from networks.head import HeadArgs
 
 
@@ -21,21 +22,21 @@ from networks.head import HeadArgs
 class MarkovArgs(HeadArgs):
     """Shape of a head that may have a Markov head and a confidence head."""
 
-    mask_id: int = 0  # the token that rows read for what is not known yet
-    markov_rank: int = 0  # 0: no Markov head
-    markov_gated: bool = False  # the row that drafts says how much each of the r numbers counts
-    confidence: bool = False
-    confidence_reads_markov: bool = True  # its row of `markov_in`, beside the head's
+    mask_id: int = key(Whole(0, IDS.high), 0)  # the token that rows read for what is not known yet
+    markov_rank: int = key(Whole(0, 2**16), 0)  # 0: no Markov head
+    markov_gated: bool = key(Flag(), False)  # the row that drafts says how much each of the r numbers counts
+    confidence: bool = key(Flag(), False)
+    confidence_reads_markov: bool = key(Flag(), True)  # its row of `markov_in`, beside the head's
 
     def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
+        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
         super().check()
-        if not 0 <= self.mask_id < self.vocab_size:
-            raise ValueError(f"config: mask_id {self.mask_id} is not in 0..{self.vocab_size - 1}")
-        if self.markov_rank < 0 or (self.markov_gated and not self.markov_rank):
-            raise ValueError(f"config: markov_rank {self.markov_rank}: no rank of a Markov head")
+        if self.mask_id >= self.vocab_size:
+            raise Wrong("mask_id", self.mask_id, f"an id below vocab_size, {self.vocab_size}")
+        if self.markov_gated and not self.markov_rank:
+            raise Wrong("markov_rank", self.markov_rank, "at least 1: markov_gated is true")
         if self.confidence and self.confidence_reads_markov and not self.markov_rank:
-            raise ValueError("config: the confidence head reads a Markov head, and there is none")
+            raise Wrong("markov_rank", self.markov_rank, "at least 1: confidence_reads_markov is true")
 
 
 class Markov(nn.Module):

@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.schema import Flag, Whole, Wrong, key
 from model import Linear, Transformer, project
 from networks.head import Head, HeadArgs
 
@@ -21,22 +22,24 @@ from networks.head import Head, HeadArgs
 class MultiTokenArgs(HeadArgs):
     """Shape of Medusa or Hydra heads; sizes of attention and MLP are those of Hydra++'s layer."""
 
-    guesses: int = 4  # K
-    blocks: int = 1  # residual blocks of each guess; Hydra's first block narrows
-    repeated: bool = False  # all blocks (Hydra: all but the first) are the same one, applied again and again
+    guesses: int = key(Whole(1, 64), 4)  # K
+    blocks: int = key(Whole(1, 64), 1)  # residual blocks of each guess; Hydra's first block narrows
+    # All blocks (Hydra: all but the first) are the same one, applied again and again.
+    repeated: bool = key(Flag(), False)
     # Every guess has an lm_head, else all share one: own (`own_lm_head`) or the target's.
-    lm_head_each: bool = False
-    lm_head_bias: bool = False
-    prefix: bool = False  # Hydra++
+    lm_head_each: bool = key(Flag(), False)
+    lm_head_bias: bool = key(Flag(), False)
+    prefix: bool = key(Flag(), False)  # Hydra++
 
     def check(self) -> None:
-        """Raise ValueError if the numbers contradict each other."""
+        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
         super().check()
-        if self.guesses < 1 or self.blocks < 1:
-            raise ValueError(f"config: {self.guesses} guesses of {self.blocks} blocks: at least one of each")
-        if len(self.aux_layers) != 1 or self.hidden_size != self.target_hidden_size:
-            raise ValueError(
-                "config: Medusa and Hydra heads read one state of the target, and have its width"
+        if len(self.aux_layers) != 1:
+            raise Wrong("aux_layers", self.aux_layers, "one: Medusa and Hydra heads read one state")
+        if self.hidden_size != self.target_hidden_size:
+            raise Wrong(
+                "hidden_size", self.hidden_size, f"target_hidden_size, {self.target_hidden_size}: Medusa and"
+                " Hydra heads have the target's width"
             )
 
 

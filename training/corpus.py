@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError
+from common.files import read_text
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 
@@ -118,10 +119,7 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
     """
     known, rows, left_out, cut = set(), [], 0, 0
     for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"{path}: cannot be read ({e})") from None
+        lines = read_text(path, most=1 << 40).splitlines()
         for number, line in enumerate(lines, 1):
             row = _parse(line, vocab_size)
             if row is None:

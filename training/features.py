@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 from functools import partial
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from checkpoint.loading import identity
 from common.cli import note
 from common.errors import InputError
+from common.files import read_text
 from kernels.packed import threads_for
 from kernels.parts import visible_before
 from model import Transformer
@@ -234,9 +236,9 @@ class StoredFeatures(Features):
             if not file.exists() or not file.stat().st_size:
                 continue
             data = np.memmap(file, dtype=np.uint8, mode="r")
-            for line in path.read_text().splitlines():
+            for line in read_text(path, most=1 << 40).splitlines():
                 digest, *numbers = line.split(" ")
-                if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+                if len(numbers) != 2 or not all(re.fullmatch("[0-9]{1,18}", number) for number in numbers):
                     continue  # cut off when the run was killed
                 offset, n = map(int, numbers)
                 if offset + n * self.token_bytes <= len(data):

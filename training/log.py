@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common.files import write_text, writing
+from common.files import read_text, write_text, writing
 
 
 def chain_tau(accuracy: list[float]) -> float:
@@ -80,7 +80,7 @@ def read_log(path: Path) -> list[dict]:
     """The entries of a log, without a last line that a kill cut off."""
     entries = []
     if path.exists():
-        for line in path.read_text().splitlines():
+        for line in read_text(path).splitlines():
             try:
                 entries.append(json.loads(line))
             except json.JSONDecodeError:

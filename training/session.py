@@ -21,7 +21,7 @@ from checkpoint.folder import CALIBRATION
 from checkpoint.loading import identity, load_model
 from common.cli import note
 from common.errors import InputError
-from common.files import write_text
+from common.files import read_json, write_text
 from engine.runtime import Runtime, check_compiler, check_device
 from kernels.cpu import try_kernels
 from training import corpus, figures
@@ -58,8 +58,8 @@ def check_out(out: Path, kind: str, work: Path) -> None:
     if not out.is_dir() or all(path.name in PARTS for path in out.iterdir()):
         return
     try:
-        architecture = json.loads((out / "config.json").read_text())["architectures"][0]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        architecture = read_json(out / "config.json")["architectures"][0]
+    except (InputError, KeyError, TypeError, IndexError):
         architecture = None
     if architecture not in ARCHITECTURES[kind]:
         raise InputError(

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from common.errors import InputError, first_line
-from common.files import atomic_path
+from common.files import atomic_path, check_file
 
 FILE = "state.pt"
 
@@ -31,6 +31,7 @@ def load_state(folder: Path, options: dict, device: torch.device) -> dict | None
     path = folder / FILE
     if not path.exists():
         return None
+    check_file(path)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
         saved = state["options"]

@@ -8,7 +8,7 @@ from common.errors import InputError
 
 
 def test_unknown_kinds():
-    with pytest.raises(InputError, match="unknown kind 'eagle9'"):
+    with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target' or 'eagle'"):
         build_module({"kind": "eagle9"})
 
 

@@ -13,6 +13,7 @@ from helpers.sources import HEAD_CONFIG, head_state, target_state, write_source
 from checkpoint import writer
 from checkpoint.convert import convert, converted_folder, default_folder
 from checkpoint.loading import load_model
+from common import files
 from common.errors import InputError
 
 
@@ -51,6 +52,8 @@ def test_force_replaces_nothing_but_ours(tmp_path, target, capsys):
 
 
 def test_a_failed_replacement_leaves_the_old(tmp_path, target, capsys, monkeypatch):
+    """Also where the system cannot exchange two folders in one step."""
+    monkeypatch.setattr(files.ctypes, "CDLL", lambda name: None)
     before = (target / "model.safetensors").read_bytes()
     really = os.replace
 

@@ -105,7 +105,7 @@ BAD_TARGETS = {
     "one part of a split GGUF": (gguf_file(extra=lambda w: w.add_uint16("split.count", 2)), "split GGUF"),
     "GGUF of a type without dequantisation": (
         gguf_file(extra=lambda w: w.add_tensor("x", np.zeros(4, np.float64))),
-        "type F64 cannot be dequantised"
+        "tensor x is of type F64, which cannot be dequantised"
     ),
     "GGUF with an empty tensor": (
         gguf_file(extra=lambda w: w.add_tensor("x", np.zeros((0, 4), np.float32))), "truncated"
@@ -124,7 +124,8 @@ BAD_TARGETS = {
         "blk.8.attn_q.weight [17, 32] is not a multiple"
     ),
     "index without files": (
-        overwritten("model.safetensors.index.json", b"{}", "safetensors-sharded"), "no weight_map"
+        overwritten("model.safetensors.index.json", b"{}", "safetensors-sharded"),
+        "model.safetensors.index.json: weight_map is missing; expected an object"
     ),
     "shard elsewhere": (
         overwritten("model.safetensors.index.json", b'{"weight_map": {"a": "../a"}}', "safetensors-sharded"),
@@ -237,7 +238,8 @@ BAD_HEADS = {
         head_maker(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false"
     ),
     "aux layers as text": (
-        head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": "1,3,4"}), "not a list of layer numbers"
+        head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": "1,3,4"}),
+        "eagle_config.eagle_aux_hidden_state_layer_ids is '1,3,4'; expected null or a list"
     ),
     "t2d marks too few": (
         head_maker({"t2d": lambda t: t & (t.cumsum(0) < 24)}, drop=["d2t"]), "t2d marks 23 ids"
@@ -349,7 +351,7 @@ def test_unknown_dtype(tmp_path):
 
 
 def test_malformed_in_an_unknown_way(tmp_path, capsys, monkeypatch):
-    def broken(*args):
+    def broken(*args, **options):
         raise KeyError("rows")
 
     monkeypatch.setattr(convert_checkpoint, "convert", broken)

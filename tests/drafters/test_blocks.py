@@ -153,17 +153,17 @@ def test_copies_of_the_target_are_not_stored(golden, models, tmp_path):
 
 @pytest.mark.parametrize("label,changes,words", (
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
-    ("dflash", {"dflash_config": 3}, "not an object"),
+    ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected null or an object"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
     ("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
-    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id"),
+    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_token_id is"),
     ("dflash", {"block_size": 1}, "drafts nothing"),
     ("dflash", {"block_size": "8"}, "block_size"),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask token"),
-    ("p-eagle", {"num_draft_steps": -2}, "at least one"),
+    ("p-eagle", {"num_draft_steps": -2}, "num_draft_steps is -2; expected"),
     ("p-eagle", {"speculators_model_type": "mtp"}, "not supported"),
 ))
 def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes, words):

@@ -167,7 +167,8 @@ def test_flags_belong_to_methods():
     ("8,2", InputError, "8,2: none of"), ("nowhere.json", InputError, "nowhere.json: none of"),
     ("60,1,2", ValueError, "only draft 6"), ("BROKEN", InputError, "none of"),
     ("NUMBER", InputError, "none of"), ("ORPHAN", InputError, "has no parent"),
-    ("EMPTY", InputError, "no paths"), ("WORDS", InputError, "no list of ranks"),
+    ("EMPTY", InputError, r"paths is \[\]; expected a list of 1 to 4,096"),
+    ("WORDS", InputError, r"paths\[0\]\[0\] is 'a'; expected a whole number"),
 ])
 def test_trees_that_cannot_be_read(tmp_path, text, error, words):
     files = {"BROKEN": "[[0", "ORPHAN": "[[0], [1, 0]]", "NUMBER": "3", "EMPTY": "[]", "WORDS": '[["a"]]'}

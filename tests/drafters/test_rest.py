@@ -194,7 +194,7 @@ def check_refused(main, argv: list[str], words: str, capsys) -> None:
     pytest.param("at least 2", "--datastore {folder}/store --draft-tokens 1", id="one-draft-token"),
     pytest.param("vocabulary of 7", "--datastore {folder}/vocabulary", id="other-vocabulary"),
     pytest.param("another tokenizer", "--datastore {folder}/tokenizer", id="other-tokenizer"),
-    pytest.param("not of the size", "--datastore {folder}/fewer", id="fewer-suffix-files"),
+    pytest.param("suffixes is ['int32']; expected", "--datastore {folder}/fewer", id="fewer-suffix-files"),
     pytest.param("damaged", "--datastore {folder}/random", id="random-suffixes"),
     pytest.param("not of the size", "--datastore {folder}/short", id="short-tokens"),
 ])
@@ -205,7 +205,7 @@ def test_stores_that_are_refused(golden, damaged, capsys, words, options):
 
 @pytest.mark.parametrize("words, text", [
     pytest.param("no text in there", "empty.txt", id="empty-text"),
-    pytest.param("cannot be read", "none.txt", id="text-that-is-not-there"),
+    pytest.param("no such file", "none.txt", id="text-that-is-not-there"),
     pytest.param("outside the vocabulary", "wrong.jsonl", id="unknown-id"),
 ])
 def test_texts_that_no_store_is_made_of_are_refused(golden, damaged, tmp_path, capsys, words, text):

@@ -109,7 +109,7 @@ def test_a_damaged_calibration_is_refused(change, tmp_path):
     assert Calibration.read(tmp_path)
     change(record)
     (tmp_path / "calibration.json").write_text(json.dumps(record))
-    with pytest.raises(InputError, match=r"calibration\.json: damaged .*; delete it"):
+    with pytest.raises(InputError, match=r"calibration\.json: damaged: \S+ .*; delete it"):
         Calibration.read(tmp_path)
 
 

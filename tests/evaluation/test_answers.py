@@ -29,11 +29,19 @@ def test_answers_outlive_the_book_and_are_forgotten_together(tmp_path):
     assert len((tmp_path / "answers.jsonl").read_text().splitlines()) == 2
 
 
+ELSEWHERE = (json.dumps({
+    "set": "../../x", "question": 1, "category": "", "method": "none", "temperature": 0.0, "seed": 0,
+    "asked": "", "turns": [],
+}) + "\n").encode()
+
+
 @pytest.mark.parametrize("file, content, message", [
-    ("options.json", b"{", "options.json: damaged; delete it"),
-    ("options.json", b"[1]", "options.json: damaged; delete it"),
+    ("options.json", b"{", "options.json: cannot be read as JSON"),
+    ("options.json", b"[1]", "options.json: expected a JSON object, found list; delete it"),
     ("options.json", b'{"seed": 1, "limit": 2}', "other options (limit, seed)"),
-    ("answers.jsonl", b"\xff\xfe\n", "answers.jsonl: damaged"),
+    ("answers.jsonl", b"\xff\xfe\n", "answers.jsonl: line 1: cannot be read as JSON"),
+    ("answers.jsonl", b"{}\n", "answers.jsonl: line 1: set is missing; expected a name"),
+    ("answers.jsonl", ELSEWHERE, "answers.jsonl: line 1: set is '../../x'; expected a name"),
 ])
 def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):
     (tmp_path / "options.json").write_text(json.dumps({"seed": 0}))

@@ -40,7 +40,8 @@ def run(golden, tmp_path_factory):
 
 
 def answers_in(folder) -> list[Answer]:
-    return [Answer.read(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    lines = (folder / "answers.jsonl").read_bytes().splitlines()
+    return [Answer.read(line, "here") for line in lines]
 
 
 def rows_in(folder) -> list[dict]:

@@ -1,0 +1,90 @@
+"""safetensors files as anybody may have written them: opened, listed and checked before a number is read."""
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from common.errors import InputError, first_line, printable
+from common.files import check_file
+
+Shapes = dict[str, tuple[int, ...]]
+MOST_HEADER = 32 << 20  # bytes; a header of a hundred thousand tensors is a third of it
+
+
+class Stored(NamedTuple):
+    """How a file holds a tensor. dtype: safetensors' name for it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@contextlib.contextmanager
+def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
+    """A context whose value is the open file. Raises InputError, which ends in the advice, if it is missing
+    or damaged.
+    """
+    try:
+        _check_header(path)
+        file = safe_open(path, framework="pt", device=str(device)).__enter__()
+    except InputError as e:
+        raise InputError(f"{e}; {advice}") from None
+    except (SafetensorError, OSError) as e:
+        raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
+    try:
+        yield file
+    except SafetensorError as e:
+        raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
+    finally:
+        file.__exit__(None, None, None)
+
+
+def _check_header(path: Path) -> None:
+    """Raise InputError unless this is a file whose header is of a sensible size."""
+    check_file(path)
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > MOST_HEADER:
+        raise InputError(f"{path}: damaged: a header of {size:,} bytes; expected at most {MOST_HEADER:,}")
+
+
+def listed(path: Path, advice: str) -> dict[str, Stored]:
+    """What a file holds, by name. Raises InputError."""
+    with opened(path, advice) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is no dict
+        return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+
+
+def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
+    """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise InputError(f"{where}: tensor {name} {list(shape)} is missing")
+        if tuple(shapes[name]) != tuple(shape):
+            raise InputError(f"{where}: tensor {name} has shape {list(shapes[name])}, expected {list(shape)}")
+    for name in shapes:
+        if name not in expected:
+            raise InputError(f"{where}: unexpected tensor {printable(name)} {list(shapes[name])[:8]}")
+
+
+def count_parts(names: dict, before: str) -> int:
+    """How many numbers follow this beginning in tensor names, as in layers.0.wo.weight."""
+    found = (re.match(re.escape(before) + r"([0-9]{1,9})\.", name) for name in names)
+    return len({match[1] for match in found if match})
+
+
+def count_nonfinite(tensor: Tensor) -> int:
+    """How many of its numbers are nan or infinite."""
+    if not tensor.is_floating_point():
+        return 0
+    if tensor.dtype.itemsize == 1:  # PyTorch asks no such thing of fp8
+        tensor = tensor.float()
+    # A sum is nan or infinite if any of its terms is, and costs less than to look at each.
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return 0 if bool(tensor.sum(dtype=wide).isfinite()) else int((~tensor.isfinite()).sum())

@@ -1,0 +1,184 @@
+"""A kill -9 at any write leaves the old or the new, complete, and the next run goes on and leaves nothing."""
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.killing import contents, kills
+from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_source
+
+import quantize
+from checkpoint.convert import convert
+from checkpoint.head_layouts import Answers
+from common import files
+from engine import costs as costing
+from engine.calibration import Calibration, TreeShape
+from engine.costs import Costs, measured_once
+from evaluation.answers import Answer, Book, Turn
+from training.state import load_state, save_state
+
+pytestmark = pytest.mark.slow
+
+
+def check_folder(parent: Path, name: str, action, least: int) -> None:
+    """Kill an action that makes or replaces PARENT/NAME at each write, at least so many."""
+    pristine, work = parent.with_name("pristine"), parent / name
+    shutil.copytree(parent, pristine)
+
+    def prepare() -> None:
+        shutil.rmtree(parent)
+        shutil.copytree(pristine, parent)
+
+    old = contents(work)
+    action()
+    new, beside = contents(work), sorted(p.name for p in parent.iterdir())
+    assert new and new != old
+    calls = []
+    for call in kills(action, prepare):
+        calls.append(call)
+        assert contents(work) in (old, new), f"after {len(calls)} changes, before {call}"
+        action()
+        assert contents(work) == new and sorted(p.name for p in parent.iterdir()) == beside, calls
+    assert len(calls) >= least and {"write", "fsync"} <= set(calls), calls
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A folder with a converted target, its head inside, and the source of another conversion."""
+    place = tmp_path / "place"
+    config = {**CONFIG, "num_hidden_layers": 2}
+    write_source(place / "source", target_state(config), config)
+    convert(place / "source", place / "target", quiet=True)
+    write_source(place / "head", head_state(), HEAD_CONFIG)
+    convert(place / "head", target=place / "target", answers=Answers(aux_layers=(0, 1, 2)), quiet=True)
+    return place
+
+
+def test_converting_anew(place):
+    check_folder(place, "new", lambda: convert(
+        place / "source", place / "new", force=True, quiet=True), least=30)
+
+
+@pytest.mark.parametrize("steps", ("one", "two"))
+def test_converting_over_what_is_there(place, monkeypatch, steps):
+    """In two steps: where the system has no exchange of folders. Then the next run brings back the old."""
+    if steps == "two":
+        monkeypatch.setattr(files.ctypes, "CDLL", lambda name: None)
+
+    def action() -> None:
+        convert(place / "source", place / "target", dtype="bf16", force=True, quiet=True)
+
+    if steps == "one":
+        return check_folder(place, "target", action, least=40)
+    pristine = place.with_name("pristine")
+    shutil.copytree(place, pristine)
+    old, missing = contents(place / "target"), 0
+    action()
+    new = contents(place / "target")
+    for _ in kills(action, lambda: (shutil.rmtree(place), shutil.copytree(pristine, place))):
+        found = contents(place / "target")
+        assert found in (old, new, None)
+        missing += found is None
+        action()
+        assert contents(place / "target") == new
+        assert sorted(p.name for p in place.iterdir()) == ["head", "source", "target"]
+    assert 1 <= missing <= 2
+    return None
+
+
+def test_quantising_a_target_and_its_head(place):
+    argv = ["--checkpoint", str(place / "target"), "--out", str(place / "int8"), "--force"]
+
+    def action() -> None:
+        assert quantize.main(argv) == 0
+
+    check_folder(place, "int8", action, least=80)
+    assert (place / "int8" / "eagle3" / "config.json").exists()
+
+
+def test_the_state_of_a_training(tmp_path):
+    work = tmp_path / "work"
+
+    def save(step: int) -> None:
+        save_state(work, {"options": {"a": 1}, "step": step, "weights": torch.full((1000,), float(step))})
+
+    def prepare() -> None:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir()
+        save(1)
+
+    calls = []
+    for call in kills(lambda: save(2), prepare):
+        calls.append(call)
+        state = load_state(work, {"a": 1}, torch.device("cpu"))
+        assert state["step"] in (1, 2) and bool((state["weights"] == state["step"]).all())
+        save(3)
+        assert load_state(work, {"a": 1}, torch.device("cpu"))["step"] == 3
+        assert [p.name for p in work.iterdir()] == ["state.pt"]
+    assert {"write_record", "fsync", "replace"} <= set(calls), calls
+
+
+def answer(number: int) -> Answer:
+    turns = [Turn([1], [2, 3], "text", "length", 0.1, 0.2, [1])]
+    return Answer("set", number, "", "none", 0.0, 0, "digest", turns)
+
+
+def test_the_folder_of_an_evaluation(tmp_path):
+    folder, options = tmp_path / "run", {"seed": 0}
+    question = {"question_id": 1, "turns": ["what?"]}
+
+    def action() -> None:
+        book = Book(folder, options)
+        for number in (1, 2, 3):
+            book.add(answer(number))
+        book.forget("set", question, 0.0)
+        book.write_fastchat(book.answers.values())
+
+    calls, seen = [], set()
+    for call in kills(action, lambda: shutil.rmtree(folder, ignore_errors=True)):
+        calls.append(call)
+        found = {a.question for a in Book(folder, options).answers.values()}
+        assert found in ({*()}, {1}, {1, 2}, {1, 2, 3}, {2, 3}), found
+        seen.add(len(found))
+        action()
+        assert {a.question for a in Book(folder, options).answers.values()} == {2, 3}
+        assert sorted(p.name for p in folder.iterdir()) == ["answers", "answers.jsonl", "options.json"]
+        rows = (folder / "answers" / "set" / "none-t0.jsonl").read_text().splitlines()
+        assert [json.loads(row)["question_id"] for row in rows] == [2, 3]
+    assert seen == {0, 1, 2, 3} and len(calls) > 20
+
+
+def test_what_tuning_keeps(models, tmp_path, monkeypatch):
+    """calibration.json and costs.json: the old one or the new one; costs of other conditions stay."""
+    from drafters.eagle import Eagle
+
+    shape = TreeShape(8, 2, 4)
+    drafter = Eagle(models[1], shape)
+
+    def known(tau: float) -> Calibration:
+        return Calibration({t: {shape: tau} for t in (0.0, 1.0)}, (1.0,))
+
+    def costs(seconds: float) -> None:
+        rows = (dict.fromkeys(sizes, seconds) for sizes in (costing.VERIFY_ROWS, *[costing.LEVEL_ROWS] * 2))
+        monkeypatch.setattr(costing, "measure", lambda *_: Costs(*({costing.SHORT: by} for by in rows)))
+        measured_once(models[0], drafter, False, 200, tmp_path, lambda line: None)
+
+    def prepare() -> None:
+        for file in tmp_path.iterdir():
+            file.unlink()
+        known(1.5).write(tmp_path)
+        (tmp_path / "costs.json").write_text('{"others": 1}')
+
+    def action() -> None:
+        known(2.0).write(tmp_path)
+        costs(0.001)
+
+    found = []
+    for _ in kills(action, prepare):
+        found.append((Calibration.read(tmp_path).taus[0.0][shape],
+                      len(json.loads((tmp_path / "costs.json").read_text()))))
+        action()
+        assert Calibration.read(tmp_path).taus[0.0][shape] == 2.0
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["calibration.json", "costs.json"]
+    assert set(found) == {(1.5, 1), (2.0, 1), (2.0, 2)}
