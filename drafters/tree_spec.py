@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
-
-import torch
 
 from common.errors import InputError
-from tree import PAPER_TREE, PathTree, TreeShape
+from common.texts import read_text
+from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 
 # Instruction sets without AVX-512.
 NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
+MOST_NODES = 1024  # of any tree: masks and caches grow with it
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 
@@ -35,7 +34,7 @@ def default_tree(
     (docs/how-it-works.md). Quantised weights are read sooner, and rows count for more. isa: the kernels'
     instruction set, None without kernels; where it is narrow, four rows are as many as cost little.
     """
-    if torch.device(device).type == "cuda":
+    if device.split(":")[0] == "cuda":
         if batch * PAPER_TREE.nodes <= GPU_ROWS:
             return "paper"
         return next((tree for tree in SMALLER if batch * tree.nodes <= GPU_ROWS), SMALLER[-1])
@@ -52,19 +51,26 @@ def read_tree(text: str | None) -> TreeSpec:
     if text in (None, "auto", "paper"):
         return text
     if re.fullmatch(r"\d+,\d+,\d+", text):
-        return TreeShape.parse(text)
+        return small(TreeShape.parse(text))
     try:
-        return PathTree(tuple(tuple(path) for path in json.loads(Path(text).read_text())))
-    except (OSError, ValueError, TypeError) as e:
+        return small(PathTree(tuple(tuple(path) for path in json.loads(read_text(text, 1 << 20)))))
+    except (InputError, ValueError, TypeError, RecursionError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
-        raise InputError(f"--tree {text}: none of {forms} ({e})") from None
+        raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
+
+
+def small(tree: TreeShape | PathTree) -> TreeShape | PathTree:
+    """The tree. Raises ValueError if it has too many nodes or levels."""
+    if max(tree.nodes, tree.window) > MOST_NODES:
+        raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST_NODES:,}")
+    return tree
 
 
 def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeSpec) -> TreeShape:
     """A tree with some numbers given, the others from the default. Raises ValueError on an impossible one."""
     usual = eagle_tree(default)
     pairs = (nodes, usual.nodes), (depth, usual.depth), (width, usual.width)
-    return TreeShape(*(default if number is None else number for number, default in pairs))
+    return small(TreeShape(*(default if number is None else number for number, default in pairs)))
 
 
 def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:

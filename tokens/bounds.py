@@ -1,8 +1,8 @@
 """An environment in which a chat template can neither run nor grow without end.
 
-A template is a program of whoever made the checkpoint. Every loop, call and sum of it is paid for here, and what
-would grow is measured before it is made. The limits are far above what any conversation needs. Whatever they
-miss meets those of `tokens.guard`, which ends the process that renders.
+A template is a program of whoever made the checkpoint. Every loop, call and sum of it is paid for here, and
+what would grow is measured before it is made. The limits are far above what any conversation needs. Whatever
+they miss meets those of `tokens.guard`, which ends the process that renders.
 """
 from __future__ import annotations
 

@@ -13,7 +13,10 @@ from jinja2.ext import Extension
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json
+from common.texts import read_text
 from tokens.bounds import BoundedEnvironment, Bounds, template_error
+
+LONGEST = 4 << 20  # of a template
 
 
 def read_template(folder: Path, config: dict) -> str | None:
@@ -22,7 +25,7 @@ def read_template(folder: Path, config: dict) -> str | None:
     Raises ValueError, KeyError, TypeError, OSError or InputError if it is damaged.
     """
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(folder / "chat_template.jinja", LONGEST)
     if (folder / "chat_template.json").is_file():
         config = read_json(folder / "chat_template.json")
     template = config.get("chat_template")
@@ -31,13 +34,15 @@ def read_template(folder: Path, config: dict) -> str | None:
         template = by_name.get("default", next(iter(by_name.values()), None))
     if not isinstance(template, (str, type(None))):
         raise ValueError("chat_template is no text")
+    if template is not None and len(template) > LONGEST:
+        raise ValueError(f"chat_template has {len(template):,} characters, at most {LONGEST:,}")
     return template
 
 
 def render_template(template: str, messages: list[dict], variables: dict) -> str:
     """The text of a conversation.
 
-    Raises InputError if the template is damaged, refuses the messages, or does too much (see `tokens.bounds`).
+    Raises InputError if the template is damaged, refuses the messages, or does too much: `tokens.bounds`.
     """
     # Templates test for tools and documents, so they must be there.
     context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}

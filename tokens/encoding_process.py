@@ -1,4 +1,4 @@
-"""What runs in the process of `tokens.guard`: requests come in, answers go out, each with its size before it."""
+"""What runs in the process of `tokens.guard`: requests come in, answers go out, each after its size."""
 from __future__ import annotations
 
 import contextlib
@@ -69,7 +69,8 @@ class Answers:
         except InputError as e:
             self._send({"refused": str(e)})
         except MemoryError:
-            self._send({"refused": f"{request['folder']}: the tokenizer or chat template needs too much memory"})
+            what = "the tokenizer or the chat template needs too much memory"
+            self._send({"refused": f"{request['folder']}: {what}"})
         except BaseException as e:
             kind = type(e).__name__
             words = "panicked" if kind == "PanicException" else "cannot be used: " + kind

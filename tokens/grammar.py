@@ -9,10 +9,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from common.errors import InputError, first_line
+from tokens.schema import LONGEST
 from tokens.tokenizer import Tokenizer
 
-ANY_OBJECT = '{"type": "object"}'
-LONGEST = 1 << 16  # characters of a schema
 # Small models that may write any amount of white space sometimes write nothing else.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 

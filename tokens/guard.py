@@ -1,9 +1,9 @@
 """The process in which tokenizers and chat templates run, and what it may take.
 
 Both are programs of whoever made a checkpoint. A pattern of tokenizer.json can backtrack without end inside a
-library that holds the interpreter and cannot be stopped by a thread; a library may end its process. So they run
-in a process beside ours, one for all tokenizers. It gets so much processor time and memory for each request, and
-is started anew if that was not enough. Its messages are JSON: what comes back is never run.
+library that holds the interpreter, where no thread can stop it; a library may end its process. So they run
+in a process beside ours, one for all tokenizers. It gets so much processor time and memory for each request,
+and is started anew if that was not enough. Its messages are JSON: what comes back is never run.
 """
 from __future__ import annotations
 
@@ -66,9 +66,8 @@ class Guard:
                 raise InputError(f"{what}: {self._why(allowance)}") from None
             except TimeoutError:
                 self.close()
-                raise InputError(
-                    f"{what}: {self.doing} has not ended after {time.monotonic() - began:.0f} s and was stopped"
-                ) from None
+                waited = f"has not ended after {time.monotonic() - began:.0f} s and was stopped"
+                raise InputError(f"{what}: {self.doing} {waited}") from None
             except InputError:
                 raise
             except BaseException:  # Ctrl-C: half an answer may be under way
@@ -168,16 +167,17 @@ class Guarded:
     def ask(self, do: str, **arguments) -> object:
         """What the encoder answers. Raises InputError, TooLong; TypeError if arguments are no JSON."""
         with self._guard._lock:
-            if not self._guard.holds(str(self._folder.absolute())):
-                if self._load() != self.facts:  # after the process was started anew
-                    raise InputError(f"{self._folder}: the tokenizer's files have changed; start again")
+            # After the process was started anew it has to be loaded again.
+            if not self._guard.holds(str(self._folder.absolute())) and self._load() != self.facts:
+                raise InputError(f"{self._folder}: the tokenizer's files have changed; start again")
             request = {"do": do, "folder": str(self._folder.absolute()), "arguments": arguments}
             return self._guard.ask(request, str(self._folder))
 
     def _load(self) -> dict:
         folder = str(self._folder.absolute())
         with self._guard._lock:
-            facts = self._guard.ask({"do": "load", "folder": folder, "named": str(self._folder)}, str(self._folder))
+            named = str(self._folder)
+            facts = self._guard.ask({"do": "load", "folder": folder, "named": named}, named)
             self._guard.loaded(folder)
             return facts
 
