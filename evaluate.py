@@ -25,7 +25,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_checkpoint, check_head
+from checkpoint.early import check_head, check_target
 from common.cli import Options, run_command, seed
 from common.errors import InputError
 from common.texts import check_readable
@@ -111,7 +111,7 @@ def load(o):
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)  # a mistake shows before anything is loaded
     flags = read_flags(o, methods)
-    check_checkpoint(o.checkpoint, o.max_seq_len)
+    check_target(o.checkpoint, o.max_seq_len)
     drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)

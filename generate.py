@@ -21,6 +21,7 @@ from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, small, with_numbers
 from sampling.options import Sampling
 from sampling.rules import RULES
+from tokens.guard import GUARD
 from tokens.schema import ANY_OBJECT, read_schema
 
 STARTED = time.perf_counter()
@@ -173,7 +174,9 @@ def judge(o) -> Asked:
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
     )
-    return Asked(prompts, sampling, read_tree(o.tree))
+    tree = read_tree(o.tree)
+    GUARD.begin()  # while torch is imported
+    return Asked(prompts, sampling, tree)
 
 
 def load(o, asked: Asked, batch: int):

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_checkpoint, check_head
+from checkpoint.early import check_head, check_target
 from common.cli import DEVICE, Options, count, dtype, positive, run_command
 from common.errors import InputError
 from common.texts import check_readable
@@ -238,7 +238,7 @@ def parser() -> Options:
 
 def judge(o: argparse.Namespace) -> None:
     """Judge what the options name, all that needs no torch. Raises InputError."""
-    check_checkpoint(o.checkpoint)
+    check_target(o.checkpoint)
     for flag in ("--writer", "--reader", "--start"):
         check_head(flag, getattr(o, flag.removeprefix("--")))
     for flag in ("--prompts", "--openings", "--conversations"):

@@ -24,17 +24,21 @@ def check_source(checkpoint: str, what: str = "--checkpoint") -> bool:
     return there
 
 
+def check_target(checkpoint: str, max_seq_len: int | None = None) -> None:
+    """Raise InputError unless this is a converted target whose texts can be so long."""
+    longest = read_config(checkpoint, "target").get("max_seq_len")
+    if max_seq_len is not None and isinstance(longest, int):
+        check_length(max_seq_len, longest)
+
+
 def check_checkpoint(checkpoint: str, max_seq_len: int | None = None) -> None:
     """Raise InputError if there is no such checkpoint, it is no target, or its texts cannot be so long.
 
     Of one that is still to be converted only its being there is judged.
     """
     config = Path(checkpoint) / CONFIG
-    if not check_source(checkpoint) or not config.is_file() or "format" not in read_json(config):
-        return
-    longest = read_config(checkpoint, "target").get("max_seq_len")
-    if max_seq_len is not None and isinstance(longest, int):
-        check_length(max_seq_len, longest)
+    if check_source(checkpoint) and config.is_file() and "format" in read_json(config):
+        check_target(checkpoint, max_seq_len)
 
 
 def check_length(max_seq_len: int, longest: int) -> None:
@@ -47,6 +51,9 @@ def check_head(what: str, folder: str | None, kind: str | None = None) -> None:
     """Raise InputError if an option names a folder that is not one of ours, or of another kind."""
     if folder is None:
         return
+    if not Path(folder).is_dir():
+        missing = "target" if kind == "target" else "draft head or model"
+        raise InputError(f"{what} {folder}: not a folder, there is no {missing} there; convert one into it")
     try:
         read_config(folder, kind)
     except InputError as e:

@@ -136,8 +136,9 @@ def _interrupts() -> Iterator[list[float]]:
 class Options(argparse.ArgumentParser):
     """A parser that also holds the rules of its options."""
 
-    def __init__(self, description: str | None):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str | None = None, **more):
+        how = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=how, **more)
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
 
     def refuse(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from checkpoint.early import check_checkpoint
+from checkpoint.early import check_target
 from checkpoint.folder import read_config
 from common.cli import Options, run_command
 from common.errors import InputError
@@ -113,10 +113,9 @@ def _fill(
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m drafters.rest build`. Returns the exit status, see `common.cli.run_command`."""
-    p = Options("Data stores for --speculate rest.")
-    p.prog = "python -m drafters.rest"
+    p = Options("Data stores for --speculate rest.", prog="python -m drafters.rest")
     commands = p.add_subparsers(dest="what", required=True)
-    b = commands.add_parser("build", description=None, help="make a store of texts")
+    b = commands.add_parser("build", help="make a store of texts")
     b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
     b.add_argument("--out", required=True, help="folder of the store")
     b.add_argument("--force", action="store_true", help="replace a store")
@@ -127,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     o = p.parse_args(argv)
 
     def run() -> None:
-        check_checkpoint(o.checkpoint)
+        check_target(o.checkpoint)
         for file in o.files:
             check_readable("", file)
         about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)

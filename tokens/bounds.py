@@ -125,7 +125,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self._number(left.bit_length() + right.bit_length())
         elif operator == "+" and not isinstance(left, (int, float)):
             self.bounds.room(self.bounds.weigh(left) + self.bounds.weigh(right))
-        return super().call_binop(context, operator, left, right)
+        return self.measured(super().call_binop(context, operator, left, right))
 
     def call(__self, __context, __obj, *args, **kwargs):
         bounds = __self.bounds
@@ -199,9 +199,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self._number(max(base.bit_length() * abs(exponent) if abs(base) > 1 else 0, 0))
 
     def _format(self, text: str, values: Iterable) -> None:
+        """Raise TooMuch if a form such as %9d or {:>9}, filled with values, may become too long."""
         self._judge_numbers(values if "*" in text or "{" in text else ())
-        found = (number for widths in WIDTHS.findall(text) for number in widths if number)
-        self.bounds.room(sum(int(number[:12]) for number in found) + len(text))
+        widths = (number for found in WIDTHS.findall(text) for number in found if number)
+        size = sum(int(number[:12]) for number in widths)
+        filled = (text.count("%") + text.count("{")) * max(map(self.bounds.weigh, values), default=0)
+        self.bounds.room(len(text) + size + filled)
 
     def _judge(self, name: str, value, args, kwargs: dict) -> None:
         """Raise TooMuch if a filter or a method of a text would make too long a text of its arguments."""

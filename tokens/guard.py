@@ -20,11 +20,12 @@ import time
 from pathlib import Path
 
 from common.errors import InputError
-from tokens.encoding_process import HEADER, Allowance
+from tokens.encoding_process import FILES, HEADER, Allowance
 from tokens.spelling import TooLong
 
 ROOT = Path(__file__).resolve().parent.parent
 START = "import sys; sys.path[0] = sys.argv[1]; from tokens.encoding_process import main; main()"
+KEPT = 8  # tokenizers that are not loaded again while their files are the same
 WAIT = 15  # times the processor time that a request may take: the machine may have other work
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 
@@ -39,11 +40,22 @@ class Guard:
     def __init__(self):
         self._lock, self._process, self._owner = threading.RLock(), None, 0
         self._loaded: set[str] = set()  # folders whose tokenizers it holds
+        self._known: dict[str, tuple[list, Guarded]] = {}  # by folder, with what its files were
         self.doing = ""
 
     def load(self, folder: Path) -> Guarded:
         """The tokenizer of a folder. Raises InputError if its files are damaged or do too much."""
-        return Guarded(self, folder)
+        with self._lock:
+            stamp = [
+                (name, status.st_size, status.st_mtime_ns) for name in FILES
+                if (folder / name).is_file() and (status := (folder / name).stat())
+            ]
+            key = str(folder.absolute())
+            if key not in self._known or self._known[key][0] != stamp:
+                while len(self._known) >= KEPT:
+                    del self._known[next(iter(self._known))]
+                self._known[key] = stamp, Guarded(self, folder)
+            return self._known[key][1]
 
     def begin(self) -> None:
         """Start the process, unless it runs, while other things are done."""
@@ -86,6 +98,11 @@ class Guard:
                     pipe.close()
             process.kill()
             process.wait()
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that runs now."""
+        return self._process and self._process.pid
 
     def holds(self, folder: str) -> bool:
         """Whether the process that runs now has loaded a folder's tokenizer."""

@@ -41,7 +41,7 @@ def fallback_byte(piece: str) -> bytes:
     return bytes([int(piece[3:5], 16)]) if re.fullmatch("<0x[0-9A-F]{2}>", piece) else b""
 
 
-class TooLong(InputError):
+class TooLong(InputError, ValueError):
     """A text has more tokens than there is room for. The message says how many, without a subject."""
 
 

@@ -15,13 +15,11 @@ from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from pathlib import Path
 
+from tokens.encoding_process import FILES
 from tokens.guard import GUARD, Guarded
 from tokens.spelling import spelled
 
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
-FILES = (
-    *ENCODERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
-)
 
 
 def copy_files(source: Path, target: Path) -> bool:
