@@ -47,7 +47,8 @@ def opened(path: str | Path, most: int, what: str = "") -> Iterator[BinaryIO]:
         os.close(descriptor)
         raise
     with os.fdopen(descriptor, "rb") as file:
-        os.set_blocking(descriptor, True)
+        # A regular file never blocks, but for those of the kernel, such as /proc/kmsg.
+        os.set_blocking(descriptor, piped)
         try:
             yield file
         except OSError as e:
@@ -59,6 +60,8 @@ def read_text(path: str | Path, most: int = MOST, what: str = "") -> str:
     with opened(path, most, what) as file:
         data = file.read(most + 1)
     name = f"{what} {path}".strip()
+    if data is None:
+        raise InputError(f"{name}: cannot be read (it waits for more without an end)")
     if len(data) > most:
         raise InputError(f"{name}: has more than {most:,} bytes, so many are read")
     try:

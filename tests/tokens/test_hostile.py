@@ -130,7 +130,8 @@ TOKENIZERS = {
     "a pattern that takes a second at every place": (
         with_split("(?:a|a){22}b|a"), "the tokenizer took more than "),
     "a pattern that is none": (with_split("["), "cannot be read as a tokenizer"),
-    "a pattern that is too large": (with_split("(?:(?:(?:(?:a{1000}){1000}){1000}){1000}){1000}"), "cannot be read as a tokenizer"),
+    "a pattern that is too large": (
+        with_split("(?:(?:(?:(?:a{1000}){1000}){1000}){1000}){1000}"), "cannot be read as a tokenizer"),
     "an empty vocabulary": (setting("model", "vocab", value={}), "cannot be read as a tokenizer"),
     "an id of 2^62": (setting("model", "vocab", "a", value=2**62), "cannot be read as a tokenizer"),
     "an id of 30 digits": (setting("model", "vocab", "a", value=10**30), "cannot be read as a tokenizer"),
