@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_head, check_target
-from common.cli import Options, run_command, seed
+from common.cli import Options, check_folder, run_command, seed
 from common.errors import InputError
 from common.texts import check_readable
 from drafters import METHODS, add_flags, check_numbers, grows, known, read_flags
@@ -117,6 +117,7 @@ def load(o):
         check_head("--draft", draft)
     if o.isa:
         choose(o.isa)
+    check_folder("--out", o.out)
     if o.questions and not Path(o.questions).is_dir():
         check_readable("--questions", o.questions)
 

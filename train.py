@@ -25,7 +25,7 @@ from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_head, check_target
-from common.cli import DEVICE, Options, count, dtype, positive, run_command
+from common.cli import DEVICE, Options, check_folder, count, dtype, positive, run_command
 from common.errors import InputError
 from common.texts import check_readable
 from common.tree_shapes import PAPER_TREE, TreeShape
@@ -238,6 +238,8 @@ def parser() -> Options:
 
 def judge(o: argparse.Namespace) -> None:
     """Judge what the options name, all that needs no torch. Raises InputError."""
+    check_folder("--out", o.out)
+    check_folder("--work", o.work)
     check_target(o.checkpoint)
     for flag in ("--writer", "--reader", "--start"):
         check_head(flag, getattr(o, flag.removeprefix("--")))

@@ -4,8 +4,8 @@
 
 Requests of random lengths, seeds and samplings go through one decoder, one after the other: prompts as ids
 and as text, chats that keep their cache, some of them reset in between, and one in seven left in the middle.
-Each is decoded again by a decoder that has decoded nothing yet, and must have the same ids (those that were left:
-the same beginning). Memory and open files are read along the way. Raw figures go to
+Each is decoded again by a decoder that has decoded nothing yet, and must have the same ids (those that were
+left: the same beginning). Memory and open files are read along the way. Raw figures go to
 benchmarks/results/NAME.json; the exit status is 1 if a text is another one, or memory or files grow.
 """
 from __future__ import annotations

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError
+from common.errors import InputError, is_panic
 
 MOST_THREADS = 1024
 PROBE = 1 << 16  # bytes that are written to see whether there is room
@@ -78,19 +78,28 @@ def run_command(
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         except BaseException as e:
-            panic = type(e).__module__ == "pyo3_runtime"  # no Exception
-            if not isinstance(e, (Exception, KeyboardInterrupt)) and not panic:
+            if not isinstance(e, (Exception, KeyboardInterrupt)) and not is_panic(e):
                 raise
             if isinstance(e, KeyboardInterrupt) or (seen and time.monotonic() - seen[-1] < JUST_NOW):
                 say(interrupted)
                 return 130
             if no_memory(e):
                 say(f"error: not enough memory ({one_line(e)}); give it less at a time, or a smaller model")
-            elif panic or isinstance(e, (InputError, *expected)):
+            elif is_panic(e) or isinstance(e, (InputError, *expected)):
                 say(f"error: {one_line(e)}")
             else:
                 raise
+            _drop_output()
             return 1
+
+
+def _drop_output() -> None:
+    """Where the output's disk is full, Python would say so once more at its end, on several lines."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def command(
@@ -265,9 +274,26 @@ def check_writable(flag: str, file: str) -> None:
                 device.write(b"" if device.isatty() else b"\0")
         if path.exists() and not path.is_file():
             return
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(PROBE))
-            probe.flush()
-            os.fsync(probe.fileno())
+        _try_out(folder)
     except OSError as e:
         raise InputError(f"{flag} {file}: cannot be written ({one_line(e)})") from None
+
+
+def check_folder(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder, or the one that it would be made in, takes files, and has room."""
+    place = Path(folder).absolute()
+    while not place.exists() and not place.is_symlink():
+        place = place.parent
+    try:
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise InputError(f"{flag} {folder}: not a folder that can be written to")
+        _try_out(place)
+    except OSError as e:
+        raise InputError(f"{flag} {folder}: cannot be written to ({one_line(e)})") from None
+
+
+def _try_out(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(bytes(PROBE))
+        probe.flush()
+        os.fsync(probe.fileno())

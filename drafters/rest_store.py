@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from checkpoint.early import check_target
 from checkpoint.folder import read_config
-from common.cli import Options, run_command
+from common.cli import Options, check_folder, run_command
 from common.errors import InputError
 from common.files import writing
 from common.texts import MOST_OF_DATA, check_readable, read_text
@@ -127,6 +127,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         check_target(o.checkpoint)
+        check_folder("--out", o.out)
         for file in o.files:
             check_readable("", file)
         about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)

@@ -1,16 +1,19 @@
 """How a command ends, and how its options are checked."""
 import argparse
 import contextlib
+import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 
 import pytest
+from helpers import ROOT
 from helpers.refusals import refused
 
 from common import cli
-from common.cli import Options, check_writable, count, dtype, one_line, positive, run_command
+from common.cli import Options, check_folder, check_writable, count, dtype, one_line, positive, run_command
 from common.dtypes import short_dtype
 from common.errors import InputError
 
@@ -195,3 +198,35 @@ def test_a_full_disk_is_told_before_anything_is_done():
         check_writable("--trace", "/dev/full")
     assert "no space left on the device" in str(e.value)
     check_writable("--trace", "/dev/null")
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    check_folder("--out", str(tmp_path / "new" / "folder"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("file", "file/folder", "nowhere"):
+        with refused(f"--out {tmp_path / name}: not a folder that can be written to"):
+            check_folder("--out", str(tmp_path / name))
+
+    def full(**how):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    for check, what in ((check_folder, "cannot be written to"), (check_writable, "cannot be written")):
+        with refused(f"--out {tmp_path / 'x'}: {what} (the output: no space left on the device"):
+            check("--out", str(tmp_path / "x"))
+
+
+def test_a_full_disk_behind_the_output_is_one_line():
+    """Nothing more at the end of the process."""
+    code = (
+        "import sys; from common.cli import run_command;"
+        " sys.exit(run_command(lambda: print('x', flush=True), OSError))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: the output: no space left on the device; make room and try again\n"
