@@ -13,18 +13,19 @@ import argparse
 import re
 import sys
 
-from checkpoint.convert import convert
-from checkpoint.head_layouts import Answers
-from common.cli import Options, run_command
+# Nothing here imports torch before it is needed: --help and mistakes answer at once.
+from checkpoint.early import check_head, check_source
+from common.cli import Options, command
 from common.dtypes import DTYPES
 from common.errors import InputError
 from common.threads import use_threads
+from tokens.templates import find_template
 
 
 def layer_numbers(value: str) -> tuple[int, ...]:
     """An argparse type: layer numbers with commas between them."""
-    if not re.fullmatch(r"\d+(,\d+)*", value):
-        raise argparse.ArgumentTypeError(f"takes layer numbers such as 2,15,27, got {value!r}")
+    if not re.fullmatch(r"[0-9]{1,5}(,[0-9]{1,5})*", value):
+        raise argparse.ArgumentTypeError(f"takes layer numbers such as 2,15,27, got {value!r:.200}")
     return tuple(map(int, value.split(",")))
 
 
@@ -66,6 +67,14 @@ def parser() -> Options:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
+    check_source(o.checkpoint)
+    check_head("--target", o.target, "target")
+    if o.template != "none":
+        find_template(o.template)
+
+    from checkpoint.convert import convert
+    from checkpoint.head_layouts import Answers
+
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:
@@ -84,8 +93,7 @@ def run(o) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    o = parser().parse_args(argv)
-    return run_command(lambda: run(o), interrupted="error: interrupted")
+    return command(parser(), argv, run, OSError, interrupted="error: interrupted")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from common.cli import Options, run_command
+from checkpoint.early import check_head, check_target
+from common.cli import Options, check_folder, run_command, seed
 from common.errors import InputError
-from drafters import METHODS, add_flags, grows, known, read_flags
+from common.texts import check_readable
+from drafters import METHODS, add_flags, check_numbers, grows, known, read_flags
+from evaluation.settings import read_settings
+from kernels.isa import choose
 from sampling.options import Sampling
 
 ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
@@ -53,6 +57,8 @@ def parser() -> Options:
         metavar = f"[METHOD=]{value}"
         add(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
     add_flags(g)
+    check_numbers(p)
+    p.judge(lambda o: read_flags(o, [known(name) for name in o.speculate.split(",")]))
 
     g = p.add_argument_group("questions")
     add = g.add_argument
@@ -66,7 +72,10 @@ def parser() -> Options:
     add("--temperature", default="0", metavar="T[,T]", help="0 is greedy (default 0)")
     add("--max-new-tokens", type=int, default=512, help="per turn (default 512)")
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
+    p.judge(lambda o: read_temperatures(o.temperature))
+    p.within("--max-new-tokens", 1, float("inf"))
+    p.within("--max-seq-len", 2, float("inf"))
 
     p.add_runtime()
 
@@ -102,6 +111,15 @@ def load(o):
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)  # a mistake shows before anything is loaded
     flags = read_flags(o, methods)
+    check_target(o.checkpoint, o.max_seq_len)
+    drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
+    for draft in drafts.values():
+        check_head("--draft", draft)
+    if o.isa:
+        choose(o.isa)
+    check_folder("--out", o.out)
+    if o.questions and not Path(o.questions).is_dir():
+        check_readable("--questions", o.questions)
 
     import torch
 

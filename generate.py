@@ -5,17 +5,24 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
+from typing import NamedTuple
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from common.cli import Options, bias, check_writable, note, run_command
+from checkpoint.early import check_checkpoint, check_head
+from checkpoint.folder import read_config
+from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
-from drafters import METHODS, add_flags, method_name, read_flags
+from common.tree_shapes import TreeShape
+from console.prompts import gather_prompts
+from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
+from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, small, with_numbers
+from sampling.options import Sampling
 from sampling.rules import RULES
+from tokens.guard import GUARD
+from tokens.schema import ANY_OBJECT, read_schema
 
 STARTED = time.perf_counter()
 
@@ -51,6 +58,7 @@ def parser() -> Options:
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     p.within("--batch-size", 1, float("inf"))
+    p.within("--max-seq-len", 2, float("inf"))
 
     add = p.add_argument_group("sampling").add_argument
     add("--max-new-tokens", type=int, default=256)
@@ -73,14 +81,20 @@ def parser() -> Options:
     add("--json-schema", metavar="FILE", help="the output is JSON that fits this schema")
     add("--logprobs", type=int, metavar="N",
         help="with --json: of each token and of the N likeliest (0 to 20), by the target alone")
-    add("--seed", type=int, default=0, help="same seed, same text, with and without speculation")
+    add("--seed", type=seed, default=0,
+        help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
     add("--num-samples", type=int, default=1, help="samples per prompt, with seeds SEED, SEED+1, ...")
+    p.within("--max-new-tokens", 1, float("inf"))
+    p.within("--temperature", 0, 1_000_000)
+    refuse(lambda o: not 0 < o.top_p <= 1, lambda o: f"--top-p {o.top_p}: must be above 0 and at most 1")
+    p.within("--top-k", 0, 2**31 - 1)
     p.within("--num-samples", 1, 100_000)
     p.within("--min-p", 0, 1)
     p.within("--presence-penalty", -2, 2)
     p.within("--frequency-penalty", -2, 2)
     p.within("--repetition-penalty", 0.01, 100)
     p.within("--logprobs", 0, 20)
+    p.judge(lambda o: Sampling(stop=tuple(o.stop)))
     refuse(lambda o: o.json_object and o.json_schema,
            lambda o: f"--json-schema {o.json_schema}: leave out --json-object")
     refuse(lambda o: o.logprobs is not None and not o.json,
@@ -104,12 +118,25 @@ def parser() -> Options:
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
     add_flags(group)
+    check_numbers(p)
+    p.judge(lambda o: read_flags(o, [o.speculate]))
+    refuse(lambda o: o.accept != "equal" and o.speculate == "none",
+           lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
+    refuse(lambda o: o.accept == "residual" and o.speculate != "draft-model",
+           lambda o: "--accept residual: is for --speculate draft-model, which can draw its proposals at"
+                     " random")
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None),
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     refuse(lambda o: o.tree and o.speculate == "none",
            lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
+    p.within("--tree-nodes", 2, MOST_NODES)
+    p.within("--tree-depth", 0, MOST_NODES)
+    p.within("--tree-width", 1, MOST_NODES)
+    numbers = "tree_nodes", "tree_depth", "tree_width"
+    # Where one is left out it depends on the machine.
+    p.judge(lambda o: None not in (n := [getattr(o, name) for name in numbers]) and small(TreeShape(*n)))
 
     add = p.add_runtime().add_argument
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
@@ -122,36 +149,55 @@ def parser() -> Options:
     return p
 
 
-def load(o, prompts: list, batch: int):
-    """Load the target -> (Target, Drafting, Sampling). Nothing is compiled yet.
+class Asked(NamedTuple):
+    """What the options and the files that they name ask for."""
+
+    prompts: list[str | list[int]]
+    sampling: Sampling
+    tree: TreeSpec
+
+
+def judge(o) -> Asked:
+    """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
+    from kernels.isa import choose
+
+    check_checkpoint(o.checkpoint, o.max_seq_len)
+    check_head("--draft", o.draft)
+    if o.isa:
+        choose(o.isa)
+    prompts = gather_prompts(o)
+    if o.trace and len(prompts) * o.num_samples != 1:
+        raise InputError("--trace records one sequence: give one prompt and one sample")
+    if o.trace:
+        check_writable("--trace", o.trace)
+    schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
+    sampling = Sampling(
+        o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
+        o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
+    )
+    tree = read_tree(o.tree)
+    GUARD.begin()  # while torch is imported
+    return Asked(prompts, sampling, tree)
+
+
+def load(o, asked: Asked, batch: int):
+    """Load the target -> (Target, Drafting). Nothing is compiled yet.
 
     batch: how many texts are decoded together.
     """
     from checkpoint.convert import converted_folder
-    from checkpoint.folder import read_config
-    from common.files import read_json
-    from drafters.tree_spec import default_tree, read_tree, with_numbers
-    from engine.api import Drafting, load_target
+    from engine.api import Drafting, check_prompts, load_target
     from engine.runtime import Runtime, check_device
-    from sampling.options import Sampling
-    from tokens.grammar import ANY_OBJECT
 
-    schema = json.dumps(read_json(Path(o.json_schema))) if o.json_schema else None
-    if o.json_object:
-        schema = ANY_OBJECT
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
     check_device(runtime.device_name)
-    sampling = Sampling(
-        o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
-        o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs,
-        schema,
-    )
-    tree = read_tree(o.tree)  # a mistake shows before a conversion
-    checkpoint = converted_folder(o.checkpoint, note)
+    checkpoint, tree = converted_folder(o.checkpoint, note), asked.tree
     if o.verify:
         from checkpoint.verifying import verify
 
         verify(checkpoint, o.draft, True, note)
+    # Before the weights are read: those of a large model take long.
+    check_prompts(checkpoint, asked.prompts, o.max_seq_len, raw=o.raw, system=o.system)
     numbers = o.tree_nodes, o.tree_depth, o.tree_width
     if numbers != (None, None, None):
         quantised = "quantization" in read_config(checkpoint, "target")
@@ -159,9 +205,8 @@ def load(o, prompts: list, batch: int):
         tree = with_numbers(*numbers, usual)
     target = load_target(checkpoint, runtime, note)
     flags = read_flags(o, [o.speculate])[o.speculate]
-    ids = tuple(p for p in prompts if isinstance(p, list))
-    drafting = Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
-    return target, drafting, sampling
+    ids = tuple(p for p in asked.prompts if isinstance(p, list))
+    return target, Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
 
 
 def run(o) -> int:
@@ -169,14 +214,9 @@ def run(o) -> int:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from console.prompts import gather_prompts
+    asked = judge(o)
+    prompts, sampling = asked.prompts, asked.sampling
 
-    prompts = gather_prompts(o)
-    read_flags(o, [o.speculate])
-    if o.trace:
-        if len(prompts) * o.num_samples != 1:
-            raise InputError("--trace records one sequence: give one prompt and one sample")
-        check_writable("--trace", o.trace)
     from common.threads import use_threads
     from console.chat import chat
     from console.decoding import compile_errors, decode_all
@@ -185,7 +225,7 @@ def run(o) -> int:
     count = max(1, len(prompts) * o.num_samples)
     size = {"batch": min(count, o.batch_size or 16), "max_seq_len": o.max_seq_len}
     began = time.perf_counter()
-    target, drafting, sampling = load(o, prompts, size["batch"])
+    target, drafting = load(o, asked, size["batch"])
     model = target.decoder(drafting, **size)
     decoder = model.decoder
     note(
@@ -193,8 +233,6 @@ def run(o) -> int:
         f" {decoder.slots} slots: {decoder.cache_bytes / 1e9:.2f} GB"
     )
     with compile_errors():
-        for p in prompts:  # refuse before compiling
-            decoder.check(model.encode(p, raw=o.raw, system=o.system))
         model.warm_up(sampling)
         plain = target.decoder(**size) if o.compare else None
         if plain:
@@ -208,14 +246,7 @@ def run(o) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    options = parser()
-    o = options.parse_args(argv)
-
-    def checked() -> int:
-        options.check(o)
-        return run(o)
-
-    return run_command(checked, ValueError, OSError)
+    return command(parser(), argv, run, ValueError, OSError)
 
 
 if __name__ == "__main__":

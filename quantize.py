@@ -18,19 +18,11 @@ from collections import defaultdict
 from pathlib import Path
 
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, read_config
-from checkpoint.quantizing import (
-    LayerError,
-    check_source,
-    compare,
-    quantize_folder,
-    quantized_module,
-    text_ids,
-)
-from checkpoint.writer import check_out, staging
-from common.cli import Options, note, run_command
+from common.cli import Options, command, note
 from common.errors import InputError
+from common.texts import check_readable
 from common.threads import use_threads
-from kernels.quantized import BESIDE, FOUR_BITS, GROUPS, MODES, Scheme
+from kernels.modes import BESIDE, FOUR_BITS, GROUPS, MODES
 
 PIECE = 256  # tokens of a --calibrate text that are read together
 
@@ -82,8 +74,10 @@ def parser() -> Options:
     return p
 
 
-def schemes(o) -> tuple[Scheme, Scheme]:
-    """How the checkpoint itself and how the heads inside it are quantised."""
+def schemes(o):
+    """How the checkpoint itself and how the heads inside it are quantised -> (Scheme, Scheme)."""
+    from kernels.quantized import Scheme
+
     beside = BESIDE.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
     group = o.group if {o.mode, lm_head} & {*FOUR_BITS} else 0
@@ -93,6 +87,8 @@ def schemes(o) -> tuple[Scheme, Scheme]:
 def calibration_text(o, source: Path):
     """Token ids [B, T] to calibrate on. Raises InputError if the file or the target cannot give them."""
     if o.calibrate:
+        from checkpoint.quantizing import text_ids
+
         ids = text_ids(source, "--calibrate", Path(o.calibrate), 2048, 8192)
         return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
     from engine.own_text import own_text
@@ -104,7 +100,7 @@ def calibration_text(o, source: Path):
         raise InputError(f"{e}; see also --calibrate FILE and --method nearest") from None
 
 
-def report(source: Path, out: Path, errors: list[LayerError]) -> None:
+def report(source: Path, out: Path, errors: list) -> None:
     """Print the sizes, and the errors: all layers of a kind in one line."""
     before, after = ((folder / WEIGHTS).stat().st_size for folder in (source, out))
     print(f"{out}: {before:,} -> {after:,} bytes ({after / before:.0%})")
@@ -123,10 +119,12 @@ def report(source: Path, out: Path, errors: list[LayerError]) -> None:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
-    use_threads()
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
     is_target = read_config(source)["kind"] == "target"
+    for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)):
+        if file:
+            check_readable(flag, file)
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
     for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
@@ -134,6 +132,11 @@ def run(o) -> None:
         if given and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
     heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
+    # Nothing above needs torch: mistakes answer at once.
+    from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
+    from checkpoint.writer import check_out, staging
+
+    use_threads()
     ids = text_ids(source, "--text", Path(o.text), 16, 16384) if o.text else None
     scheme, of_heads = schemes(o)
     parts = {"": scheme, **dict.fromkeys(heads, of_heads)}  # subfolder: how it is quantised
@@ -170,14 +173,7 @@ def run(o) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    options = parser()
-    o = options.parse_args(argv)
-
-    def action() -> None:
-        options.check(o)
-        run(o)
-
-    return run_command(action, OSError)
+    return command(parser(), argv, run, OSError)
 
 
 if __name__ == "__main__":

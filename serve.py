@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from common.cli import Options, count, note, run_command
+from checkpoint.early import check_checkpoint, check_head
+from common.cli import Options, command, count, note
 from common.errors import InputError
-from drafters import METHODS, add_flags, method_name, read_flags
+from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
+from drafters.tree_spec import read_tree
 
 STARTED = time.perf_counter()
 
@@ -35,6 +37,8 @@ def parser() -> Options:
         help="that a request may take, waiting included (default 600)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
     p.within("--slots", 1, 256)
+    p.within("--queue", 0, 1_000_000)
+    p.within("--max-seq-len", 2, float("inf"))
     p.within("--time-limit", 0.1, 1e9)
     p.within("--max-body", 1, 1 << 30)
 
@@ -61,6 +65,8 @@ def parser() -> Options:
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
     add_flags(group)
+    check_numbers(p)
+    p.judge(lambda o: read_flags(o, [o.speculate]))
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     refuse(lambda o: o.tree and o.speculate == "none",
@@ -90,14 +96,19 @@ def run(o) -> int:
     """
     import os
 
-    read_flags(o, [o.speculate])
+    from kernels.isa import choose
+
+    check_checkpoint(o.checkpoint, o.max_seq_len)
+    check_head("--draft", o.draft)
+    if o.isa:
+        choose(o.isa)
+    tree = read_tree(o.tree)
     listener = listen(o.host, o.port)  # before seconds are spent on loading
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
 
     from checkpoint.convert import converted_folder
     from checkpoint.verifying import verify
     from common.threads import use_threads
-    from drafters.tree_spec import read_tree
     from engine.api import Drafting, load_target
     from engine.runtime import Runtime, check_device
     from server.app import Server, Settings, make_app
@@ -108,7 +119,6 @@ def run(o) -> int:
     use_threads(o.threads, note)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, False, o.isa, o.kv)
     check_device(runtime.device_name)
-    tree = read_tree(o.tree)
     checkpoint = converted_folder(o.checkpoint, note)
     if o.verify is not False:
         verify(checkpoint, o.draft, bool(o.verify), note)
@@ -136,14 +146,7 @@ def run(o) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    options = parser()
-    o = options.parse_args(argv)
-
-    def checked() -> int:
-        options.check(o)
-        return run(o)
-
-    return run_command(checked, ValueError, OSError)
+    return command(parser(), argv, run, ValueError, OSError)
 
 
 if __name__ == "__main__":

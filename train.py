@@ -23,23 +23,21 @@ import os
 import sys
 from pathlib import Path
 
-from checkpoint.export import LAYOUTS
-from common.cli import Options, count, dtype, positive, run_command
-from common.threads import use_threads
-from engine.runtime import Runtime
-from training.loss import LOSSES
-from training.new_head import BLOCK_KINDS
-from training.optimizer import OPTIMIZERS
+# Nothing here imports torch before it is needed: --help and mistakes answer at once.
+from checkpoint.early import check_head, check_target
+from common.cli import DEVICE, Options, check_folder, count, dtype, positive, run_command
+from common.errors import InputError
+from common.texts import check_readable
+from common.tree_shapes import PAPER_TREE, TreeShape
+from drafters.tree_spec import small
+from training.choices import BLOCK_KINDS, KINDS, LAYOUTS, LOSSES, MULTI_TOKEN, OPTIMIZERS
 from training.plan import SHORT
-from training.processes import Processes
-from training.session import MULTI_TOKEN, Session, check_machine
-from tree import PAPER_TREE, TreeShape
 
 
 def tree(value: str) -> TreeShape:
     """An argparse type: nodes,depth,width."""
     try:
-        return TreeShape.parse(value)
+        return small(TreeShape.parse(value))
     except ValueError as e:
         raise argparse.ArgumentTypeError(f"{value!r} is no tree of nodes,depth,width ({e})") from None
 
@@ -77,9 +75,11 @@ def parser() -> Options:
     refuse(lambda o: not writable(o.out), lambda o: f"--out {o.out}: not a folder that can be written to")
     refuse(lambda o: not writable(work_of(o)),
            lambda o: f"--work {work_of(o)}: not a folder that can be written to")
-    add("--kind", choices=("eagle3", "p-eagle", "dflash", "dspark", "eagle", "medusa", "hydra"),
-        default="eagle3", help="EAGLE-3 (default), P-EAGLE, DFlash, DSpark, EAGLE-1/2, Medusa, Hydra")
-    add("--device", default=Runtime().device_name, help="default: cuda if there is one, else cpu")
+    add("--kind", choices=KINDS, default="eagle3",
+        help="EAGLE-3 (default), P-EAGLE, DFlash, DSpark, EAGLE-1/2, Medusa, Hydra")
+    add("--device", help="default: cuda if there is one, else cpu")
+    refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
+           lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
     add("--dtype", type=dtype, choices=("bf16", "fp32"), default="bf16",
         help="of the target, also by PyTorch's names; the head's weights are float32")
     add("--seed", type=count, default=0)
@@ -221,6 +221,8 @@ def parser() -> Options:
     add("--compile-loss", action=on_off, help="compile the loss too (default: on CUDA)")
     add("--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl")
     add("--save-seconds", type=float, default=300)
+    within("--feature-memory", 0, 1_000_000)
+    within("--save-seconds", 0, 1_000_000)
 
     add = p.add_argument_group("validation and export").add_argument
     add("--validate-prompts", type=count, default=16,
@@ -237,9 +239,24 @@ def parser() -> Options:
     return p
 
 
+def judge(o: argparse.Namespace) -> None:
+    """Judge what the options name, all that needs no torch. Raises InputError."""
+    check_folder("--out", o.out)
+    check_folder("--work", o.work)
+    check_target(o.checkpoint)
+    for flag in ("--writer", "--reader", "--start"):
+        check_head(flag, getattr(o, flag.removeprefix("--")))
+    for flag in ("--prompts", "--openings", "--conversations"):
+        if path := getattr(o, flag.removeprefix("--")):
+            check_readable(flag, path)
+    for folder in o.shards:
+        if not Path(folder).is_dir():
+            raise InputError(f"--shards {folder}: not a folder")
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    options, processes = parser(), Processes()
+    options, processes = parser(), None
     command = sys.argv[1:] if argv is None else argv
     o = options.parse_args(argv)
     o.work = work_of(o)
@@ -247,7 +264,15 @@ def main(argv: list[str] | None = None) -> int:
     def train() -> None:
         nonlocal processes
         options.check(o)
+        judge(o)
+
+        from common.threads import use_threads
+        from engine.runtime import Runtime
+        from training.processes import Processes
+        from training.session import Session, check_machine
+
         use_threads()
+        o.device = o.device or Runtime().device_name
         check_machine(o)
         processes = Processes.from_environment(o.device)
         o.device = processes.own_device(o.device)
@@ -258,7 +283,8 @@ def main(argv: list[str] | None = None) -> int:
         return run_command(train, OSError, ValueError, RuntimeError,
                            interrupted="\nstopped; run the same command to go on")
     finally:
-        processes.leave()
+        if processes:
+            processes.leave()
 
 
 if __name__ == "__main__":

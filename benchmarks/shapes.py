@@ -14,7 +14,8 @@ from checkpoint.loading import build_module, load_head, load_model
 from checkpoint.source import Entry
 from checkpoint.writer import Planned, write_folder
 from common.errors import InputError
-from kernels.quantized import BESIDE, FOUR_BITS, Scheme, quantize_linears
+from kernels.modes import BESIDE, FOUR_BITS
+from kernels.quantized import Scheme, quantize_linears
 from model import ModelArgs, Transformer, blank, inverse_frequencies
 from networks.eagle import Eagle3Head, eagle3_aux_layers
 from networks.head import Head, HeadArgs

@@ -38,8 +38,8 @@ from common.cli import note
 from common.errors import InputError
 from common.files import atomic_path
 from kernels.cpu import load_kernels
+from kernels.modes import BESIDE
 from kernels.packed import pack_models
-from kernels.quantized import BESIDE
 from model import Transformer
 from tree import TreeShape
 

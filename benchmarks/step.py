@@ -52,9 +52,9 @@ from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.runtime import Runtime
 from kernels.cpu import load_kernels
+from kernels.modes import MODES
 from kernels.packed import threads_for
 from kernels.parts import draw, visible_slots
-from kernels.quantized import MODES
 from model import KVCache, Transformer
 from networks.head import Head
 from sampling.options import Modes, Sampling

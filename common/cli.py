@@ -8,17 +8,24 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError
+from common.errors import InputError, is_panic
 
 MOST_THREADS = 1024
+PROBE = 1 << 16  # bytes that are written to see whether there is room
+MOST_SHOWN = 1500  # characters of an error
+# What PyTorch puts behind its words: where in its own code they were said.
+DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?")
+FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
 JUST_NOW = 3.0  # seconds after Ctrl-C in which an error is taken to be its work
 
 
@@ -28,10 +35,30 @@ def note(line: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line."""
+    """The message of an error on one line that a terminal shows as it is (see `shown`)."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error.filename or 'the output'}: no space left on the device; make room and try again"
-    return " ".join(str(error).split()) or type(error).__name__
+        where = error.filename or "the output"
+        return shown(f"{where}: no space left on the device; make room and try again")
+    return shown(FRAMES.split(str(error), maxsplit=1)[0]) or type(error).__name__
+
+
+def shown(text: str) -> str:
+    """A text on one line: what moves a cursor, changes colours or cannot be printed is escaped.
+
+    Of one that is very long the middle is left out.
+    """
+    line = " ".join(text.split())
+    if len(line) > MOST_SHOWN:
+        line = f"{line[: MOST_SHOWN * 2 // 3]} ... {line[-MOST_SHOWN // 3 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
+
+def no_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, as Python or as PyTorch does."""
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
 
 
 def run_command(
@@ -41,7 +68,8 @@ def run_command(
     """Run a command and return its exit status.
 
     The status is what `action` returns (None is 0); 1 after an InputError or one of `expected`, printed as
-    one line; 130 after Ctrl-C; 141 when nobody reads the output any more.
+    one line; 130 after Ctrl-C; 141 when nobody reads the output any more. Where memory runs out, or native
+    code of a library panics, one line says so, too.
     """
     with _interrupts() as seen:
         try:
@@ -49,14 +77,46 @@ def run_command(
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
-        except (Exception, KeyboardInterrupt) as e:
+        except BaseException as e:
+            if not isinstance(e, (Exception, KeyboardInterrupt)) and not is_panic(e):
+                raise
             if isinstance(e, KeyboardInterrupt) or (seen and time.monotonic() - seen[-1] < JUST_NOW):
                 say(interrupted)
                 return 130
-            if not isinstance(e, (InputError, *expected)):
+            if no_memory(e):
+                say(f"error: not enough memory ({one_line(e)}); give it less at a time, or a smaller model")
+            elif is_panic(e) or isinstance(e, (InputError, *expected)):
+                say(f"error: {one_line(e)}")
+            else:
                 raise
-            say(f"error: {one_line(e)}")
+            _drop_output()
             return 1
+
+
+def _drop_output() -> None:
+    """Where the output's disk is full, Python would say so once more at its end, on several lines."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def command(
+    options: Options, argv: list[str] | None, run: Callable[[argparse.Namespace], int | None],
+    *expected: type[Exception], **how,
+) -> int:
+    """Parse a command line, check its rules, and run it with its options: the frame of every command.
+
+    The other arguments and the exit status are those of `run_command`; 2 where it cannot be parsed.
+    """
+    o = options.parse_args(argv)
+
+    def checked() -> int | None:
+        options.check(o)
+        return run(o)
+
+    return run_command(checked, *expected, **how)
 
 
 @contextlib.contextmanager
@@ -85,8 +145,9 @@ def _interrupts() -> Iterator[list[float]]:
 class Options(argparse.ArgumentParser):
     """A parser that also holds the rules of its options."""
 
-    def __init__(self, description: str | None):
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str | None = None, **more):
+        how = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, formatter_class=how, **more)
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
 
     def refuse(
@@ -94,6 +155,22 @@ class Options(argparse.ArgumentParser):
     ) -> None:
         """Add a rule: options for which `test` is true are refused with these words."""
         self._rules.append((test, words))
+
+    def judge(self, action: Callable[[argparse.Namespace], object]) -> None:
+        """Add a rule: options for which `action` raises an InputError or a ValueError are refused with it."""
+        def words(o: argparse.Namespace) -> str:
+            try:
+                action(o)
+            except (InputError, ValueError) as e:
+                return str(e)
+            return ""
+
+        self.refuse(words, words)
+
+    def error(self, message: str):
+        """Say on one line what cannot be parsed, and end with exit status 2."""
+        note(f"{self.prog}: error: {shown(message)}; see --help")
+        sys.exit(2)
 
     def within(self, flag: str, low: float, high: float) -> None:
         """Add a rule: the number that `flag` takes is None or between low and high, both included."""
@@ -127,6 +204,8 @@ class Options(argparse.ArgumentParser):
         add("--threads", type=int,
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         self.within("--threads", 1, MOST_THREADS)
+        self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
+                    lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         add("--kernels", action=on_off, default=True,
             help="on a CPU, when compiling: our own products (see kernels/)")
@@ -159,9 +238,13 @@ def bias(value: str) -> tuple[int, float]:
     try:
         if not found:
             raise ValueError
-        return count(token), float(number)
+        found = count(token), float(number)
+        if not abs(found[1]) <= 100:
+            raise ValueError
+        return found
     except (ValueError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(f"{value!r} is no ID=X, such as 50=-100") from None
+        words = f"{value!r} is no ID=X, such as 50=-100, with X from -100 to 100"
+        raise argparse.ArgumentTypeError(words) from None
 
 
 def dtype(value: str) -> str:
@@ -172,8 +255,45 @@ def dtype(value: str) -> str:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 
+def seed(value: str) -> int:
+    """An argparse type: a whole number, of which 64 bits count: -1 is the seed 2^64 - 1, no random one."""
+    if not re.fullmatch(r"-?[0-9]{1,20}", value) or not -(2**63) <= int(value) < 2**64:
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number from -2^63 to 2^64 - 1")
+    return int(value)
+
+
 def check_writable(flag: str, file: str) -> None:
-    """Raise InputError unless a file of this name can be written."""
-    folder = Path(file).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+    """Raise InputError unless a file of this name can be written, and a little more fits on its disk."""
+    path = Path(os.path.realpath(file))
+    folder = path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
         raise InputError(f"{flag} {file}: not a file that can be written")
+    try:
+        if path.is_char_device():  # is written directly, see common/files.py
+            with open(path, "ab", buffering=0) as device:
+                device.write(b"" if device.isatty() else b"\0")
+        if path.exists() and not path.is_file():
+            return
+        _try_out(folder)
+    except OSError as e:
+        raise InputError(f"{flag} {file}: cannot be written ({one_line(e)})") from None
+
+
+def check_folder(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder, or the one that it would be made in, takes files, and has room."""
+    place = Path(folder).absolute()
+    while not place.exists() and not place.is_symlink():
+        place = place.parent
+    try:
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise InputError(f"{flag} {folder}: not a folder that can be written to")
+        _try_out(place)
+    except OSError as e:
+        raise InputError(f"{flag} {folder}: cannot be written to ({one_line(e)})") from None
+
+
+def _try_out(folder: Path) -> None:
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(bytes(PROBE))
+        probe.flush()
+        os.fsync(probe.fileno())

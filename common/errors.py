@@ -6,6 +6,11 @@ class InputError(Exception):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do."""
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic of a library written in Rust, which is no Exception."""
+    return type(error).__module__ == "pyo3_runtime"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of a library's message, to be quoted in ours; the error's class if it has none."""
     return printable(str(error).strip().partition("\n")[0], 300) or type(error).__name__

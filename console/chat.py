@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import sys
 
-from common.cli import note
+from common.cli import note, one_line
 from common.errors import InputError
 from console.show import is_terminal, show
 from console.statistics import statistics
@@ -37,7 +37,7 @@ def chat(model: TextDecoder, sampling: Sampling, system: str | None) -> int:
         try:
             job = model.job([messages], [sampling], reuse=True)
         except ValueError as e:
-            note(f"error: {e} (/reset starts over)")
+            note(f"error: {one_line(e)} (/reset starts over)")
             messages.pop()
             continue
         try:

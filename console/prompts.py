@@ -2,9 +2,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from common.errors import InputError
+from common.texts import read_text
 from tokens.dataset import read_prompts
 
 
@@ -18,14 +18,13 @@ def gather_prompts(o: argparse.Namespace) -> list[str | list[int]]:
         try:
             prompts.append([int(i) for i in ids.replace(" ", "").split(",")])
         except ValueError:
-            raise InputError(f"--prompt-ids {ids!r}: expected numbers separated by commas") from None
+            raise InputError(f"--prompt-ids {ids!r:.200}: expected numbers separated by commas") from None
+        if max(map(abs, prompts[-1])) >= 1 << 31:
+            raise InputError(f"--prompt-ids {ids!r:.200}: a token id is below 2^31")
     for path in o.prompt_file:
         if path.endswith(".jsonl"):
             prompts += read_prompts(path)
             continue
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as e:
-            raise InputError(f"--prompt-file {path}: cannot be read ({e})") from None
-        prompts.append(text.removesuffix("\n"))  # editors end every file with one
+        # Editors end every file with a line end.
+        prompts.append(read_text(path, what="--prompt-file").removesuffix("\n"))
     return prompts

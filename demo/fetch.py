@@ -19,7 +19,7 @@ from pathlib import Path
 from checkpoint.convert import convert
 from checkpoint.folder import WEIGHTS
 from checkpoint.loading import load_head, load_model
-from common.cli import Options, run_command
+from common.cli import Options, command
 from common.errors import InputError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,8 +109,7 @@ def parser() -> Options:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    o = parser().parse_args(argv)
-    return run_command(lambda: fetch(Path(o.gguf) if o.gguf else None))
+    return command(parser(), argv, lambda o: fetch(Path(o.gguf) if o.gguf else None))
 
 
 if __name__ == "__main__":

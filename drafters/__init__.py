@@ -9,8 +9,10 @@ import argparse
 import importlib
 from dataclasses import dataclass, field
 
+from common.cli import Options
 from common.errors import InputError
 
+MOST = 1024  # of the numbers of a method's own: nodes, columns, n-grams
 
 @dataclass(frozen=True)
 class Method:
@@ -152,6 +154,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             shown = "" if default is None else f" (default {default})"
             metavar = kind.__name__.upper()
             parser.add_argument(f"--{flag}", type=kind, metavar=metavar, help=f"{name}: {what}{shown}")
+
+
+def check_numbers(options: Options) -> None:
+    """Add the rules of `add_flags`: no number of theirs is below 1 or above MOST."""
+    for method in METHODS.values():
+        for flag, (default, _) in (method.flags if method else {}).items():
+            if isinstance(default, int):
+                options.within(f"--{flag}", 1, MOST)
 
 
 def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:

@@ -1,7 +1,6 @@
 """The data store of REST: texts' tokens and their suffix array, and how one is built."""
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -13,10 +12,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from checkpoint.early import check_target
 from checkpoint.folder import read_config
-from common.cli import run_command
+from common.cli import Options, check_folder, run_command
 from common.errors import InputError
-from common.files import read_text, writing
+from common.files import writing
+from common.texts import MOST_OF_DATA, check_readable, read_text
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 
@@ -35,7 +36,7 @@ def texts(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     The file holds JSON lines (conversations, prompts, "text", or "ids" as they are) or one text.
     """
     if path.suffix.lower() not in (".jsonl", ".json"):
-        text = read_text(path, most=1 << 40, encoding="utf-8-sig")
+        text = read_text(path, MOST_OF_DATA)
         if text.strip():
             yield tokenizer.encode(text)
         return
@@ -112,10 +113,9 @@ def _fill(
 
 def main(argv: list[str] | None = None) -> int:
     """`python -m drafters.rest build`. Returns the exit status, see `common.cli.run_command`."""
-    p = argparse.ArgumentParser(
-        prog="python -m drafters.rest", description="Data stores for --speculate rest."
-    )
-    b = p.add_subparsers(dest="what", required=True).add_parser("build", help="make a store of texts")
+    p = Options("Data stores for --speculate rest.", prog="python -m drafters.rest")
+    commands = p.add_subparsers(dest="what", required=True)
+    b = commands.add_parser("build", help="make a store of texts")
     b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
     b.add_argument("--out", required=True, help="folder of the store")
     b.add_argument("--force", action="store_true", help="replace a store")
@@ -126,6 +126,10 @@ def main(argv: list[str] | None = None) -> int:
     o = p.parse_args(argv)
 
     def run() -> None:
+        check_target(o.checkpoint)
+        check_folder("--out", o.out)
+        for file in o.files:
+            check_readable("", file)
         about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
         print(f"wrote {o.out}: {about['tokens']:,} tokens")
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from common.errors import InputError
-from common.files import parse_json, read_bytes
+from common.files import parse_json
 from common.schema import List, Whole
-from tree import PAPER_TREE, PathTree, TreeShape
+from common.texts import read_text
+from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 
 # Instruction sets without AVX-512.
 NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
+MOST_NODES = 1024  # of any tree: masks and caches grow with it
 MOST_TREE = 1 << 20  # bytes of a file
 PATHS = List(List(Whole(0, 9999), 1, 64), 1, 4096)  # of a static tree: ranks of a node and of those above it
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
@@ -37,7 +37,7 @@ def default_tree(
     (docs/how-it-works.md). Quantised weights are read sooner, and rows count for more. isa: the kernels'
     instruction set, None without kernels; where it is narrow, four rows are as many as cost little.
     """
-    if torch.device(device).type == "cuda":
+    if device.split(":")[0] == "cuda":
         if batch * PAPER_TREE.nodes <= GPU_ROWS:
             return "paper"
         return next((tree for tree in SMALLER if batch * tree.nodes <= GPU_ROWS), SMALLER[-1])
@@ -54,21 +54,28 @@ def read_tree(text: str | None) -> TreeSpec:
     if text in (None, "auto", "paper"):
         return text
     if re.fullmatch(r"\d+,\d+,\d+", text):
-        return TreeShape.parse(text)
+        return small(TreeShape.parse(text))
     try:
-        paths = parse_json(read_bytes(text, MOST_TREE), text)
+        paths = parse_json(read_text(text, MOST_TREE).encode(), text)
         PATHS.check(paths, "paths")
-        return PathTree(tuple(map(tuple, paths)))
+        return small(PathTree(tuple(map(tuple, paths))))
     except (InputError, ValueError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
-        raise InputError(f"--tree {text}: none of {forms} ({e})") from None
+        raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
+
+
+def small(tree: TreeShape | PathTree) -> TreeShape | PathTree:
+    """The tree. Raises ValueError if it has too many nodes or levels."""
+    if max(tree.nodes, tree.window) > MOST_NODES:
+        raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST_NODES:,}")
+    return tree
 
 
 def with_numbers(nodes: int | None, depth: int | None, width: int | None, default: TreeSpec) -> TreeShape:
     """A tree with some numbers given, the others from the default. Raises ValueError on an impossible one."""
     usual = eagle_tree(default)
     pairs = (nodes, usual.nodes), (depth, usual.depth), (width, usual.width)
-    return TreeShape(*(default if number is None else number for number, default in pairs))
+    return small(TreeShape(*(default if number is None else number for number, default in pairs)))
 
 
 def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import CALIBRATION
+from checkpoint.early import check_length
+from checkpoint.folder import CALIBRATION, read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters import build_drafter, check_flags, default_flags, known
@@ -30,6 +31,7 @@ from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
+from engine.body import check_prompt
 from engine.calibrating import PROMPTS, calibrate
 from engine.calibration import USUAL, Calibration
 from engine.costs import measured_once
@@ -108,6 +110,26 @@ def load_target(
     return target
 
 
+def longest_text(longest: int, max_seq_len: int | None) -> int:
+    """Most tokens of a text. Raises InputError if a model that takes `longest` cannot have so many."""
+    if max_seq_len is not None:
+        check_length(max_seq_len, longest)
+    return max_seq_len or min(2048, longest)
+
+
+def check_prompts(
+    checkpoint: str | Path, prompts: Iterable[Prompt], max_seq_len: int | None = None, *, raw: bool = False,
+    system: str | None = None,
+) -> None:
+    """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded."""
+    config, prompts = read_config(checkpoint, "target"), list(prompts)
+    room, tokenizer = longest_text(config["max_seq_len"], max_seq_len), Tokenizer.load(checkpoint)
+    for i, prompt in enumerate(prompts):
+        name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
+        ids = encode(tokenizer, prompt, raw=raw, system=system, room=room, name=name)
+        check_prompt(ids, name, room, config["vocab_size"])
+
+
 @dataclass(frozen=True)
 class Target:
     """A loaded target. Several decoders may share it; each has caches of its own."""
@@ -172,10 +194,7 @@ class Target:
 
     def _longest(self, max_seq_len: int | None) -> int:
         """Most tokens of a text. Raises InputError if the model cannot have so many."""
-        longest = self.model.args.max_seq_len
-        if max_seq_len is not None and not 2 <= max_seq_len <= longest:
-            raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
-        return max_seq_len or min(2048, longest)
+        return longest_text(self.model.args.max_seq_len, max_seq_len)
 
     @cached_property
     def _grammars(self) -> Grammars:

@@ -215,17 +215,7 @@ class Body:
 
     def check(self, prompt: list[int], name: str = "the prompt") -> None:
         """Raise ValueError if a prompt is empty, too long, or has an id outside the vocabulary."""
-        if not prompt:
-            raise ValueError(f"{name} is empty: give at least one token")
-        if len(prompt) >= self.max_seq_len:
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens and needs room for one more,"
-                f" the cache holds {self.max_seq_len}: shorten it or raise --max-seq-len"
-            )
-        size = self.target.args.vocab_size
-        for token in prompt:
-            if not 0 <= token < size:
-                raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{size - 1}")
+        check_prompt(prompt, name, self.max_seq_len, self.target.args.vocab_size)
 
     def check_request(self, request: Sampling) -> None:
         """Raise ValueError if a request names an id outside the vocabulary, or cannot be guided here."""
@@ -369,3 +359,19 @@ def mask(allowed: Tensor, guide: Guide, tokens: list[int], parent: list[int]) ->
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
+
+
+def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:
+    """Raise ValueError, with the numbers, if a prompt is empty, does not fit in a cache of `room` tokens, or
+    has an id outside the vocabulary.
+    """
+    if not prompt:
+        raise ValueError(f"{name} is empty: give at least one token")
+    if len(prompt) >= room:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens and needs room for one more,"
+            f" the cache holds {room}: shorten it or raise --max-seq-len"
+        )
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

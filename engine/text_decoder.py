@@ -9,6 +9,7 @@ from engine.body import Score
 from engine.decoder import Decoder
 from engine.run import Run
 from sampling.options import Sampling
+from tokens.spelling import TooLong
 from tokens.stops import StopStream
 from tokens.tokenizer import Tokenizer
 
@@ -66,13 +67,30 @@ class Result:
 
 
 def encode(
-    tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None
+    tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None,
+    room: int | None = None, name: str = "the prompt", variables: dict | None = None,
 ) -> list[int]:
     """A prompt as token ids.
 
-    Chat messages and (unless `raw`) text go through the chat template; ids stay as they are.
-    Raises InputError if text is given without a tokenizer, or a system message without a chat template.
+    Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay as they
+    are. Raises InputError if text is given without a tokenizer, or a system message without a chat template;
+    TooLong, with the numbers and without the work, if it certainly does not fit in a cache of `room` tokens.
+    name: what to call the prompt then.
     """
+    try:
+        most = None if room is None else room - 1
+        return _encode(tokenizer, prompt, raw, system, most, variables or {})
+    except TooLong as e:
+        raise TooLong(
+            f"{name} {e} and needs room for one more,"
+            f" the cache holds {room}: shorten it or raise --max-seq-len"
+        ) from None
+
+
+def _encode(
+    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
+    variables: dict,
+) -> list[int]:
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         return prompt
     if tokenizer is None:
@@ -83,11 +101,11 @@ def encode(
         )
     if isinstance(prompt, str):
         if raw or not tokenizer.has_template:
-            return tokenizer.encode(prompt)
+            return tokenizer.encode(prompt, at_most=most)
         prompt = [{"role": "user", "content": prompt}]
     if system is not None:
         prompt = [{"role": "system", "content": system}, *prompt]
-    return tokenizer.chat(prompt)
+    return tokenizer.chat(prompt, at_most=most, **variables)
 
 
 class TextDecoder:
@@ -96,9 +114,13 @@ class TextDecoder:
     def __init__(self, decoder: Decoder, tokenizer: Tokenizer | None):
         self.decoder, self.tokenizer = decoder, tokenizer
 
-    def encode(self, prompt: Prompt, *, raw: bool = False, system: str | None = None) -> list[int]:
-        """A prompt as token ids, as `encode` does with this checkpoint's tokenizer."""
-        return encode(self.tokenizer, prompt, raw=raw, system=system)
+    def encode(
+        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, name: str = "the prompt"
+    ) -> list[int]:
+        """A prompt as token ids, as `encode` does with this checkpoint's tokenizer and this cache."""
+        return encode(
+            self.tokenizer, prompt, raw=raw, system=system, room=self.decoder.max_seq_len, name=name
+        )
 
     def warm_up(self, sampling: Sampling = Sampling(), every_length: bool = False) -> None:
         """Compile (and on CUDA capture) what a request with this sampling runs."""
@@ -131,7 +153,8 @@ class TextDecoder:
         """
         if self.tokenizer is None and any(s.stop for s in sampling):
             raise InputError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
-        ids = [self.encode(p, raw=raw, system=system) for p in prompts]
+        names = [f"prompt {i + 1}" if len(prompts) > 1 else "the prompt" for i in range(len(prompts))]
+        ids = [self.encode(p, raw=raw, system=system, name=name) for p, name in zip(prompts, names)]
         return Job(self.tokenizer, prompts, Run(self.decoder, ids, sampling, reuse), sampling)
 
 

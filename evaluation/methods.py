@@ -8,30 +8,8 @@ from checkpoint.loading import identity
 from common.errors import InputError
 from engine.api import Drafting, Target
 from engine.text_decoder import TextDecoder
-from evaluation.table import PLAIN, label
-from sampling.rules import RULES
-
-
-def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
-    """Read the values of a flag, METHOD=VALUE each, by method.
-
-    The method may be left out if only one method drafts. Raises InputError on a method that is none of these,
-    or named twice.
-    """
-    drafting = [name for name in methods if name != PLAIN]
-    settings = {}
-    for value in values:
-        name, separator, setting = value.partition("=")
-        if not separator:
-            if len(drafting) != 1:
-                raise InputError(f"{flag} {value}: of which method? write {flag} METHOD={value}")
-            name, setting = drafting[0], value
-        if name in settings:
-            raise InputError(f"{flag} {value}: {name} is named twice")
-        if name not in drafting:
-            raise InputError(f"{flag} {value}: {name} is none of {', '.join(drafting)}")
-        settings[name] = setting
-    return settings
+from evaluation.settings import PLAIN, read_settings
+from evaluation.table import label
 
 
 def read_draftings(
@@ -39,18 +17,13 @@ def read_draftings(
 ) -> dict[str, Drafting]:
     """How each method drafts, by its label, plain decoding first.
 
-    drafts, trees, rules: the values of --draft, --tree and --accept, see `by_method`. flags: of each method
-    its own, see `drafters.read_flags`. Raises InputError, and ValueError on an impossible tree.
+    drafts, trees, rules: the values of --draft, --tree and --accept, see `evaluation.settings.by_method`.
+    flags: of each method its own, see `drafters.read_flags`. Raises InputError, ValueError on a bad tree.
     """
-    draft_of, tree_of, rule_of = (
-        by_method(flag, values, methods)
-        for flag, values in (("--draft", drafts), ("--tree", trees), ("--accept", rules))
-    )
+    draft_of, tree_of, rule_of = read_settings(methods, drafts, trees, rules)
     draftings = {PLAIN: Drafting()}
     for name in methods:
         rule = rule_of.get(name, "equal")
-        if rule not in RULES:
-            raise InputError(f"--accept {name}={rule}: choose from {', '.join(RULES)}")
         if name != PLAIN:
             draft, tree = draft_of.get(name), tree_of.get(name)
             draftings[label(name, rule)] = Drafting(name, draft, tree, rule, flags=flags[name])

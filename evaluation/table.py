@@ -8,9 +8,8 @@ from collections.abc import Iterable
 
 from evaluation.answers import Answer
 from evaluation.lossless import Difference
+from evaluation.settings import PLAIN
 from sampling.rules import LOSSY, RULES
-
-PLAIN = "none"
 
 
 def label(method: str, rule: str) -> str:

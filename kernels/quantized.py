@@ -19,14 +19,11 @@ from torch import Tensor
 
 from common.schema import Among, Either, Flag, Null, Text, Wrong, key, record_of
 from kernels.gpu import here
+from kernels.modes import FOUR_BITS, GROUPS, MODES
 
 if here.CAN:
     from kernels.gpu import products
 
-MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
-FOUR_BITS = ("int4", "w4a8")
-BESIDE = {"int4": "int8", "w4a8": "w8a8"}  # the mode of what is sensitive beside them: heads and the lm_head
-GROUPS = (32, 64, 128)
 INPUTS = 64  # w8a8: so many inputs of a layer share a scale
 FP8_MOST = 448.0  # the largest e4m3
 # int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.

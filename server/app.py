@@ -29,13 +29,15 @@ from server.schemas import (
 )
 from server.tools import as_dict, form_of
 from server.worker import Closing, Delta, Job, QueueFull, Worker
-from tokens.grammar import ANY_OBJECT, Guide
+from tokens.grammar import Guide
+from tokens.schema import ANY_OBJECT
+from tokens.spelling import TooLong
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 SCRIPT = "text/javascript"
 FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
-RESERVED = {"messages", "tools", "self"}  # variables of chat templates that have fields of their own
+RESERVED = {"messages", "tools", "self", "at_most"}  # variables of templates that have fields of their own
 QUIET = 15.0  # seconds after which a stream without news says that it is alive
 OPEN = ("/health", "/metrics", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
@@ -76,6 +78,8 @@ class Server:
         """What `work` returns, which takes its time, beside the others. Raises Refusal on bad input."""
         try:
             return await to_thread.run_sync(work)
+        except TooLong as e:
+            raise Refusal(400, str(e), "context_length_exceeded") from None
         except (InputError, ValueError) as e:
             raise Refusal(400, str(e)) from None
 
@@ -252,8 +256,9 @@ def make_app(server: Server) -> FastAPI:
                 variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
             if not tokenizer.has_template:
                 raise InputError("this checkpoint has no chat template: use /v1/completions")
-            prompt = tokenizer.chat([as_dict(message) for message in request.messages], **variables)
             server.check_room(request, 1)
+            messages = [as_dict(message) for message in request.messages]
+            prompt = encode(tokenizer, messages, room=settings.max_seq_len, variables=variables)
             most = request.max_completion_tokens or request.max_tokens or settings.max_seq_len
             return server.jobs(request, [prompt], most, (request.top_logprobs or 0) if scored else None), form
 
@@ -279,7 +284,7 @@ def make_app(server: Server) -> FastAPI:
             if isinstance(given, str) or (given and isinstance(given[0], int)):
                 given = [given]
             server.check_room(request, len(given))
-            prompts = [encode(tokenizer, prompt, raw=True) for prompt in given]
+            prompts = [encode(tokenizer, prompt, raw=True, room=settings.max_seq_len) for prompt in given]
             if not prompts:
                 raise InputError("prompt: there is none")
             jobs = server.jobs(

@@ -5,7 +5,6 @@ A control token reaches a backend as an id, never as text.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from pathlib import Path
 from typing import Protocol
@@ -15,8 +14,10 @@ from tokenizers import AddedToken
 
 from common.cli import one_line
 from common.errors import InputError
+from tokens.spelling import SPACE, Shape, fallback_byte
 
-SPACE = "▁"  # how sentencepiece spells a space
+# Pre-tokenizers that cut a text and leave nothing out of it.
+KEEP_TEXT = ("none", "ByteLevel", "Digits", "Split", "Metaspace", "Punctuation")
 
 
 class Backend(Protocol):
@@ -36,8 +37,11 @@ class Backend(Protocol):
     def encode(self, parts: list[str | int]) -> list[int]:
         """The ids of a text in which some tokens are given as ids already."""
 
-    def bytes_of(self, token_id: int) -> bytes:
-        """The bytes that an id of the vocabulary stands for."""
+    def vocabulary(self) -> tuple[str, list[str]]:
+        """How tokens are spelled, see `spelled`, and every id's token, "" where there is none."""
+
+    def shape(self) -> Shape | None:
+        """What bounds how many tokens a text has; None where nothing does."""
 
 
 class JsonBackend:
@@ -62,6 +66,10 @@ class JsonBackend:
             if token not in control and model.token_to_id(token) is not None:
                 model.add_special_tokens([token])
         self.model, self.size, self.special_tokens_map = model, model.get_vocab_size(), {}
+        self._vocabulary = [""] * self.size
+        for token, i in model.get_vocab().items():
+            if i < self.size:
+                self._vocabulary[i] = token
         self.added, self.unmatched = model.get_added_tokens_decoder(), frozenset()
         probe = model.encode("a")
         self.adds_bos = bool(probe.special_tokens_mask[:1] == [1])
@@ -89,13 +97,34 @@ class JsonBackend:
 
     def encode(self, parts: list[str | int]) -> list[int]:
         text = "".join(self._stand_ins[p] if isinstance(p, int) else p for p in parts)
-        return [self._originals.get(i, i) for i in self.model.encode(text, add_special_tokens=False).ids]
+        # Without offsets, which cost as much as the rest, and 40 bytes for each of the text.
+        ids = self.model.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return [self._originals.get(i, i) for i in ids]
 
-    def bytes_of(self, token_id: int) -> bytes:
-        token = self.model.id_to_token(token_id) or ""
-        if self._byte_level:
-            return bytes(BYTES[c] for c in token) if BYTES.keys() >= set(token) else token.encode()
-        return (self._byte_fallback and _fallback_byte(token)) or token.replace(SPACE, " ").encode()
+    def vocabulary(self) -> tuple[str, list[str]]:
+        how = "byte-level" if self._byte_level else "fallback" if self._byte_fallback else "plain"
+        return how, self._vocabulary
+
+    def shape(self) -> Shape | None:
+        parts: list[list[dict]] = []
+        for part in (self.model.normalizer, self.model.pre_tokenizer):
+            found = json.loads(part.__getstate__()) if part else {"type": "none"}
+            parts.append(found.get("normalizers") or found.get("pretokenizers") or [found])
+        how, tokens = self.vocabulary()
+        forms = {step["type"] for step in parts[0]} - {"none", "Prepend"}
+        plain = all(
+            step["type"] != "Replace" or (step["pattern"] == {"String": " "} and step["content"] == SPACE)
+            for step in parts[0]
+        )
+        keeps = all(
+            step["type"] in KEEP_TEXT and step.get("behavior") not in ("removed", "Removed")
+            for step in parts[1]
+        )
+        known = isinstance(self.model.model, tokenizers.models.BPE) and how != "plain" and plain and keeps
+        if not known or not forms <= {"Replace", "NFC"}:
+            return None
+        strips = any(token.lstrip or token.rstrip for token in self.added.values())
+        return Shape.of(how, [*tokens, *(t.content for t in self.added.values())], strips, "NFC" in forms)
 
 
 class SentencePieceBackend:
@@ -112,6 +141,7 @@ class SentencePieceBackend:
             proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
             self.model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
+            self._rewrites = bool(proto.normalizer_spec.precompiled_charsmap)
             # The first Llama tokenizers put a space before the text that follows a control token too.
             proto.normalizer_spec.add_dummy_prefix &= config.get("legacy", True)
             self._model_after_control = SentencePieceProcessor(model_proto=proto.SerializeToString())
@@ -147,30 +177,21 @@ class SentencePieceBackend:
             ids += [part] if isinstance(part, int) else model.encode(part)
         return ids
 
-    def bytes_of(self, token_id: int) -> bytes:
-        piece = self.model.id_to_piece(token_id)
-        return _fallback_byte(piece) if self.model.is_byte(token_id) else piece.replace(SPACE, " ").encode()
+    def vocabulary(self) -> tuple[str, list[str]]:
+        def spelled_out(i: int) -> str:
+            piece = self.model.id_to_piece(i)
+            found = fallback_byte(piece) if self.model.is_byte(i) else piece.replace(SPACE, " ").encode()
+            return found.decode("latin-1")
+        return "latin-1", [spelled_out(i) for i in range(self.model.get_piece_size())]
+
+    def shape(self) -> Shape | None:
+        if self._rewrites:
+            return None
+        contents = [token.content for token in self.added.values()]
+        return Shape.of("latin-1", [*self.vocabulary()[1], *contents], strips=True, composes=False)
 
 
 def special_tokens_map(config: dict) -> dict[str, str]:
     """Name -> text of bos_token, eos_token, ...; the files spell them "<s>" or {"content": "<s>", ...}."""
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
     return {name: t if isinstance(t, str) else t["content"] for name, t in tokens.items() if t}
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Character -> byte, as byte-level BPE spells them (GPT-2, https://github.com/openai/gpt-2, encoder.py).
-
-    Visible Latin-1 characters stand for themselves, U+0100 and up for the other bytes.
-    """
-    visible = [b for b in range(256) if 33 <= b <= 126 or 161 <= b <= 172 or 174 <= b]
-    others = sorted({*range(256)} - {*visible})
-    return {chr(b): b for b in visible} | {chr(256 + n): b for n, b in enumerate(others)}
-
-
-BYTES = byte_alphabet()
-
-
-def _fallback_byte(piece: str) -> bytes:
-    """b"\\xe2" of the byte-fallback piece `<0xE2>`, nothing of any other."""
-    return bytes([int(piece[3:5], 16)]) if re.fullmatch("<0x[0-9A-F]{2}>", piece) else b""

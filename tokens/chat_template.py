@@ -2,19 +2,21 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 
 import jinja2
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json
+from common.texts import read_text
+from tokens.bounds import BoundedEnvironment, Bounds, template_error
+
+LONGEST = 4 << 20  # of a template
 
 
 def read_template(folder: Path, config: dict) -> str | None:
@@ -23,7 +25,7 @@ def read_template(folder: Path, config: dict) -> str | None:
     Raises ValueError, KeyError, TypeError, OSError or InputError if it is damaged.
     """
     if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+        return read_text(folder / "chat_template.jinja", LONGEST)
     if (folder / "chat_template.json").is_file():
         config = read_json(folder / "chat_template.json")
     template = config.get("chat_template")
@@ -32,17 +34,38 @@ def read_template(folder: Path, config: dict) -> str | None:
         template = by_name.get("default", next(iter(by_name.values()), None))
     if not isinstance(template, (str, type(None))):
         raise ValueError("chat_template is no text")
+    if template is not None and len(template) > LONGEST:
+        raise ValueError(f"chat_template has {len(template):,} characters, at most {LONGEST:,}")
     return template
 
 
 def render_template(template: str, messages: list[dict], variables: dict) -> str:
-    """The text of a conversation. Raises InputError if the template is damaged or refuses the messages."""
+    """The text of a conversation.
+
+    Raises InputError if the template is damaged, refuses the messages, or does too much: `tokens.bounds`.
+    """
     # Templates test for tools and documents, so they must be there.
     context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
-        return _compile(template).render(messages=messages, **context)
+        compiled = _compile(template)
+        compiled.environment.bounds = Bounds(sum(map(len, texts_of([messages, variables]))))
+        return compiled.render({**context, "messages": messages})
     except Exception as e:  # a template is a program of the checkpoint's author: it can raise anything
-        raise InputError(f"chat template: {one_line(e)}") from None
+        raise InputError(f"chat template: {one_line(template_error(e))}") from None
+
+
+def texts_of(value: object) -> Iterator[str]:
+    """Every text in lists and dictionaries."""
+    waiting = [value]
+    while waiting:
+        found = waiting.pop()
+        if isinstance(found, str):
+            yield found
+        elif isinstance(found, dict):
+            waiting += found.keys()
+            waiting += found.values()
+        elif isinstance(found, (list, tuple)):
+            waiting += found
 
 
 class ControlTokenMask:
@@ -55,12 +78,13 @@ class ControlTokenMask:
     """
 
     def __init__(self, control: Collection[str], messages: list[dict], template: str | None):
-        used = set(json.dumps(messages, ensure_ascii=False, default=str)) | set(template or "")
+        texts = [template or "", *texts_of(messages)]
         # From the last private character of Unicode down.
-        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
-        self._control = tuple(control)
-        self._masks = {first: next(free) for first in sorted({token[0] for token in control})}
-        self._starts = re.compile("(?=" + "|".join(map(re.escape, control)) + ").", re.DOTALL)
+        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if not any(chr(c) in text for text in texts))
+        self._control: dict[str, tuple[str, ...]] = {}
+        for token in control:
+            self._control[token[0]] = (*self._control.get(token[0], ()), token)
+        self._masks = {first: next(free) for first in sorted(self._control)}
         self._longest = max(map(len, control), default=0)
 
     def hide(self, value):
@@ -69,15 +93,22 @@ class ControlTokenMask:
             return {key: self.hide(v) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(v) for v in value]
-        if not isinstance(value, str) or not self._control:
+        if not isinstance(value, str):
             return value
+        places, end = [], len(value.rstrip())
+        for first, tokens in self._control.items():
+            at = value.find(first)
+            while at >= 0:
+                begins = at >= end - self._longest and any(t.startswith(value[at:end]) for t in tokens)
+                if begins or value.startswith(tokens, at):
+                    places.append(at)
+                at = value.find(first, at + 1)
         # One character takes the place of one: positions stay.
-        masked = list(self._starts.sub(lambda m: self._masks[m[0]], value))
-        end = len(value.rstrip())
-        for i in range(max(0, end - self._longest), end):
-            if any(token.startswith(value[i:end]) for token in self._control):
-                masked[i] = self._masks[value[i]]
-        return "".join(masked)
+        parts, done = [], 0
+        for at in sorted(places):
+            parts += value[done:at], self._masks[value[at]]
+            done = at + 1
+        return "".join((*parts, value[done:]))
 
     def restore(self, text: str) -> str:
         """A rendered text as it is without masks."""
@@ -96,10 +127,10 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    environment.filters["tojson"] = _tojson  # jinja's own escapes <, > and & for HTML
+    environment.add_filters(tojson=_tojson)  # jinja's own escapes <, > and & for HTML
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment.from_string(template)

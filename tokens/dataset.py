@@ -12,10 +12,12 @@ Messages are dictionaries of "role" (system, user or assistant) and "content" (a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError
+from common.texts import MOST_OF_DATA, read_lines
 
 # The names that files give the roles.
 ROLES = {
@@ -129,18 +131,17 @@ def row_texts(where: str, row: dict) -> list[str]:
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
     """Yield (what to call the row in an error, row). Raises InputError if a row is no JSON object."""
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as e:
-        raise InputError(f"{path}: cannot be read ({e})") from None
-    if text.lstrip().startswith("["):
+    lines = enumerate(read_lines(path), 1)  # not splitlines: U+2028 may stand in a text
+    number, first = next(((i, line) for i, line in lines if line.strip()), (1, ""))
+    if first.lstrip().startswith("["):
         try:
-            rows = [(f"{path}: entry {i}", row) for i, row in enumerate(json.loads(text), 1)]
+            entries = json.loads("\n".join(_whole(path, chain([first], (line for _, line in lines)))))
+            rows = [(f"{path}: entry {i}", row) for i, row in enumerate(entries, 1)]
         except (ValueError, RecursionError) as e:
             raise InputError(f"{path}: begins like a JSON array and is none ({e})") from None
     else:
-        lines = text.split("\n")  # not splitlines: U+2028 may stand in a text
-        rows = ((f"{path}: line {i}", line) for i, line in enumerate(lines, 1) if line.strip())
+        lines = chain([(number, first)], lines)
+        rows = ((f"{path}: line {i}", line) for i, line in lines if line.strip())
     for where, row in rows:
         if isinstance(row, str):
             try:
@@ -150,6 +151,16 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
         if not isinstance(row, dict):
             raise InputError(f"{where} is no JSON object")
         yield where, row
+
+
+def _whole(path: str | Path, lines: Iterable[str]) -> Iterator[str]:
+    """The lines of a file that is read as a whole. Raises InputError if it is too long for that."""
+    size = 0
+    for line in lines:
+        size += len(line) + 1
+        if size > MOST_OF_DATA:
+            raise InputError(f"{path}: is one JSON array of more than {MOST_OF_DATA:,} bytes; use JSON lines")
+        yield line
 
 
 def _messages(where: str, row: dict) -> list[dict] | None:

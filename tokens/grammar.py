@@ -8,11 +8,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.errors import InputError, first_line
+from common.errors import InputError, first_line, is_panic
+from tokens.schema import LONGEST
 from tokens.tokenizer import Tokenizer
 
-ANY_OBJECT = '{"type": "object"}'
-LONGEST = 1 << 16  # characters of a schema
 # Small models that may write any amount of white space sometimes write nothing else.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 
@@ -95,7 +94,9 @@ class Grammars:
             grammar = self._matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
             problem = self._matcher.validate_grammar(grammar, self._tokenizer)
             matcher = self._matcher(self._tokenizer, grammar, log_level=0)
-        except ValueError as e:
+        except BaseException as e:
+            if not isinstance(e, ValueError) and not is_panic(e):
+                raise
             raise InputError(f"the JSON schema cannot be used ({first_line(e)})") from None
         if problem or matcher.is_error():
             problem = first_line(ValueError(problem or matcher.get_error()))

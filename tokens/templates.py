@@ -10,7 +10,9 @@ import re
 from pathlib import Path
 
 from common.errors import InputError
+from common.texts import read_text
 
+LONGEST = 4 << 20  # bytes of a template
 FOLDER = Path(__file__).parent / "chat_templates"
 TEMPLATES = {name: (FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
 # Pattern of the name under which a model is published: its template.
@@ -33,8 +35,8 @@ def find_template(choice: str, *names: str) -> str | None:
     if choice in TEMPLATES:
         return TEMPLATES[choice]
     try:
-        return Path(choice).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as e:
+        return read_text(choice, LONGEST)
+    except InputError as e:
         raise InputError(
             f"--template {choice}: none of auto, none, {', '.join(TEMPLATES)} or a readable file ({e})"
         ) from None

@@ -14,7 +14,8 @@ from model import Transformer
 from networks.block import BlockArgs
 from networks.eagle import PEagleArgs
 from networks.head import Head, HeadArgs
-from training.new_head import BLOCK_KINDS, Shape, join, lend_new
+from training.choices import BLOCK_KINDS
+from training.new_head import Shape, join, lend_new
 
 RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from common.files import write_text
 from networks.head import Head
+from training.choices import OPTIMIZERS
 from training.figures import report
 from training.log import chain_tau
-from training.optimizer import OPTIMIZERS
 from training.plan import SHORT, Plan
 
 KINDS = {  # title, method of training, and the --speculate that decodes with it

@@ -20,6 +20,7 @@ from engine.seats import Seats
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
+from tokens.spelling import TooLong
 from tokens.tokenizer import Tokenizer
 from training.corpus import extend, of_conversation
 from training.processes import Processes
@@ -176,7 +177,9 @@ class Collector:
                 if turn:
                     chats[i] = [*chats[i], {"role": "user", "content": turn}]
                     try:
-                        prompts[i] = self.tokenizer.chat(chats[i])
+                        prompts[i] = self.tokenizer.chat(chats[i], at_most=self.max_prompt_tokens)
+                    except TooLong:
+                        self.left_out += 1
                     except InputError as e:
                         self.left_out, self.refusal = self.left_out + 1, str(e)
             seeds = [seed_of(self.seed, source, number, begin + i) for i in prompts]

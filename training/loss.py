@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LOSSES = ("ce", "lk", "coupled")
 TOP = 24  # tokens that "coupled" looks at, the likeliest of p and q; all others count as one
 LEAST = 1e-6  # probability that "coupled" takes nothing to be below
 

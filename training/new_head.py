@@ -16,6 +16,7 @@ from networks.eagle import PEagleArgs, PEagleHead, eagle3_aux_layers
 from networks.head import Head, HeadArgs
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads, MultiTokenArgs
+from training.choices import BLOCK_KINDS
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Shape:
     markov_rank: int = 0
     confidence: bool = False
 
-
-BLOCK_KINDS = ("p-eagle", "dflash", "dspark")  # that draft all tokens in one pass
 
 
 def spread_layers(num_layers: int, states: int) -> tuple[int, ...]:

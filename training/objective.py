@@ -32,7 +32,7 @@ from training.features import TargetStates
 from training.loss import DraftLoss
 
 DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
-Losses = tuple[tuple[str, float], ...]  # of `training.loss.LOSSES`, with what each counts
+Losses = tuple[tuple[str, float], ...]  # of `training.choices.LOSSES`, with what each counts
 CROSS_ENTROPY: Losses = (("ce", 1.0),)
 TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
 

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon and AdamW"}  # by the names of --optimizer
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
 # Of a polynomial that takes singular values between 0 and 1 near to 1 in few turns (first of the sources).
@@ -28,7 +27,10 @@ def is_hidden(name: str, p: Tensor) -> bool:
 def make_optimizers(
     kind: str, parameters: dict[str, nn.Parameter], lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Optimizers that together train all `parameters`, with one learning rate. kind: of OPTIMIZERS."""
+    """Optimizers that together train all `parameters`, with one learning rate.
+
+    kind: a name of `training.choices.OPTIMIZERS`.
+    """
     hidden = [p for name, p in parameters.items() if kind == "muon" and is_hidden(name, p)]
     others = [p for p in parameters.values() if not any(p is one for one in hidden)]
     fused = any(p.is_cuda for p in others)

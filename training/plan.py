@@ -15,7 +15,7 @@ class Plan:
     epochs: int = 4
     minutes: float = 0.0  # end after so many of training, with the learning rate's way cut short; 0: never
     short_epochs: int = 0  # how many, the first, unroll at most SHORT steps
-    optimizer: str = "adamw"  # of training.optimizer.OPTIMIZERS
+    optimizer: str = "adamw"  # of training.choices.OPTIMIZERS
     lr: float = 1e-3
     schedule: str = "cosine"  # cosine | linear | constant, after the warm-up
     warmup: float = 0.03  # share of the steps

@@ -28,9 +28,10 @@ from training import corpus, figures
 from training.batches import Draw
 from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
+from training.choices import BLOCK_KINDS, MULTI_TOKEN
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
-from training.new_head import BLOCK_KINDS, Shape, head_args, new_head, new_multi_token_heads
+from training.new_head import Shape, head_args, new_head, new_multi_token_heads
 from training.objective import (
     BlockObjective,
     Eagle1Objective,
@@ -46,7 +47,6 @@ from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
-MULTI_TOKEN = ("medusa", "hydra")  # kinds of heads that guess several tokens at once
 MARKOV_RANK, DRAFTS, DRAFT_VOCAB = 128, 7, 8192  # of a DSpark head; tokens that a block drafts; their ids
 CURVES = "curves.png"
 

@@ -10,7 +10,7 @@ import torch
 
 from common.cli import note
 from common.errors import InputError
-from common.files import read_text
+from common.texts import read_text
 from engine.seats import Seats
 from model import Transformer
 from tokens.dataset import read_chats, read_conversations
@@ -68,10 +68,7 @@ def draw_prompts(path: str, seed: int, limit: int | None, say: Callable[[str], N
 
 def read_openings(path: str) -> tuple[str, ...]:
     """The lines of a text file that are not empty. Raises InputError if there are none."""
-    try:
-        lines = read_text(path, encoding="utf-8-sig").splitlines()
-    except InputError as e:
-        raise InputError(f"--openings {e}") from None
+    lines = read_text(path, what="--openings").splitlines()
     openings = tuple(line.strip() for line in lines if line.strip())
     if not openings:
         raise InputError(f"--openings {path}: holds no lines")

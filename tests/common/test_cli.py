@@ -1,16 +1,19 @@
 """How a command ends, and how its options are checked."""
 import argparse
 import contextlib
+import errno
 import os
 import signal
+import subprocess
 import sys
 import threading
 
 import pytest
+from helpers import ROOT
 from helpers.refusals import refused
 
 from common import cli
-from common.cli import Options, check_writable, count, dtype, one_line, positive, run_command
+from common.cli import Options, check_folder, check_writable, count, dtype, one_line, positive, run_command
 from common.dtypes import short_dtype
 from common.errors import InputError
 
@@ -129,3 +132,101 @@ def test_where_nothing_can_be_written(tmp_path, monkeypatch):
 
 def test_an_error_is_one_line():
     assert one_line(ValueError(" two\nlines ")) == "two lines" and one_line(ValueError()) == "ValueError"
+
+
+# Messages of libraries and names of files, and what is said of them.
+HOSTILE_WORDS = (
+    ("\x1b[2J\x1b[1;1Hall is well", r"\x1b[2J\x1b[1;1Hall is well"), ("a\x07\x08\x7fb", r"a\x07\x08\x7fb"),
+    ("\u202etxt.exe\u2066", r"\u202etxt.exe\u2066"), ("two\r\nlines\vand\u2028more", "two lines and more"),
+    ("\ud800", r"\ud800"), ("\x9b31m", r"\x9b31m"), ("żółw 亀 🐢", "żółw 亀 🐢"), ("", "ValueError"),
+    ("sizes differ\nException raised from check at /a.cpp:12 (most recent call first):\nframe #0: c10::Error",
+     "sizes differ"),
+    ("sizes differ\nframe #0: c10::Error + 0x5 (0x7f in libc10.so)\nframe #1: main", "sizes differ"),
+    ("x" * 5000, "x" * 1000 + " ... " + "x" * 500),
+)
+
+
+@pytest.mark.parametrize("words, line", HOSTILE_WORDS, ids=range(len(HOSTILE_WORDS)))
+def test_a_message_is_one_line_that_a_terminal_shows_as_it_is(words, line):
+    messages: list[str] = []
+    assert run_command(raising(ValueError(words)), ValueError, say=messages.append) == 1
+    assert messages == [f"error: {line}"] and messages[0].isprintable()
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:1] . DefaultCPUAllocator: can't allocate memory"),
+    RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"),
+])
+def test_no_memory_is_one_line_in_every_command(error):
+    messages: list[str] = []
+    assert run_command(raising(error), say=messages.append) == 1
+    assert len(messages) == 1 and messages[0].startswith("error: not enough memory (")
+
+
+def test_a_panic_of_native_code_is_one_line():
+    """It is no Exception: tokenizers, safetensors and llguidance raise it so."""
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    messages: list[str] = []
+    assert run_command(raising(panic("index out\nof bounds")), say=messages.append) == 1
+    assert messages == ["error: index out of bounds"]
+    with pytest.raises(GeneratorExit):
+        run_command(raising(GeneratorExit()), say=messages.append)
+
+
+def test_what_cannot_be_parsed_is_one_line(capsys):
+    p = Options("", prog="x.py")
+    p.add_argument("--number", type=int)
+    with pytest.raises(SystemExit) as stop:
+        p.read(["--number", "\x1b[31mred\nline"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 2 and said.startswith("x.py: error: argument --number")
+    assert said.count("\n") == 1 and said.rstrip().isprintable()
+
+
+def test_a_rule_may_be_what_something_else_raises():
+    p = Options("")
+    p.add_argument("--number", type=int, default=0)
+    p.judge(lambda o: 1 // 1 if o.number < 9 else int("x"))
+    assert p.read([]).number == 0
+    with refused("invalid literal for int"):
+        p.read(["--number", "9"])
+
+
+def test_a_full_disk_is_told_before_anything_is_done():
+    with refused("--trace /dev/full: cannot be written (") as e:
+        check_writable("--trace", "/dev/full")
+    assert "no space left on the device" in str(e.value)
+    check_writable("--trace", "/dev/null")
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
+    check_folder("--out", str(tmp_path / "new" / "folder"))
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "file").touch()
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("file", "file/folder", "nowhere"):
+        with refused(f"--out {tmp_path / name}: not a folder that can be written to"):
+            check_folder("--out", str(tmp_path / name))
+
+    def full(**how):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    for check, what in ((check_folder, "cannot be written to"), (check_writable, "cannot be written")):
+        with refused(f"--out {tmp_path / 'x'}: {what} (the output: no space left on the device"):
+            check("--out", str(tmp_path / "x"))
+
+
+def test_a_full_disk_behind_the_output_is_one_line():
+    """Nothing more at the end of the process."""
+    code = (
+        "import sys; from common.cli import run_command;"
+        " sys.exit(run_command(lambda: print('x', flush=True), OSError))"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: the output: no space left on the device; make room and try again\n"

@@ -361,8 +361,8 @@ BAD = {
     "empty ids": (["--prompt-ids", ""], "prompt-ids"),
     "missing file": (["--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature"),
-    "top-p": (["--prompt", "x", "--top-p", "0"], "top_p"),
-    "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens"),
+    "top-p": (["--prompt", "x", "--top-p", "0"], "--top-p 0.0: must be"),
+    "no tokens": (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens 0: must be"),
     "impossible tree": (
         ["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "60", "--tree-depth", "1"], "tree:"
     ),
@@ -371,7 +371,7 @@ BAD = {
     ),
     "a head for plain decoding": (["--prompt", "x", "--draft", "/tmp"], "--draft"),
     "a system message without template": (["--prompt", "x", "--raw", "--system", "be"], "--system"),
-    "top-k": (["--prompt", "x", "--top-k", "99999999999999999999"], "top_k"),
+    "top-k": (["--prompt", "x", "--top-k", "99999999999999999999"], "--top-k"),
     "threads": (["--prompt", "x", "--threads", "99999999999999"], "--threads"),
     "a device that holds nothing": (["--prompt", "x", "--device", "meta"], "--device meta"),
     "batch size": (["--prompt", "x", "--batch-size", "0"], "--batch-size"),
@@ -390,13 +390,15 @@ BAD = {
     "trace is a folder": (["--prompt", "x", "--trace", "/tmp"], "--trace /tmp"),
     "interactive and prompt": (["--prompt", "x", "--interactive"], "--interactive"),
     "interactive and raw": (["--raw", "--interactive"], "--raw"),
-    "a tree of the root alone": (["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "1"], "one node"),
+    "a tree of the root alone": (
+        ["--prompt", "x", "--speculate", "eagle3", "--tree-nodes", "1"], "--tree-nodes 1: must be 2 to"
+    ),
     "too many samples": (["--prompt", "x", "--num-samples", "1000000000000"], "--num-samples"),
     "a batch larger than memory": (
         ["--prompt", "x", "--num-samples", "100000", "--batch-size", "100000"], "GB are free"
     ),
     "a tree deeper than memory": (
-        ["--prompt", "x", "--speculate", "eagle3", "--tree-depth", "1000000000000"], "GB are free"
+        ["--prompt", "x", "--speculate", "eagle3", "--tree-depth", "1000000000000"], "--tree-depth"
     ),
 }
 

@@ -3,7 +3,8 @@ import pytest
 
 from common.errors import InputError
 from evaluation.asking import read_sets, rotated, rounds
-from evaluation.methods import by_method, read_draftings
+from evaluation.methods import read_draftings
+from evaluation.settings import by_method
 from tree import TreeShape
 
 

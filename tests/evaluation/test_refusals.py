@@ -14,11 +14,11 @@ BAD_INPUT = {  # id: what the error says, and the option that is changed
     "limit 0": ("--limit", "--limit", "0"),
     "observe -1": ("--observe", "--observe", "-1"),
     "no threads": ("--threads", "--threads", "0"),
-    "no new tokens": ("max_new_tokens", "--max-new-tokens", "0"),
+    "no new tokens": ("--max-new-tokens", "--max-new-tokens", "0"),
     "questions that are not there": ("cannot be read", "--questions", "{folder}/none.jsonl"),
     "folder without questions": ("holds no question files", "--questions", "{folder}/empty"),
     "unknown tree": ("none of auto, paper", "--tree", "bush"),
-    "head that is not there": ("no draft head", "--draft", "{folder}/no"),
+    "head that is not there": ("there is no draft head or model", "--draft", "{folder}/no"),
     "calibrating a head that is none": ("no head that grows trees", "--speculate", "lookup --calibrate"),
     "no chat template": ("need a tokenizer and a chat template", "--checkpoint", "{folder}/mute"),
 }

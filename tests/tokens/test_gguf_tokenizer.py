@@ -9,8 +9,8 @@ from helpers.tokenizers import CHATML, CORPUS, LLAMA2, json_library, sentencepie
 from tokenizers import pre_tokenizers
 
 from common.errors import InputError
-from tokens.backends import byte_alphabet
 from tokens.gguf_tokenizer import WORD_RULES, from_gguf
+from tokens.spelling import byte_alphabet
 from tokens.tokenizer import Tokenizer
 
 
@@ -102,7 +102,7 @@ def test_gguf_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
         if prefix is None:
             assert tok.encode(text) == [1, *library.encode(text)]
         assert tok.decode(tok.encode(text)) == text
-    assert tok.backend.strips_space is (prefix is None)
+    assert tok.strips_space is (prefix is None)
     assert tok.chat([{"role": "user", "content": "hi</s>"}]).count(1) == 1
 
 

@@ -3,7 +3,7 @@ import pytest
 from helpers.training import users
 
 from common.errors import InputError
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, copy_files
 from training import corpus, figures
 
 
@@ -21,13 +21,20 @@ def test_answers_of_a_conversation_are_marked(golden):
     assert bytes(row["ids"][row["answers"][0][0] :]) == b"hello\n"
 
 
-def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden):
-    tokenizer = Tokenizer.load(golden)
-    tokenizer.template = (  # thoughts are kept in the last answer only, as reasoning models do
+def with_template(golden, folder, template: str) -> Tokenizer:
+    """The golden target's tokenizer with another chat template."""
+    copy_files(golden, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)
+
+
+def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, tmp_path):
+    tokenizer = with_template(golden, tmp_path, (
+        # Thoughts are kept in the last answer only, as reasoning models do.
         "{% for m in messages %}{{ m.role[0] }}:"
         "{{ m.content if loop.last else m.content.split('/')[-1] }}\n{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
-    )
+    ))
     messages = messages_of(("user", "hi"), ("assistant", "hm/hello"), ("user", "so"), ("assistant", "eh/bye"))
     rows = first, second = list(corpus.of_conversation(tokenizer, messages, [ord("\n")]))
     assert [bytes(r["ids"]) for r in rows] == [b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"]
@@ -36,15 +43,14 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden):
     assert first["chat"] == second["chat"]  # one conversation: held out or trained on together
 
 
-def test_a_template_that_moves_the_system_message_is_refused(golden):
+def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
     """Mistral writes it into the last user turn: the prompt is then no beginning of the conversation."""
-    tokenizer = Tokenizer.load(golden)
-    tokenizer.template = (
+    tokenizer = with_template(golden, tmp_path, (
         "{% set s = messages[0].content if messages[0].role == 'system' else '' %}"
         "{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
         "[INST] {{ s + ' ' if loop.last and s else '' }}{{ m.content }}[/INST]{% else %}"
         " {{ m.content }}</s>{% endif %}{% endfor %}"
-    )
+    ))
     messages = messages_of(("system", "Be brief."), ("user", "What?"), ("assistant", "That."))
     with pytest.raises(InputError, match="cannot be told"):
         list(corpus.of_conversation(tokenizer, messages, []))

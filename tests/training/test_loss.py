@@ -2,7 +2,8 @@
 import pytest
 import torch
 
-from training.loss import LOSSES, TOP, DraftLoss, row_loss
+from training.choices import LOSSES
+from training.loss import TOP, DraftLoss, row_loss
 
 
 def agreement(p, q):

@@ -3,7 +3,8 @@ import pytest
 import torch
 import torch.nn as nn
 
-from training.optimizer import MOMENTUM, OPTIMIZERS, UPDATE, Muon, make_optimizers, orthogonal
+from training.choices import OPTIMIZERS
+from training.optimizer import MOMENTUM, UPDATE, Muon, make_optimizers, orthogonal
 
 
 def nearest(x: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 import train
 from training import trainer
+from training.choices import OPTIMIZERS
 from training.objective import Eagle3Objective
-from training.optimizer import OPTIMIZERS
 from training.trainer import Trainer
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from engine.calibration import Calibration
 from engine.decoder import Decoder
 from sampling.options import Sampling
 from training import precision
-from training.new_head import BLOCK_KINDS
+from training.choices import BLOCK_KINDS
 from training.plan import SHORT
 from training.trainer import Trainer
 from training.validate import drafter_of

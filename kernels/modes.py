@@ -1,0 +1,7 @@
+"""The names of the quantisations: what an option can be judged by before torch is there."""
+from __future__ import annotations
+
+MODES = ("int8", "w8a8", "int4", "w4a8", "fp8")
+FOUR_BITS = ("int4", "w4a8")
+BESIDE = {"int4": "int8", "w4a8": "w8a8"}  # the mode of what is sensitive beside them: heads and the lm_head
+GROUPS = (32, 64, 128)

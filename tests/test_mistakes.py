@@ -1,0 +1,172 @@
+"""Mistakes answer at once: what each command says of options and files that cannot be, before torch is there.
+
+The table is a corpus: a row for each way found so far in which an option took seconds, was taken for
+something else, or was answered with several lines.
+"""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+LONGEST = 1.0  # seconds of processor time that a mistake may take
+RUN = """
+import contextlib, importlib, io, json, sys, time
+command, lines = sys.argv[1], json.loads(sys.stdin.read())
+main, found = importlib.import_module(command).main, []
+for argv in lines:
+    said, began = io.StringIO(), time.process_time()
+    with contextlib.redirect_stderr(said):
+        try:
+            status = main(argv)
+        except SystemExit as e:
+            status = e.code
+    found.append([status, said.getvalue(), time.process_time() - began, "torch" in sys.modules])
+print(json.dumps(found))
+"""
+# Of every command: options, and what is said of them. TARGET, FIFO and so on are made below.
+ASKED = {
+    "generate": ("--checkpoint", "TARGET", "--prompt", "x"), "serve": ("--checkpoint", "TARGET"),
+    "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
+    "train": ("--checkpoint", "TARGET", "--out", "OUT", "--synthesize", "2"),
+    "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "TARGET"),
+    "drafters.rest_store": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
+}
+DECODING = "generate serve evaluate"
+MISTAKES = (
+    ("generate serve", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder; name a"),
+    ("drafters.rest_store", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
+    ("evaluate train", "--checkpoint NOWHERE", "NOWHERE: not a folder; convert a"),
+    (DECODING, "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
+    (DECODING, "--max-seq-len 1", "--max-seq-len 1: must be at least 2"),
+    (DECODING, "--max-seq-len 1000000", "--max-seq-len 1000000: must be 2 to 512, the model's maximum"),
+    (DECODING, "--max-seq-len 2e3", "invalid int value: '2e3'; see --help"),
+    (DECODING, "--max-seq-len " + "9" * 5000, "invalid int value: '9999"),
+    (DECODING, "--threads 0", "--threads 0: must be 1 to 1,024"),
+    (DECODING, "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    (DECODING, "--isa avx9", "--isa avx9: unknown; choose from amx"),
+    (DECODING, "--dtype int3", "dtype 'int3': unknown; choose from bf16"),
+    (DECODING, "--kv int4", "argument --kv: invalid choice: 'int4'"),
+    (DECODING, "--speculate magic", "magic"),
+    (DECODING, "--speculate eagle3+eagle3", "two different methods that draft can be joined"),
+    (DECODING, "--speculate eagle3 --draft NOWHERE", "--draft NOWHERE: not a folder"),
+    (DECODING, "--speculate eagle3 --tree 9999999,7,10", "9999999 nodes, but depth 7 and width 10 only"),
+    (DECODING, "--speculate eagle3 --tree 5000,1000,5000", "tree: 5,000 nodes on 1,001 levels, at most"),
+    (DECODING, "--speculate eagle3 --tree NOWHERE", "--tree NOWHERE: none of auto, paper, T,D,K or"),
+    (DECODING, "--speculate eagle3 --tree FIFO", "FIFO: is a device, a socket or a named pipe"),
+    (DECODING, "--speculate lookahead --window 0", "--window 0: must be 1 to 1,024"),
+    (DECODING, "--speculate eagle3 --window 3", "--window belongs to --speculate lookahead"),
+    (DECODING, "--no-such-flag", "unrecognized arguments: --no-such-flag; see --help"),
+    (DECODING, "--no\x1b[31mred", "unrecognized arguments: --no\\x1b[31mred"),
+    ("generate evaluate", "--temperature nan", "nan"),
+    ("generate evaluate", "--temperature 1e400", "inf"),
+    ("generate evaluate", "--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
+    ("generate evaluate", "--seed 1.5", "'1.5' is no whole number from -2^63 to 2^64 - 1"),
+    ("generate evaluate", "--seed " + "9" * 30, "is no whole number from -2^63 to 2^64 - 1"),
+    ("generate", "--top-p nan", "--top-p nan: must be above 0 and at most 1"),
+    ("generate", "--top-k 4294967296", "--top-k 4294967296: must be 0 to 2,147,483,647"),
+    ("generate", "--logit-bias 1=nan", "'1=nan' is no ID=X"),
+    ("generate", "--logit-bias 1=1000", "'1=1000' is no ID=X"),
+    ("generate", "--prompt-ids 1,x", "--prompt-ids '1,x': expected numbers separated by commas"),
+    ("generate", "--prompt-ids 99999999999", "--prompt-ids '99999999999': a token id is below 2^31"),
+    ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: cannot be read (No such file or"),
+    ("generate", "--prompt-file FOLDER", "--prompt-file FOLDER: cannot be read (Is a directory)"),
+    ("generate", "--prompt-file FIFO", "FIFO: is a device, a socket or a named pipe; give a regular file"),
+    ("generate", "--prompt-file /dev/zero", "/dev/zero: is a device, a socket or a named pipe"),
+    ("generate", "--prompt-file SPARSE", "SPARSE: has 1,099,511,627,776 bytes, at most 134,217,728 are read"),
+    ("generate", "--prompt-file LATIN1", "LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
+    ("generate", "--json-schema FIFO", "FIFO: is a device, a socket or a named pipe"),
+    ("generate", "--json-schema LATIN1", "LATIN1: cannot be read, it is no UTF-8"),
+    ("generate", "--json-schema DEEP", "DEEP: cannot be read as JSON"),
+    ("generate", "--trace /dev/full", "--trace /dev/full: cannot be written"),
+    ("generate", "--trace NOWHERE/file", "--trace NOWHERE/file: not a file that can be written"),
+    ("generate", "--trace FOLDER", "--trace FOLDER: not a file that can be written"),
+    ("serve", "--port 70000", "--port 70000: must be 0 to 65,535"),
+    ("serve", "--time-limit nan", "--time-limit nan: must be 0.1 to"),
+    ("serve", "--grace inf", "--grace inf: must be 0 to"),
+    ("serve", "--queue -1", "'-1' is no whole number of at least 1"),
+    ("serve", "--slots 0", "--slots 0: must be 1 to 256"),
+    ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
+    ("evaluate", "--questions FIFO", "--questions FIFO: is a device, a socket or a named pipe"),
+    ("evaluate", "--questions NOWHERE", "--questions NOWHERE: cannot be read"),
+    ("evaluate", "--accept eagle3=all", "--accept eagle3=all: choose from equal"),
+    ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
+    ("train", "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    ("train", "--feature-memory nan", "--feature-memory nan: must be 0 to 1,000,000"),
+    ("train", "--save-seconds -1", "--save-seconds -1.0: must be 0 to 1,000,000"),
+    ("train", "--lr nan", "--lr nan: must be above 0 and below 1,000,000"),
+    ("train", "--tree 5000,1000,5000", "'5000,1000,5000' is no tree of nodes,depth,width"),
+    ("train", "--prompts FIFO", "--prompts FIFO: is a device, a socket or a named pipe"),
+    ("train", "--conversations /dev/zero", "--conversations /dev/zero: is a device"),
+    ("train", "--openings NOWHERE", "--openings NOWHERE: cannot be read"),
+    ("train", "--shards NOWHERE", "--shards NOWHERE: not a folder"),
+    ("train", "--start NOWHERE", "--start NOWHERE: not a folder"),
+    ("train", "--writer NOWHERE", "--writer NOWHERE: not a folder"),
+    ("quantize", "--checkpoint NOWHERE", "NOWHERE: not a folder"),
+    ("quantize", "--group 33", "argument --group: invalid choice: 33"),
+    ("quantize", "--text FIFO", "--text FIFO: is a device, a socket or a named pipe"),
+    ("quantize", "--mode int4 --calibrate /dev/zero", "--calibrate /dev/zero: is a device"),
+    ("convert_checkpoint", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder"),
+    ("convert_checkpoint", "--target NOWHERE", "--target NOWHERE: not a folder"),
+    ("convert_checkpoint", "--aux-layers 1,,2", "takes layer numbers such as 2,15,27, got '1,,2'"),
+    ("convert_checkpoint", "--aux-layers " + "9" * 5000, "takes layer numbers such as 2,15,27, got"),
+    ("convert_checkpoint", "--template FIFO", "FIFO: is a device, a socket or a named pipe"),
+    ("drafters.rest_store", "FIFO", "FIFO: is a device, a socket or a named pipe"),
+    ("drafters.rest_store", "TEXT NOWHERE", "NOWHERE: cannot be read"),
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """The folder in which commands are run, with what the table names. No weights: nothing may be loaded."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    config = {"format": 2, "kind": "target", "max_seq_len": 512, "vocab_size": 300, "stop_ids": []}
+    for name, kind in (("TARGET", "target"), ("HEAD", "eagle3")):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
+    (folder / "FOLDER").mkdir()
+    os.mkfifo(folder / "FIFO")
+    with open(folder / "SPARSE", "wb") as file:
+        file.truncate(1 << 40)
+    (folder / "LATIN1").write_bytes("caf\xe9".encode("latin-1"))
+    (folder / "DEEP").write_text("[" * 100_000)
+    (folder / "TEXT").write_text("some words")
+    return folder
+
+
+@pytest.mark.parametrize("command", ASKED)
+def test_mistakes_answer_at_once(command, place):
+    rows = [(options, words) for commands, options, words in MISTAKES if command in commands.split()]
+    lines = [[*ASKED[command], *options.split(" ")] for options, _ in rows]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, command], input=json.dumps(lines), text=True, env=env, cwd=place,
+        capture_output=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (options, words), (status, said, seconds, torch) in zip(rows, json.loads(done.stdout), strict=True):
+        options = options[:60]
+        assert words in said, (options, said)
+        assert status in (1, 2) and said.count("\n") == 1 and len(said) < 2000, (options, said)
+        assert not torch and seconds < LONGEST, (options, seconds)
+
+
+def test_a_negative_seed_is_a_seed():
+    """64 bits count: it is what it is taken for, and no random one."""
+    import torch
+
+    from common.cli import seed
+    from sampling.noise import seed_keys
+
+    assert torch.equal(seed_keys([seed("-1")]), seed_keys([seed(str(2**64 - 1))]))
+    assert not torch.equal(seed_keys([seed("-1")]), seed_keys([1]))
+
+
+def test_what_trains_and_what_is_chosen_from_are_the_same():
+    from checkpoint import export
+    from training import choices
+
+    assert choices.LAYOUTS == export.LAYOUTS
