@@ -14,6 +14,7 @@ from pathlib import Path
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, bias, check_writable, note, run_command
 from common.errors import InputError
+from common.torchrun import one_voice, several
 from drafters import METHODS, add_flags, method_name, read_flags
 from sampling.rules import RULES
 
@@ -47,6 +48,8 @@ def parser() -> Options:
                      " --prompt*, --json, --compare, --trace, --num-samples, --raw")
     refuse(lambda o: o.interactive and sys.stdin is None,
            lambda o: "--interactive reads its prompts from standard input, which is closed")
+    refuse(lambda o: o.interactive and several(),
+           lambda o: "--interactive: several ranks have one terminal; leave out torchrun, or give --prompt")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     p.within("--batch-size", 1, float("inf"))
@@ -121,10 +124,10 @@ def parser() -> Options:
     return p
 
 
-def load(o, prompts: list, batch: int):
+def load(o, prompts: list, batch: int, ranks=None):
     """Load the target -> (Target, Drafting, Sampling). Nothing is compiled yet.
 
-    batch: how many texts are decoded together.
+    batch: how many texts are decoded together. ranks: the `kernels.ranks.Ranks` to deal it among, if any.
     """
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
@@ -132,6 +135,7 @@ def load(o, prompts: list, batch: int):
     from drafters.tree_spec import default_tree, read_tree, with_numbers
     from engine.api import Drafting, load_target
     from engine.runtime import Runtime, check_device
+    from kernels.ranks import own_device
     from sampling.options import Sampling
     from tokens.grammar import ANY_OBJECT
 
@@ -139,6 +143,8 @@ def load(o, prompts: list, batch: int):
     if o.json_object:
         schema = ANY_OBJECT
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
+    if ranks:
+        runtime = replace(runtime, device=own_device(runtime.device_name))
     check_device(runtime.device_name)
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
@@ -146,13 +152,15 @@ def load(o, prompts: list, batch: int):
         schema,
     )
     tree = read_tree(o.tree)  # a mistake shows before a conversion
+    if ranks:
+        read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     checkpoint = converted_folder(o.checkpoint, note)
     numbers = o.tree_nodes, o.tree_depth, o.tree_width
     if numbers != (None, None, None):
         quantised = "quantization" in read_config(checkpoint, "target")
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         tree = with_numbers(*numbers, usual)
-    target = load_target(checkpoint, runtime, note)
+    target = load_target(checkpoint, runtime, note, ranks)
     flags = read_flags(o, [o.speculate])[o.speculate]
     ids = tuple(p for p in prompts if isinstance(p, list))
     drafting = Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
@@ -172,6 +180,17 @@ def run(o) -> int:
         if len(prompts) * o.num_samples != 1:
             raise InputError("--trace records one sequence: give one prompt and one sample")
         check_writable("--trace", o.trace)
+    if not several():
+        return decode(o, prompts)
+    from engine.runtime import Runtime
+    from kernels.ranks import joined
+
+    with joined(Runtime(o.device).device_name) as ranks:
+        return decode(o, prompts, ranks)
+
+
+def decode(o, prompts: list, ranks=None) -> int:
+    """Decode the prompts, alone or as one of several ranks. Returns and raises what `run` does."""
     from common.threads import use_threads
     from console.chat import chat
     from console.decoding import compile_errors, decode_all
@@ -180,7 +199,7 @@ def run(o) -> int:
     count = max(1, len(prompts) * o.num_samples)
     size = {"batch": min(count, o.batch_size or 16), "max_seq_len": o.max_seq_len}
     began = time.perf_counter()
-    target, drafting, sampling = load(o, prompts, size["batch"])
+    target, drafting, sampling = load(o, prompts, size["batch"], ranks)
     model = target.decoder(drafting, **size)
     decoder = model.decoder
     note(
@@ -204,13 +223,14 @@ def run(o) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
     options = parser()
-    o = options.parse_args(argv)
+    with one_voice() as say:
+        o = options.parse_args(argv)
 
-    def checked() -> int:
-        options.check(o)
-        return run(o)
+        def checked() -> int:
+            options.check(o)
+            return run(o)
 
-    return run_command(checked, ValueError, OSError)
+        return run_command(checked, ValueError, OSError, say=say)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_shapes, read_config
+from checkpoint.shards import shares_of
 from common.errors import InputError
+from kernels.parallel import Share, deal
 from kernels.quantized import Scheme, replace_all
-from model import ModelArgs, Transformer, blank, inverse_frequencies
+from kernels.ranks import Ranks
+from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
 from networks.block import BlockHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.head import Head
@@ -23,10 +26,10 @@ HEADS = dict(zip(HEAD_KINDS, CLASSES, strict=True))
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def build_module(config: dict) -> Transformer | Head:
+def build_module(config: dict, share: Share | None = None) -> Transformer | Head:
     """The module that a config.json describes, on the meta device, where it takes no memory.
 
-    Raises InputError on a bad config.
+    share: of a target, what one of several ranks has. Raises InputError on a bad config.
     """
     kind = config["kind"]
     if kind != "target" and kind not in HEADS:
@@ -34,7 +37,10 @@ def build_module(config: dict) -> Transformer | Head:
     try:
         with blank():
             if kind == "target":
-                module = Transformer(ModelArgs.from_config(config))
+                args = ModelArgs.from_config(config)
+                module = Transformer(share.args(args) if share else args)
+                if share and module.lm_head is not None:
+                    module.lm_head = Linear(args.hidden_size, share.tokens.count, bias=False)
             else:
                 head = HEADS[kind]
                 aux_layers = tuple(config.get("aux_layers", ()))
@@ -52,14 +58,20 @@ def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_model(
-    folder: str | Path, device="cpu", dtype: torch.dtype | None = None
+    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict]:
     """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
 
-    Raises InputError with a one-line message on anything that is missing, damaged or of another kind.
+    ranks: read this rank's part of it only, and let it compute with the others. Raises InputError with a
+    one-line message on anything that is missing, damaged or of another kind, or cannot be dealt.
     """
     config = read_config(folder, "target")
-    return _load(Path(folder), config, device, dtype), config
+    if ranks is None:
+        return _load(Path(folder), config, device, dtype), config
+    shares = shares_of(config, ranks.count)
+    model = _load(Path(folder), config, device, dtype, shares[ranks.rank])
+    deal(model, shares, ranks)
+    return model, config
 
 
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
@@ -76,19 +88,22 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     return head
 
 
-def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
-    module = build_module(config)
+def _load(
+    folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None,
+    share: Share | None = None,
+):
+    module = build_module(config, share)
     path = folder / WEIGHTS
     state = {}
     try:
         with safe_open(path, framework="pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        check_shapes(shapes, state_shapes(module), str(path))
+        check_shapes(shapes, state_shapes(build_module(config) if share else module), str(path))
         for name, meta in module.state_dict().items():
             # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
             # as soon as it has been packed, not when all have.
             with safe_open(path, framework="pt", device=str(device)) as file:
-                tensor = file.get_tensor(name)
+                tensor = share.take(name, file) if share else file.get_tensor(name)
             # Quantised weights and their scales are never cast.
             fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
             if fixed and tensor.dtype != meta.dtype:

@@ -33,6 +33,7 @@ from drafters.tree_spec import TreeSpec, default_tree, read_tree
 from engine.calibrating import PROMPTS, calibrate
 from engine.calibration import USUAL, Calibration
 from engine.costs import measured_once
+from engine.dealing import prepare
 from engine.decoder import Decoder
 from engine.runtime import Runtime
 from engine.seats import Seats
@@ -42,6 +43,7 @@ from kernels.cpu import try_kernels
 from kernels.gpu import here
 from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
+from kernels.ranks import Ranks
 from model import Transformer
 from networks.head import Head
 from sampling.rules import RULES
@@ -84,20 +86,26 @@ class Drafting:
 
 
 def load_target(
-    checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None
+    checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Target:
     """Load a converted target. `say` is called with one line when something slow starts or ends.
 
     Where our kernels cannot be compiled or loaded it runs without `Runtime.compile`, and `say` is told why.
-    Raises InputError, one line, if anything is missing, damaged or does not fit.
+    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
+    missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare(checkpoint)
-    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
+    if ranks is not None:
+        prepare(checkpoint, runtime, say, ranks)
+    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     target.put_on_kernels(model)
+    if ranks is not None and runtime.on_kernels and not model.on_kernels:  # gloo inside of compiled code: no
+        target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8":
         if not model.on_kernels:
             raise InputError(
@@ -154,6 +162,8 @@ class Target:
         """
         if places < 1:
             raise ValueError(f"{places} places: must be at least 1")
+        if self.model.ranks is not None:
+            raise InputError("requests that come and go need one process so far: start it without torchrun")
         max_seq_len = self._longest(max_seq_len)
         drafter = self._drafter(drafting, max_seq_len, places)
         counts = Seats.counts(places, self.model.embed.weight.device)
@@ -268,8 +278,13 @@ class Target:
         """Which trees to draft for so many texts at a time, by what they cost here and are accepted for.
 
         Nothing: the drafter's own. Without "auto" that is so with torch.compile on a CPU, whose passes would
-        have to be compiled for every number of rows.
+        have to be compiled for every number of rows. Several ranks take one tree: each of them measures other
+        times, and would choose another.
         """
+        if self.model.ranks is not None:
+            if drafting.tree == "auto":
+                raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
+            return {}
         on_gpu = self.model.embed.weight.is_cuda
         measured = self._has_free_trees or (on_gpu and self.runtime.compile)
         wanted = drafting.tree == "auto" or (drafting.tree is None and measured)

@@ -1,0 +1,131 @@
+"""The processes among which a target is dealt, as torchrun starts them, and what they tell each other.
+
+Each has a number, its *rank*. All of them run the same step on the same texts. They exchange sums of what
+layers give, scores of tokens and the drafted tree, never anything of the host's. The operators are those that
+torch.compile traces and CUDA graphs capture: NCCL on GPUs, gloo on CPUs.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.errors import InputError, first_line
+
+PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
+LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a target: number `rank` of `count`, in torch's group `group`."""
+
+    rank: int
+    count: int
+    group: str
+
+    def every(self, x: Tensor) -> Tensor:
+        """x [...] of all ranks [count, ...], in their order."""
+        ops = torch.ops._c10d_functional
+        all_of_them = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
+        return ops.wait_tensor(all_of_them)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x [...] over all ranks, on each.
+
+        On a CPU it is added in the order of the ranks: what it gives for a row does not depend on how many
+        rows there are, as with all our kernels there, and is the same bits on each rank.
+        """
+        if x.is_cuda:
+            ops = torch.ops._c10d_functional
+            return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", self.group))
+        total, *others = self.every(x).unbind(0)
+        for other in others:
+            total = total + other
+        return total
+
+    def join(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Parts x [..., sizes[rank]] of all ranks, side by side [..., sum(sizes)]."""
+        most = max(sizes)
+        parts = self.every(F.pad(x, (0, most - x.shape[-1])))
+        return torch.cat([part[..., :size] for part, size in zip(parts.unbind(0), sizes)], -1)
+
+    def best(self, value: Tensor, token: Tensor) -> Tensor:
+        """Of all ranks' best tokens [...] those with the largest value [...], float32. Of equals the first.
+
+        A token and its value travel as two float64, which hold both exactly.
+        """
+        values, tokens = self.every(torch.stack((value.double(), token.double()))).unbind(1)
+        return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
+
+    def first(self, x: Tensor) -> Tensor:
+        """What rank 0 has of x [...]."""
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.broadcast(x.contiguous(), 0, self.group))
+
+    def agree(self, what: str, device: torch.device | str) -> None:
+        """Raise InputError unless all ranks say the same of what their steps depend on."""
+        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little")
+        said = self.every(torch.tensor(digest, device=device)).tolist()
+        if len(set(said)) > 1:
+            raise InputError(
+                f"{self.count} ranks that differ: start all with one command, on machines alike (this one:"
+                f" {what})"
+            )
+
+
+def own_device(device: str) -> str:
+    """The device of this process: of those on a machine that share "cuda", each takes a GPU of its own."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+
+
+@contextlib.contextmanager
+def joined(device: str) -> Iterator[Ranks]:
+    """The ranks that torchrun's environment describes, within this context.
+
+    Raises InputError if it describes a part of them only, if they do not find each other, or, out of the
+    context, if one of them is lost.
+    """
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
+    on_gpu = torch.device(device).type == "cuda"
+    try:
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as e:
+        raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+    try:
+        yield ranks
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and not any(words in str(e) for words in LOST):
+            raise
+        raise InputError(
+            f"rank {ranks.rank} of {ranks.count} has lost another one ({first_line(e)}): all end; what that"
+            " one says, or the system's log, tells why"
+        ) from e
+    dist.destroy_process_group()
+
+
+def short_sums_in_shared_memory() -> str:
+    """Let GPUs that see each other's memory add short rows there (torch's symmetric memory); say how it is.
+
+    torch.compile then makes such sums one kernel instead of NCCL's. Never run on a GPU so far.
+    """
+    try:
+        import torch._inductor.config as settings
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(dist.group.WORLD.group_name)
+        settings._collective.auto_select = True
+        return f"symmetric memory up to {settings._collective.one_shot_all_reduce_threshold_bytes:,} bytes"
+    except (ImportError, AttributeError, RuntimeError) as e:
+        return f"NCCL; symmetric memory cannot be had ({first_line(e)})"
