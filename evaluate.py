@@ -27,6 +27,7 @@ from tqdm import tqdm
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, run_command
 from common.errors import InputError
+from common.torchrun import one_voice, several
 from drafters import METHODS, add_flags, grows, known, read_flags
 from sampling.options import Sampling
 
@@ -69,6 +70,8 @@ def parser() -> Options:
     add("--seed", type=int, default=0)
 
     p.add_runtime()
+    p.refuse(lambda o: several(),
+             lambda o: "evaluate.py: runs as one process so far; start it without torchrun")
 
     g = p.add_argument_group("pictures of drafted trees")
     add = g.add_argument
@@ -143,6 +146,12 @@ def say(line: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs."""
+    with one_voice():
+        return evaluate(argv)
+
+
+def evaluate(argv: list[str] | None) -> int:
+    """`main`, of one process."""
     options = parser()
     o = options.parse_args(argv)
     evaluation = None

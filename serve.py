@@ -13,6 +13,7 @@ from pathlib import Path
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from common.cli import Options, count, note, run_command
 from common.errors import InputError
+from common.torchrun import one_voice, several
 from drafters import METHODS, add_flags, method_name, read_flags
 
 STARTED = time.perf_counter()
@@ -64,6 +65,7 @@ def parser() -> Options:
     refuse(lambda o: o.tree and o.speculate == "none",
            lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
     p.add_runtime()
+    refuse(lambda o: several(), lambda o: "serve.py: runs as one process so far; start it without torchrun")
     return p
 
 
@@ -132,13 +134,14 @@ def run(o) -> int:
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
     options = parser()
-    o = options.parse_args(argv)
+    with one_voice() as say:
+        o = options.parse_args(argv)
 
-    def checked() -> int:
-        options.check(o)
-        return run(o)
+        def checked() -> int:
+            options.check(o)
+            return run(o)
 
-    return run_command(checked, ValueError, OSError)
+        return run_command(checked, ValueError, OSError, say=say)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,7 +93,7 @@ def joined(device: str) -> Iterator[Ranks]:
     """The ranks that torchrun's environment describes, within this context.
 
     Raises InputError if it describes a part of them only, if they do not find each other, or, out of the
-    context, if one of them is lost.
+    context, if one of them is lost or torchrun ends this one.
     """
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
@@ -103,16 +104,33 @@ def joined(device: str) -> Iterator[Ranks]:
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+    this = f"rank {ranks.rank} of {ranks.count}"
     try:
-        yield ranks
+        with _ended_by_a_signal(this):
+            yield ranks
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and not any(words in str(e) for words in LOST):
             raise
         raise InputError(
-            f"rank {ranks.rank} of {ranks.count} has lost another one ({first_line(e)}): all end; what that"
-            " one says, or the system's log, tells why"
+            f"{this} has lost another one ({first_line(e)}), so all end; torchrun's report says which, the"
+            " system's log may say why"
         ) from e
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _ended_by_a_signal(this: str) -> Iterator[None]:
+    """A context that SIGTERM, which torchrun sends when a rank has died, leaves with an InputError."""
+    def end(number: int, frame: object) -> None:
+        raise InputError(f"{this} is ended by torchrun: another one has died, or torchrun was told to end")
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except BaseException:  # a last line is not to be cut off
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def short_sums_in_shared_memory() -> str:
