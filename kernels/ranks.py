@@ -99,6 +99,8 @@ def joined(device: str) -> Iterator[Ranks]:
     if missing:
         raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
     on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(torch.device(own_device(device)))
     try:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as e:

@@ -75,7 +75,7 @@ def test_families_and_precisions(alone, dealt, name):
     assert dealt[name] == alone[name]
     if name in TARGETS:
         assert dealt[name]["eagle3"] == dealt[name]["eagle"] == dealt[name]["plain"]
-        assert dealt[name]["eagle3, drawn"] != dealt[name]["plain"]
+        assert dealt[name]["drawn"] != dealt[name]["plain"]
 
 
 @pytest.mark.parametrize("name", NAMES)

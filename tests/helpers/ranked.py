@@ -44,15 +44,14 @@ def texts(target: Transformer, drafter: Drafter | None, **sampling) -> list[list
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Plain and drafted texts of a target and the EAGLE heads in its folder, greedy and at temperature 1."""
+    """Texts of a target and the EAGLE heads in its folder: plain, drafted, drawn with the last head."""
     target, _ = load_model(folder, ranks=ranks)
     found = {"plain": texts(target, None)}
     for kind in ("eagle3", "eagle"):
         if (folder / kind).is_dir():
             drafter = Eagle(load_head(folder / kind, target, kind), TREE)
             found[kind] = texts(target, drafter)
-            found[f"{kind}, drawn"] = texts(target, drafter, temperature=1.0, seed=5)
-    return found
+    return found | {"drawn": texts(target, drafter, temperature=1.0, seed=5)} if "eagle" in found else found
 
 
 def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Drafter:
