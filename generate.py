@@ -48,8 +48,6 @@ def parser() -> Options:
                      " --prompt*, --json, --compare, --trace, --num-samples, --raw")
     refuse(lambda o: o.interactive and sys.stdin is None,
            lambda o: "--interactive reads its prompts from standard input, which is closed")
-    refuse(lambda o: o.interactive and several(),
-           lambda o: "--interactive: several ranks have one terminal; leave out torchrun, or give --prompt")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     p.within("--batch-size", 1, float("inf"))
@@ -105,7 +103,11 @@ def parser() -> Options:
         help=f"how drafts are accepted at temperature > 0: {rules}")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
+    add("--shard-head", action="store_true",
+        help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
     add_flags(group)
+    refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
+           lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with torchrun")
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None),
@@ -182,10 +184,12 @@ def run(o) -> int:
         check_writable("--trace", o.trace)
     if not several():
         return decode(o, prompts)
+    if o.interactive:
+        raise InputError("--interactive: ranks have one terminal together; start it without torchrun")
     from engine.runtime import Runtime
     from kernels.ranks import joined
 
-    with joined(Runtime(o.device).device_name) as ranks:
+    with joined(Runtime(o.device).device_name, o.shard_head) as ranks:
         return decode(o, prompts, ranks)
 
 

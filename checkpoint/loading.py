@@ -29,7 +29,7 @@ CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 def build_module(config: dict, share: Share | None = None) -> Transformer | Head:
     """The module that a config.json describes, on the meta device, where it takes no memory.
 
-    share: of a target, what one of several ranks has. Raises InputError on a bad config.
+    share: what one of several ranks has of it. Raises InputError on a bad config.
     """
     kind = config["kind"]
     if kind != "target" and kind not in HEADS:
@@ -37,14 +37,13 @@ def build_module(config: dict, share: Share | None = None) -> Transformer | Head
     try:
         with blank():
             if kind == "target":
-                args = ModelArgs.from_config(config)
-                module = Transformer(share.args(args) if share else args)
-                if share and module.lm_head is not None:
-                    module.lm_head = Linear(args.hidden_size, share.tokens.count, bias=False)
+                make, args = Transformer, ModelArgs.from_config(config)
             else:
-                head = HEADS[kind]
-                aux_layers = tuple(config.get("aux_layers", ()))
-                module = head(head.Args.from_config({**config, "aux_layers": aux_layers}))
+                make, aux_layers = HEADS[kind], tuple(config.get("aux_layers", ()))
+                args = make.Args.from_config({**config, "aux_layers": aux_layers})
+            module = make(share.args(args) if share else args)
+            if share and module.lm_head is not None:
+                module.lm_head = Linear(args.hidden_size, share.tokens.count, bias=False)
             if "quantization" in config:
                 replace_all(module, Scheme.read(config["quantization"]))
             return module
@@ -83,7 +82,13 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     if config["kind"] not in HEADS:
         raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a draft head was expected")
     check_head_fits(config, target.args, str(folder))
-    head = _load(Path(folder), config, target.embed.weight.device, target.embed.weight.dtype)
+    where = target.embed.weight.device, target.embed.weight.dtype
+    if target.ranks and (ranks := target.ranks.of_heads):
+        shares = shares_of(config, ranks.count)
+        head = _load(Path(folder), config, *where, shares[ranks.rank])
+        deal(head, shares, ranks)
+    else:
+        head = _load(Path(folder), config, *where)
     head.use_target(target)
     return head
 

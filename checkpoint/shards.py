@@ -16,7 +16,7 @@ from model import ModelArgs
 
 
 def shares_of(config: dict, count: int) -> list[Share]:
-    """What each of `count` ranks has of the target that a config.json describes.
+    """What each of `count` ranks has of the target, or the head, that a config.json describes.
 
     Raises InputError, with the numbers, if it cannot be dealt to so many; every rank raises the same.
     """
@@ -25,7 +25,8 @@ def shares_of(config: dict, count: int) -> list[Share]:
         scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
     except (TypeError, ValueError) as e:
         raise InputError(str(e)) from None
-    return [Share.of(args, scheme, rank, count) for rank in range(count)]
+    tokens = config.get("draft_vocab_size")
+    return [Share.of(args, scheme, rank, count, tokens) for rank in range(count)]
 
 
 def weigh(folder: Path, dtype: torch.dtype | None, shares: list[Share]) -> tuple[int, int, int]:

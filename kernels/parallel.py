@@ -3,7 +3,7 @@
 Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. What
 these two give is a part of a sum, so each layer has two sums over the ranks. The lm_head is cut by tokens: a
 rank finds the best of its own, and tells the others that one. All else is whole on every rank: norms, routers
-of experts, the embedding table, which is looked up and not read, and all that drafts.
+of experts, the embedding table, which is looked up and not read, and, unless `Ranks.heads`, all that drafts.
 """
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from common.errors import InputError
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
 from kernels.ranks import Ranks
-from model import Linear, ModelArgs, Transformer
+from model import Block, Linear, ModelArgs, Transformer
 from tree import Tree
 
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
+# What stands before and after a layer's name in a file, of targets and of heads.
+AROUND = re.compile(r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|\.(weight|bias|scale)$")
 # A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
 PLAN = {
     "wqkv": (OUTPUTS, ("queries", "keys", "keys")),  # keys, then values
@@ -66,8 +68,12 @@ class Share:
     tokens: Span
 
     @classmethod
-    def of(cls, args: ModelArgs, scheme: Scheme | None, rank: int, ranks: int) -> Share:
-        """Raises InputError, with the numbers, if the target cannot be dealt to so many ranks."""
+    def of(
+        cls, args: ModelArgs, scheme: Scheme | None, rank: int, ranks: int, tokens: int | None = None
+    ) -> Share:
+        """tokens: of the lm_head, if it is not the vocabulary.
+
+        Raises InputError, with the numbers, if the target cannot be dealt to so many ranks."""
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         if nkv < ranks and (ranks % nkv or nh % ranks):
             raise InputError(
@@ -79,10 +85,11 @@ class Share:
         mode, unit = scheme.of("layers") if scheme else (None, 0)
         unit = ROUNDED_TOGETHER if mode == "w8a8" else unit
         pieces = unit or 2 - inner % 2
-        if inner % pieces or inner // pieces < ranks or args.vocab_size < ranks:
+        tokens = tokens or args.vocab_size
+        if inner % pieces or inner // pieces < ranks or tokens < ranks:
             raise InputError(
                 f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together,"
-                f" and {args.vocab_size} tokens cannot be dealt to so many; choose another --nproc-per-node"
+                f" and {tokens} tokens cannot be dealt to so many; choose another --nproc-per-node"
             )
         if nkv < ranks:
             head = nkv * rank // ranks
@@ -96,7 +103,7 @@ class Share:
             )
         return cls(
             queries, keys, _dealt(inner // pieces, pieces, rank, ranks),
-            _dealt(args.vocab_size, 1, rank, ranks)
+            _dealt(tokens, 1, rank, ranks)
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
@@ -111,7 +118,7 @@ class Share:
         """Of a tensor of the whole target, by its name and shape: the dimension that is cut, and the ranges
         along it that this rank has. None: all of it.
         """
-        layer = re.sub(r"^layers\.\d+\.|\.(weight|bias|scale)$", "", name)
+        layer = AROUND.sub("", name)
         if layer not in PLAN:
             return None
         dimension, along = PLAN[layer]
@@ -182,19 +189,23 @@ class DealtHead(nn.Module):
         return Part(self.layer.logits(x), self.before, self.ranks)
 
 
-def deal(model: Transformer, shares: list[Share], ranks: Ranks) -> None:
-    """Let a target compute with the other ranks, in place. It has this rank's weights. shares: of all ranks.
+def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
+    """Let a target, or a head, compute with the other ranks, in place. It has this rank's weights.
+
+    shares: of all ranks. The lm_head that a head borrows from its target stays what it is there.
     """
     tokens = [share.tokens for share in shares]
-    for layer in model.layers:
+    for layer in [module for module in model.modules() if isinstance(module, Block)]:
         for name in SUMMED:
             setattr(layer, name, Summed(getattr(layer, name), ranks))
-    head = model.lm_head
-    if head is None:  # tied: a view of the table
-        head = Linear(1, 1, bias=False, device="meta")
-        rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]
-        head.weight = nn.Parameter(rows, requires_grad=False)
-    model.lm_head, model.ranks = DealtHead(head, tuple(span.count for span in tokens), ranks), ranks
+    if isinstance(model, Transformer):
+        model.ranks = ranks
+        if model.lm_head is None:  # tied: a view of the table
+            model.lm_head = Linear(1, 1, bias=False, device="meta")
+            rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]
+            model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    if model.lm_head is not None:
+        model.lm_head = DealtHead(model.lm_head, tuple(span.count for span in tokens), ranks)
 
 
 def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:

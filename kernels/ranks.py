@@ -27,11 +27,20 @@ LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that share a target: number `rank` of `count`, in torch's group `group`."""
+    """This process among those that share a target: number `rank` of `count`, in torch's group `group`.
+
+    heads: what drafts is dealt too; else it is whole on every rank.
+    """
 
     rank: int
     count: int
     group: str
+    heads: bool = False
+
+    @property
+    def of_heads(self) -> Ranks | None:
+        """The ranks that what drafts is dealt among, if it is."""
+        return self if self.heads else None
 
     def every(self, x: Tensor) -> Tensor:
         """x [...] of all ranks [count, ...], in their order."""
@@ -89,8 +98,8 @@ def own_device(device: str) -> str:
 
 
 @contextlib.contextmanager
-def joined(device: str) -> Iterator[Ranks]:
-    """The ranks that torchrun's environment describes, within this context.
+def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
+    """The ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
 
     Raises InputError if it describes a part of them only, if they do not find each other, or, out of the
     context, if one of them is lost or torchrun ends this one.
@@ -105,7 +114,7 @@ def joined(device: str) -> Iterator[Ranks]:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
-    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name)
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)
     this = f"rank {ranks.rank} of {ranks.count}"
     try:
         with _ended_by_a_signal(this):

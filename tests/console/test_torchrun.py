@@ -12,7 +12,9 @@ import pytest
 import torch
 from helpers import ROOT
 
+import evaluate
 import generate
+import serve
 from common.errors import InputError
 from kernels.ranks import Ranks, joined
 
@@ -58,9 +60,19 @@ def test_two_ranks_speak_with_one_voice(golden, capsys, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_grammar_guides_every_rank_alike(golden, capsys):
+    """The host of each says what may follow; with the head dealt too."""
+    args = ("--checkpoint", golden, *EAGLE, "--max-new-tokens", 30, "--no-compile", "--json", "--json-object")
+    assert generate.main([*map(str, args)]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    (row,) = map(json.loads, finished(*args, "--shard-head")[0].splitlines())
+    assert row["output_ids"] == alone["output_ids"] and row["text"].startswith("{")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("args, words", [
     (("--prompt", "Hello", "--max-seq-len", 9999), "--max-seq-len 9999: must be 2 to 1024"),
-    (("--interactive",), "--interactive: several ranks have one terminal"),
+    (("--interactive",), "--interactive: ranks have one terminal"),
     (("--prompt", "Hello", "--speculate", "eagle3", "--tree", "auto"), "--tree auto: several ranks cannot"),
     (("--prompt", "Hello", "--autotune"), "--autotune: ranks would choose different kernels"),
 ], ids=lambda x: x if isinstance(x, str) else "")
@@ -119,6 +131,15 @@ def test_drafted_text_is_plain_text_on_the_kernels_too(golden, kv):
     for more in ((), ("--temperature", 1, "--seed", 4)):
         (row,) = map(json.loads, finished(*args, *more, "--json", "--compare")[0].splitlines())
         assert row["equal"] is True and row["tau"] > 1.2 and row["tokens"] == 60
+
+
+@pytest.mark.parametrize("command", [serve, evaluate], ids=lambda module: module.__name__)
+def test_commands_of_one_process_say_so(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    args = ["--checkpoint", "folder", *(["--out", str(tmp_path)] if command is evaluate else [])]
+    assert command.main(args) == 1
+    assert f"error: {command.__name__}.py: runs as one process so far" in capsys.readouterr().err
 
 
 def test_a_group_that_is_described_in_part(monkeypatch):

@@ -83,6 +83,12 @@ def test_drafters(alone, dealt, name):
     assert dealt["drafters"][name] == alone["drafters"][name]
 
 
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "draft-model"])
+def test_heads_that_are_dealt_too(alone, dealt, name):
+    for what in (name, f"{name}, drawn"):
+        assert dealt["heads"][what] == alone["heads"][what]
+
+
 @pytest.mark.parametrize("name", [*MODES, "typical"])
 def test_modes(alone, dealt, name):
     assert dealt["modes"][name] == alone["modes"][name]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from checkpoint.loading import load_head, load_model
 from drafters.base import Drafter
+from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
 from engine.compiling import compile_graph
 from engine.decoder import Decoder
@@ -88,6 +90,20 @@ def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     return found | {"typical": texts(target, drafter, temperature=1.0, seed=4)}
 
 
+def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Texts drafted by heads, and by the target as a draft model, that are dealt too."""
+    dealt = ranks and replace(ranks, heads=True)
+    target, _ = load_model(folder, ranks=dealt)
+    drafters = {kind: Eagle(load_head(folder / kind, target, kind), TREE) for kind in ("eagle3", "eagle")}
+    assert ranks is None or all(
+        drafter.head.args.num_heads == 4 // ranks.count for drafter in drafters.values()
+    )
+    drafters["draft-model"] = DraftModel(load_model(folder, ranks=dealt)[0], TREE)
+    runs = [(f"{name}{what}", drafter, more) for name, drafter in drafters.items()
+            for what, more in (("", {}), (", drawn", {"temperature": 1.0, "seed": 9}))]
+    return {name: texts(target, drafter, **more) for name, drafter, more in runs}
+
+
 def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Drafted text of steps that torch.compile has traced as one graph each, as it does for GPUs; and how
     often each graph gathers from all ranks, and asks the first.
@@ -115,7 +131,7 @@ def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, 
     golden = folder / "golden"
     found = {path.name: of_family(path, ranks) for path in sorted(folder.iterdir()) if path != golden}
     found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
-    return found | {"traced": of_traced(golden, ranks)}
+    return found | {"traced": of_traced(golden, ranks), "heads": of_dealt_heads(golden, ranks)}
 
 
 def main(folder: Path, out: Path) -> None:
