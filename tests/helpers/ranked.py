@@ -26,7 +26,7 @@ from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
 
-TREE = TreeShape(8, 2, 3)
+TREE, TOKENS = TreeShape(8, 2, 3), 12
 PROMPTS = [[7, 21, 90], [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]]
 # What a step reads of the logits beside their best: each is an option of a request.
 MODES = {
@@ -42,7 +42,7 @@ MODES = {
 def texts(target: Transformer, drafter: Drafter | None, **sampling) -> list[list[int]]:
     """What a target goes on with after each of the prompts."""
     decoder = Decoder(target, drafter, batch=2, max_seq_len=80, compile=False)
-    return [output.ids for output in decoder.generate(PROMPTS, Sampling(20, **sampling))]
+    return [output.ids for output in decoder.generate(PROMPTS, Sampling(TOKENS, **sampling))]
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
@@ -104,6 +104,17 @@ def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     return {name: texts(target, drafter, **more) for name, drafter, more in runs}
 
 
+def calls(graph: torch.fx.GraphModule) -> Counter:
+    """How often a graph calls what; the layers are one graph within it, called for each."""
+    total = Counter()
+    for node in graph.graph.nodes:
+        if "invoke_subgraph" in str(node.target):
+            total += calls(graph.get_submodule(node.args[0].target))
+        else:
+            total[str(node.target)] += 1
+    return total
+
+
 def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Drafted text of steps that torch.compile has traced as one graph each, as it does for GPUs; and how
     often each graph gathers from all ranks, and asks the first.
@@ -111,8 +122,8 @@ def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     found = []
 
     def count(graph, inputs):
-        called = Counter(getattr(node.target, "__name__", "") for node in graph.graph.nodes)
-        found.append([called["all_gather_into_tensor.default"], called["broadcast.default"]])
+        called = calls(graph)
+        found.append([called[f"_c10d_functional.{name}"] for name in ("all_gather_into_tensor", "broadcast")])
         return graph
 
     class Traced(Decoder):
@@ -122,8 +133,8 @@ def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     target, _ = load_model(folder, ranks=ranks)
     drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
     decoder = Traced(target, drafter, batch=2, max_seq_len=80, compile=False)
-    text = [output.ids for output in decoder.generate(PROMPTS, Sampling(20))]
-    return {"text": text, "exchanges": sorted({tuple(pair) for pair in found})}
+    text = [output.ids for output in decoder.generate(PROMPTS, Sampling(TOKENS))]
+    return {"text": text, "exchanges": [list(pair) for pair in sorted(set(map(tuple, found)))]}
 
 
 def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, list]]:
