@@ -38,11 +38,18 @@ def with_heads(folder, source):
 
 @pytest.fixture(scope="module")
 def folder(golden, tmp_path_factory):
-    """Converted: a target of each family with heads, one in each precision, and the golden one."""
+    """Converted: a target of each family with heads, one in each precision, one of sizes that neither two nor
+    four divide, and the golden one.
+    """
     made, work = tmp_path_factory.mktemp("dealt"), tmp_path_factory.mktemp("sources")
     for name in TARGETS:
         make_target(work / name, name)
         with_heads(made / name, work / name)
+    odd = CONFIG | {
+        "num_attention_heads": 10, "num_key_value_heads": 5, "vocab_size": 97, "intermediate_size": 58,
+        "torch_dtype": "float32",
+    }
+    convert(write_source(work / "odd", target_state(odd), odd), made / "odd", quiet=True)
     wide = CONFIG | {"intermediate_size": 256, "head_dim": 64, "torch_dtype": "float32"}
     convert(write_source(work / "wide", target_state(wide), wide), work / "exact", quiet=True)
     for mode in PRECISIONS:
@@ -70,7 +77,7 @@ def dealt(request, folder, tmp_path_factory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", [*TARGETS, *EXACT])
+@pytest.mark.parametrize("name", [*TARGETS, *EXACT, "odd"])
 def test_families_and_precisions(alone, dealt, name):
     assert dealt[name] == alone[name]
     if name in TARGETS:

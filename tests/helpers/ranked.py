@@ -48,7 +48,7 @@ def texts(target: Transformer, drafter: Drafter | None, **sampling) -> list[list
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts of a target and the EAGLE heads in its folder: plain, drafted, drawn with the last head."""
     target, _ = load_model(folder, ranks=ranks)
-    found = {"plain": texts(target, None)}
+    found = {"plain": texts(target, None), "of the whole logits": texts(target, None, **MODES["min-p"])}
     for kind in ("eagle3", "eagle"):
         if (folder / kind).is_dir():
             drafter = Eagle(load_head(folder / kind, target, kind), TREE)

@@ -121,6 +121,15 @@ def test_sums_are_added_in_the_order_of_the_ranks():
     assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
 
 
+def test_parts_of_other_sizes_are_joined():
+    """As a vocabulary is that the ranks do not divide."""
+    whole = torch.randn(2, 3, 50)
+    parts, sizes = whole.split((17, 17, 16), -1), (17, 17, 16)
+    padded = [torch.nn.functional.pad(part, (0, 17 - part.shape[-1])) for part in parts]
+    for rank, part in enumerate(parts):
+        assert torch.equal(Together(rank, padded).join(part, sizes), whole)
+
+
 @pytest.mark.parametrize("noisy", [False, True])
 def test_the_best_token_without_the_logits_of_the_others(noisy):
     """Also where two have the same score: the first of all, as argmax takes it."""
