@@ -15,6 +15,11 @@ def several() -> bool:
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
+def is_first() -> bool:
+    """Whether this is the only process, or the first of several."""
+    return not several() or os.environ.get("RANK", "0") == "0"
+
+
 @contextlib.contextmanager
 def one_voice() -> Iterator[Callable[[str], None]]:
     """A context in which only the first of several processes prints.
@@ -28,7 +33,7 @@ def one_voice() -> Iterator[Callable[[str], None]]:
         if not several() or _is_first_to_say():
             print(line, file=voice, flush=True)
 
-    if os.environ.get("RANK", "0") == "0" or not several():
+    if is_first():
         yield say
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):

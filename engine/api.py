@@ -163,8 +163,6 @@ class Target:
         """
         if places < 1:
             raise ValueError(f"{places} places: must be at least 1")
-        if self.model.ranks is not None:
-            raise InputError("requests that come and go need one process so far: start it without torchrun")
         max_seq_len = self._longest(max_seq_len)
         drafter = self._drafter(drafting, max_seq_len, places)
         counts = Seats.counts(places, self.model.embed.weight.device)

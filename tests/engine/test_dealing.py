@@ -49,5 +49,3 @@ def test_what_ranks_cannot_do_yet(golden):
     target.model.ranks = RANKS
     with pytest.raises(InputError, match="--tree auto: several ranks cannot choose trees by time yet"):
         target.decoder(Drafting("eagle3", tree="auto"))
-    with pytest.raises(InputError, match="requests that come and go need one process so far"):
-        target.seats()
