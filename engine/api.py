@@ -104,7 +104,7 @@ def load_target(
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     target.put_on_kernels(model)
-    if ranks is not None and not model.on_kernels and not model.embed.weight.is_cuda:
+    if ranks is not None and runtime.compile and not (model.on_kernels or model.embed.weight.is_cuda):
         say("ranks on CPUs do without torch.compile: what the kernels do not take runs on PyTorch, slower")
         target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8":

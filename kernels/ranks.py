@@ -83,13 +83,21 @@ class Ranks:
 
     def agree(self, what: str, device: torch.device | str) -> None:
         """Raise InputError unless all ranks say the same of what their steps depend on."""
-        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little")
-        said = self.every(torch.tensor(digest, device=device)).tolist()
+        said = self.every(_digest(what, device)).tolist()
         if len(set(said)) > 1:
             raise InputError(
                 f"{self.count} ranks that differ: start all with one command, on machines alike (this one:"
-                f" {what})"
+                f" {what:.300})"
             )
+
+
+    def name(self, what: str, device: torch.device | str) -> str:
+        """A digest of what rank 0 says."""
+        return f"{self.first(_digest(what, device)).item():x}"
+
+
+def _digest(what: str, device: torch.device | str) -> Tensor:
+    return torch.tensor(int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little"), device=device)
 
 
 def own_device(device: str) -> str:

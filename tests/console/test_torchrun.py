@@ -132,11 +132,11 @@ def test_drafted_text_is_plain_text_on_the_kernels_too(golden, kv):
         assert row["equal"] is True and row["tau"] > 1.2 and row["tokens"] == 60
 
 
-def test_evaluate_is_one_process_and_says_so(monkeypatch, capsys, tmp_path):
+def test_trees_are_measured_by_one_process(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    assert evaluate.main(["--checkpoint", "folder", "--out", str(tmp_path)]) == 1
-    assert "error: evaluate.py: runs as one process so far" in capsys.readouterr().err
+    assert evaluate.main(["--checkpoint", "folder", "--out", str(tmp_path), "--calibrate"]) == 1
+    assert "error: --calibrate: trees are measured by one process" in capsys.readouterr().err
 
 
 def test_a_group_that_is_described_in_part(monkeypatch):
