@@ -44,4 +44,4 @@ def prepare(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], rank
         )
     say(line)
     if device.type == "cuda" and runtime.compile:
-        say(f"sums over ranks: {short_sums_in_shared_memory()}")
+        say(f"sums over ranks: {short_sums_in_shared_memory(ranks, device)}")

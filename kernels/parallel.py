@@ -73,7 +73,8 @@ class Share:
     ) -> Share:
         """tokens: of the lm_head, if it is not the vocabulary.
 
-        Raises InputError, with the numbers, if the target cannot be dealt to so many ranks."""
+        Raises InputError, with the numbers, if the target cannot be dealt to so many ranks.
+        """
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         if nkv < ranks and (ranks % nkv or nh % ranks):
             raise InputError(
@@ -102,8 +103,7 @@ class Share:
                 f" {queries.first} to {queries.last} of attention's output; choose another --nproc-per-node"
             )
         return cls(
-            queries, keys, _dealt(inner // pieces, pieces, rank, ranks),
-            _dealt(tokens, 1, rank, ranks)
+            queries, keys, _dealt(inner // pieces, pieces, rank, ranks), _dealt(tokens, 1, rank, ranks)
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:

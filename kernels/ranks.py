@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,7 +91,6 @@ class Ranks:
                 f" {what:.300})"
             )
 
-
     def name(self, what: str, device: torch.device | str) -> str:
         """A digest of what rank 0 says."""
         return f"{self.first(_digest(what, device)).item():x}"
@@ -152,17 +152,28 @@ def _ended_by_a_signal(this: str) -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def short_sums_in_shared_memory() -> str:
-    """Let GPUs that see each other's memory add short rows there (torch's symmetric memory); say how it is.
+def short_sums_in_shared_memory(ranks: Ranks, device: torch.device) -> str:
+    """Let GPUs that see each other's memory add short rows there (torch's symmetric memory), if they can; say
+    which way it is.
 
-    torch.compile then makes such sums one kernel instead of NCCL's. Never run on a GPU so far.
+    torch.compile then makes such a sum one kernel instead of NCCL's. Never run on a GPU so far.
     """
-    try:
-        import torch._inductor.config as settings
-        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+    import torch._inductor.config as settings
 
-        enable_symm_mem_for_group(dist.group.WORLD.group_name)
-        settings._collective.auto_select = True
-        return f"symmetric memory up to {settings._collective.one_shot_all_reduce_threshold_bytes:,} bytes"
+    try:
+        from torch.distributed import _symmetric_memory as shared
+
+        most = settings._collective.one_shot_all_reduce_threshold_bytes
+        with warnings.catch_warnings():  # PyTorch 2.13 says that it is needless, and asks for it
+            warnings.simplefilter("ignore")
+            shared.enable_symm_mem_for_group(ranks.group)
+        tried = shared.empty(128, dtype=torch.bfloat16, device=device).fill_(1)
+        shared.rendezvous(tried, ranks.group)
+        total = torch.ops.symm_mem.one_shot_all_reduce(tried, "sum", ranks.group)
+        can, why = bool((total == ranks.count).all()), "it adds up wrongly"
     except (ImportError, AttributeError, RuntimeError) as e:
-        return f"NCCL; symmetric memory cannot be had ({first_line(e)})"
+        can, why = False, first_line(e)
+    if bool(ranks.every(torch.tensor(can, device=device).int()).all()):
+        settings._collective.auto_select = True
+        return f"in symmetric memory up to {most:,} bytes, else by NCCL"
+    return f"by NCCL; symmetric memory cannot be had ({why if not can else 'on another rank'})"
