@@ -19,7 +19,10 @@ The exit status is 1 if any text differs from the plain one by more than roundin
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,6 +32,7 @@ from checkpoint.early import check_head, check_target
 from common.cli import Options, check_folder, run_command, seed
 from common.errors import InputError
 from common.texts import check_readable
+from common.torchrun import one_voice, several
 from drafters import METHODS, add_flags, check_numbers, grows, known, read_flags
 from evaluation.settings import read_settings
 from kernels.isa import choose
@@ -78,6 +82,8 @@ def parser() -> Options:
     p.within("--max-seq-len", 2, float("inf"))
 
     p.add_runtime()
+    p.refuse(lambda o: several() and o.calibrate,
+             lambda o: "--calibrate: trees are measured by one process; start it without torchrun")
 
     g = p.add_argument_group("pictures of drafted trees")
     add = g.add_argument
@@ -102,10 +108,11 @@ def read_temperatures(text: str) -> list[float]:
     return list(dict.fromkeys(value + 0.0 for value in temperatures))  # -0 is 0
 
 
-def load(o):
+def load(o, ranks=None):
     """Read the questions and load the target and every method -> `evaluation.session.Evaluation`.
 
-    Raises InputError, ValueError, OSError or RuntimeError if one of them cannot be.
+    ranks: the `kernels.ranks.Ranks` to deal the target among, if any. Raises InputError, ValueError, OSError
+    or RuntimeError if one of them cannot be.
     """
     methods = [known(name) for name in dict.fromkeys(o.speculate.split(","))]
     temperatures = read_temperatures(o.temperature)
@@ -132,25 +139,31 @@ def load(o):
     from evaluation.methods import load_contenders, read_draftings
     from evaluation.session import Evaluation
     from evaluation.table import PLAIN
+    from kernels.ranks import own_device
 
     use_threads(o.threads, say)
     sets = read_sets(o.questions, o.limit)
     draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
-    target = load_target(o.checkpoint, runtime, say)
+    if ranks:
+        runtime = replace(runtime, device=own_device(runtime.device_name))
+    target = load_target(o.checkpoint, runtime, say, ranks)
     if o.calibrate:
         prompts = [question["turns"][0] for group in sets.values() for question in group]
         for drafting in (d for d in draftings.values() if grows(d.method)):
             say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
     contenders = load_contenders(target, draftings, o.max_seq_len)
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight
-    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels)
+    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks)
     book = Book(Path(o.out), {
         "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed,
         "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
         "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
         "kernels": o.kernels, **({"kv": o.kv} if o.kv != "auto" else {}),
+        **({"ranks": ranks.count} if ranks else {}),
     })
+    if ranks:  # now nobody reads what another one writes, and all have the same left to ask
+        ranks.agree(f"the answers so far, {sorted(map(repr, book.answers))}", weight.device)
     return Evaluation(contenders, sets, book, judge, temperatures, o.max_new_tokens, o.seed, say)
 
 
@@ -162,7 +175,40 @@ def say(line: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs."""
     options = parser()
-    o = options.parse_args(argv)
+    with one_voice() as last_line:
+        o = options.parse_args(argv)
+        if not several():
+            return evaluate(options, o)
+
+        def checked() -> int:
+            options.check(o)
+            return evaluate_together(o)
+
+        interrupted = "stopped (the same command goes on)"
+        return run_command(checked, *ERRORS, say=last_line, interrupted=interrupted)
+
+
+def evaluate_together(o) -> int:
+    """`main` on one of several ranks. All do the same; but the first their folders are thrown away."""
+    from engine.runtime import Runtime
+    from kernels.ranks import joined, own_device
+
+    with joined(Runtime(o.device).device_name) as ranks, tempfile.TemporaryDirectory() as folder:
+        if ranks.rank:
+            if Path(o.out).is_dir():
+                shutil.copytree(o.out, folder, dirs_exist_ok=True)
+            o.out = folder
+        ranks.agree("the folder is read", own_device(Runtime(o.device).device_name))
+        evaluation = load(o, ranks)
+        evaluation.answer()
+        errors = evaluation.report()
+        if o.observe or o.show_tree:
+            evaluation.observe(o.observe, o.show_tree)
+    return int(errors > 0)
+
+
+def evaluate(options: Options, o) -> int:
+    """`main` of one process."""
     evaluation = None
     errors = 0
 

@@ -15,6 +15,7 @@ from checkpoint.early import check_checkpoint, check_head
 from checkpoint.folder import read_config
 from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
+from common.torchrun import one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
 from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
@@ -117,6 +118,8 @@ def parser() -> Options:
         help=f"how drafts are accepted at temperature > 0: {rules}")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
+    add("--shard-head", action="store_true",
+        help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
     add_flags(group)
     check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
@@ -125,6 +128,8 @@ def parser() -> Options:
     refuse(lambda o: o.accept == "residual" and o.speculate != "draft-model",
            lambda o: "--accept residual: is for --speculate draft-model, which can draw its proposals at"
                      " random")
+    refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
+           lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with torchrun")
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None),
@@ -180,17 +185,22 @@ def judge(o) -> Asked:
     return Asked(prompts, sampling, tree)
 
 
-def load(o, asked: Asked, batch: int):
+def load(o, asked: Asked, batch: int, ranks=None):
     """Load the target -> (Target, Drafting). Nothing is compiled yet.
 
-    batch: how many texts are decoded together.
+    batch: how many texts are decoded together. ranks: the `kernels.ranks.Ranks` to deal it among, if any.
     """
     from checkpoint.convert import converted_folder
     from engine.api import Drafting, check_prompts, load_target
     from engine.runtime import Runtime, check_device
+    from kernels.ranks import own_device
 
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
+    if ranks:
+        runtime = replace(runtime, device=own_device(runtime.device_name))
     check_device(runtime.device_name)
+    if ranks:
+        read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     checkpoint, tree = converted_folder(o.checkpoint, note), asked.tree
     if o.verify:
         from checkpoint.verifying import verify
@@ -203,7 +213,7 @@ def load(o, asked: Asked, batch: int):
         quantised = "quantization" in read_config(checkpoint, "target")
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         tree = with_numbers(*numbers, usual)
-    target = load_target(checkpoint, runtime, note)
+    target = load_target(checkpoint, runtime, note, ranks)
     flags = read_flags(o, [o.speculate])[o.speculate]
     ids = tuple(p for p in asked.prompts if isinstance(p, list))
     return target, Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
@@ -215,6 +225,19 @@ def run(o) -> int:
     Raises InputError, ValueError and OSError on bad input.
     """
     asked = judge(o)
+    if not several():
+        return decode(o, asked)
+    if o.interactive:
+        raise InputError("--interactive: ranks have one terminal together; start it without torchrun")
+    from engine.runtime import Runtime
+    from kernels.ranks import joined
+
+    with joined(Runtime(o.device).device_name, o.shard_head) as ranks:
+        return decode(o, asked, ranks)
+
+
+def decode(o, asked: Asked, ranks=None) -> int:
+    """Decode the prompts, alone or as one of several ranks. Returns and raises what `run` does."""
     prompts, sampling = asked.prompts, asked.sampling
 
     from common.threads import use_threads
@@ -225,7 +248,7 @@ def run(o) -> int:
     count = max(1, len(prompts) * o.num_samples)
     size = {"batch": min(count, o.batch_size or 16), "max_seq_len": o.max_seq_len}
     began = time.perf_counter()
-    target, drafting = load(o, asked, size["batch"])
+    target, drafting = load(o, asked, size["batch"], ranks)
     model = target.decoder(drafting, **size)
     decoder = model.decoder
     note(
@@ -246,7 +269,8 @@ def run(o) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    return command(parser(), argv, run, ValueError, OSError)
+    with one_voice() as say:
+        return command(parser(), argv, run, ValueError, OSError, say=say)
 
 
 if __name__ == "__main__":

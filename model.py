@@ -549,10 +549,11 @@ class Transformer(nn.Module):
     `run_layers` and `move` may be replaced by functions of the same kind, `Cache` by another class.
     `on_kernels`: they were, and every row of a pass is computed as if it were alone. `reads_length`: its
     attention reads on the device how long a text is, so that a pass costs the same whatever slots it is
-    given.
+    given. `ranks`: the processes that it is dealt to, if several (`kernels.parallel`).
     """
 
     on_kernels = reads_length = False
+    ranks = None
 
     def __init__(self, args: ModelArgs):
         super().__init__()

@@ -8,14 +8,16 @@ import argparse
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_checkpoint, check_head
 from common.cli import Options, command, count, note
 from common.errors import InputError
+from common.torchrun import is_first, one_voice, several
 from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
-from drafters.tree_spec import read_tree
+from drafters.tree_spec import TreeSpec, read_tree
 
 STARTED = time.perf_counter()
 
@@ -64,9 +66,13 @@ def parser() -> Options:
     add("--tree", metavar="SPEC", help="as for generate.py; the default shrinks as slots fill")
     add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
     add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
+    add("--shard-head", action="store_true",
+        help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
     add_flags(group)
     check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
+    refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
+           lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with torchrun")
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     refuse(lambda o: o.tree and o.speculate == "none",
@@ -94,8 +100,6 @@ def run(o) -> int:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    import os
-
     from kernels.isa import choose
 
     check_checkpoint(o.checkpoint, o.max_seq_len)
@@ -103,26 +107,45 @@ def run(o) -> int:
     if o.isa:
         choose(o.isa)
     tree = read_tree(o.tree)
-    listener = listen(o.host, o.port)  # before seconds are spent on loading
+    listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
+    if not several():
+        return start(o, tree, listener)
+    from engine.runtime import Runtime
+    from kernels.ranks import joined
+
+    with joined(Runtime(o.device).device_name, o.shard_head) as ranks:
+        return start(o, tree, listener, ranks)
+
+
+def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
+    """Load and serve, alone or as one of several ranks, of which the first listens. As `run` otherwise."""
+    import os
+
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
 
     from checkpoint.convert import converted_folder
+    from checkpoint.folder import read_config
     from checkpoint.verifying import verify
     from common.threads import use_threads
     from engine.api import Drafting, load_target
     from engine.runtime import Runtime, check_device
+    from kernels.ranks import own_device
     from server.app import Server, Settings, make_app
     from server.metrics import Metrics
+    from server.ranks import Leader, Orders, follow
     from server.run import serve
     from server.worker import Worker
 
     use_threads(o.threads, note)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, False, o.isa, o.kv)
+    if ranks:
+        runtime = replace(runtime, device=own_device(runtime.device_name))
+        read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     check_device(runtime.device_name)
     checkpoint = converted_folder(o.checkpoint, note)
     if o.verify is not False:
         verify(checkpoint, o.draft, bool(o.verify), note)
-    target = load_target(checkpoint, runtime, note)
+    target = load_target(checkpoint, runtime, note, ranks)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     flags = read_flags(o, [o.speculate])[o.speculate]
@@ -133,6 +156,12 @@ def run(o) -> int:
         f"loaded {checkpoint}; caches of {places} x {seats.slots} slots: {seats.cache_bytes / 1e9:.2f} GB"
     )
     seats.warm_up()
+    if ranks:
+        orders = Orders()
+        if listener is None:
+            follow(seats, orders)
+            return 0
+        seats = Leader(seats, orders)
     names = tuple(o.model_name) or (Path(checkpoint).resolve().name,)
     metrics = Metrics(names[0], places, seats.window)
     worker = Worker(seats, target.tokenizer, metrics, o.queue)
@@ -141,12 +170,16 @@ def run(o) -> int:
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host
     ready = f"ready {time.perf_counter() - STARTED:.1f} s after the start: http://{where}:{port}"
-    return serve(app, worker, listener, o.grace, lambda: note(ready))
+    status = serve(app, worker, listener, o.grace, lambda: note(ready))
+    if ranks:
+        seats.end()
+    return status
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    return command(parser(), argv, run, ValueError, OSError)
+    with one_voice() as say:
+        return command(parser(), argv, run, ValueError, OSError, say=say)
 
 
 if __name__ == "__main__":

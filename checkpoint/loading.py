@@ -7,24 +7,30 @@ from pathlib import Path
 import torch
 
 from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read_config
+from checkpoint.shards import shares_of
 from checkpoint.weights import Stored, check_shapes, count_parts, listed, opened
 from common.errors import InputError
 from common.schema import Wrong
+from kernels.parallel import Share, deal
 from kernels.quantized import Scheme, replace_all
-from model import ModelArgs, Transformer, blank, inverse_frequencies
+from kernels.ranks import Ranks
+from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
 from networks.head import Head, HeadArgs
 
 CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
 
-def build_module(config: dict) -> Transformer | Head:
+def build_module(config: dict, share: Share | None = None) -> Transformer | Head:
     """The module that a config.json describes, on the meta device, where it takes no memory.
 
-    Raises Wrong, a ValueError, on a bad config.
+    share: what one of several ranks has of it. Raises Wrong, a ValueError, on a bad config.
     """
     args = check_config(config)
+    own = share.args(args) if share else args
     with blank():
-        module = Transformer(args) if config["kind"] == "target" else HEADS[config["kind"]](args)
+        module = Transformer(own) if config["kind"] == "target" else HEADS[config["kind"]](own)
+        if share and module.lm_head is not None:
+            module.lm_head = Linear(args.hidden_size, share.tokens.count, bias=False)
         if "quantization" in config:
             replace_all(module, Scheme.read(config["quantization"]))
     return module
@@ -53,14 +59,20 @@ def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_model(
-    folder: str | Path, device="cpu", dtype: torch.dtype | None = None
+    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict]:
     """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
 
-    Raises InputError with a one-line message on anything that is missing, damaged or of another kind.
+    ranks: read this rank's part of it only, and let it compute with the others. Raises InputError with a
+    one-line message on anything that is missing, damaged or of another kind, or cannot be dealt.
     """
     config = read_config(folder, "target")
-    return _load(Path(folder), config, device, dtype), config
+    if ranks is None:
+        return _load(Path(folder), config, device, dtype), config
+    shares = shares_of(config, ranks.count)
+    model = _load(Path(folder), config, device, dtype, shares[ranks.rank])
+    deal(model, shares, ranks)
+    return model, config
 
 
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
@@ -72,20 +84,31 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
     if config["kind"] not in HEADS:
         raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a draft head was expected")
     check_head_fits(check_config(config), target.args, str(folder))
-    head = _load(Path(folder), config, target.embed.weight.device, target.embed.weight.dtype)
+    where = target.embed.weight.device, target.embed.weight.dtype
+    if target.ranks and (ranks := target.ranks.of_heads):
+        shares = shares_of(config, ranks.count)
+        head = _load(Path(folder), config, *where, shares[ranks.rank])
+        deal(head, shares, ranks)
+    else:
+        head = _load(Path(folder), config, *where)
     head.use_target(target)
     return head
 
 
-def _load(folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None):
+def _load(
+    folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None,
+    share: Share | None = None,
+):
     path = folder / WEIGHTS
     module = described(folder, config, listed(path, ADVICE))
+    if share:
+        module = build_module(config, share)
     state = {}
     for name, meta in module.state_dict().items():
         # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
         # as soon as it has been packed, not when all have.
         with opened(path, ADVICE, device) as file:
-            tensor = file.get_tensor(name)
+            tensor = share.take(name, file) if share else file.get_tensor(name)
         # Quantised weights and their scales are never cast.
         fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
         if fixed and tensor.dtype != meta.dtype:

@@ -33,6 +33,8 @@ def decode_all(
     plain: the decoder to compare with.
     """
     batch, options = model.decoder.batch, {"raw": o.raw, "system": o.system}
+    ranks = model.decoder.target.ranks
+    first, count = ranks is None or ranks.rank == 0, 1 if ranks is None else ranks.count
     for i in range(0, len(samples), batch):
         prompts, samplings = zip(*samples[i : i + batch])
         job = model.job(list(prompts), list(samplings), **options)
@@ -56,12 +58,12 @@ def decode_all(
         rule = model.decoder.drafter.rule if o.temperature > 0 else "equal"
         if o.json:
             for result, other in zip(results, plain_results):
-                print(json.dumps(as_json(result, rule, other)), flush=True)
+                print(json.dumps(as_json(result, rule, other, count)), flush=True)
         else:
             note(statistics(results, model.decoder))
             if plain_results[0]:
                 note(comparison(results, plain_results, rule))
-        if trace:
+        if trace and first:
             trace.save(o.trace, results[0])
         if interrupted:
             return 130

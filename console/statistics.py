@@ -10,10 +10,13 @@ from sampling.rules import LOSSY
 from tokens.ids import common_prefix
 
 
-def as_json(result: Result, rule: str = "equal", plain: Result | None = None) -> dict:
+def as_json(
+    result: Result, rule: str = "equal", plain: Result | None = None, ranks: int = 1
+) -> dict:
     """The object that `--json` prints.
 
-    rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with.
+    rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with. ranks: how
+    many processes the target was dealt among.
     """
     row = {
         "prompt": result.prompt if result.prompt is not None else result.prompt_ids,
@@ -30,13 +33,15 @@ def as_json(result: Result, rule: str = "equal", plain: Result | None = None) ->
         "finish": result.finish,
         "accept": rule,
         "lossy": rule in LOSSY,
+        "ranks": ranks,
     }
     if result.stop is not None:
         row["stop"] = result.stop
     if result.scores:
         row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in result.scores]
     if plain is not None:
-        row |= {"plain": as_json(plain), "speedup": speedup(result, plain), "equal": result.ids == plain.ids}
+        row |= {"plain": as_json(plain, ranks=ranks), "speedup": speedup(result, plain)}
+        row["equal"] = result.ids == plain.ids
     return row
 
 

@@ -115,7 +115,8 @@ def build(request: Request) -> DraftModel:
         if not tokenizer.same_ids(request.tokenizer):
             raise InputError(f"{request.draft}: its tokenizer gives other ids than the target's")
     weight = request.target.embed.weight
-    model, _ = load_model(request.draft, weight.device, weight.dtype)
+    ranks = request.target.ranks and request.target.ranks.of_heads
+    model, _ = load_model(request.draft, weight.device, weight.dtype, ranks)
     request.prepare(model)
     chain = TreeShape(6, 4, 1) if request.rule == "residual" else None
     tree = eagle_tree(request.tree or chain or request.default_tree)

@@ -35,6 +35,7 @@ from engine.body import check_prompt
 from engine.calibrating import PROMPTS, calibrate
 from engine.calibration import USUAL, Calibration
 from engine.costs import measured_once
+from engine.dealing import prepare
 from engine.decoder import Decoder
 from engine.runtime import Runtime
 from engine.seats import Seats
@@ -44,6 +45,7 @@ from kernels.cpu import try_kernels
 from kernels.gpu import here
 from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
+from kernels.ranks import Ranks
 from model import Transformer
 from networks.head import Head
 from sampling.rules import RULES
@@ -86,20 +88,27 @@ class Drafting:
 
 
 def load_target(
-    checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None
+    checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> Target:
     """Load a converted target. `say` is called with one line when something slow starts or ends.
 
     Where our kernels cannot be compiled or loaded it runs without `Runtime.compile`, and `say` is told why.
-    Raises InputError, one line, if anything is missing, damaged or does not fit.
+    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
+    missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare(checkpoint)
-    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype)
+    if ranks is not None:
+        prepare(checkpoint, runtime, say, ranks)
+    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     target.put_on_kernels(model)
+    if ranks is not None and runtime.compile and not (model.on_kernels or model.embed.weight.is_cuda):
+        say("ranks on CPUs do without torch.compile: what the kernels do not take runs on PyTorch, slower")
+        target = replace(target, runtime=replace(runtime, compile=False))
     if runtime.kv == "int8":
         if not model.on_kernels:
             raise InputError(
@@ -287,8 +296,13 @@ class Target:
         """Which trees to draft for so many texts at a time, by what they cost here and are accepted for.
 
         Nothing: the drafter's own. Without "auto" that is so with torch.compile on a CPU, whose passes would
-        have to be compiled for every number of rows.
+        have to be compiled for every number of rows. Several ranks take one tree: each of them measures other
+        times, and would choose another.
         """
+        if self.model.ranks is not None:
+            if drafting.tree == "auto":
+                raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
+            return {}
         on_gpu = self.model.embed.weight.is_cuda
         measured = self._has_free_trees or (on_gpu and self.runtime.compile)
         wanted = drafting.tree == "auto" or (drafting.tree is None and measured)

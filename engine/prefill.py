@@ -6,7 +6,8 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from engine.step import noise_ahead, shape_logits
+from engine.step import needs_all, noise_ahead, shape_logits
+from kernels.parallel import logits_of
 from kernels.parts import draw, visible_before
 from model import Transformer
 from sampling.options import Modes
@@ -35,7 +36,7 @@ def prefill(
     ends = state.reading & (last < chunk.shape[0])
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
-    raw = target.logits(pick(x, row))
+    raw = logits_of(target, pick(x, row), needs_all(modes))
     chosen = draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
+from kernels.parallel import Part, agreed, logits_of
 from kernels.parts import accept, draw, gumbel, restrict, visible_slots
 from model import Transformer
 from sampling.acceptance import accept_by
@@ -19,12 +20,13 @@ from tree import Tree, pick
 
 
 def shape_logits(
-    logits: Tensor, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
+    logits: Tensor | Part, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
     """What is drawn from, of the target's logits [B, T, V]: moved by penalties and biases, -inf outside of
     what a grammar allows and a request restricts them to.
 
-    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone.
+    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone. A `Part` of them is
+    left as it is: no mode then asks for anything.
     """
     if modes.guided:
         logits = allow(logits, state.allowed[:, : tokens.shape[1]])
@@ -34,6 +36,11 @@ def shape_logits(
     if modes.restricted:
         logits = restrict(logits, state.temperature, state.top_k, state.top_p)
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits
+
+
+def needs_all(modes: Modes) -> bool:
+    """Whether a step needs the logits of all tokens side by side, and not only the best with its noise."""
+    return any(modes[1:])
 
 
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
@@ -47,7 +54,7 @@ class Verified(NamedTuple):
 
     tree: Tree
     distribution: Tensor | None  # see `drafters.base.Proposal`
-    logits: Tensor  # [B, T, V], the target's at each node
+    logits: Tensor | Part  # [B, T, V], the target's at each node
     features: Tensor | None  # [B, T, F]
     noise: Tensor | None  # [B, W, V]
 
@@ -72,6 +79,7 @@ def verify(
     modes, window = Modes(*modes), drafter.shape.window
     noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
+    tree, distribution = agreed(target, tree, distribution)
 
     T = drafter.shape.nodes
     tokens, depth, sees = tree.tokens, tree.depth, tree.ancestors
@@ -84,7 +92,8 @@ def verify(
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
-    return Verified(tree, distribution, target.logits(x), features, noise)
+    whole = needs_all(modes) or (modes.noisy and drafter.rule != "equal")
+    return Verified(tree, distribution, logits_of(target, x, whole), features, noise)
 
 
 def commit(

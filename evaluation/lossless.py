@@ -14,6 +14,7 @@ import torch
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from evaluation.answers import Answer
+from kernels.ranks import Ranks
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
 from tokens.ids import common_prefix
@@ -58,12 +59,16 @@ def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
 class Judge:
     """Scores differences. The target in float32 is loaded when the first one is met."""
 
-    def __init__(self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False):
+    def __init__(
+        self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
+        ranks: Ranks | None = None,
+    ):
         """dtype, device: those the answers were computed in.
 
         exact: the rows of a pass do not depend on each other (on our kernels), so no difference is a tie.
+        ranks: that the target is dealt among, which all judge the same texts.
         """
-        self.checkpoint, self.device = checkpoint, device
+        self.checkpoint, self.device, self.ranks = checkpoint, device, ranks
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
         self.share = 0.0 if exact else ROUNDED_TIE.get(mode, TIE[dtype])
         self._target: Transformer | None = None
@@ -92,8 +97,10 @@ class Judge:
         """The float32 logits [V] after these tokens."""
         if self._target is None:
             try:
-                self._target, _ = load_model(self.checkpoint, self.device, torch.float32)
+                self._target, _ = load_model(self.checkpoint, self.device, torch.float32, self.ranks)
             except RuntimeError:  # no memory left beside the target that answered
+                if self.ranks:
+                    raise
                 self.device = "cpu"
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32)
         ids = torch.tensor([prefix], device=self.device)

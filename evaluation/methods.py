@@ -58,7 +58,8 @@ def load_contenders(
         drafter, switch, flags = model.decoder.drafter, model.decoder.switch, draftings[name].flags
         drafter_identity = identity(drafter) + drafter.made_of
         tree = switch.plan.trees if switch else drafter.shape
-        contenders[name] = Contender(
-            model, f"{target_identity} {format_hash} {drafter_identity} {tree} {flags}"
-        )
+        known_by = f"{target_identity} {format_hash} {drafter_identity} {tree} {flags}"
+        if ranks := target.model.ranks:  # each knows its own part
+            known_by = f"{ranks.count} ranks: {ranks.name(known_by, model.decoder.device)}"
+        contenders[name] = Contender(model, known_by)
     return contenders

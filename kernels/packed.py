@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from kernels import cpu
+from kernels.parallel import Summed
 from kernels.quantized import QuantizedLinear
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Head
@@ -239,6 +240,8 @@ def pack_models(*models: nn.Module) -> bool:
             if all(_is_packed(layer) for layer in model.layers):
                 model.run_layers, model.move, model.on_kernels = run_layers, move, True
                 model.packed_weights = _together(model.layers)
+            elif all(_is_packed(layer, summed=True) for layer in model.layers):
+                model.move, model.on_kernels = move, True  # its layers meet other ranks: a call for each part
             else:
                 complete = False
         if isinstance(model, Eagle3Head):
@@ -282,8 +285,10 @@ def _takes_mlp(mlp: MLP, dtype: torch.dtype, device: torch.device) -> bool:
     return _takes(mlp.w_gate_up, dtype, device) and _takes(mlp.w_down, dtype, device)
 
 
-def _is_packed(layer: Block) -> bool:
-    linear = isinstance(layer.wqkv, PackedLinear) and isinstance(layer.wo, PackedLinear)
+def _is_packed(layer: Block, summed: bool = False) -> bool:
+    """Whether all of a layer is on the kernels. summed: apart from its sums over ranks."""
+    wo, mlp = (x.layer if summed and isinstance(x, Summed) else x for x in (layer.wo, layer.mlp))
+    linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
-    rest = isinstance(layer.mlp, PackedMLP) and all(isinstance(norm, PackedNorm) for norm in norms)
+    rest = isinstance(mlp, PackedMLP) and all(isinstance(norm, PackedNorm) for norm in norms)
     return layer.attention is attention and linear and rest

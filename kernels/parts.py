@@ -17,6 +17,7 @@ import sampling.restrict
 import tree
 from kernels import cpu
 from kernels.gpu import here
+from kernels.parallel import Part
 from tree import Growth, Tree
 
 if here.CAN:
@@ -74,12 +75,22 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
     return sampling.restrict.restrict(logits, temperature, top_k, top_p)
 
 
-def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
+def draw(logits: Tensor | Part, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
     """The target's token at every row [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
 
     depth [B, T]: which row of the noise is whose, as nodes of one depth stand at one position and share its
-    noise. None: the first is everyone's.
+    noise. None: the first is everyone's. Of a `Part` each rank draws among its own tokens, and the best of
+    these is taken: the logits stay where they are.
     """
+    if isinstance(logits, Part):
+        own, first, ranks = logits
+        noise = None if noise is None else noise[..., first : first + own.shape[-1]].contiguous()
+        drawn = draw(own, noise, depth)
+        value = own.gather(-1, drawn[..., None])[..., 0]
+        if noise is not None:
+            rows = noise[:, :1].expand(-1, drawn.shape[1], -1) if depth is None else tree.pick(noise, depth)
+            value = value + rows.gather(-1, drawn[..., None])[..., 0]
+        return ranks.best(value, drawn + first)
     if cpu.is_alone():
         return cpu.draw(logits, noise, depth)
     if here.runs_on(logits):

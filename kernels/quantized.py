@@ -257,7 +257,8 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
     """The linear layers that quantisation replaces: the lm_head if asked for, no router of experts."""
     return [
         name for name, child in module.named_modules()
-        if isinstance(child, nn.Linear) and not name.endswith("router") and (lm_head or name != "lm_head")
+        if isinstance(child, nn.Linear) and not name.endswith("router")
+        and (lm_head or name.partition(".")[0] != "lm_head")
     ]
 
 

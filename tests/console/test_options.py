@@ -61,6 +61,7 @@ REFUSED = (
     ((*PROMPT, "--isa", "avx2", "--no-compile"), "--isa avx2: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--kv", "int8", "--no-kernels"), "--kv int8: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--kv", "int8", "--no-compile"), "--kv int8: is for the kernels; leave out --no-kernels"),
+    ((*EAGLE3, "--shard-head"), "--shard-head: deals what drafts among ranks; add --speculate, and start"),
     ((*PROMPT, "--draft", "folder"), "--draft folder: plain decoding uses no head"),
     ((*PROMPT, "--tree", "paper"), "--tree paper: plain decoding drafts no tree"),
     ((*EAGLE3, "--tree", "paper", "--tree-nodes", "8"), f"--tree paper: {TREE}"),

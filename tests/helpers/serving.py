@@ -38,10 +38,11 @@ class Serving:
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, log: Path, *options: str) -> Iterator[Serving]:
+def serving(checkpoint: Path, log: Path, *options: str, ranks: int = 1) -> Iterator[Serving]:
     """A server of this checkpoint on a free port, uncompiled; log: the file for what it says."""
-    command = [sys.executable, str(ROOT / "serve.py"), "--checkpoint", str(checkpoint), "--port", "0"]
-    command += ["--no-compile", "--threads", "1", *options]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
+    command = [sys.executable, *launch, str(ROOT / "serve.py"), "--checkpoint", str(checkpoint)]
+    command += ["--port", "0", "--no-compile", "--threads", "1", *options]
     environment = {k: v for k, v in os.environ.items() if k != "EAGLE_API_KEY"}
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, env=environment)

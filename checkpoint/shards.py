@@ -1,0 +1,42 @@
+"""What each of several ranks reads of a target's file, and what it weighs."""
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from checkpoint.folder import ADVICE, WEIGHTS, check_config
+from checkpoint.weights import listed
+from kernels.parallel import Share
+from kernels.quantized import Scheme
+
+
+def shares_of(config: dict, count: int) -> list[Share]:
+    """What each of `count` ranks has of the target, or the head, that a config.json describes.
+
+    Raises InputError, with the numbers, if it cannot be dealt to so many; every rank raises the same.
+    """
+    args = check_config(config)
+    scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
+    tokens = config.get("draft_vocab_size")
+    return [Share.of(args, scheme, rank, count, tokens) for rank in range(count)]
+
+
+def weigh(folder: Path, dtype: torch.dtype | None, shares: list[Share]) -> tuple[int, int, int]:
+    """Bytes of a target's weights in this dtype (None: as stored): in all, what the rank that has most of
+    them holds, and what is whole on every rank. Only the file's header is read.
+
+    Raises InputError if there is no such file, or it is damaged.
+    """
+    held, whole, total = [0] * len(shares), 0, 0
+    for name, (kind, shape) in listed(folder / WEIGHTS, ADVICE).items():
+        size = int(re.search(r"\d+", kind)[0]) // 8  # BF16, F8_E4M3
+        if dtype is not None and kind in ("F32", "BF16", "F16") and not name.endswith(".scale"):
+            size = dtype.itemsize
+        total += math.prod(shape) * size
+        whole += math.prod(shape) * size if shares[0].cut(name, shape) is None else 0
+        for rank, share in enumerate(shares):
+            held[rank] += math.prod(share.shape(name, shape)) * size
+    return total, max(held), whole

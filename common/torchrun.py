@@ -1,0 +1,54 @@
+"""Commands that torchrun starts several times: which process this is, and that they speak with one voice."""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+
+PATIENCE = timedelta(seconds=5)  # for the store that torchrun keeps
+
+
+def several() -> bool:
+    """Whether this is one of several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def is_first() -> bool:
+    """Whether this is the only process, or the first of several."""
+    return not several() or os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def one_voice() -> Iterator[Callable[[str], None]]:
+    """A context in which only the first of several processes prints.
+
+    Its value prints a last line, an error, of whichever process has one first. Without torchrun it prints
+    every line, and nothing is muted.
+    """
+    voice = sys.stderr
+
+    def say(line: str) -> None:
+        if not several() or _is_first_to_say():
+            print(line, file=voice, flush=True)
+
+    if is_first():
+        yield say
+        return
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with contextlib.redirect_stderr(nowhere):
+            yield say
+
+
+def _is_first_to_say() -> bool:
+    """Whether no other process has asked before. True where nobody can be asked."""
+    import torch.distributed as dist
+
+    env = os.environ
+    try:
+        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
+        start = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return store.add(f"last line of {start}", 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True

@@ -1,0 +1,229 @@
+"""A target dealt among several ranks (tensor parallel): the plan, and the modules that put it together.
+
+Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. What
+these two give is a part of a sum, so each layer has two sums over the ranks. The lm_head is cut by tokens: a
+rank finds the best of its own, and tells the others that one. All else is whole on every rank: norms, routers
+of experts, the embedding table, which is looked up and not read, and, unless `Ranks.heads`, all that drafts.
+"""
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common.errors import InputError
+from kernels.quantized import INPUTS as ROUNDED_TOGETHER
+from kernels.quantized import Scheme
+from kernels.ranks import Ranks
+from model import Block, Linear, ModelArgs, Transformer
+from tree import Tree
+
+OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
+# What stands before and after a layer's name in a file, of targets and of heads.
+AROUND = re.compile(r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|\.(weight|bias|scale)$")
+# A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
+PLAN = {
+    "wqkv": (OUTPUTS, ("queries", "keys", "keys")),  # keys, then values
+    "wo": (INPUTS, ("queries",)),
+    "mlp.w_gate_up": (OUTPUTS, ("inner", "inner")),  # also the stacks of experts: each is dealt
+    "mlp.w_down": (INPUTS, ("inner",)),
+    "lm_head": (OUTPUTS, ("tokens",)),
+}
+SUMMED = ("wo", "mlp")  # parts of a layer whose outputs are added over the ranks
+
+
+class Span(NamedTuple):
+    """Of something of this size, what one rank has: first ... last - 1."""
+
+    size: int
+    first: int
+    last: int
+
+    @property
+    def count(self) -> int:
+        """How many it has."""
+        return self.last - self.first
+
+
+def _dealt(count: int, unit: int, rank: int, ranks: int) -> Span:
+    """So many pieces of `unit` dealt evenly; where they do not divide, some ranks have one more."""
+    return Span(count * unit, count * rank // ranks * unit, count * (rank + 1) // ranks * unit)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of a target: of its queries, its keys (or values), its MLP's inner width, its tokens.
+
+    A group of query heads stays with its key/value head. Where there are more ranks than key/value heads,
+    several ranks hold the same one.
+    """
+
+    queries: Span
+    keys: Span
+    inner: Span
+    tokens: Span
+
+    @classmethod
+    def of(
+        cls, args: ModelArgs, scheme: Scheme | None, rank: int, ranks: int, tokens: int | None = None
+    ) -> Share:
+        """tokens: of the lm_head, if it is not the vocabulary.
+
+        Raises InputError, with the numbers, if the target cannot be dealt to so many ranks.
+        """
+        nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
+        if nkv < ranks and (ranks % nkv or nh % ranks):
+            raise InputError(
+                f"{ranks} ranks: {nkv} key/value heads for {nh} query heads can be dealt to at most {nkv}, or"
+                f" to a multiple of {nkv} that divides {nh}; choose another --nproc-per-node"
+            )
+        # Inputs that are rounded together, or whose weights are, stay together; else pairs do, as 16-bit
+        # kernels read them.
+        mode, unit = scheme.of("layers") if scheme else (None, 0)
+        unit = ROUNDED_TOGETHER if mode == "w8a8" else unit
+        pieces = unit or 2 - inner % 2
+        tokens = tokens or args.vocab_size
+        if inner % pieces or inner // pieces < ranks or tokens < ranks:
+            raise InputError(
+                f"{ranks} ranks: an MLP of {inner} inner values, {pieces} of which stay together,"
+                f" and {tokens} tokens cannot be dealt to so many; choose another --nproc-per-node"
+            )
+        if nkv < ranks:
+            head = nkv * rank // ranks
+            queries, keys = _dealt(nh, hd, rank, ranks), Span(nkv * hd, head * hd, (head + 1) * hd)
+        else:
+            queries, keys = _dealt(nkv, nh // nkv * hd, rank, ranks), _dealt(nkv, hd, rank, ranks)
+        if unit and (queries.first % unit or queries.last % unit):
+            raise InputError(
+                f"{ranks} ranks: {mode} takes {unit} inputs together, rank {rank} would have the inputs"
+                f" {queries.first} to {queries.last} of attention's output; choose another --nproc-per-node"
+            )
+        return cls(
+            queries, keys, _dealt(inner // pieces, pieces, rank, ranks), _dealt(tokens, 1, rank, ranks)
+        )
+
+    def args(self, whole: ModelArgs) -> ModelArgs:
+        """The shape of what this rank computes. The vocabulary is the whole one, as embeddings are."""
+        hd = whole.head_dim
+        return replace(
+            whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
+            intermediate_size=self.inner.count,
+        )
+
+    def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
+        """Of a tensor of the whole target, by its name and shape: the dimension that is cut, and the ranges
+        along it that this rank has. None: all of it.
+        """
+        layer = AROUND.sub("", name)
+        if layer not in PLAN:
+            return None
+        dimension, along = PLAN[layer]
+        if len(shape) == 1:  # a bias
+            dimension = -1
+        spans = [getattr(self, what) for what in along]
+        length, whole = shape[dimension], sum(span.size for span in spans)
+        if length == 1 and dimension == INPUTS:  # scales of rows
+            return None
+        ranges, before = [], 0
+        for size, first, last in spans:  # two values of 4 bits lie in a byte, a group of inputs has one scale
+            ranges.append(((before + first) * length // whole, (before + last) * length // whole))
+            before += size
+        return dimension % len(shape), ranges
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what this rank has of a tensor of the whole target."""
+        if (cut := self.cut(name, shape)) is None:
+            return shape
+        dimension, ranges = cut
+        return *shape[:dimension], sum(b - a for a, b in ranges), *shape[dimension + 1 :]
+
+    def take(self, name: str, file) -> Tensor:
+        """Read what this rank has of a tensor in an open safetensors file, and nothing else."""
+        stored = file.get_slice(name)
+        if (cut := self.cut(name, tuple(stored.get_shape()))) is None:
+            return file.get_tensor(name)  # a view of the file, whose memory the ranks of a machine share
+        dimension, ranges = cut
+        before = (slice(None),) * dimension
+        return torch.cat([stored[(*before, slice(a, b))] for a, b in ranges], dimension)
+
+
+class Summed(nn.Module):
+    """A layer (or a whole MLP) that gives a part of a sum over the ranks."""
+
+    def __init__(self, layer: nn.Module, ranks: Ranks):
+        super().__init__()
+        self.layer, self.ranks = layer, ranks
+
+    def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
+        """The whole sum [..., H], added to `onto` [..., H], if given."""
+        y = self.ranks.sum(self.layer(x, None))
+        return y if onto is None else onto + y
+
+
+class Part(NamedTuple):
+    """The logits [..., n] that one rank has: of the tokens first ... first + n - 1."""
+
+    logits: Tensor
+    first: int
+    ranks: Ranks
+
+
+class DealtHead(nn.Module):
+    """An lm_head of which every rank has some tokens. layer: this rank's. tokens: of how many each has."""
+
+    def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
+        super().__init__()
+        self.layer, self.tokens, self.ranks = layer, tokens, ranks
+        self.before = sum(tokens[: ranks.rank])
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [..., H] -> float32 logits of all tokens [..., V], on every rank."""
+        return self.ranks.join(self.layer.logits(x), self.tokens)
+
+    def part(self, x: Tensor) -> Part:
+        """x [..., H] -> the float32 logits of this rank's own tokens."""
+        return Part(self.layer.logits(x), self.before, self.ranks)
+
+
+def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
+    """Let a target, or a head, compute with the other ranks, in place. It has this rank's weights.
+
+    shares: of all ranks. The lm_head that a head borrows from its target stays what it is there.
+    """
+    tokens = [share.tokens for share in shares]
+    for layer in [module for module in model.modules() if isinstance(module, Block)]:
+        for name in SUMMED:
+            setattr(layer, name, Summed(getattr(layer, name), ranks))
+    if isinstance(model, Transformer):
+        model.ranks = ranks
+        if model.lm_head is None:  # tied: a view of the table
+            model.lm_head = Linear(1, 1, bias=False, device="meta")
+            rows = model.embed.weight.detach()[tokens[ranks.rank].first : tokens[ranks.rank].last]
+            model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    if model.lm_head is not None:
+        model.lm_head = DealtHead(model.lm_head, tuple(span.count for span in tokens), ranks)
+
+
+def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:
+    """`Transformer.logits` of x [..., H]; of a target that is dealt, unless `whole`, this rank's part."""
+    if whole or target.ranks is None:
+        return target.logits(x)
+    return target.lm_head.part(target.norm(x))
+
+
+def agreed(target: Transformer, tree: Tree, distribution: Tensor | None) -> tuple[Tree, Tensor | None]:
+    """The first rank's tree, and the distributions it was drawn from, on every rank of a target.
+
+    What drafts is whole everywhere and computes the same; but were a last bit to differ on another processor,
+    the ranks would verify different trees, and add up what does not belong together.
+    """
+    if target.ranks is None or tree.tokens.shape[1] == 1:
+        return tree, distribution
+    nodes = torch.stack((tree.tokens, tree.parent, tree.depth), -1)
+    nodes = target.ranks.first(torch.cat((nodes, tree.ancestors.long()), -1))
+    tree = Tree(*nodes[..., :3].unbind(-1), nodes[..., 3:].bool(), tree.scores)
+    return tree, None if distribution is None else target.ranks.first(distribution)

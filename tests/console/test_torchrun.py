@@ -1,0 +1,157 @@
+"""generate.py on several ranks, as a user starts it: one voice, the text of one process, one line at the end.
+"""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import ROOT
+
+import evaluate
+import generate
+from common.errors import InputError
+from kernels.ranks import Ranks, joined
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+EAGLE = ("--speculate", "eagle3", "--tree", "8,2,3", "--prompt", "Hello")
+
+
+def start(*args) -> subprocess.Popen:
+    command = [*LAUNCH, "generate.py", *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def ours(err: str) -> list[str]:
+    """The lines of generate.py on stderr: torchrun adds a report of its own, and warnings."""
+    known = "error: ", "loaded ", "ready ", "2 ranks: ", "interrupted"
+    return [line for line in err.splitlines() if line.startswith(known)]
+
+
+def finished(*args, status: int = 0) -> tuple[str, list[str]]:
+    """What a run printed, and its lines on stderr."""
+    run = start(*args)
+    out, err = run.communicate(timeout=240)
+    assert (run.returncode != 0) == bool(status), err[-3000:]
+    return out, ours(err)
+
+
+@pytest.mark.slow
+def test_two_ranks_speak_with_one_voice(golden, capsys, tmp_path):
+    args = ("--checkpoint", golden, *EAGLE, "--max-new-tokens", 24, "--no-compile", "--temperature", 0.8)
+    assert generate.main([*map(str, args), "--json", "--trace", str(tmp_path / "one")]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    out, lines = finished(*args, "--json", "--compare", "--trace", tmp_path / "two")
+    (row,) = map(json.loads, out.splitlines())
+    assert row["ranks"] == row["plain"]["ranks"] == 2 and alone["ranks"] == 1
+    assert row["output_ids"] == alone["output_ids"] and row["accept_lengths"] == alone["accept_lengths"]
+    assert row["equal"] is True and (tmp_path / "two").stat().st_size == (tmp_path / "one").stat().st_size
+    assert [line.split()[0] for line in lines] == ["2", "loaded", "ready"]
+    assert "each holds at most 0.00 GB of the target's 0.00 GB" in lines[0]
+    assert "caches 256 numbers a token" in lines[0]  # 8 layers, a key and a value of 16 of one head
+
+
+@pytest.mark.slow
+def test_a_grammar_guides_every_rank_alike(golden, capsys):
+    """The host of each says what may follow; with the head dealt too."""
+    args = ("--checkpoint", golden, *EAGLE, "--max-new-tokens", 30, "--no-compile", "--json", "--json-object")
+    assert generate.main([*map(str, args)]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    (row,) = map(json.loads, finished(*args, "--shard-head")[0].splitlines())
+    assert row["output_ids"] == alone["output_ids"] and row["text"].startswith("{")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args, words", [
+    (("--prompt", "Hello", "--max-seq-len", 9999), "--max-seq-len 9999: must be 2 to 1024"),
+    (("--interactive",), "--interactive: ranks have one terminal"),
+    (("--prompt", "Hello", "--speculate", "eagle3", "--tree", "auto"), "--tree auto: several ranks cannot"),
+    (("--prompt", "Hello", "--autotune"), "--autotune: ranks would choose different kernels"),
+], ids=lambda x: x if isinstance(x, str) else "")
+def test_what_ranks_refuse_is_said_once(golden, args, words):
+    out, lines = finished("--checkpoint", golden, *args, "--no-compile", status=1)
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert not out and len(errors) == 1 and words in errors[0]
+
+
+@pytest.mark.slow
+def test_ranks_do_not_convert(tmp_path):
+    source = ROOT / "tests" / "golden" / "target"
+    _, lines = finished("--checkpoint", source, "--prompt-ids", "1,2", "--no-compile", status=1)
+    assert len(lines) == 1 and "not converted yet; run python convert_checkpoint.py" in lines[0]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
+    return [int(x) for x in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_one_rank_dies_all_end_within_seconds(golden, lost):
+    """It is killed while the ranks decode: the other one says so, in one line, and nobody is left."""
+    prompts = [x for i in range(40) for x in ("--prompt", f"Hello {i}")]
+    run = start("--checkpoint", golden, *prompts, "--batch-size", 1, "--max-new-tokens", 900, "--no-compile")
+    said = ""
+    while "ready" not in said:
+        said += run.stderr.readline()
+        assert run.poll() is None, said
+    time.sleep(0.5)
+    ranks = children(run.pid)
+    assert len(ranks) == 2
+    numbers = {int(dict(
+        line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
+    )["RANK"]): pid for pid in ranks}
+    began = time.monotonic()
+    os.kill(numbers[lost], signal.SIGKILL)
+    _, err = run.communicate(timeout=60)
+    assert time.monotonic() - began < 20 and run.returncode != 0
+    errors = [line for line in ours(err) if line.startswith("error: ")]
+    ends = "has lost another one", "is ended by torchrun"  # whichever it notices first
+    assert len(errors) == 1 and errors[0].startswith(f"error: rank {1 - lost} of 2 "), err[-3000:]
+    assert any(words in errors[0] for words in ends)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.parametrize("kv", ["auto", "int8"])
+def test_drafted_text_is_plain_text_on_the_kernels_too(golden, kv):
+    """In bfloat16: a row's sum over the ranks does not depend on the rows beside it."""
+    args = ("--checkpoint", golden, *EAGLE, "--max-new-tokens", 60, "--dtype", "bf16", "--kv", kv)
+    for more in ((), ("--temperature", 1, "--seed", 4)):
+        (row,) = map(json.loads, finished(*args, *more, "--json", "--compare")[0].splitlines())
+        assert row["equal"] is True and row["tau"] > 1.2 and row["tokens"] == 60
+
+
+def test_trees_are_measured_by_one_process(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert evaluate.main(["--checkpoint", "folder", "--out", str(tmp_path), "--calibrate"]) == 1
+    assert "error: --calibrate: trees are measured by one process" in capsys.readouterr().err
+
+
+def test_a_group_that_is_described_in_part(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="RANK, MASTER_ADDR, MASTER_PORT: not set; start several"):
+        with joined("cpu"):
+            pass
+
+
+def test_ranks_that_differ_do_not_decode():
+    class Unlike(Ranks):
+        def every(self, x):
+            return x[None] + torch.arange(2)
+
+    with pytest.raises(InputError, match=r"2 ranks that differ: .*avx2, 1 threads"):
+        Unlike(0, 2, "").agree("avx2, 1 threads", "cpu")

@@ -1,0 +1,60 @@
+"""What is checked and said before a target is dealt among ranks."""
+import pytest
+import torch
+
+from common.errors import InputError
+from engine import dealing
+from engine.api import Drafting, load_target
+from engine.runtime import Runtime
+from kernels.ranks import Ranks, short_sums_in_shared_memory
+
+
+class Alike(Ranks):
+    """Two ranks that say the same."""
+
+    def every(self, x):
+        return torch.stack((x, x))
+
+
+RANKS, RUNTIME = Alike(1, 2, ""), Runtime("cpu", compile=False)
+
+
+def test_what_each_will_hold_is_said_before_it_is_read(golden, monkeypatch):
+    said = []
+    monkeypatch.setattr(dealing, "free_memory", lambda device: 10**12)
+    dealing.prepare(golden, RUNTIME, said.append, RANKS)
+    weights = load_target(golden, RUNTIME).model.state_dict()
+    total = sum(x.nbytes for x in weights.values())
+    table = weights["embed.weight"].nbytes
+    assert len(said) == 1 and said[0].endswith("caches 256 numbers a token")
+    assert f"{(total + table) / 2e9:.2f} GB of the target's {total / 1e9:.2f} GB" in said[0]
+
+
+@pytest.mark.parametrize("here, enough", [(1, True), (2, False)])
+def test_ranks_of_a_machine_share_its_memory(golden, monkeypatch, here, enough):
+    """There is room for the weights of one rank, of 0.8 MB, and not of two."""
+    said = []
+    monkeypatch.setattr(dealing, "free_memory", lambda device: 1_100_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    if enough:
+        dealing.prepare(golden, RUNTIME, said.append, RANKS)
+        return
+    with pytest.raises(InputError, match=r"2 ranks: each holds .* GB are free for 2 of them here: take more"):
+        dealing.prepare(golden, RUNTIME, said.append, RANKS)
+    assert not said
+
+
+@pytest.mark.slow
+def test_without_gpus_sums_are_not_made_in_symmetric_memory():
+    import torch._inductor.config as settings
+
+    said = short_sums_in_shared_memory(RANKS, torch.device("cpu"))
+    assert said.startswith("by NCCL; symmetric memory cannot be had (")
+    assert settings._collective.auto_select is False
+
+
+def test_what_ranks_cannot_do_yet(golden):
+    target = load_target(golden, RUNTIME)
+    target.model.ranks = RANKS
+    with pytest.raises(InputError, match="--tree auto: several ranks cannot choose trees by time yet"):
+        target.decoder(Drafting("eagle3", tree="auto"))

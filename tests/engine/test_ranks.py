@@ -1,0 +1,112 @@
+"""A target dealt among several processes gives the texts of one, in float32, token for token.
+
+One group of two processes and one of four decode all cases; see `helpers.ranked`.
+"""
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+from helpers.drafters import NAMES
+from helpers.families import TARGETS, make_target
+from helpers.heads import make_head, write_head
+from helpers.ranked import MODES, everything
+from helpers.sources import CONFIG, target_state, write_source
+
+from checkpoint.convert import convert
+from checkpoint.quantizing import quantize_folder
+from kernels.quantized import BESIDE, FOUR_BITS, Scheme
+from kernels.quantized import MODES as PRECISIONS
+
+pytestmark = pytest.mark.slow
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+# Rounded to fp8, a row's inputs depend on who has which of them: other roundings, other texts at times.
+EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
+
+
+def with_heads(folder, source):
+    """The converted target, with EAGLE heads in its folder."""
+    folder = convert(source, folder, quiet=True)
+    for kind in ("eagle", "eagle3"):
+        state, config = make_head(kind)
+        convert(write_head(source.parent / f"{folder.name} {kind}", state, config), target=folder, quiet=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(golden, tmp_path_factory):
+    """Converted: a target of each family with heads, one in each precision, one of sizes that neither two nor
+    four divide, and the golden one.
+    """
+    made, work = tmp_path_factory.mktemp("dealt"), tmp_path_factory.mktemp("sources")
+    for name in TARGETS:
+        make_target(work / name, name)
+        with_heads(made / name, work / name)
+    odd = CONFIG | {
+        "num_attention_heads": 10, "num_key_value_heads": 5, "vocab_size": 97, "intermediate_size": 58,
+        "torch_dtype": "float32",
+    }
+    convert(write_source(work / "odd", target_state(odd), odd), made / "odd", quiet=True)
+    wide = CONFIG | {"intermediate_size": 256, "head_dim": 64, "torch_dtype": "float32"}
+    convert(write_source(work / "wide", target_state(wide), wide), work / "exact", quiet=True)
+    for mode in PRECISIONS:
+        group = 32 if mode in FOUR_BITS else 0
+        quantize_folder(work / "exact", made / mode, Scheme(mode, group, BESIDE.get(mode, mode)))
+    (made / "golden").symlink_to(golden)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process gives."""
+    return json.loads(json.dumps(everything(folder)))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+def dealt(request, folder, tmp_path_factory):
+    """What so many processes give."""
+    out = tmp_path_factory.mktemp("said") / "texts.json"
+    run = subprocess.run(
+        [*LAUNCH, str(request.param), "-m", "helpers.ranked", str(folder), str(out)], cwd=ROOT,
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=900,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", [*TARGETS, *EXACT, "odd"])
+def test_families_and_precisions(alone, dealt, name):
+    assert dealt[name] == alone[name]
+    if name in TARGETS:
+        assert dealt[name]["eagle3"] == dealt[name]["eagle"] == dealt[name]["plain"]
+        assert dealt[name]["drawn"] != dealt[name]["plain"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafters(alone, dealt, name):
+    assert dealt["drafters"][name] == alone["drafters"][name]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "eagle", "draft-model"])
+def test_heads_that_are_dealt_too(alone, dealt, name):
+    for what in (name, f"{name}, drawn"):
+        assert dealt["heads"][what] == alone["heads"][what]
+
+
+@pytest.mark.parametrize("name", [*MODES, "typical"])
+def test_modes(alone, dealt, name):
+    assert dealt["modes"][name] == alone["modes"][name]
+
+
+def test_a_step_is_one_graph_with_two_sums_a_layer(alone, dealt):
+    """As torch.compile traces it for GPUs: eight layers, the best token, the tree. Prefill has no tree."""
+    assert dealt["traced"]["text"] == alone["traced"]["text"] == alone["modes"]["greedy"]
+    assert alone["traced"]["exchanges"] == [[0, 0]]
+    assert dealt["traced"]["exchanges"] == [[2 * 8 + 1, 0], [2 * 8 + 1, 1]]
+
+
+def test_fp8(alone, dealt):
+    assert [len(text) for text in dealt["fp8"]["plain"]] == [len(text) for text in alone["fp8"]["plain"]]

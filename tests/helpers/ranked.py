@@ -1,0 +1,161 @@
+"""All texts that are compared between one process and several: every family, drafter, precision and mode.
+
+Started by torchrun with a folder and a file, each rank decodes them with the others; the first writes them to
+the file, once all have said the same.
+"""
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from checkpoint.loading import load_head, load_model
+from drafters.base import Drafter
+from drafters.draft_model import DraftModel
+from drafters.eagle import Eagle
+from engine.compiling import compile_graph
+from engine.decoder import Decoder
+from helpers.drafters import NAMES, make_drafter
+from kernels.ranks import Ranks, joined
+from model import Transformer
+from networks.head import Head
+from sampling.options import Sampling
+from tree import TreeShape
+
+TREE, TOKENS = TreeShape(8, 2, 3), 12
+PROMPTS = [[7, 21, 90], [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]]
+# What a step reads of the logits beside their best: each is an option of a request.
+MODES = {
+    "greedy": {},
+    "top-k and top-p": {"temperature": 0.9, "top_k": 40, "top_p": 0.8, "seed": 1},
+    "min-p": {"temperature": 1.1, "min_p": 0.05, "seed": 2},
+    "penalties": {"temperature": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.2, "seed": 3},
+    "a bias": {"logit_bias": ((101, 3.0), (97, -100.0))},
+    "log-probabilities": {"logprobs": 3},
+}
+
+
+def texts(target: Transformer, drafter: Drafter | None, **sampling) -> list[list[int]]:
+    """What a target goes on with after each of the prompts."""
+    decoder = Decoder(target, drafter, batch=2, max_seq_len=80, compile=False)
+    return [output.ids for output in decoder.generate(PROMPTS, Sampling(TOKENS, **sampling))]
+
+
+def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Texts of a target and the EAGLE heads in its folder: plain, drafted, drawn with the last head."""
+    target, _ = load_model(folder, ranks=ranks)
+    found = {"plain": texts(target, None), "of the whole logits": texts(target, None, **MODES["min-p"])}
+    with torch.no_grad():  # as texts are judged
+        found["judged"] = target.logits(target.causal(torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
+    for kind in ("eagle3", "eagle"):
+        if (folder / kind).is_dir():
+            drafter = Eagle(load_head(folder / kind, target, kind), TREE)
+            found[kind] = texts(target, drafter)
+    return found | {"drawn": texts(target, drafter, temperature=1.0, seed=5)} if "eagle" in found else found
+
+
+def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Drafter:
+    """Let a drafter's heads borrow from another target what they borrow from the whole one."""
+    for head in [module for module in drafter.modules() if isinstance(module, Head)]:
+        for name in ("embed", "lm_head"):
+            if getattr(head, name) in (whole.embed, whole.lm_head):
+                setattr(head, name, None)
+        head.use_target(target)
+    return drafter
+
+
+def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Texts of the golden target with every drafter, greedy and at temperature 1."""
+    whole, (target, _) = load_model(folder)[0], load_model(folder, ranks=ranks)
+    heads = load_head(folder / "eagle3", whole, "eagle3"), load_head(folder / "eagle", whole, "eagle")
+    found = {}
+    for name in NAMES:
+        drafter = make_drafter(name, whole, *heads, lambda module: None)
+        drafter.rule = "residual" if name == "residual" else "equal"
+        tie_again(drafter, whole, target)
+        found[name] = texts(target, drafter) + texts(target, drafter, temperature=1.0, seed=9)
+        for head in heads:
+            tie_again(Eagle(head, TREE), target, whole)
+    return found
+
+
+def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Drafted texts of requests that read more of the logits than their best, and typical acceptance."""
+    target, _ = load_model(folder, ranks=ranks)
+    drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
+    found = {name: texts(target, drafter, **mode) for name, mode in MODES.items()}
+    drafter.rule = "typical"
+    return found | {"typical": texts(target, drafter, temperature=1.0, seed=4)}
+
+
+def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Texts drafted by heads, and by the target as a draft model, that are dealt too."""
+    dealt = ranks and replace(ranks, heads=True)
+    target, _ = load_model(folder, ranks=dealt)
+    drafters = {kind: Eagle(load_head(folder / kind, target, kind), TREE) for kind in ("eagle3", "eagle")}
+    assert ranks is None or all(
+        drafter.head.args.num_heads == 4 // ranks.count for drafter in drafters.values()
+    )
+    drafters["draft-model"] = DraftModel(load_model(folder, ranks=dealt)[0], TREE)
+    runs = [(f"{name}{what}", drafter, more) for name, drafter in drafters.items()
+            for what, more in (("", {}), (", drawn", {"temperature": 1.0, "seed": 9}))]
+    return {name: texts(target, drafter, **more) for name, drafter, more in runs}
+
+
+def calls(graph: torch.fx.GraphModule) -> Counter:
+    """How often a graph calls what; the layers are one graph within it, called for each."""
+    total = Counter()
+    for node in graph.graph.nodes:
+        if "invoke_subgraph" in str(node.target):
+            total += calls(graph.get_submodule(node.args[0].target))
+        else:
+            total[str(node.target)] += 1
+    return total
+
+
+def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
+    """Drafted text of steps that torch.compile has traced as one graph each, as it does for GPUs; and how
+    often each graph gathers from all ranks, and asks the first.
+    """
+    found = []
+
+    def count(graph, inputs):
+        called = calls(graph)
+        found.append([called[f"_c10d_functional.{name}"] for name in ("all_gather_into_tensor", "broadcast")])
+        return graph
+
+    class Traced(Decoder):
+        def function(self, function, what):
+            return compile_graph(function, backend=count)
+
+    target, _ = load_model(folder, ranks=ranks)
+    drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
+    decoder = Traced(target, drafter, batch=2, max_seq_len=80, compile=False)
+    text = [output.ids for output in decoder.generate(PROMPTS, Sampling(TOKENS))]
+    return {"text": text, "exchanges": [list(pair) for pair in sorted(set(map(tuple, found)))]}
+
+
+def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, list]]:
+    """All texts of the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`."""
+    golden = folder / "golden"
+    found = {path.name: of_family(path, ranks) for path in sorted(folder.iterdir()) if path != golden}
+    found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
+    return found | {"traced": of_traced(golden, ranks), "heads": of_dealt_heads(golden, ranks)}
+
+
+def main(folder: Path, out: Path) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    with joined("cpu") as ranks:
+        said = json.dumps(everything(folder, ranks))
+        ranks.agree(said, "cpu")
+        if ranks.rank == 0:
+            out.write_text(said)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,167 @@
+"""How a target is dealt: who has what, what is read, what is refused."""
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from common.errors import InputError
+from kernels.parallel import PLAN, DealtHead, Part, Share, Span, Summed, deal
+from kernels.parts import draw
+from kernels.quantized import Scheme
+from kernels.ranks import Ranks
+from model import ModelArgs, Transformer, blank
+from sampling.noise import gumbel, seed_keys
+
+ARGS = ModelArgs(
+    vocab_size=50, hidden_size=32, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=3,
+    head_dim=16,
+)
+MIXTURE = replace(ARGS, num_experts=4, experts_per_token=2)
+
+
+def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Share]:
+    return [Share.of(args, scheme, rank, count) for rank in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 6])
+def test_everything_is_dealt_once(count):
+    """But for key/value heads where there are more ranks: as many ranks hold each."""
+    dealt = shares(ARGS, count)
+    for what, size in (("queries", 96), ("inner", 96), ("tokens", 50)):
+        spans = [getattr(share, what) for share in dealt]
+        assert [i for span in spans for i in range(span.first, span.last)] == list(range(size))
+        assert {span.size for span in spans} == {size}
+    for share in dealt:  # the queries of a rank are those of its keys, two to a key/value head
+        heads = {i // 16 // 2 for i in range(share.queries.first, share.queries.last)}
+        assert heads == {i // 16 for i in range(share.keys.first, share.keys.last)}
+    assert {share.args(ARGS).num_kv_heads for share in dealt} == {1: {3}, 2: {1, 2}, 3: {1}, 6: {1}}[count]
+
+
+@pytest.mark.parametrize("args", [ARGS, MIXTURE], ids=["dense", "experts"])
+def test_the_plan_names_every_matrix_and_nothing_else(args):
+    """Each matrix of a layer but a router is cut; what a rank builds has the shapes of what it reads."""
+    share = shares(args, 2)[1]
+    with blank():
+        whole, own = Transformer(args), Transformer(share.args(args))
+    own.lm_head = torch.nn.Linear(32, share.tokens.count, bias=False, device="meta")
+    cut = set()
+    for name, tensor in whole.state_dict().items():
+        assert share.shape(name, tuple(tensor.shape)) == tuple(own.state_dict()[name].shape), name
+        if share.cut(name, tuple(tensor.shape)):
+            cut.add(name.removeprefix("layers.0.").removeprefix("layers.1.").removesuffix(".weight"))
+    assert cut == set(PLAN)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_is_read_is_what_is_dealt(tmp_path, count):
+    """Each rank reads its own rows and columns, and of bytes that it does not need none."""
+    tensors = {
+        "layers.0.wqkv.weight": torch.randn(192, 32), "layers.0.wqkv.bias": torch.randn(192),
+        "layers.1.mlp.w_down.weight": torch.randint(0, 255, (32, 48), dtype=torch.uint8),
+        "layers.1.mlp.w_down.scale": torch.randn(32, 3), "layers.1.wo.scale": torch.randn(32, 1),
+        "layers.0.mlp.w_gate_up": torch.randn(4, 192, 32), "norm.weight": torch.randn(32),
+    }
+    save_file(tensors, tmp_path / "file")
+    with safe_open(tmp_path / "file", "pt") as file:
+        parts = [{name: share.take(name, file) for name in tensors}
+                 for share in shares(ARGS, count, Scheme("int4", 32, None) if count == 3 else None)]
+    for name in ("layers.1.wo.scale", "norm.weight"):
+        assert all(torch.equal(part[name], tensors[name]) for part in parts)
+    for name in ("layers.1.mlp.w_down.weight", *["layers.1.mlp.w_down.scale"] * (count == 3)):
+        assert torch.equal(torch.cat([part[name] for part in parts], -1), tensors[name])
+    for name, dimension, sizes in (
+        ("layers.0.wqkv.weight", 0, (2, 1, 1)), ("layers.0.wqkv.bias", 0, (2, 1, 1)),
+        ("layers.0.mlp.w_gate_up", 1, (1, 1)),
+    ):
+        split = [part[name].split([part[name].shape[dimension] * n // sum(sizes) for n in sizes], dimension)
+                 for part in parts]
+        again = [torch.cat(pieces, dimension) for pieces in zip(*split)]
+        assert torch.equal(torch.cat(again, dimension), tensors[name])
+
+
+@pytest.mark.parametrize("args, count, scheme, words", [
+    (ARGS, 4, None, "4 ranks: 3 key/value heads for 6 query heads can be dealt to at most 3, or to a mult"),
+    (replace(ARGS, num_heads=9), 6, None, "6 ranks: 3 key/value heads for 9 query heads"),
+    (replace(ARGS, intermediate_size=4), 3, None, "3 ranks: an MLP of 4 inner values, 2 of which stay"),
+    (ARGS, 2, Scheme("w8a8", 0, None), "2 ranks: an MLP of 96 inner values, 64 of which stay together"),
+    (ARGS, 2, Scheme("int4", 32, None), None),
+    (replace(ARGS, head_dim=8), 2, Scheme("w4a8", 32, None),
+     "2 ranks: w4a8 takes 32 inputs together, rank 0 would have the inputs 0 to 16 of attention's output"),
+    (replace(ARGS, vocab_size=2), 3, None, "and 2 tokens cannot be dealt to so many"),
+])
+def test_what_cannot_be_dealt_is_refused_with_the_numbers(args, count, scheme, words):
+    if words is None:
+        assert len(shares(args, count, scheme)) == count
+        return
+    with pytest.raises(InputError) as error:
+        shares(args, count, scheme)
+    assert words in str(error.value) and "--nproc-per-node" in str(error.value)
+
+
+class Together(Ranks):
+    """Ranks in one process: what the others give is known."""
+
+    def __init__(self, rank: int, parts: list):
+        super().__init__(rank, len(parts), "")
+        object.__setattr__(self, "parts", parts)
+
+    def every(self, x):
+        assert torch.equal(x, self.parts[self.rank])
+        return torch.stack(self.parts)
+
+
+def test_sums_are_added_in_the_order_of_the_ranks():
+    """A row's sum is the same bits whatever stands beside it."""
+    parts = [torch.randn(5, 7) * 10**i for i in range(4)]
+    total = Together(2, parts).sum(parts[2])
+    assert torch.equal(total, ((parts[0] + parts[1]) + parts[2]) + parts[3])
+    alone = [part[3:4] for part in parts]
+    assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
+
+
+def test_parts_of_other_sizes_are_joined():
+    """As a vocabulary is that the ranks do not divide."""
+    whole = torch.randn(2, 3, 50)
+    parts, sizes = whole.split((17, 17, 16), -1), (17, 17, 16)
+    padded = [torch.nn.functional.pad(part, (0, 17 - part.shape[-1])) for part in parts]
+    for rank, part in enumerate(parts):
+        assert torch.equal(Together(rank, padded).join(part, sizes), whole)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+def test_the_best_token_without_the_logits_of_the_others(noisy):
+    """Also where two have the same score: the first of all, as argmax takes it."""
+    B, T, V, sizes = 2, 5, 50, (17, 17, 16)
+    logits = torch.randn(B, T, V, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, [3, 20, 45]] = logits[1, 1, [21, 30]] = 9.0
+    depth = torch.tensor([[0, 1, 1, 2, 2]]).expand(B, -1)
+    noise = 0.7 * gumbel(seed_keys([1, 2]), torch.arange(3).expand(B, -1), V) if noisy else None
+    want = draw(logits, noise, depth)
+    assert noisy or (want[0, 0], want[1, 1]) == (3, 21)
+    parts, before = logits.split(sizes, -1), (0, 17, 34)
+
+    class Recorder(Ranks):
+        def every(self, x):
+            seen.append(x)
+            return x[None]
+
+    seen = []
+    for part, first in zip(parts, before):
+        draw(Part(part, first, Recorder(0, 1, "")), noise, depth)
+    ranks = Together(1, seen)
+    assert torch.equal(draw(Part(parts[1], 17, ranks), noise, depth), want)
+    assert all(x.shape == (2, B, T) for x in seen), "two numbers for each row are exchanged"
+
+
+def test_the_modules_of_a_dealt_target():
+    """Every layer has two sums; a tied lm_head is a view of the table."""
+    args = replace(ARGS, tie_embeddings=True)
+    dealt, ranks = shares(args, 2), Ranks(1, 2, "")
+    model = Transformer(dealt[1].args(args))
+    deal(model, dealt, ranks)
+    assert sum(isinstance(module, Summed) for module in model.modules()) == 4 and model.ranks == ranks
+    assert isinstance(model.lm_head, DealtHead) and model.lm_head.before == 25 == model.lm_head.tokens[1]
+    assert model.lm_head.layer.weight.data_ptr() == model.embed.weight[25:].data_ptr()
+    assert Span(9, 3, 5).count == 2
