@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_checkpoint, check_head
-from checkpoint.folder import read_config
 from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
 from common.torchrun import one_voice, several
@@ -191,6 +190,7 @@ def load(o, asked: Asked, batch: int, ranks=None):
     batch: how many texts are decoded together. ranks: the `kernels.ranks.Ranks` to deal it among, if any.
     """
     from checkpoint.convert import converted_folder
+    from checkpoint.folder import read_config
     from engine.api import Drafting, check_prompts, load_target
     from engine.runtime import Runtime, check_device
     from kernels.ranks import own_device

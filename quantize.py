@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, read_config
+from checkpoint.names import CONFIG, HEAD_KINDS, WEIGHTS, glance
 from common.cli import Options, command, note
 from common.errors import InputError
 from common.texts import check_readable
@@ -121,7 +121,7 @@ def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
-    is_target = read_config(source)["kind"] == "target"
+    is_target = glance(source)["kind"] == "target"
     for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)):
         if file:
             check_readable(flag, file)

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import CALIBRATION, CONFIG, FORMAT, MEASURED, WEIGHTS, read_config
+from checkpoint.folder import MEASURED, read_config
 from checkpoint.head_layouts import Answers, kind_of
 from checkpoint.medusa_layouts import MEDUSA2
+from checkpoint.names import CALIBRATION, CONFIG, FORMAT, WEIGHTS
 from checkpoint.opening import open_source, resolve_source
 from checkpoint.planning import plan_head, plan_target
 from checkpoint.source import is_gguf

@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from checkpoint.folder import CONFIG, read_config
+from checkpoint.names import CONFIG, glance
 from common.errors import InputError
 from common.files import read_json
 
@@ -26,7 +26,7 @@ def check_source(checkpoint: str, what: str = "--checkpoint") -> bool:
 
 def check_target(checkpoint: str, max_seq_len: int | None = None) -> None:
     """Raise InputError unless this is a converted target whose texts can be so long."""
-    longest = read_config(checkpoint, "target").get("max_seq_len")
+    longest = glance(checkpoint, "target").get("max_seq_len")
     if max_seq_len is not None and isinstance(longest, int):
         check_length(max_seq_len, longest)
 
@@ -55,6 +55,6 @@ def check_head(what: str, folder: str | None, kind: str | None = None) -> None:
         missing = "target" if kind == "target" else "draft head or model"
         raise InputError(f"{what} {folder}: not a folder, there is no {missing} there; convert one into it")
     try:
-        read_config(folder, kind)
+        glance(folder, kind)
     except InputError as e:
         raise InputError(f"{what} {e}") from None

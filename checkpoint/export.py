@@ -22,8 +22,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from checkpoint.block_layouts import MARKOV
-from checkpoint.folder import WEIGHTS, read_config
+from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
+from checkpoint.names import WEIGHTS
 from common.cli import Options, run_command
 from common.errors import InputError
 from common.files import writing

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from checkpoint.names import ADVICE, CONFIG, HEAD_KINDS, check_kind, glance
 from common.errors import InputError
-from common.files import read_json
 from common.schema import (
     ABSENT,
     List,
@@ -27,7 +27,6 @@ from common.schema import (
     Wrong,
     maybe,
     record_of,
-    shown,
 )
 from kernels.quantized import Scheme
 from model import ModelArgs
@@ -36,11 +35,6 @@ from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 
-FORMAT = 2
-HEAD_KINDS = ("eagle", "eagle3", "p-eagle", "medusa", "hydra", "dflash", "dspark")
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-CALIBRATION = "calibration.json"  # beside a head's weights: what its trees are accepted for
-ADVICE = "convert the checkpoint again"
 # What every config.json of ours has beside the fields of `ModelArgs` or `HeadArgs`.
 FOLDER = Record(
     {"kind": Text("target", *HEAD_KINDS)},
@@ -67,29 +61,14 @@ def read_config(folder: str | Path, kind: str | None = None) -> dict:
     Raises InputError if the folder is not ours, not of this kind (if a kind is asked for), or if a key is
     missing, out of its range, or contradicts another.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: not a folder; convert a checkpoint into it with convert_checkpoint.py first"
-        )
-    config = read_json(folder / CONFIG)
-    if "kind" not in config or "format" not in config:
-        raise InputError(
-            f"{folder}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR"
-        )
-    if config["format"] != FORMAT or isinstance(config["format"], float):
-        raise InputError(
-            f"{folder}: format {shown(config['format'])} is not the {FORMAT} this version reads; convert it"
-            " again"
-        )
+    folder, config = Path(folder), glance(folder)
     try:
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
             raise Wrong("stop_ids", ABSENT, FOLDER.optional["stop_ids"].words)
     except Wrong as e:
         raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
-    if kind and config["kind"] != kind:
-        raise InputError(f"{folder}: holds a {config['kind']} checkpoint where a {kind} was expected")
+    check_kind(folder, config, kind)
     return config
 
 

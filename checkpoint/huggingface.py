@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.folder import CONFIG
+from checkpoint.names import CONFIG
 from checkpoint.published import GENERATION, INDEX, PUBLISHED, TOKENIZER, TOKENIZER_CONFIG
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from checkpoint.weights import Stored, listed, opened

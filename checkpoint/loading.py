@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read_config
+from checkpoint.folder import HEADS, check_config, read_config
+from checkpoint.names import ADVICE, CONFIG, WEIGHTS
 from checkpoint.shards import shares_of
 from checkpoint.weights import Stored, check_shapes, count_parts, listed, opened
 from common.errors import InputError

@@ -4,9 +4,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from checkpoint.folder import CONFIG
 from checkpoint.gguf import open_gguf
 from checkpoint.huggingface import WEIGHT_FILES, open_folder, shards
+from checkpoint.names import CONFIG
 from checkpoint.source import Source, is_gguf
 from common.errors import InputError, first_line
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.folder import CONFIG, WEIGHTS, check_config, read_config
+from checkpoint.folder import check_config, read_config
 from checkpoint.head_layouts import Answers, read_layout
 from checkpoint.layout import NameTable
 from checkpoint.loading import build_module, check_head_fits
+from checkpoint.names import CONFIG, WEIGHTS
 from checkpoint.source import Entry, Source, is_gguf
 from checkpoint.target_families import family_of, target_fields
 from checkpoint.weights import check_shapes, opened

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import ADVICE, WEIGHTS, check_config
+from checkpoint.folder import check_config
+from checkpoint.names import ADVICE, WEIGHTS
 from checkpoint.weights import listed
 from kernels.parallel import Share
 from kernels.quantized import Scheme

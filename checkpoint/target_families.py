@@ -8,8 +8,8 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.folder import CONFIG
 from checkpoint.layout import NameTable
+from checkpoint.names import CONFIG
 from checkpoint.source import Source, is_gguf
 from common.errors import InputError
 from common.schema import Record, Wrong

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint.folder import ADVICE, CONFIG, HEAD_KINDS, WEIGHTS, read_config
+from checkpoint.folder import read_config
+from checkpoint.names import ADVICE, CONFIG, HEAD_KINDS, WEIGHTS
 from common.errors import InputError
 from common.files import check_file
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.folder import CONFIG, WEIGHTS, check_config
+from checkpoint.folder import check_config
+from checkpoint.names import CONFIG, WEIGHTS
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
 from common.errors import InputError

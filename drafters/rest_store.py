@@ -13,7 +13,6 @@ import numpy as np
 from tqdm import tqdm
 
 from checkpoint.early import check_target
-from checkpoint.folder import read_config
 from common.cli import Options, check_folder, run_command
 from common.errors import InputError
 from common.files import writing
@@ -60,6 +59,8 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
         raise InputError(
             "building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort"
         ) from None
+    from checkpoint.folder import read_config  # imports torch: mistakes answer sooner
+
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from checkpoint.export import ARCHITECTURES, PARTS, export
-from checkpoint.folder import CALIBRATION
 from checkpoint.loading import identity, load_model
+from checkpoint.names import CALIBRATION
 from common.cli import note
 from common.errors import InputError
 from common.files import read_json, write_text
