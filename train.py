@@ -136,12 +136,14 @@ def parser() -> Options:
     belongs("--layers", block, lambda o: o.layers and o.kind not in BLOCK_KINDS)
     add("--drafts", type=positive, metavar="N",
         help="P-EAGLE, DFlash, DSpark: tokens that are drafted in a pass (default 7)")
+    p.within("--drafts", 1, 64)
     belongs("--drafts", block, lambda o: o.drafts and o.kind not in BLOCK_KINDS)
     add("--states", type=positive, metavar="N",
         help="states of the target that it reads (default 5, EAGLE-3 and P-EAGLE 3)")
     belongs("--states", "other kinds", lambda o: o.states and o.kind in ("eagle", *MULTI_TOKEN))
     add("--markov-rank", type=count, metavar="R",
         help="of the Markov head; 0 is none (default 128 for DSpark, else 0)")
+    p.within("--markov-rank", 0, 4096)
     belongs("--markov-rank", block, lambda o: o.markov_rank and o.kind not in BLOCK_KINDS)
     add("--confidence", action=on_off,
         help="a head that says how often a draft is accepted (default: with a Markov head)")

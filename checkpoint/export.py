@@ -70,7 +70,7 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
         else:
             tensors, config = _eagle3(head, first), _sglang_config(head)
     else:
-        tensors = _block(head, False)[0] if isinstance(head, BlockHead) else _eagle3(head, "layers.0")
+        tensors = _block(head, False)[0] if isinstance(head, BlockHead) else _eagle3(head, "layers.0", True)
         config = _speculators_config(head, target_config or {})
     tensors = {
         name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
@@ -117,13 +117,16 @@ def _layer(
     return tensors
 
 
-def _eagle(head: Head, prefix: str, norms: dict[str, str]) -> dict[str, Tensor]:
-    """The layer of an EAGLE head and the tensors around it."""
+def _eagle(
+    head: Head, prefix: str, norms: dict[str, str], before_fc: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """The layer of an EAGLE head and the tensors around it. before_fc: names of norms of what fc reads."""
     state = head.own_state()
     tensors = _layer(head.args, state, "layer", prefix, norms)
     for k in range(1, head.args.num_layers):
         tensors |= _layer(head.args, state, f"more_layers.{k - 1}", f"layers.{k}", INPUT_NORM)
     tensors |= _around(state)
+    tensors |= {name: state.pop(f"fc_norms.{j}.weight") for j, name in enumerate(before_fc)}
     if "mask_hidden" in state:
         tensors["mask_hidden"] = state.pop("mask_hidden")[None, None]
     if left := sorted(state.keys() - {"draft_ids"}):
@@ -165,9 +168,14 @@ def _block(head: BlockHead, whole: bool) -> tuple[dict[str, Tensor], dict]:
     config["block_size"] = a.block
     if not dspark:
         return tensors, config | {"dflash_config": nested}
-    if whole:
-        tensors.setdefault("embed_tokens.weight", head.embed.weight)
-        tensors.setdefault("lm_head.weight", head.lm_head.weight)
+    lent = {"embed_tokens.weight": head.embed.weight, "lm_head.weight": head.lm_head.weight} if whole else {}
+    for name in lent.keys() - tensors.keys():
+        if not lent[name].is_floating_point():
+            raise InputError(
+                f"the published layout holds the target's {name.partition('.')[0]}, and this target is"
+                " quantised; name the target before quantisation"
+            )
+        tensors[name] = lent[name].clone()  # of a tied target both are one tensor
     return tensors, config | nested | _markov_config(a) | {"sample_from_anchor": a.from_anchor}
 
 
@@ -240,10 +248,21 @@ def _multi_token(head: MultiTokenHeads) -> tuple[dict[str, Tensor], dict]:
     return tensors, {"architectures": [ARCHITECTURES["medusa" if medusa else "hydra"][0]], **config}
 
 
-def _eagle3(head: Head, prefix: str) -> dict[str, Tensor]:
-    """The tensors of an EAGLE-3 or P-EAGLE head."""
+def _eagle3(head: Head, prefix: str, speculators: bool = False) -> dict[str, Tensor]:
+    """The tensors of an EAGLE-3 or P-EAGLE head. speculators: that layout, which has norms before fc."""
     norms = {"embed_norm": "input_layernorm", "feature_norm": "hidden_norm"}
-    return _eagle(head, prefix, norms) | _vocabulary_map(head)
+    each = [f"fc_norm.{j}.weight" for j in range(len(head.args.aux_layers))]
+    before_fc = {"": [], "all": ["input_norm.weight"], "each": each}[head.args.feature_norm]
+    tensors = _eagle(head, prefix, norms, tuple(before_fc) if speculators else ())
+    return tensors | _vocabulary_map(head)
+
+
+def _unusual_layers(a: HeadArgs) -> dict:
+    """The layers that a head reads, as DeepSpec names them, if the usual key alone would be misread.
+
+    Whether that one counts inputs or outputs is told by its first id, as if all heads began at layer 2.
+    """
+    return {} if a.aux_layers[0] == 2 else {"target_layer_ids": [i - 1 for i in a.aux_layers]}
 
 
 def _llama_config(head: Head) -> dict:
@@ -270,6 +289,7 @@ def _sglang_config(head: Head) -> dict:
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True
         },
+        **_unusual_layers(a),
     }
 
 
@@ -297,9 +317,11 @@ def _speculators_config(head: Head, target: dict) -> dict:
         }
     else:
         own = {
-            "norm_before_residual": a.norm_before_residual, "norm_before_fc": False, "fc_norm": False,
+            "norm_before_residual": a.norm_before_residual,
+            "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
             "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
-            "eagle_aux_hidden_state_layer_ids": list(a.aux_layers), **_p_eagle_config(head),
+            "eagle_aux_hidden_state_layer_ids": list(a.aux_layers), **_unusual_layers(a),
+            **_p_eagle_config(head),
         }
     return {
         "architectures": [ARCHITECTURES[kind][1]], "speculators_model_type": algorithm,

@@ -92,12 +92,13 @@ def plan_head(source: Source, target: Path, dtype: torch.dtype | None, answers: 
 
 
 def _is_targets(entry: Entry, target: Path, name: str) -> bool:
-    """Whether a head's matrix is this tensor of the target, bit for bit in the target's dtype."""
+    """Whether a head's matrix is this tensor of the target, bit for bit in either's dtype."""
     with opened(target / WEIGHTS, "convert the target again") as file:
         if tuple(file.get_slice(name).get_shape()) != entry.shape:
             return False
         matrix = file.get_tensor(name)
-    return torch.equal(entry.read().to(matrix.dtype), matrix)
+    own = entry.read()  # which may be a copy in bfloat16 of what the target has in float32
+    return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
 
 
 def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> Tensor:

@@ -173,10 +173,14 @@ def build_mixed(
 ) -> Mixed:
     """The drafters of two methods as one; `build` makes each. Raises InputError and ValueError.
 
-    --draft and --tree are for the one that takes them, which those in `headless` do not.
+    --draft and --tree are for those that take them, which those in `headless` do not. Where a draft model
+    is one of two, --draft names it.
     """
     takers = [name for name in names if name not in headless]
-    if len(takers) > 1 and request.draft:
+    named = takers  # those that --draft is for
+    if len(takers) > 1 and "draft-model" in takers:
+        named = ["draft-model"]  # which has no folder of its own
+    elif len(takers) > 1 and request.draft and set(takers) != {"eagle", "eagle2"}:  # which share a head
         raise InputError(
             f"--speculate {request.method}: --draft {request.draft}: both take a head; convert them into the"
             " checkpoint's folder and leave it out"
@@ -187,6 +191,6 @@ def build_mixed(
         raise InputError(f"--accept {request.rule}: joint trees of two drafters are accepted by equality")
     parts = []
     for name in names:
-        own = {} if name in takers else {"draft": None, "tree": None}
-        parts.append(build(dataclasses.replace(request, method=name, **own)))
+        draft, tree = request.draft if name in named else None, request.tree if name in takers else None
+        parts.append(build(dataclasses.replace(request, method=name, draft=draft, tree=tree)))
     return Mixed(*parts)

@@ -15,7 +15,7 @@ from networks.block import BlockArgs
 from networks.eagle import PEagleArgs
 from networks.head import Head, HeadArgs
 from training.choices import BLOCK_KINDS
-from training.new_head import Shape, join, lend_new
+from training.new_head import DRAFTS, Shape, join, lend_new
 
 RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
 
@@ -55,7 +55,11 @@ def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> 
         return given
     args = {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
     if start.kind == "eagle3":
-        args |= {"mask_id": shape.mask_id, "drafts": shape.drafts}
+        args |= {"mask_id": shape.mask_id, "drafts": shape.drafts or DRAFTS}
+    elif shape.drafts and kind == "p-eagle":
+        args["drafts"] = shape.drafts
+    elif shape.drafts:
+        args["block"] = shape.drafts + (not args["from_anchor"])
     has = args.get("markov_rank", 0)
     if has and shape.markov_rank not in (0, has):
         raise ValueError(f"--markov-rank {shape.markov_rank}: the head of --start has {has}")

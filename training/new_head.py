@@ -18,6 +18,8 @@ from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads, MultiTokenArgs
 from training.choices import BLOCK_KINDS
 
+DRAFTS = 7  # tokens that a block drafts
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -30,7 +32,7 @@ class Shape:
     head_dim: int | None = None
     num_layers: int = 1
     states: int | None = None  # of the target that it reads
-    drafts: int = 7  # tokens that a block drafts
+    drafts: int | None = None  # tokens that a block drafts (DRAFTS, or those of the head that it begins as)
     mask_id: int = 0
     markov_rank: int = 0
     confidence: bool = False
@@ -88,10 +90,10 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> H
         }
         args["confidence_reads_markov"] = shape.markov_rank > 0
         if kind == "p-eagle":
-            made = PEagleArgs(**args, drafts=shape.drafts)
+            made = PEagleArgs(**args, drafts=shape.drafts or DRAFTS)
         else:
             anchored = kind == "dspark"
-            made = BlockArgs(**args, block=shape.drafts + (not anchored), from_anchor=anchored)
+            made = BlockArgs(**args, block=(shape.drafts or DRAFTS) + (not anchored), from_anchor=anchored)
     made.check()
     return made
 

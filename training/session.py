@@ -47,7 +47,7 @@ from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
-MARKOV_RANK, DRAFTS, DRAFT_VOCAB = 128, 7, 8192  # of a DSpark head; tokens that a block drafts; their ids
+MARKOV_RANK, DRAFT_VOCAB = 128, 8192  # of a DSpark head; ids that heads draft
 CURVES = "curves.png"
 
 
@@ -104,10 +104,12 @@ class Session:
                 f"{o.checkpoint}: a head is trained on unquantised weights;"
                 " name the checkpoint before quantisation"
             )
-        rank = o.markov_rank if o.markov_rank is not None else MARKOV_RANK if o.kind == "dspark" else 0
+        rank = o.markov_rank
+        if rank is None:
+            rank = MARKOV_RANK if o.kind == "dspark" and not o.start else 0
         self.shape = Shape(
             o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim, o.layers or 1, o.states,
-            o.drafts or DRAFTS, markov_rank=rank,
+            o.drafts, markov_rank=rank,
             confidence=rank > 0 if o.confidence is None else o.confidence,
         )
         self.start = load_start(o.start, self.target) if o.start else None

@@ -1,12 +1,11 @@
 """P-EAGLE, DFlash and DSpark: their formulas on published tensors, their layouts, their trees, their text."""
-import dataclasses
 
 import pytest
 import torch
 from helpers.blocks import LABELS, Reference, published
 from helpers.heads import write_head
 
-import convert_checkpoint
+from checkpoint.convert import convert
 from checkpoint.export import export
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head
@@ -27,7 +26,7 @@ def converted(label: str, golden, target, folder, **more):
     """(Published tensors, config, the head after conversion)."""
     tensors, config = published(label, target, **more)
     write_head(folder / "published", tensors, config)
-    out = convert_checkpoint.convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
+    out = convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
     return tensors, config, load_head(out, target)
 
 
@@ -100,18 +99,18 @@ def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
     target, _ = models
     tensors, config = published(label, target)
 
-    def convert(folder: str, tensors: dict) -> None:
+    def written(folder: str, tensors: dict) -> None:
         write_head(tmp_path / folder, tensors, config)
-        convert_checkpoint.convert(tmp_path / folder, tmp_path / "out", golden, quiet=True)
+        convert(tmp_path / folder, tmp_path / "out", golden, quiet=True)
 
     for name in sorted(tensors):
         if name in ("embed_tokens.weight", "lm_head.weight"):
             continue  # the target's, if there is none
         with pytest.raises(InputError) as refused:
-            convert(f"without-{name}", {n: t for n, t in tensors.items() if n != name})
+            written(f"without-{name}", {n: t for n, t in tensors.items() if n != name})
         assert "\n" not in str(refused.value)
     with pytest.raises(InputError, match=r"more\.weight"):
-        convert("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
+        written("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
     assert not (tmp_path / "out").exists()
 
 
@@ -124,14 +123,12 @@ def test_what_is_exported_comes_back(golden, models, tmp_path, label, layout):
     _, _, head = converted(label, golden, target, tmp_path, draft=90 if small else None)
     head = head.twin(target, torch.bfloat16).twin(target, torch.float32)  # as the file will hold it
     export(head, tmp_path / "out", layout, read_config(golden))
-    out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
     back, config = load_head(out, target), read_config(out)
-    # DeepSpec's files hold the target's tables, here rounded: no longer the target's.
-    copied = label.startswith("dspark") and layout == "sglang"
-    args = dataclasses.replace(head.args, own_embedding=copied, own_lm_head=copied or head.args.own_lm_head)
-    assert config["kind"] == read_config(tmp_path / "ours")["kind"] and back.args == args
+    # DeepSpec's files hold rounded copies of the target's tables, which are known again.
+    assert config["kind"] == read_config(tmp_path / "ours")["kind"] and back.args == head.args
     ours, theirs = head.own_state(), back.own_state()
-    assert theirs.keys() - ours.keys() == ({"embed.weight", "lm_head.weight"} if copied else set())
+    assert theirs.keys() == ours.keys()
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
@@ -140,7 +137,7 @@ def test_a_draft_vocabulary_has_a_layout(golden, models, tmp_path):
     with pytest.raises(InputError, match="write --layout speculators"):
         export(head, tmp_path / "out")
     export(head, tmp_path / "out", "speculators")
-    out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
+    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
     assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
 
 
@@ -170,7 +167,7 @@ def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes,
     tensors, config = published(label, models[0])
     write_head(tmp_path / "published", tensors, config | changes)
     with pytest.raises(InputError, match=words) as refused:
-        convert_checkpoint.convert(tmp_path / "published", tmp_path / "out", golden, quiet=True)
+        convert(tmp_path / "published", tmp_path / "out", golden, quiet=True)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
 
 

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import convert_checkpoint
 import generate
+from checkpoint.convert import convert
 from checkpoint.export import export
 from checkpoint.folder import read_config
 from checkpoint.loading import build_module, load_head, load_model
@@ -123,7 +124,7 @@ def test_what_is_exported_comes_back(golden, models, tmp_path, kind):
     # As the file will hold it.
     head = heads_of(target, kind).twin(target, torch.bfloat16).twin(target, torch.float32)
     export(head, tmp_path / "out")
-    out = convert_checkpoint.convert(tmp_path / "out", tmp_path / "ours", golden, quiet=True, dtype="fp32")
+    out = convert(tmp_path / "out", tmp_path / "ours", golden, quiet=True, dtype="fp32")
     back = load_head(out, target, kind.rstrip("+"))
     assert same(back.own_state(), head.own_state()) and back.args == head.args
 
@@ -154,7 +155,7 @@ def published_medusa(target, folder, layers: int, lm_heads: bool = True, prefix:
 def test_medusa_as_published(golden, models, tmp_path, layers, lm_heads):
     target, _ = models
     given = published_medusa(target, tmp_path / "in", layers, lm_heads)
-    out = convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
+    out = convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
     head = load_head(out, target, "medusa")
     args = head.args
     assert (args.guesses, args.blocks, args.repeated, args.lm_head_each) == (3, layers, layers > 1, lm_heads)
@@ -223,7 +224,7 @@ def test_hydra_as_published(golden, models, tmp_path, prefix):
     target, _ = models
     given = published_hydra(target, tmp_path / "in", prefix)
     head = load_head(
-        convert_checkpoint.convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra"
+        convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True), target, "hydra"
     )
     args = head.args
     assert (args.guesses, args.blocks, args.repeated) == (2, 4, True)
@@ -254,11 +255,11 @@ def test_a_medusa_2_model_is_a_target_and_heads(golden, models, tmp_path):
     heads = published_medusa(target, tmp_path / "in", 1, prefix="medusa_head.")
     file = next((tmp_path / "model").glob("*.safetensors"))
     save_file(load_file(file) | heads, file)
-    ours = convert_checkpoint.convert(tmp_path / "model", tmp_path / "ours", quiet=True)
+    ours = convert(tmp_path / "model", tmp_path / "ours", quiet=True)
     assert read_config(ours)["kind"] == "target" and same(
         load_model(ours)[0].state_dict(), load_model(golden)[0].state_dict()
     )
-    convert_checkpoint.convert(tmp_path / "model", target=ours, quiet=True)
+    convert(tmp_path / "model", target=ours, quiet=True)
     assert load_head(ours / "medusa", target).args.guesses == 3
 
 
@@ -348,7 +349,7 @@ def folder(golden, models, tmp_path_factory) -> Path:
     """Medusa heads as published and converted, in `in` and `ours`, and a tree that is too deep for them."""
     folder = tmp_path_factory.mktemp("medusa")
     published_medusa(models[0], folder / "in", 1)
-    convert_checkpoint.convert(folder / "in", folder / "ours", golden, quiet=True)
+    convert(folder / "in", folder / "ours", golden, quiet=True)
     (folder / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
     return folder
 

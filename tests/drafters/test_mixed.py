@@ -133,6 +133,18 @@ def test_where_one_has_nothing_the_other_drafts_alone(models):
 
 
 @pytest.mark.slow
+def test_what_draft_names_where_both_take_one(golden, capsys):
+    """A draft model has no folder of its own, two methods of one head share it; else nobody could tell."""
+    words = ["--checkpoint", str(golden), "--no-compile", "--compare", "--max-new-tokens", "8"]
+    words += ["--prompt", "abc"]
+    assert generate.main([*words, "--speculate", "draft-model+eagle3", "--draft", str(golden)]) == 0
+    assert generate.main([*words, "--speculate", "eagle+eagle2", "--draft", str(golden / "eagle")]) == 0
+    capsys.readouterr()
+    assert generate.main([*words, "--speculate", "eagle2+eagle3", "--draft", str(golden / "eagle")]) == 1
+    assert "both take a head; convert them into the checkpoint's folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("methods", ("lookup+eagle3", "eagle3+lookup"))
 def test_generate_says_what_two_took(golden, capsys, methods):
     words = ["--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "8", "--prompt", "abc"]

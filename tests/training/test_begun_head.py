@@ -6,8 +6,8 @@ import torch
 from helpers.training import ROWS, options
 from safetensors.torch import load_file
 
-import convert_checkpoint
 import train
+from checkpoint.convert import convert
 from checkpoint.export import export
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
@@ -106,6 +106,19 @@ def test_another_vocabulary(models):
         assert torch.equal(out[i], head.markov_out.weight[token // 2] if known else torch.zeros(4))
 
 
+def test_what_is_not_asked_for_stays(models):
+    """A DSpark head keeps its Markov rank and its block, unless another block is asked for."""
+    target, _ = models
+    head = shaken(target, "dspark", MARKOV)
+    args = begun_args(Start(head, "dspark"), "dspark", 160, Shape())
+    assert (args.markov_rank, args.drafts, args.confidence) == (4, 4, True)
+    assert begun_args(Start(head, "dspark"), "dspark", 160, Shape(drafts=6)).drafts == 6
+    block = shaken(target, "dflash", Shape(drafts=4))
+    assert begun_args(Start(block, "dflash"), "dflash", 160, Shape(drafts=3)).block == 4
+    p_eagle = shaken(target, "p-eagle", Shape(drafts=4))
+    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, Shape(drafts=3)).drafts == 3
+
+
 @pytest.mark.parametrize("start, kind, shape, words", [
     ("eagle3", "dspark", Shape(), "a head of kind dspark cannot begin as one of kind eagle3"),
     ("p-eagle", "eagle3", Shape(), "kind eagle3 cannot begin as one of kind p-eagle"),
@@ -134,14 +147,14 @@ def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 0
     assert f"tensors begin as those of {start}" in capsys.readouterr().err
     old, new = load_file(golden / "eagle3" / "model.safetensors"), tmp_path / "converted"
-    convert_checkpoint.convert(tmp_path / "head", new, golden, quiet=True, dtype="fp32")
+    convert(tmp_path / "head", new, golden, quiet=True, dtype="fp32")
     found = load_file(new / "model.safetensors")
     for name in ("fc.weight", "lm_head.weight", "layer.wo.weight"):
         torch.testing.assert_close(found[name].float(), old[name].float(), rtol=0.02, atol=1e-3)
     head = load_head(golden / "eagle3", load_model(golden)[0])
     head.fc.weight.mul_(1.5)
     export(head, tmp_path / "changed", "sglang", read_config(golden))
-    convert_checkpoint.convert(tmp_path / "changed", tmp_path / "other", golden, quiet=True, dtype="fp32")
+    convert(tmp_path / "changed", tmp_path / "other", golden, quiet=True, dtype="fp32")
     changes["start"] = str(tmp_path / "other")
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 1
     assert "other settings or data (start)" in capsys.readouterr().err

@@ -218,3 +218,17 @@ def test_the_default_folders(golden, prompt_file, tmp_path, monkeypatch):
     assert train.main(argv) == 0
     other = options(golden, prompt_file, tmp_path, out="runs/mine", work="w", kind="eagle", epochs=1)
     assert train.main(other) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind,more", [
+    ("dspark", {"drafts": 1}), ("dspark", {"drafts": 2}), ("dflash", {"drafts": 2}),
+    ("dspark", {"draft-vocab": 3}),
+])
+def test_heads_too_small_to_measure_trees_by(golden, prompt_file, tmp_path, capsys, kind, more):
+    """They are written without a calibration, which is said."""
+    asked = {"kind": kind, "steps": None, "draft-vocab": 64, "validate-prompts": 2, **more}
+    assert train.main(options(golden, prompt_file, tmp_path, **asked)) == 0
+    said = capsys.readouterr()
+    assert "wrote " in said.out and "gets no calibration.json (trees are measured by 8 nodes" in said.err
+    assert not (tmp_path / "head" / "calibration.json").exists()

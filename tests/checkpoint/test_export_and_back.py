@@ -1,0 +1,87 @@
+"""Heads that go out to somebody's layout and come back: what was lost on the way, and is no more."""
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers.blocks import published
+from helpers.heads import write_head
+from helpers.sources import CONFIG, target_state, write_source
+from safetensors.torch import load_file
+
+from checkpoint.convert import convert
+from checkpoint.export import export, main
+from checkpoint.folder import read_config
+from checkpoint.loading import load_head, load_model
+from quantize import main as quantize
+
+
+@pytest.fixture(params=(True, False), ids=("tied", "untied"))
+def dspark(request, tmp_path):
+    """The folder of a target in float32 with a DSpark head that was published with bfloat16 copies of its
+    tables.
+    """
+    config = {**CONFIG, "num_hidden_layers": 4, "tie_word_embeddings": request.param}
+    state = target_state(config)
+    folder = convert(write_source(tmp_path / "in", state, config), tmp_path / "target", quiet=True)
+    target, _ = load_model(folder)
+    tensors, head = published("dspark", target)
+    tensors["embed_tokens.weight"] = target.embed.weight.detach().bfloat16()
+    tensors["lm_head.weight"] = target.lm_rows.detach().bfloat16()
+    write_head(tmp_path / "published", tensors, head)
+    convert(tmp_path / "published", target=folder, quiet=True)
+    return folder
+
+
+def test_a_dspark_head_with_copies_of_the_targets_tables(dspark, tmp_path):
+    """They are the target's, in whichever dtype, and go out again: also where they are one tensor there."""
+    config = read_config(dspark / "dspark")
+    assert not config["own_embedding"] and not config["own_lm_head"]
+    out = str(tmp_path / "o")
+    assert main(["--head", str(dspark / "dspark"), "--checkpoint", str(dspark), "--out", out]) == 0
+    back = convert(tmp_path / "o", tmp_path / "back", dspark, quiet=True)
+    again = read_config(back)
+    assert {k: v for k, v in again.items() if k not in ("name", "source", "sha256")} == {
+        k: v for k, v in config.items() if k not in ("name", "source", "sha256")
+    }
+
+
+def test_a_quantised_target_has_no_tables_to_copy(dspark, tmp_path, capsys):
+    assert quantize(["--checkpoint", str(dspark), "--mode", "int8", "--out", str(tmp_path / "q")]) == 0
+    out = tmp_path / "o"
+    command = ["--head", str(dspark / "dspark"), "--checkpoint", str(tmp_path / "q"), "--out", str(out)]
+    assert main(command) == 1 and not out.exists()
+    assert "this target is quantised; name the target before quantisation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layout", ("sglang", "speculators"))
+@pytest.mark.parametrize("layers", ((3, 5, 7), (1, 2, 4), (2, 4, 6)))
+def test_the_layers_that_a_head_reads(golden, models, tmp_path, layout, layers):
+    """Whatever their first one is: files say the ids of inputs or of outputs, and most do not say which."""
+    head = copy.copy(models[1])
+    head.args = dataclasses.replace(head.args, aux_layers=layers)
+    export(head, tmp_path / "out", layout, read_config(golden))
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
+    assert read_config(back)["aux_layers"] == [*layers]
+
+
+@pytest.mark.parametrize("kind", ("each", "all"))
+def test_norms_before_fc(golden, models, tmp_path, kind):
+    head = copy.deepcopy(models[1])
+    head.args = dataclasses.replace(head.args, feature_norm=kind)
+    made = type(head)(head.args)
+    assert len(made.fc_norms) == {"each": 3, "all": 1}[kind]
+    torch.manual_seed(0)
+    for norm in made.fc_norms:
+        nn.init.normal_(norm.weight)
+    head.fc_norms = made.fc_norms
+    export(head, tmp_path / "out", "speculators", read_config(golden))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["fc_norm"], config["norm_before_fc"]) == (kind == "each", kind == "all")
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True, dtype="fp32")
+    assert load_head(back, models[0]).args.feature_norm == kind
+    tensors = load_file(back / "model.safetensors")
+    for j, norm in enumerate(head.fc_norms):
+        assert torch.equal(tensors[f"fc_norms.{j}.weight"], norm.weight.detach().bfloat16().float())
