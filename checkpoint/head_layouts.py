@@ -219,7 +219,8 @@ def _p_eagle(path: Path, config: dict, tensors: dict[str, Entry]) -> dict:
         )
     if "mask_hidden" not in tensors:
         raise InputError(f"{path}: tensor mask_hidden is missing, which stands for features not known yet")
-    drafts = config.get("num_draft_steps") or config.get("k_train") or 8
+    said = (config.get(key) for key in ("num_draft_steps", "k_train"))
+    drafts = next((value for value in said if value is not None), 8)
     return {"mask_id": mask_id, "drafts": drafts, **markov_fields(path, config, tensors)}
 
 
