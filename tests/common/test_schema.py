@@ -173,7 +173,8 @@ def test_what_is_taken_can_be_written_and_is_taken_again(name):
 SMALL = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), st.integers(1, 64)),
     "num_layers": st.integers(1, 9), "num_heads": st.integers(1, 8), "num_kv_heads": st.integers(1, 2),
-    "head_dim": st.sampled_from((2, 3, 8, 16, 64)), "num_experts": st.just(0), "experts_per_token": st.integers(0, 4),
+    "head_dim": st.sampled_from((2, 3, 8, 16, 64)), "num_experts": st.just(0),
+    "experts_per_token": st.integers(0, 4),
 }
 
 
