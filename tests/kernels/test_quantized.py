@@ -9,7 +9,8 @@ from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, quantize_
 
 @pytest.mark.parametrize("mode, group, words", [
     ("int2", 0, "mode is 'int2'; expected one of int8, w8a8, int4, w4a8, fp8"),
-    ("int8", 32, "group is 32; expected 0 for int8: int4 and w4a8 have groups"), ("fp8", 64, "group is 64; expected 0 for fp8"),
+    ("int8", 32, "group is 32; expected 0 for int8: int4 and w4a8 have groups"),
+    ("fp8", 64, "group is 64; expected 0 for fp8"),
     ("w8a8", 32, "group is 32; expected 0 for w8a8"), ("int4", 0, "group is 0; expected one for int4"),
     ("w4a8", 0, "group is 0; expected one for w4a8"),
     ("int4", 32, "group is 32; expected what divides 48 inputs"),
