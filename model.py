@@ -25,8 +25,8 @@ from common.schema import ABSENT, Flag, Kind, List, Number, Record, Whole, Wrong
 
 IDS, WIDTH, MANY = Whole(1, 2**24), Whole(1, 2**22), Whole(1, 2**16)  # of a vocabulary; of a matrix; of parts
 LAYERS = Whole(1, 10_000)
-FACTOR = Number(above=0, high=1e6)
-LENGTH = Number(above=0, high=2**31)
+FACTOR = Number(1e-3, 1e6)
+LENGTH = Number(1, 2**31)
 # The fields of `rope_scaling`, by its type. See `inverse_frequencies`.
 ROPE = {
     "default": Record(),

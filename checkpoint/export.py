@@ -25,6 +25,7 @@ from checkpoint.block_layouts import MARKOV
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from checkpoint.names import WEIGHTS
+from checkpoint.published import PUBLISHED
 from common.cli import Options, run_command
 from common.errors import InputError
 from common.files import writing
@@ -77,6 +78,7 @@ def export(head: Head, folder: str | Path, layout: str = "sglang", target_config
         for name, t in tensors.items()
     }
     folder = Path(folder)
+    PUBLISHED.require(config, folder / "config.json")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         # Not save_file, which makes a file that only its owner can read.

@@ -13,14 +13,14 @@ from checkpoint.gguf_file import Tensor as Stored
 from checkpoint.gguf_file import read_gguf
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from common.errors import InputError, printable
-from common.schema import Flag, List, Number, Record, Text, Whole, Wrong
+from common.schema import Flag, List, Name, Number, Record, Text, Whole, Wrong
 from model import FACTOR, IDS, LAYERS, LENGTH, MANY, WIDTH
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 CONTROL = 3  # the type of a control token
 TOKEN = Whole(0, 2**32 - 1)
 METADATA = Record(optional={
-    "general.architecture": Text(most=64), "general.name": Text(), "split.count": Whole(0, 2**16),
+    "general.architecture": Name(), "general.name": Text(), "split.count": Whole(0, 2**16),
     "tokenizer.chat_template": Text(), **{f"tokenizer.ggml.{name}": kind for name, kind in {
         "model": Text(most=64), "pre": Text(most=64), "tokens": List(Text(most=2**16)),
         "merges": List(Text()),

@@ -11,7 +11,7 @@ from pathlib import Path
 from checkpoint.layout import NameTable
 from checkpoint.names import CONFIG
 from checkpoint.source import Source, is_gguf
-from common.errors import InputError
+from common.errors import InputError, printable
 from common.schema import Record, Wrong
 from model import IDS, LAYERS, MANY, ROPE, WIDTH, RopeScaling
 
@@ -119,9 +119,8 @@ FAMILIES = {
 def family_of(source: Source) -> Family:
     """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
     if source.family not in FAMILIES:
-        raise InputError(
-            f"{source.path}: unknown architecture {source.family} (known: {', '.join(FAMILIES)})"
-        )
+        found, known = printable(str(source.family)), ", ".join(FAMILIES)
+        raise InputError(f"{source.path}: unknown architecture {found} (known: {known})")
     return FAMILIES[source.family]
 
 

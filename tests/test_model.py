@@ -42,7 +42,7 @@ def refused(kind: type[ModelArgs], config: dict, words: str) -> None:
     ({"rope_scaling": -1}, "rope_scaling is -1; expected null or the parameters of a rope scaling"),
     ({"rope_scaling": {"rope_type": "divisors", "divisors": [1.0] * 3}},
      "rope_scaling.divisors is [1.0, 1.0, 1.0]; expected 4 numbers"),
-    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing; expected a number above 0"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing; expected a number from"),
     ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "rope_scaling.factor is nan"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is missing"),
     *(({"rope_scaling": {k: v for k, v in LLAMA3.items() if k != name}}, f"rope_scaling.{name} is missing")

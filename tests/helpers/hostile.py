@@ -219,6 +219,9 @@ SOURCES = {
     "an unknown type": (header(lambda h: first(h, dtype="X")), "model.safetensors: damaged"),
     "offsets beyond the file": (
         header(lambda h: first(h, data_offsets=[0, 2**40])), "model.safetensors: damaged"),
+    "an architecture in red": (
+        text_of("config.json", b'{"architectures": ["\\u001b[31mred"]}'),
+        r"unknown architecture \x1b[31mred (known"),
     "a name in red": (
         header(lambda h: {"\x1b[31mx": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}} | h),
         r"\x1b[31mx"),

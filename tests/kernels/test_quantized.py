@@ -8,12 +8,13 @@ from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, quantize_
 
 
 @pytest.mark.parametrize("mode, group, words", [
-    ("int2", 0, "quantisation 'int2' is none of int8, w8a8, int4, w4a8, fp8"),
-    ("int8", 32, "int8 with groups of 32: int4 and w4a8 have groups"), ("fp8", 64, "fp8 with groups of 64"),
-    ("w8a8", 32, "w8a8 with groups of 32"), ("int4", 0, "int4 with groups of 0"),
-    ("w4a8", 0, "w4a8 with groups of 0"),
-    ("int4", 32, "int4 in groups of 32 does not divide 48 inputs"),
-    ("w4a8", 64, "w4a8 in groups of 64 does not divide 48 inputs"),
+    ("int2", 0, "mode is 'int2'; expected one of int8, w8a8, int4, w4a8, fp8"),
+    ("int8", 32, "group is 32; expected 0 for int8: int4 and w4a8 have groups"),
+    ("fp8", 64, "group is 64; expected 0 for fp8"),
+    ("w8a8", 32, "group is 32; expected 0 for w8a8"), ("int4", 0, "group is 0; expected one for int4"),
+    ("w4a8", 0, "group is 0; expected one for w4a8"),
+    ("int4", 32, "group is 32; expected what divides 48 inputs"),
+    ("w4a8", 64, "group is 64; expected what divides 48 inputs"),
 ])
 def test_modes_and_groups_that_cannot_be(mode, group, words):
     for make in (

@@ -40,7 +40,7 @@ BAD_INPUT = {  # id: what the error says, and the options that are changed
     "out is a target": ("holds something else", {"out": "{golden}"}),
     "shards are a log": ("--shards takes the data folder", {"shards": "{folder}/log", **ANSWERED}),
     "EAGLE-1 of another width": ("EAGLE-1 head predicts", {"kind": "eagle", "hidden-size": 32}),
-    "heads that do not divide": ("not a multiple", {"heads": 4, "kv-heads": 3}),
+    "heads that do not divide": ("expected a divisor of num_heads, 4", {"heads": 4, "kv-heads": 3}),
     "shard with an unknown id": ("line 1 is no row", {"shards": "{folder}/unknown-id", **ANSWERED}),
     "shard with a long answer": ("line 1 is no row", {"shards": "{folder}/three-numbers", **ANSWERED}),
     "shard that is no UTF-8": ("cannot be read", {"shards": "{folder}/no-utf8", **ANSWERED}),
