@@ -4,8 +4,8 @@
 
 Requests of random lengths, seeds and samplings go through one decoder, one after the other: prompts as ids
 and as text, chats that keep their cache, some of them reset in between, and one in seven left in the middle.
-Each is decoded again by a decoder that has decoded nothing yet, and must have the same ids (those that were
-left: the same beginning). Memory and open files are read along the way. Raw figures go to
+Memory and open files are read along the way. Then each is decoded again by a decoder that has decoded nothing
+yet, and must have the same ids (those that were left: the same beginning). Raw figures go to
 benchmarks/results/NAME.json; the exit status is 1 if a text is another one, or memory or files grow.
 """
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,16 +68,30 @@ class Life:
             raise InputError(f"{self.files[-1] - self.files[len(self.files) // 10]} files more are open")
 
 
-def live(target: Target, drafting: Drafting, count: int, max_seq_len: int, seed: int = 0, say=note) -> Life:
-    """Ask one decoder `count` requests, and a fresh one each of them again."""
+@dataclass(frozen=True)
+class Request:
+    """One request, and what was written. left: after how many pieces its reader went away."""
+
+    kind: str
+    prompt: Prompt
+    sampling: Sampling
+    left: int | None
+    ids: list[int]
+
+
+def live(
+    target: Target, drafting: Drafting, count: int, max_seq_len: int, seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Life:
+    """Ask one decoder `count` requests; then ask a fresh one each of them again."""
     chance, life = random.Random(seed), Life()
     decoder = target.decoder(drafting, max_seq_len=max_seq_len)
+    done: list[Request] = []
     chat: list[dict] = []
-    for number in range(count):
+    for number in range(1, count + 1):
         kind = chance.choice(("ids", "text", "chat", "chat", "chat after a reset"))
-        settings = chance.choice(KINDS)
-        sampling = Sampling(chance.choice(WRITTEN), seed=chance.getrandbits(64), **settings)
-        reuse = kind != "ids" and kind != "text"
+        sampling = Sampling(chance.choice(WRITTEN), seed=chance.getrandbits(64), **chance.choice(KINDS))
+        reuse = kind not in ("ids", "text")
         if reuse:
             if kind == "chat after a reset" or len(chat) >= 2 * TURNS:
                 chat = []
@@ -89,18 +104,22 @@ def live(target: Target, drafting: Drafting, count: int, max_seq_len: int, seed:
             prompt = [chance.randint(0, top) for _ in range(length)]
         left = chance.randint(1, 4) if chance.random() < 1 / LEAVERS else None
         ids = decode(decoder, prompt, sampling, reuse, left)
-        fresh = decode(target.decoder(drafting, max_seq_len=max_seq_len), prompt, sampling, False, None)
-        if ids != (fresh if left is None else fresh[: len(ids)]):
-            life.others.append({"number": number, "kind": kind, "sampling": str(sampling), "left": left})
         if reuse:
             chat = [*chat, {"role": "assistant", "content": target.tokenizer.decode(ids)}]
+        done.append(Request(kind, prompt, sampling, left, ids))
         life.asked[kind + (", left" if left else "")] += 1
         life.tokens += len(ids)
         life.memory.append(resident())
         life.files.append(len(os.listdir("/proc/self/fd")))
-        if say and (number + 1) % 100 == 0:
-            say(f"{number + 1} requests, {len(life.others)} others, {life.memory[-1] / 1e6:.0f} MB,"
-                f" {life.files[-1]} files")
+        if number % 200 == 0:
+            say(f"{number} requests, {life.memory[-1] / 1e6:.0f} MB, {life.files[-1]} files")
+    for number, request in enumerate(done, 1):
+        fresh = target.decoder(drafting, max_seq_len=max_seq_len)
+        ids = decode(fresh, request.prompt, request.sampling, False, None)
+        if request.ids != (ids if request.left is None else ids[: len(request.ids)]):
+            life.others.append({"number": number, **vars(request), "sampling": str(request.sampling)})
+        if number % 200 == 0:
+            say(f"{number} compared, {len(life.others)} others")
     return life
 
 
@@ -131,7 +150,7 @@ def action(o) -> None:
     """Run it. Raises InputError if something went wrong."""
     target = load_target(o.checkpoint, say=note)
     began = time.monotonic()
-    life = live(target, Drafting(o.speculate, tree=o.tree), o.requests, o.max_seq_len, o.seed)
+    life = live(target, Drafting(o.speculate, tree=o.tree), o.requests, o.max_seq_len, o.seed, note)
     seconds = time.monotonic() - began
     step = max(1, len(life.memory) // 100)
     write(o.name, describe(o.threads) | {

@@ -9,6 +9,7 @@ from common.errors import InputError
 from engine.text_decoder import TextDecoder
 from evaluation.answers import Turn
 from tokens.dataset import read_questions
+from tokens.spelling import TooLong
 
 OWN = Path(__file__).resolve().parent / "questions"
 
@@ -72,7 +73,10 @@ def ask(model: TextDecoder, question: dict, max_new_tokens: int, temperature: fl
     messages, turns = [], []
     for text in question["turns"]:
         messages.append({"role": "user", "content": text})
-        ids = model.encode(messages)
+        try:
+            ids = model.encode(messages)
+        except TooLong:
+            break
         if len(ids) >= model.decoder.max_seq_len:
             break
         result = model.generate(ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

@@ -17,8 +17,10 @@ from common.errors import InputError
 from common.files import read_json
 from tokens.backends import Backend, JsonBackend, SentencePieceBackend, special_tokens_map
 from tokens.chat_template import ControlTokenMask, read_template, render_template
+from tokens.files import FILES
 from tokens.spelling import Shape, TooLong
 
+LONGEST = 256 << 20  # bytes of a file
 # The first that exists is used.
 ENCODERS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 
@@ -53,6 +55,9 @@ class Encoder:
         encoder = next((name for name in ENCODERS if (folder / name).is_file()), None)
         if encoder is None:
             return None
+        for name in FILES:
+            if (folder / name).is_file() and (size := (folder / name).stat().st_size) > LONGEST:
+                raise InputError(f"{folder / name}: has {size:,} bytes, at most {LONGEST:,} are read")
         for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second has the last word
             if (folder / name).is_file():
                 config |= {k: v for k, v in read_json(folder / name).items() if v is not None}

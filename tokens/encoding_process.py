@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from tokens.files import FILES
+
 HEADER = struct.Struct("<Q")
 SECONDS, SECONDS_PER_MB = 3, 4  # of processor time: many times what ordinary tokenizers take
 MEMORY, MEMORY_PER_BYTE = 512 << 20, 400  # more than the process has; the libraries keep 200 for each byte
-FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "chat_template.json",
-)
 
 
 class Allowance(NamedTuple):
@@ -31,8 +29,8 @@ class Allowance(NamedTuple):
     def of(cls, request: dict, size: int) -> Allowance:
         """That of a request of so many bytes."""
         if request["do"] == "load":
-            sizes = (os.path.getsize(p) for p in (Path(request["folder"]) / f for f in FILES) if p.is_file())
-            size += sum(sizes)
+            paths = (Path(request["folder"]) / name for name in FILES)
+            size += min(sum(os.path.getsize(path) for path in paths if path.is_file()), 1 << 30)
             return cls(SECONDS + size // 10**6, MEMORY + 40 * size)
         return cls(SECONDS + SECONDS_PER_MB * size // 10**6, MEMORY + MEMORY_PER_BYTE * size)
 
@@ -71,23 +69,28 @@ class Answers:
         except TooLong as e:
             self._send({"too_long": str(e)})
         except InputError as e:
-            self._send({"refused": str(e)})
+            # Our working folder may be another one than that of who asks: they name it in their own way.
+            self._send({"refused": str(e).replace(request["folder"], request["named"])})
             gc.collect()  # what a template has made hangs on its frames
         except MemoryError:
             what = "the tokenizer or the chat template needs too much memory"
-            self._send({"refused": f"{request['folder']}: {what}"})
+            self._send({"refused": f"{request['named']}: {what}"})
         except BaseException as e:
             kind = type(e).__name__
             words = "panicked" if kind == "PanicException" else "cannot be used: " + kind
-            self._send({"refused": f"{request['folder']}: the tokenizer {words} ({one_line(e)})"})
+            self._send({"refused": f"{request['named']}: the tokenizer {words} ({one_line(e)})"})
 
-    def _do(self, do: str, folder: str, arguments: dict | None = None, named: str = "") -> object:
+    def _do(
+        self, do: str, number: int, folder: str, named: str, forget: list[int], arguments: dict | None = None
+    ) -> object:
         from tokens.encoder import Encoder
 
+        for other in forget:
+            self._encoders.pop(other, None)
         if do == "load":
-            self._encoders[folder] = Encoder.load(Path(named))
-            return self._encoders[folder].describe()
-        encoder = self._encoders[folder]
+            self._encoders[number] = Encoder.load(Path(folder))
+            return self._encoders[number].describe()
+        encoder = self._encoders[number]
         if do == "chat":
             return encoder.chat(**arguments, doing=lambda what: self._send({"doing": what}))
         if do == "render":

@@ -20,11 +20,15 @@ import time
 from pathlib import Path
 
 from common.errors import InputError
-from tokens.encoding_process import FILES, HEADER, Allowance
+from tokens.encoding_process import HEADER, Allowance
+from tokens.files import FILES
 from tokens.spelling import TooLong
 
 ROOT = Path(__file__).resolve().parent.parent
-START = "import sys; sys.path[0] = sys.argv[1]; from tokens.encoding_process import main; main()"
+START = (
+    "import sys; sys.path[:] = [sys.argv[1], *filter(None, sys.path)];"
+    " from tokens.encoding_process import main; main()"
+)
 KEPT = 8  # tokenizers that are not loaded again while their files are the same
 WAIT = 15  # times the processor time that a request may take: the machine may have other work
 QUIET = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
@@ -39,7 +43,9 @@ class Guard:
 
     def __init__(self):
         self._lock, self._process, self._owner = threading.RLock(), None, 0
-        self._loaded: set[str] = set()  # folders whose tokenizers it holds
+        self._loaded: set[int] = set()  # numbers of the tokenizers that it holds
+        self._forgotten: list[int] = []  # of those that nobody holds any more
+        self._count = 0
         self._known: dict[str, tuple[list, Guarded]] = {}  # by folder, with what its files were
         self.doing = ""
 
@@ -57,6 +63,10 @@ class Guard:
                 self._known[key] = stamp, Guarded(self, folder)
             return self._known[key][1]
 
+    def alone(self) -> threading.RLock:
+        """A context in which nobody else asks."""
+        return self._lock
+
     def begin(self) -> None:
         """Start the process, unless it runs, while other things are done."""
         with self._lock:
@@ -65,7 +75,8 @@ class Guard:
 
     def ask(self, request: dict, what: str) -> object:
         """The answer to a request. what: whose files may be at fault. Raises InputError."""
-        data = json.dumps(request).encode()
+        forgotten, self._forgotten = self._forgotten, []
+        data = json.dumps(request | {"forget": forgotten}).encode()
         allowance = Allowance.of(request, len(data))
         with self._lock:
             self.begin()
@@ -104,13 +115,24 @@ class Guard:
         """Of the process that runs now."""
         return self._process and self._process.pid
 
-    def holds(self, folder: str) -> bool:
-        """Whether the process that runs now has loaded a folder's tokenizer."""
-        return folder in self._loaded and self._process is not None and self._process.poll() is None
+    def number(self) -> int:
+        """A number for one more tokenizer."""
+        with self._lock:
+            self._count += 1
+            return self._count
 
-    def loaded(self, folder: str) -> None:
-        """The process has loaded a folder's tokenizer."""
-        self._loaded.add(folder)
+    def holds(self, number: int) -> bool:
+        """Whether the process that runs now has loaded this tokenizer."""
+        here = self._owner == os.getpid() and self._process is not None
+        return here and number in self._loaded and self._process.poll() is None
+
+    def loaded(self, number: int) -> None:
+        """The process has loaded this tokenizer."""
+        self._loaded.add(number)
+
+    def forget(self, number: int) -> None:
+        """Nobody asks this tokenizer any more. May be called at any moment, as by a garbage collector."""
+        self._forgotten.append(number)
 
     def _start(self) -> None:
         if self._owner == os.getpid():
@@ -178,24 +200,28 @@ class Guarded:
     """The tokenizer of one folder in the process."""
 
     def __init__(self, guard: Guard, folder: Path):
-        self._guard, self._folder = guard, folder
+        self._guard, self._named, self._folder = guard, str(folder), str(folder.absolute())
+        self._number = guard.number()
         self.facts = self._load()
+
+    def __del__(self):
+        self._guard.forget(self._number)
 
     def ask(self, do: str, **arguments) -> object:
         """What the encoder answers. Raises InputError, TooLong; TypeError if arguments are no JSON."""
-        with self._guard._lock:
+        with self._guard.alone():
             # After the process was started anew it has to be loaded again.
-            if not self._guard.holds(str(self._folder.absolute())) and self._load() != self.facts:
-                raise InputError(f"{self._folder}: the tokenizer's files have changed; start again")
-            request = {"do": do, "folder": str(self._folder.absolute()), "arguments": arguments}
-            return self._guard.ask(request, str(self._folder))
+            if not self._guard.holds(self._number) and self._load() != self.facts:
+                raise InputError(f"{self._named}: the tokenizer's files have changed; start again")
+            return self._guard.ask(self._request(do) | {"arguments": arguments}, self._named)
+
+    def _request(self, do: str) -> dict:
+        return {"do": do, "number": self._number, "folder": self._folder, "named": self._named}
 
     def _load(self) -> dict:
-        folder = str(self._folder.absolute())
-        with self._guard._lock:
-            named = str(self._folder)
-            facts = self._guard.ask({"do": "load", "folder": folder, "named": named}, named)
-            self._guard.loaded(folder)
+        with self._guard.alone():
+            facts = self._guard.ask(self._request("load"), self._named)
+            self._guard.loaded(self._number)
             return facts
 
 

@@ -15,11 +15,9 @@ from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from pathlib import Path
 
-from tokens.encoding_process import FILES
+from tokens.files import ENCODERS, FILES
 from tokens.guard import GUARD, Guarded
 from tokens.spelling import spelled
-
-ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
 
 
 def copy_files(source: Path, target: Path) -> bool:

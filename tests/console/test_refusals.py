@@ -46,7 +46,7 @@ def test_a_turn_that_does_not_fit_is_said_and_forgotten(golden, capsys, monkeypa
     model = load(golden, compile=False, max_seq_len=64)
     assert chat(model, Sampling(5), None) == 0
     out, err = capsys.readouterr()
-    assert "error: the prompt has at least 505 tokens (505 characters)" in err
+    assert "error: the prompt has at least " in err and "tokens (505 characters)" in err
     assert "(/reset starts over)" in err
     assert out == load(golden, compile=False).generate("hi", max_new_tokens=5).text + "\n"
 

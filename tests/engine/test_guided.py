@@ -10,7 +10,7 @@ from engine.api import load_target
 from engine.decoder import Decoder
 from engine.runtime import Runtime
 from sampling.options import Sampling
-from tokens.grammar import ANY_OBJECT
+from tokens.schema import ANY_OBJECT
 from tree import TreeShape
 
 SCHEMA = json.dumps({

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from tokens.gguf_tokenizer import WordRule
 from tokens.spelling import byte_alphabet
+from tokens.tokenizer import Tokenizer, copy_files
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind; it's asleep. "
@@ -72,3 +73,10 @@ def sentencepiece_library(folder: Path):
     """The tokenizer.model of a folder as the `sentencepiece` library reads it."""
     library = pytest.importorskip("sentencepiece")
     return library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def with_template(source: Path, folder: Path, template: str) -> Tokenizer:
+    """The tokenizer of a folder with another chat template, copied to an empty one."""
+    copy_files(source, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer.load(folder)

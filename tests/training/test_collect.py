@@ -3,6 +3,7 @@ import json
 
 import pytest
 import torch
+from helpers.tokenizers import with_template
 from helpers.training import users
 
 from checkpoint.loading import load_model
@@ -35,13 +36,12 @@ def read_rows(c: Collector) -> list[dict]:
     return [row for row in rows if "left_out" not in row]
 
 
-def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path):
+def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path_factory):
     """Where no stop id ends the user's turn, the text that leads to the assistant does."""
     tokenizer = Tokenizer.load(golden)
     assert user_end(tokenizer, [ord("\n")]) == "" and user_end(tokenizer, []) == "a:"
     for name, end in (("vicuna", "ASSISTANT:"), ("llama2", "[/INST]")):
-        tokenizer = Tokenizer.load(golden)
-        tokenizer.template = TEMPLATES[name]
+        tokenizer = with_template(golden, tmp_path_factory.mktemp(name), TEMPLATES[name])
         assert user_end(tokenizer, [257]) == end
 
     class FakeSeats:
@@ -100,9 +100,9 @@ def test_user_turns_of_its_own(golden, tmp_path):
     assert begins == {b"Wri", b"Sum"} and all(r["source"] == "synthesized" for r in rows)
 
 
-def test_a_template_without_a_header_for_the_user(golden, tmp_path):
-    c = collector(golden, tmp_path)
-    c.tokenizer.template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+def test_a_template_without_a_header_for_the_user(golden, tmp_path, tmp_path_factory):
+    c, bare = collector(golden, tmp_path), "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    c.tokenizer = with_template(golden, tmp_path_factory.mktemp("bare"), bare)
     with pytest.raises(InputError, match="--synthesize: the chat template puts nothing before a user's turn"):
         c.synthesize(1)
     assert not list(tmp_path.iterdir())

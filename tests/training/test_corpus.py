@@ -1,9 +1,10 @@
 """Rows of text: how conversations become rows, which of them are used, and their figures."""
 import pytest
+from helpers.tokenizers import with_template
 from helpers.training import users
 
 from common.errors import InputError
-from tokens.tokenizer import Tokenizer, copy_files
+from tokens.tokenizer import Tokenizer
 from training import corpus, figures
 
 
@@ -19,13 +20,6 @@ def test_answers_of_a_conversation_are_marked(golden):
     assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hello\n", b"bye\n"]
     (row,) = corpus.of_conversation(tokenizer, messages[:2], [])
     assert bytes(row["ids"][row["answers"][0][0] :]) == b"hello\n"
-
-
-def with_template(golden, folder, template: str) -> Tokenizer:
-    """The golden target's tokenizer with another chat template."""
-    copy_files(golden, folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return Tokenizer.load(folder)
 
 
 def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, tmp_path):

@@ -1,0 +1,7 @@
+"""The files of a tokenizer in a checkpoint's folder."""
+from __future__ import annotations
+
+ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
+FILES = (
+    *ENCODERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
+)
