@@ -20,6 +20,7 @@ from bench import ROOT, describe, write
 
 from common.errors import InputError
 from engine.calibrating import PROMPTS
+from kernels.isa import choose
 
 LAUNCH = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 METHODS = {"plain": (), "EAGLE-3": ("--speculate", "eagle3", "--tree")}
@@ -61,7 +62,7 @@ def run(o) -> None:
     counts = (1, o.ranks)
     if o.threads % o.ranks:
         raise InputError(f"--ranks {o.ranks}: {o.threads} threads cannot be shared among so many")
-    record = describe(o.threads) | {"ranks": o.ranks, "tree": o.tree, "questions": o.questions, "runs": []}
+    record = describe(o.threads) | {"isa": choose(None).name, "ranks": o.ranks, "tree": o.tree, "runs": []}
     for i in range(o.repeat):
         for method in METHODS:
             answers = {count: timed(o, count, method) for count in counts[:: (-1) ** i]}
