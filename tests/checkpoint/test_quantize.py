@@ -16,8 +16,8 @@ from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
+from kernels.modes import BESIDE
 from kernels.quantized import (
-    BESIDE,
     FP8_MOST,
     QuantizedLinear,
     QuantizedStack,

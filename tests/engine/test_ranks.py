@@ -17,8 +17,9 @@ from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
 from checkpoint.quantizing import quantize_folder
-from kernels.quantized import BESIDE, FOUR_BITS, Scheme
-from kernels.quantized import MODES as PRECISIONS
+from kernels.modes import BESIDE, FOUR_BITS
+from kernels.modes import MODES as PRECISIONS
+from kernels.quantized import Scheme
 
 pytestmark = pytest.mark.slow
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
