@@ -122,15 +122,15 @@ def run(o) -> None:
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
     is_target = glance(source)["kind"] == "target"
-    for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)):
-        if file:
-            check_readable(flag, file)
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
     for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
     for flag, given in for_targets.items():
         if given and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
+    for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)):
+        if file:
+            check_readable(flag, file)
     heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
     # Nothing above needs torch: mistakes answer at once.
     from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids

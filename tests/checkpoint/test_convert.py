@@ -257,7 +257,7 @@ def test_aux_layers_option_and_question(tmp_path, target, capsys):
 MEASURE = """
 import sys, torch, safetensors.torch
 sys.path.insert(0, sys.argv[1])
-from convert_checkpoint import convert
+from checkpoint.convert import convert
 from pathlib import Path
 torch.set_num_threads(1)
 def status(key):

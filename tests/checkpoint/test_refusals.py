@@ -12,7 +12,7 @@ import torch
 from helpers.converting import run
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
-import convert_checkpoint
+import checkpoint.convert
 from checkpoint.convert import convert
 from checkpoint.opening import open_source
 from common.errors import InputError
@@ -354,7 +354,7 @@ def test_malformed_in_an_unknown_way(tmp_path, capsys, monkeypatch):
     def broken(*args, **options):
         raise KeyError("rows")
 
-    monkeypatch.setattr(convert_checkpoint, "convert", broken)
+    monkeypatch.setattr(checkpoint.convert, "convert", broken)
     code, err = run(capsys, "--checkpoint", tmp_path)
     assert code == 1 and err == [
         f"error: {tmp_path}: malformed in a way this program does not know (KeyError: 'rows')"

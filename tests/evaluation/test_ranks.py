@@ -16,7 +16,8 @@ QUESTIONS = """{"question_id": 81, "category": "c", "turns": ["what is 3?", "and
 
 
 def answers_in(folder) -> dict[tuple, list]:
-    read = map(Answer.read, (folder / "answers.jsonl").read_text().splitlines())
+    lines = (folder / "answers.jsonl").read_bytes().splitlines()
+    read = [Answer.read(line, "answers.jsonl") for line in lines]
     return {answer.key: [turn.ids for turn in answer.turns] for answer in read}
 
 
