@@ -46,7 +46,7 @@ def test_traces_and_labels_of_trees_that_are_no_eagles(golden, tmp_path, capsys)
     said = json.loads(capsys.readouterr().out)
     assert said["accept"] == "typical" and said["lossy"] is True
     assert generate.main([*common, "--speculate", "lookahead", "--level", "100000"]) == 1
-    assert "at most 1024" in capsys.readouterr().err
+    assert "must be 1 to 1,024" in capsys.readouterr().err
 
 
 @pytest.mark.slow

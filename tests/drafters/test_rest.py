@@ -205,7 +205,7 @@ def test_stores_that_are_refused(golden, damaged, capsys, words, options):
 
 @pytest.mark.parametrize("words, text", [
     pytest.param("no text in there", "empty.txt", id="empty-text"),
-    pytest.param("no such file", "none.txt", id="text-that-is-not-there"),
+    pytest.param("No such file", "none.txt", id="text-that-is-not-there"),
     pytest.param("outside the vocabulary", "wrong.jsonl", id="unknown-id"),
 ])
 def test_texts_that_no_store_is_made_of_are_refused(golden, damaged, tmp_path, capsys, words, text):

@@ -2,6 +2,7 @@
 
 One group of two processes and one of four decode all cases; see `helpers.ranked`.
 """
+import fcntl
 import json
 import os
 import subprocess
@@ -68,13 +69,18 @@ def alone(folder):
 
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
 def dealt(request, folder, tmp_path_factory):
-    """What so many processes give."""
-    out = tmp_path_factory.mktemp("said") / "texts.json"
-    run = subprocess.run(
-        [*LAUNCH, str(request.param), "-m", "helpers.ranked", str(folder), str(out)], cwd=ROOT,
-        env=ENVIRONMENT, capture_output=True, text=True, timeout=900,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    """What so many processes give. Where workers share the tests, the first one that asks starts them."""
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
+    out = place / f"dealt among {request.param}.json"
+    with open(out.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            run = subprocess.run(
+                [*LAUNCH, str(request.param), "-m", "helpers.ranked", str(folder), str(out)], cwd=ROOT,
+                env=ENVIRONMENT, capture_output=True, text=True, timeout=900,
+            )
+            assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(out.read_text())
 
 

@@ -33,7 +33,7 @@ def test_shapes_that_cannot_be(models):
     args, shallow = target.args, dataclasses.replace(target.args, num_layers=3)
     with pytest.raises(ValueError, match="EAGLE-1"):
         new_head(target, "eagle", torch.arange(args.vocab_size), Shape(hidden_size=args.hidden_size // 2), 0)
-    with pytest.raises(ValueError, match="multiple"):
+    with pytest.raises(ValueError, match="num_kv_heads is 3; expected a divisor of num_heads, 4"):
         new_head(target, "eagle3", torch.arange(64), Shape(num_heads=4, num_kv_heads=3), 0)
     with pytest.raises(ValueError, match="which has 3 layers: use --kind eagle"):
         head_args(shallow, "eagle3", 64, Shape())
