@@ -25,12 +25,13 @@ from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_head, check_target
-from common.cli import DEVICE, Options, check_folder, count, dtype, positive, run_command
+from checkpoint.names import LAYOUTS
+from common.cli import Options, check_folder, count, dtype, positive, run_command
 from common.errors import InputError
 from common.texts import check_readable
 from common.tree_shapes import PAPER_TREE, TreeShape
 from drafters.tree_spec import small
-from training.choices import BLOCK_KINDS, KINDS, LAYOUTS, LOSSES, MULTI_TOKEN, OPTIMIZERS
+from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS
 from training.plan import SHORT
 
 
@@ -78,8 +79,7 @@ def parser() -> Options:
     add("--kind", choices=KINDS, default="eagle3",
         help="EAGLE-3 (default), P-EAGLE, DFlash, DSpark, EAGLE-1/2, Medusa, Hydra")
     add("--device", help="default: cuda if there is one, else cpu")
-    refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
-           lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
+    p.judge_device()
     add("--dtype", type=dtype, choices=("bf16", "fp32"), default="bf16",
         help="of the target, also by PyTorch's names; the head's weights are float32")
     add("--seed", type=count, default=0)

@@ -24,7 +24,7 @@ from torch import Tensor
 from checkpoint.block_layouts import MARKOV
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
-from checkpoint.names import WEIGHTS
+from checkpoint.names import LAYOUTS, WEIGHTS
 from checkpoint.published import PUBLISHED
 from common.cli import Options, run_command
 from common.errors import InputError
@@ -35,7 +35,6 @@ from networks.head import Head, HeadArgs
 from networks.markov import MarkovArgs
 from networks.medusa import MedusaHeads, MultiTokenHeads
 
-LAYOUTS = ("sglang", "speculators")
 # Files that an export leaves in the folder if it is cut off.
 PARTS = ("model.safetensors.partial", "config.json.partial")
 # `architectures` of the configs written here, by kind of head. For an EAGLE-1 head vLLM wants

@@ -11,6 +11,7 @@ FORMAT = 2
 HEAD_KINDS = ("eagle", "eagle3", "p-eagle", "medusa", "hydra", "dflash", "dspark")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CALIBRATION = "calibration.json"  # beside a head's weights: what its trees are accepted for
+LAYOUTS = ("sglang", "speculators")  # that heads are written in, see `checkpoint.export`
 ADVICE = "convert the checkpoint again"
 
 

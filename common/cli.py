@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError, is_panic
+from common.errors import InputError, escaped, is_panic
 
 MOST_THREADS = 1024
 PROBE = 1 << 16  # bytes that are written to see whether there is room
@@ -35,22 +35,20 @@ def note(line: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error on one line that a terminal shows as it is (see `shown`)."""
+    """The message of an error on one line that a terminal shows as it is (see `on_one_line`)."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "the output"
-        return shown(f"{where}: no space left on the device; make room and try again")
-    return shown(FRAMES.split(str(error), maxsplit=1)[0]) or type(error).__name__
+        return on_one_line(f"{where}: no space left on the device; make room and try again")
+    return on_one_line(FRAMES.split(str(error), maxsplit=1)[0]) or type(error).__name__
 
 
-def shown(text: str) -> str:
-    """A text on one line: what moves a cursor, changes colours or cannot be printed is escaped.
-
-    Of one that is very long the middle is left out.
+def on_one_line(text: str) -> str:
+    """A text on one line, escaped (`common.errors.escaped`). Of one that is very long the middle is left out.
     """
     line = " ".join(text.split())
     if len(line) > MOST_SHOWN:
         line = f"{line[: MOST_SHOWN * 2 // 3]} ... {line[-MOST_SHOWN // 3 :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return escaped(line)
 
 
 def no_memory(error: BaseException) -> bool:
@@ -169,7 +167,7 @@ class Options(argparse.ArgumentParser):
 
     def error(self, message: str):
         """Say on one line what cannot be parsed, and end with exit status 2."""
-        note(f"{self.prog}: error: {shown(message)}; see --help")
+        note(f"{self.prog}: error: {on_one_line(message)}; see --help")
         sys.exit(2)
 
     def within(self, flag: str, low: float, high: float) -> None:
@@ -195,6 +193,11 @@ class Options(argparse.ArgumentParser):
             if test(o):
                 raise InputError(words(o))
 
+    def judge_device(self) -> None:
+        """Add a rule: --device, if given, is of a kind that PyTorch may have."""
+        self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
+                    lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
+
     def add_runtime(self):
         """Add the options of `engine.runtime.Runtime`: where and how a model runs. Returns their group."""
         group = self.add_argument_group("where and how it runs")
@@ -204,8 +207,7 @@ class Options(argparse.ArgumentParser):
         add("--threads", type=int,
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         self.within("--threads", 1, MOST_THREADS)
-        self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
-                    lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
+        self.judge_device()
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
         add("--kernels", action=on_off, default=True,
             help="on a CPU, when compiling: our own products (see kernels/)")

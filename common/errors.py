@@ -18,5 +18,10 @@ def first_line(error: BaseException) -> str:
 
 def printable(text: str, most: int = 120) -> str:
     """A text from a file, to be shown: its control characters escaped, and not too long."""
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text[: most + 1])
+    text = escaped(text[: most + 1])
     return text if len(text) <= most else text[:most] + "..."
+
+
+def escaped(text: str) -> str:
+    """A text in which what moves a cursor, changes colours or cannot be printed is escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

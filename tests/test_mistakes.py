@@ -166,7 +166,7 @@ def test_a_negative_seed_is_a_seed():
 
 
 def test_what_trains_and_what_is_chosen_from_are_the_same():
+    import train
     from checkpoint import export
-    from training import choices
 
-    assert choices.LAYOUTS == export.LAYOUTS
+    assert train.LAYOUTS == export.LAYOUTS
