@@ -2,16 +2,19 @@
 
     python benchmarks/charts.py
 
-Nothing is measured: the figures come from peers-emerald.json, evaluate.json, drafters.json and step.json in
-benchmarks/results, and everything that is written goes there too.
+Nothing is measured: the figures come from peers-emerald.json, evaluate.json, drafters.json, step.json,
+step_batch.json and ranks.json in benchmarks/results, and everything that is written goes there too.
 """
 from __future__ import annotations
 
 import csv
 import json
+import statistics
 import sys
 
 from bench import RESULTS  # first: it makes the modules below importable
+from step import TREES
+from step_model import TERMS, StepModel
 
 from common.plots import picture
 
@@ -138,9 +141,65 @@ def steps() -> None:
         figure.suptitle(f"A step of SmolLM2-135M-Instruct (1 row: plain decoding), {MACHINE}")
 
 
+def scaling() -> None:
+    """A step over batch, tree, context and ranks: what was measured (points), what the model says (lines)."""
+    records = [read(name) for name in ("step", "step_batch")]
+    rows = [row for record in records for row in record["rows"] if row["mode"] == "none"]
+    measured = [(TREES[row["rows"]], row["batch"], row["context"], row["step"]) for row in rows]
+    ranks = read("ranks")
+    model = StepModel.fitted(measured, ranks["exchange"]["layers"])
+    errors = model.errors(measured)
+    write_csv("scaling", ["what", "milliseconds"], [
+        *([term, f"{ms:.6f}"] for term, ms in zip(TERMS, model.milliseconds)),
+        ["steps measured", len(errors)],
+        ["relative error, median", errors[len(errors) // 2]], ["relative error, most", errors[-1]],
+    ])
+    with picture(RESULTS / "scaling.png", 12, 3.2) as figure:
+        batch, tree, context, several = figure.subplots(1, 4)
+        for nodes, colour in ((1, GREY), (8, DARK)):
+            own, label = [m for m in measured if m[0].nodes == nodes], "plain" if nodes == 1 else "tree 8/2/4"
+            _steps(batch, model, [m for m in own if m[2] == 128], 1, colour, label)
+            _steps(context, model, [m for m in own if m[1] == 1], 2, colour, label)
+        _steps(tree, model, [m for m in measured if m[1:3] == (1, 128)], 0, DARK, None)
+        words = "texts decoded together", "rows of a tree (1: plain)", "tokens of context"
+        for axes, label in zip((batch, tree, context), words):
+            axes.set(xlabel=label, ylim=(0, None))
+        batch.legend()
+        _ranks(several, ranks)
+        batch.set_ylabel("milliseconds of a step")
+        machine = f"{records[0]['threads']} threads of a virtual {records[0]['device']}, {records[0]['isa']}"
+        figure.suptitle(f"SmolLM2-135M-Instruct, bf16, {machine}: measured (points, bars), model (lines)")
+
+
+def _steps(axes, model: StepModel, measured: list[tuple], along: int, colour: str, label: str | None) -> None:
+    """Measured steps as points and the model as a line, over what stands at place `along` of a step."""
+    def at(step: tuple) -> int:
+        return step[along].nodes if along == 0 else step[along]
+
+    ordered = sorted(measured, key=at)
+    places = [at(step) for step in ordered]
+    axes.plot(places, [ms for *_, ms in ordered], "o", markersize=4, color=colour)
+    axes.plot(places, [model(*step) for *step, _ in ordered], color=colour, label=label)
+
+
+def _ranks(axes, record: dict) -> None:
+    """A step in one process and on several ranks, and what the former and the exchanges add up to."""
+    exchanges = 2 * record["exchange"]["layers"] + 1
+    took = sorted((int(rows), us / 1e3) for rows, us in record["exchange"]["microseconds"].items())
+    for x, (method, (_, exchange)) in enumerate(zip(("plain", "EAGLE-3"), took)):
+        runs = [run for run in record["runs"] if run["method"] == method]
+        times = [(run["ranks"], run["tau"] / rate * 1e3) for run in runs for rate in run["rates"]]
+        steps = [statistics.median(ms for n, ms in times if n == count) for count in (1, record["ranks"])]
+        for shift, ms, colour in zip((-0.19, 0.19), steps, (GREY, DARK)):
+            axes.bar_label(axes.bar(x + shift, ms, 0.36, color=colour), fmt="%.1f", padding=2)
+        axes.plot(x + 0.19, steps[0] + exchanges * exchange, "_", markersize=22, color="black")
+    axes.set_xticks(range(2), ("plain", f"tree {record['tree'].replace(',', '/')}"))
+    axes.set_xlabel(f"one process of {record['threads']} threads; {record['ranks']} ranks of one")
+
+
 def main() -> int:
     """Draw all. Returns the exit status."""
-    for draw in (overview, sets, drafters, steps):
+    for draw in (overview, sets, drafters, steps, scaling):
         draw()
     return 0
 

@@ -3,8 +3,8 @@
     python benchmarks/ranks.py --checkpoint checkpoints/smollm2-135m
 
 Each run is a new process (or torchrun and its ranks) of generate.py, plain and with EAGLE-3, which answers
-the questions one after the other. Texts must be equal. Raw figures go to benchmarks/results/NAME.json with
-date, device and torch version.
+the questions one after the other. Texts must be equal. What one exchange among the ranks takes is timed
+alone (exchange.py). Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
 """
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ import sys
 import bench  # first: it makes the modules below importable
 from bench import ROOT, describe, write
 
+from checkpoint.folder import read_config
 from common.errors import InputError
+from common.tree_shapes import TreeShape
 from engine.calibrating import PROMPTS
 from kernels.isa import choose
 
@@ -51,6 +53,17 @@ def timed(o, ranks: int, method: str) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def exchange(o) -> dict:
+    """What exchange.py says of as many ranks, with one thread each, and of this target's states."""
+    config = read_config(o.checkpoint, "target")
+    command = (*LAUNCH, str(o.ranks), str(ROOT / "benchmarks" / "exchange.py"))
+    command += ("--hidden", str(config["hidden_size"]), "--rows", "1", str(TreeShape.parse(o.tree).nodes))
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        raise InputError(f"exchange.py on {o.ranks} ranks failed (exit status {done.returncode})")
+    return json.loads(done.stdout) | {"layers": config["num_layers"]}
+
+
 def memory(o, ranks: int) -> float:
     """GB that the first rank has used at most, decoding a few tokens plainly."""
     done = start(o, ranks, "plain", "--prompt", PROMPTS[0], "--max-new-tokens", "4")
@@ -74,6 +87,7 @@ def run(o) -> None:
                     "prefill": [row["prefill_seconds"] for row in answers[count]],
                 })
     record["memory"] = {count: memory(o, count) for count in counts}
+    record["exchange"] = exchange(o)
     print(f"{record['device']}, {record['isa']}, {o.threads} threads in all, torch {record['torch']}")
     for method in METHODS:
         for count in counts:
@@ -85,6 +99,8 @@ def run(o) -> None:
                 f"{method:8s} {count} rank(s): {rate:6.1f} tok/s, prefill {prefill * 1e3:.0f} ms, peak memory"
                 f" {record['memory'][count]:.2f} GB, texts equal {same[0]}/{same[1]}", flush=True
             )
+    took = ", ".join(f"{t:.0f} µs with {n} row(s)" for n, t in record["exchange"]["microseconds"].items())
+    print(f"an exchange takes {took}; a pass has {2 * record['exchange']['layers'] + 1}")
     write(o.name, record)
 
 
