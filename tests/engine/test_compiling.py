@@ -43,7 +43,6 @@ def test_compiled_once_and_found_again(cache):
 
 def test_another_process_finds_it(cache):
     """And what it finds is right; a damaged file is made again."""
-    check(CompiledFunction(add, "sum", lambda line: None), Adder())
     script = (
         "from helpers.compiling import *; lines = [];"
         "check(CompiledFunction(add, 'sum', lines.append), Adder()); print(len(lines))"
@@ -58,13 +57,12 @@ def test_another_process_finds_it(cache):
         assert result.returncode == 0, result.stderr
         return int(result.stdout)
 
+    assert said() == 4
     assert said() == 0
     for damaged in (cache / "graphs").glob("*.graph"):
         damaged.write_bytes(damaged.read_bytes()[:20])
     for library in cache.rglob("*.main.so"):  # as a killed compiler leaves them
-        begin = library.read_bytes()[:20]
-        library.unlink()  # this process may have mapped it
-        library.write_bytes(begin)
+        library.write_bytes(library.read_bytes()[:20])
     assert said() == 4
 
 
@@ -165,15 +163,6 @@ def test_code_that_cannot_be_recognised_later_is_not_saved(cache, tmp_path, monk
     assert times_compiled(of_a_user.function) == 1
 
 
-class Begun(Exception):
-    """The step is about to be compiled, which takes long."""
-
-
-def begun(line: str) -> None:
-    if "compiling the step" in line:
-        raise Begun
-
-
 @pytest.mark.parametrize("drafter", ["plain", "eagle", "lookahead", "rest"])
 def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     """Same texts, same trees for the observer, nothing compiled; another tree is another step."""
@@ -183,25 +172,25 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     store = torch.tensor([256, *range(90, 120)] * 2, dtype=torch.int32)
     order = torch.tensor(sorted(range(len(store)), key=lambda i: store[i:].tolist()), dtype=torch.int32)
 
-    def decode(shape, say):
+    def decode(shape, said: list[str]):
         made = {
             "plain": None, "eagle": Eagle(head, shape),
             "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2),
             "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
         }[drafter]
-        decoder, trees = Decoder(target, made, max_seq_len=100, say=say), []
+        decoder, trees = Decoder(target, made, max_seq_len=100, say=said.append), []
         with decoder.observe(lambda tree, path: trees.append((*tree, path))):
             ids = decoder.generate([[256, 72, 101]], Sampling(20))[0].ids
         return ids, trees
 
     first, second = [], []
-    ids, trees = decode(TreeShape(4, 1, 2), first.append)
-    again, same = decode(TreeShape(4, 1, 2), second.append)
+    ids, trees = decode(TreeShape(4, 1, 2), first)
+    again, same = decode(TreeShape(4, 1, 2), second)
     assert any("compiling the step" in line for line in first) and not second
     assert ids == again and len(trees) == len(same)
     for a, b in zip(trees, same):
         assert all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b))
     assert ids == eager
     if drafter == "eagle":
-        with pytest.raises(Begun):
-            decode(TreeShape(5, 1, 2), begun)
+        decode(TreeShape(5, 1, 2), second)
+        assert any("compiling the step" in line for line in second)
