@@ -29,7 +29,7 @@ from checkpoint.published import PUBLISHED
 from common.cli import Options, run_command
 from common.errors import InputError
 from common.files import writing
-from networks.block import BlockHead
+from networks.block import BlockHead, DSparkHead
 from networks.eagle import Eagle1Head, PEagleHead
 from networks.head import Head, HeadArgs
 from networks.markov import MarkovArgs
@@ -165,6 +165,8 @@ def _block(head: BlockHead, whole: bool) -> tuple[dict[str, Tensor], dict]:
     nested = {"mask_token_id": a.mask_id, "target_layer_ids": [i - 1 for i in a.aux_layers]}
     if a.causal:
         nested["causal"] = True
+    if a.from_anchor and not dspark:
+        nested["sample_from_anchor"] = True
     config = {"architectures": [ARCHITECTURES[_kind(head)][0]], **_llama_config(head), "model_type": "qwen3"}
     config["block_size"] = a.block
     if not dspark:
@@ -190,7 +192,7 @@ def _markov_config(a: MarkovArgs) -> dict:
 def _kind(head: Head) -> str:
     """One of the keys of ARCHITECTURES, for EAGLE-3 and the heads that draft blocks."""
     if isinstance(head, BlockHead):
-        return "dspark" if head.args.from_anchor or head.args.markov_rank else "dflash"
+        return "dspark" if isinstance(head, DSparkHead) or head.args.markov_rank else "dflash"
     return "p-eagle" if isinstance(head, PEagleHead) else "eagle3"
 
 

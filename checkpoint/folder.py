@@ -30,7 +30,7 @@ from common.schema import (
 )
 from kernels.quantized import Scheme
 from model import ModelArgs
-from networks.block import BlockHead
+from networks.block import BlockHead, DSparkHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
@@ -51,7 +51,7 @@ MEASURED = Record(  # calibration.json, see `engine.calibration`
         "confidence": Record(dict.fromkeys(("of_greedy", "of_sampling"), List(Number(-100, 100), 2, 2))),
     },
 )
-CLASSES = Eagle1Head, Eagle3Head, PEagleHead, MedusaHeads, HydraHeads, BlockHead, BlockHead
+CLASSES = Eagle1Head, Eagle3Head, PEagleHead, MedusaHeads, HydraHeads, BlockHead, DSparkHead
 HEADS = dict(zip(HEAD_KINDS, CLASSES, strict=True))
 
 

@@ -275,9 +275,14 @@ def _aux_layers(
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
     speculators).
     """
-    if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
-        return tuple(i + 1 for i in outputs)
     in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
+    if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
+        if max(outputs) + 1 == target.num_layers and not any(in_config):
+            raise InputError(
+                f"{path}: config: target_layer_ids {outputs}: the output of the target's last layer is normed"
+                " where this head was trained, and not here; it is not supported"
+            )
+        return tuple(i + 1 for i in outputs)
     readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
     if len(readings) > 1:
         options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))

@@ -64,7 +64,7 @@ class BlockLayer(Block):
 
 
 class BlockHead(Head, Markov):
-    """DFlash; with a Markov head DSpark.
+    """DFlash's, and what DSpark's has in common with it.
 
     Row j of a block stands j places after the anchor. It sees the features of all tokens before the anchor
     and all rows of its block. What it gives is scored by the lm_head.
@@ -119,3 +119,7 @@ class BlockHead(Head, Markov):
     def logits(self, feature: Tensor) -> Tensor:
         """Normed rows [..., H] -> float32 draft logits [..., Vd], the Markov head's part not included."""
         return project(self.lm_head, feature)
+
+
+class DSparkHead(BlockHead):
+    """DSpark's. It may lack a Markov head, and DFlash's may draft from the anchor: settings do not tell."""

@@ -12,6 +12,18 @@ pytest_plugins = ["helpers.skips"]
 torch.set_num_threads(1)  # tiny models: threads would only wait for each other
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that compile come first, then those with other slow tests: workers take file after file, so the
+    quick ones fill the end.
+    """
+    dear: dict[Path, int] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        weight = 2 if {"compile", "slow"} <= marks else 1 if "slow" in marks else 0
+        dear[item.path] = max(weight, dear.get(item.path, 0))
+    items.sort(key=lambda item: -dear[item.path])
+
+
 @pytest.fixture(scope="session")
 def golden(tmp_path_factory) -> Path:
     """The golden target, converted, with a byte tokenizer, and its heads in `eagle3` and `eagle`."""

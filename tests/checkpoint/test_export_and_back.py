@@ -15,7 +15,13 @@ from checkpoint.convert import convert
 from checkpoint.export import export, main
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
+from common.errors import InputError
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
 from quantize import main as quantize
+from sampling.options import Sampling
+from training.new_head import Shape, new_head
+from tree import TreeShape
 
 
 @pytest.fixture(params=(True, False), ids=("tied", "untied"))
@@ -57,7 +63,7 @@ def test_a_quantised_target_has_no_tables_to_copy(dspark, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("layout", ("sglang", "speculators"))
-@pytest.mark.parametrize("layers", ((3, 5, 7), (1, 2, 4), (2, 4, 6)))
+@pytest.mark.parametrize("layers", ((3, 5, 7), (1, 2, 4), (2, 4, 6), (2, 4, 8), (3, 5, 8)))
 def test_the_layers_that_a_head_reads(golden, models, tmp_path, layout, layers):
     """Whatever their first one is: files say the ids of inputs or of outputs, and most do not say which."""
     head = copy.copy(models[1])
@@ -65,6 +71,52 @@ def test_the_layers_that_a_head_reads(golden, models, tmp_path, layout, layers):
     export(head, tmp_path / "out", layout, read_config(golden))
     back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
     assert read_config(back)["aux_layers"] == [*layers]
+
+
+def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
+    """It is the residual stream before the final norm; the text is plain text."""
+    target, head = models[0], copy.copy(models[1])
+    head.args = dataclasses.replace(head.args, aux_layers=(2, 4, 8))
+    prompt = list(range(40, 60))
+    x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
+    assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
+    decoders = (Decoder(target, drafter, max_seq_len=80, compile=False) for drafter in (
+        Eagle(head, TreeShape(8, 2, 3)), None
+    ))
+    drafted, plain = (decoder.generate([prompt], Sampling(20))[0].ids for decoder in decoders)
+    assert drafted == plain
+
+
+def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_path):
+    """So they are refused; heads that we write say the same ids under the usual key, too."""
+    export(models[1], tmp_path / "out", "sglang", read_config(golden))
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    del config["eagle_config"]
+    file.write_text(json.dumps(config | {"target_layer_ids": [1, 3, 7]}))
+    with pytest.raises(InputError, match=r"target_layer_ids \[1, 3, 7\]: .* is normed where"):
+        convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
+    file.write_text(json.dumps(config | {"target_layer_ids": [1, 3, 6]}))
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True)
+    assert read_config(back)["aux_layers"] == [2, 4, 7]
+
+
+@pytest.mark.parametrize("layout", ("sglang", "speculators"))
+@pytest.mark.parametrize("from_anchor", (True, False))
+@pytest.mark.parametrize("kind", ("dflash", "dspark"))
+def test_the_kind_of_a_head_that_drafts_blocks(golden, models, tmp_path, kind, from_anchor, layout):
+    """A DFlash head may draft from the anchor, a DSpark head may not, and may lack a Markov head."""
+    ids = torch.arange(models[0].args.vocab_size)
+    head = new_head(models[0], kind, ids, Shape(states=2, drafts=4), 0)
+    head.args = dataclasses.replace(head.args, from_anchor=from_anchor)
+    head.lm_head.weight.data.mul_(2)  # or it would be known as the target's
+    export(head.twin(models[0], torch.float32), tmp_path / "out", layout, read_config(golden))
+    back = convert(tmp_path / "out", tmp_path / "back", golden, quiet=True, dtype="fp32")
+    found = load_head(back, models[0], kind).args
+    assert read_config(back)["kind"] == kind
+    assert found == dataclasses.replace(  # there is no confidence head that would read anything
+        head.args, confidence_reads_markov=found.confidence_reads_markov
+    )
 
 
 @pytest.mark.parametrize("kind", ("each", "all"))

@@ -5,13 +5,13 @@ from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 
 from sampling.options import Sampling
 
-# One process runs them all: compiling the decoder that they share is the slow part.
-pytestmark = [pytest.mark.compile, pytest.mark.slow, pytest.mark.xdist_group("compiled step")]
+pytestmark = [pytest.mark.compile, pytest.mark.slow]
 TRACE = GOLDEN / "eagle3.T8D2K3.p2.safetensors"
 
 
 @pytest.fixture(scope="module")
 def compiled(models):
+    """The decoder that all tests share: compiling it is the slow part."""
     return speculative(models, shape_of(TRACE), compile=True)
 
 

@@ -12,7 +12,7 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 pytestmark = [
-    pytest.mark.compile, pytest.mark.slow, pytest.mark.xdist_group("GPU"),
+    pytest.mark.compile, pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:") * 20, list(b"hello world")]

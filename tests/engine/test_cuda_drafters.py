@@ -22,7 +22,7 @@ from sampling.options import Sampling
 
 SMOLLM2 = ROOT / "checkpoints" / "smollm2-135m"
 pytestmark = [
-    pytest.mark.compile, pytest.mark.slow, pytest.mark.xdist_group("GPU"),
+    pytest.mark.compile, pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 WORDS = "The tide comes in and the tide goes out; why does the tide come in, and why does the tide go out? "

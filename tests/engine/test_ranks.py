@@ -2,7 +2,7 @@
 
 One group of two processes and one of four decode all cases; see `helpers.ranked`.
 """
-import fcntl
+import functools
 import json
 import os
 import subprocess
@@ -11,7 +11,7 @@ import sys
 import pytest
 from helpers import ROOT
 from helpers.drafters import NAMES
-from helpers.families import TARGETS, make_target
+from helpers.families import make_target
 from helpers.heads import make_head, write_head
 from helpers.ranked import MODES, everything
 from helpers.sources import CONFIG, target_state, write_source
@@ -24,6 +24,11 @@ from kernels.quantized import Scheme
 
 pytestmark = pytest.mark.slow
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+# Of families that differ in their RoPE or in how they were stored alone, which is not dealt, one.
+DEALT = (
+    "Llama-2", "Llama-3", "Llama-3.2", "Qwen2", "Qwen2.5 tied", "Qwen3", "Qwen3 tied, yarn", "Mixtral",
+    "Qwen3-MoE",
+)
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
 # Rounded to fp8, a row's inputs depend on who has which of them: other roundings, other texts at times.
 EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
@@ -40,11 +45,11 @@ def with_heads(folder, source):
 
 @pytest.fixture(scope="module")
 def folder(golden, tmp_path_factory):
-    """Converted: a target of each family with heads, one in each precision, one of sizes that neither two nor
+    """Converted: each of `DEALT` with heads, a target in each precision, one of sizes that neither two nor
     four divide, and the golden one.
     """
     made, work = tmp_path_factory.mktemp("dealt"), tmp_path_factory.mktemp("sources")
-    for name in TARGETS:
+    for name in DEALT:
         make_target(work / name, name)
         with_heads(made / name, work / name)
     odd = CONFIG | {
@@ -67,34 +72,46 @@ def alone(folder):
     return json.loads(json.dumps(everything(folder)))
 
 
+@pytest.fixture(scope="module")
+def launch(folder, tmp_path_factory):
+    """A function: what so many processes give."""
+
+    @functools.cache
+    def launched(count: int) -> dict:
+        out = tmp_path_factory.mktemp("said") / "said.json"
+        run = subprocess.run(
+            [*LAUNCH, str(count), "-m", "helpers.ranked", str(folder), str(out)], cwd=ROOT, env=ENVIRONMENT,
+            capture_output=True, text=True, timeout=900,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        return json.loads(out.read_text())
+
+    return launched
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def dealt(request, folder, tmp_path_factory):
-    """What so many processes give. Where workers share the tests, the first one that asks starts them."""
-    place = tmp_path_factory.getbasetemp()
-    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place
-    out = place / f"dealt among {request.param}.json"
-    with open(out.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not out.exists():
-            run = subprocess.run(
-                [*LAUNCH, str(request.param), "-m", "helpers.ranked", str(folder), str(out)], cwd=ROOT,
-                env=ENVIRONMENT, capture_output=True, text=True, timeout=900,
-            )
-            assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(out.read_text())
+def dealt(request, launch):
+    """What so many processes give."""
+    return launch(request.param)
 
 
-@pytest.mark.parametrize("name", [*TARGETS, *EXACT, "odd"])
+@pytest.fixture(scope="module")
+def between_two(launch):
+    """What two processes give."""
+    return launch(2)
+
+
+@pytest.mark.parametrize("name", [*DEALT, *EXACT, "odd"])
 def test_families_and_precisions(alone, dealt, name):
     assert dealt[name] == alone[name]
-    if name in TARGETS:
+    if name in DEALT:
         assert dealt[name]["eagle3"] == dealt[name]["eagle"] == dealt[name]["plain"]
         assert dealt[name]["drawn"] != dealt[name]["plain"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drafters(alone, dealt, name):
-    assert dealt["drafters"][name] == alone["drafters"][name]
+def test_drafters(alone, between_two, name):
+    assert between_two["drafters"][name] == alone["drafters"][name]
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle", "draft-model"])
@@ -104,15 +121,15 @@ def test_heads_that_are_dealt_too(alone, dealt, name):
 
 
 @pytest.mark.parametrize("name", [*MODES, "typical"])
-def test_modes(alone, dealt, name):
-    assert dealt["modes"][name] == alone["modes"][name]
+def test_modes(alone, between_two, name):
+    assert between_two["modes"][name] == alone["modes"][name]
 
 
-def test_a_step_is_one_graph_with_two_sums_a_layer(alone, dealt):
+def test_a_step_is_one_graph_with_two_sums_a_layer(alone, between_two):
     """As torch.compile traces it for GPUs: eight layers, the best token, the tree. Prefill has no tree."""
-    assert dealt["traced"]["text"] == alone["traced"]["text"] == alone["modes"]["greedy"]
+    assert between_two["traced"]["text"] == alone["traced"]["text"] == alone["modes"]["greedy"]
     assert alone["traced"]["exchanges"] == [[0, 0]]
-    assert dealt["traced"]["exchanges"] == [[2 * 8 + 1, 0], [2 * 8 + 1, 1]]
+    assert between_two["traced"]["exchanges"] == [[2 * 8 + 1, 0], [2 * 8 + 1, 1]]
 
 
 def test_fp8(alone, dealt):

@@ -14,7 +14,7 @@ from evaluation.methods import load_contenders
 from tree import TreeShape
 
 # In one group, the run that most tests begin with is made once.
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("evaluate")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

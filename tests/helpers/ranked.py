@@ -1,7 +1,7 @@
-"""All texts that are compared between one process and several: every family, drafter, precision and mode.
+"""All texts that are compared between one process and several: families, drafters, precisions and modes.
 
 Started by torchrun with a folder and a file, each rank decodes them with the others; the first writes them to
-the file, once all have said the same.
+the file, once all have said the same. Texts are short: every layer of every pass has two exchanges.
 """
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
 
-TREE, TOKENS = TreeShape(8, 2, 3), 12
+TREE, TOKENS, FEW = TreeShape(8, 2, 3), 12, 8
 PROMPTS = [[7, 21, 90], [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]]
 # What a step reads of the logits beside their best: each is an option of a request.
 MODES = {
@@ -39,23 +39,28 @@ MODES = {
 }
 
 
-def texts(target: Transformer, drafter: Drafter | None, **sampling) -> list[list[int]]:
+def texts(
+    target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **sampling
+) -> list[list[int]]:
     """What a target goes on with after each of the prompts."""
     decoder = Decoder(target, drafter, batch=2, max_seq_len=80, compile=False)
-    return [output.ids for output in decoder.generate(PROMPTS, Sampling(TOKENS, **sampling))]
+    return [output.ids for output in decoder.generate(PROMPTS, Sampling(tokens, **sampling))]
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts of a target and the EAGLE heads in its folder: plain, drafted, drawn with the last head."""
     target, _ = load_model(folder, ranks=ranks)
-    found = {"plain": texts(target, None), "of the whole logits": texts(target, None, **MODES["min-p"])}
+    found = {"plain": texts(target, None, FEW)}
+    found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
     with torch.no_grad():  # as texts are judged
         found["judged"] = target.logits(target.causal(torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
     for kind in ("eagle3", "eagle"):
         if (folder / kind).is_dir():
             drafter = Eagle(load_head(folder / kind, target, kind), TREE)
-            found[kind] = texts(target, drafter)
-    return found | {"drawn": texts(target, drafter, temperature=1.0, seed=5)} if "eagle" in found else found
+            found[kind] = texts(target, drafter, FEW)
+    if "eagle" in found:
+        found["drawn"] = texts(target, drafter, FEW, temperature=1.0, seed=5)
+    return found
 
 
 def tie_again(drafter: Drafter, whole: Transformer, target: Transformer) -> Drafter:
@@ -140,11 +145,18 @@ def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 
 def everything(folder: Path, ranks: Ranks | None = None) -> dict[str, dict[str, list]]:
-    """All texts of the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`."""
+    """All texts of the checkpoints in a folder; see `tests/engine/test_ranks.py: folder`.
+
+    More than two ranks leave out what their number does not change: what a drafter or a mode makes of whole
+    features and logits. Those that are put together of so many parts are read by every family's texts.
+    """
     golden = folder / "golden"
     found = {path.name: of_family(path, ranks) for path in sorted(folder.iterdir()) if path != golden}
-    found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
-    return found | {"traced": of_traced(golden, ranks), "heads": of_dealt_heads(golden, ranks)}
+    found["heads"] = of_dealt_heads(golden, ranks)
+    if ranks is None or ranks.count == 2:
+        found |= {"drafters": of_drafters(golden, ranks), "modes": of_modes(golden, ranks)}
+        found["traced"] = of_traced(golden, ranks)
+    return found
 
 
 def main(folder: Path, out: Path) -> None:

@@ -1,7 +1,24 @@
 """The kernels for every instruction set that the processor has."""
+import fcntl
+
 import pytest
 
 from kernels import cpu, isa
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_build_at_a_time(tmp_path_factory):
+    """Workers that want the same library wait for the first one, instead of making it once each."""
+    lock, build = tmp_path_factory.getbasetemp().parent / "kernels.lock", cpu.build_library
+
+    def locked(*arguments):
+        with open(lock, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            return build(*arguments)
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(cpu, "build_library", locked)
+        yield
 
 
 @pytest.fixture(params=isa.available())

@@ -14,7 +14,7 @@ from helpers.serving import serving
 
 httpx = pytest.importorskip("httpx")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.slow
 CHAT = {"messages": [{"role": "user", "content": "tell me something"}], "seed": 1}
 ENDLESS = {**CHAT, "max_tokens": 280, "logit_bias": {"257": -100}}
 

@@ -6,7 +6,7 @@ import pytest
 
 openai = pytest.importorskip("openai")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.slow
 USER = [{"role": "user", "content": "tell me something"}]
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["word", "count"],

@@ -13,7 +13,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 pytestmark = [
-    pytest.mark.slow, pytest.mark.xdist_group("server"),
+    pytest.mark.slow,
     pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed"),
 ]
 expect = sync_api.expect

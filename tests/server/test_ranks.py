@@ -12,7 +12,7 @@ from helpers.serving import serving
 
 httpx = pytest.importorskip("httpx")
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.slow
 OPTIONS = (
     "--speculate", "eagle3", "--tree", "8,2,3", "--slots", "3", "--max-seq-len", "300", "--dtype", "fp32"
 )

