@@ -294,6 +294,16 @@ def check_folder(flag: str, folder: str) -> None:
         raise InputError(f"{flag} {folder}: cannot be written to ({one_line(e)})") from None
 
 
+def check_replaceable(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder can be made, or replaced by another one, which is made beside it."""
+    place = Path(folder).resolve()
+    if place.exists() and not place.is_dir():
+        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+    if os.path.ismount(place):
+        raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
+    check_folder(flag, str(place.parent))
+
+
 def _try_out(folder: Path) -> None:
     with tempfile.TemporaryFile(dir=folder) as probe:
         probe.write(bytes(PROBE))

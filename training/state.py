@@ -15,11 +15,14 @@ def save_state(folder: Path, state: dict) -> None:
     """Write FOLDER/state.pt, all of it or nothing. Raises InputError if it cannot be written."""
     path = folder / FILE
     try:
-        with atomic_path(path) as part:
-            torch.save(state, part)
-    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError if the disk is full
+        with atomic_path(path) as part, open(part, "wb") as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as e:
+        # torch.save may put words of its own in place of what the system said.
+        found = e.__context__ if isinstance(e.__context__, OSError) else e
+        reason = getattr(found, "strerror", None) or first_line(found)
         raise InputError(
-            f"{path}: the state cannot be written ({first_line(e)}); is the disk full?"
+            f"{path}: the state cannot be written ({reason}); make room there, then run the same command to go on"
         ) from None
 
 

@@ -18,7 +18,7 @@ from helpers.states import state_of
 import generate
 from common.errors import InputError
 from drafters import rest, rest_store
-from drafters.rest import Rest
+from drafters.retrieval import Rest
 from engine.decoder import Decoder
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
