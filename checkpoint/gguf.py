@@ -76,7 +76,7 @@ def open_gguf(path: Path) -> Source:
     def tokenizer(folder: Path) -> bool:
         if not tokens:
             return False
-        from tokens.gguf_tokenizer import from_gguf
+        from tokens.tokenizer import from_gguf
 
         from_gguf(fields, folder)
         return True

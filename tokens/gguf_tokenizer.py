@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
+"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file, in the process of `tokens.guard`.
 
 GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template. It keeps only
 the *name* of the rule that cuts a text into words before the merges run. `WORD_RULES` says what each name
@@ -14,10 +14,9 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from common.errors import InputError
-from tokens.tokenizer import Tokenizer
+from common.errors import InputError, first_line
+from tokens.files import GGUF_ADVICE
 
-_ADVICE = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -107,19 +106,19 @@ WORD_RULES = {
 }
 
 
-def from_gguf(fields: dict, folder: Path) -> None:
+def rebuild(fields: dict, folder: Path) -> int:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
 
-    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). Raises InputError if
-    they are damaged, or of a kind that cannot be rebuilt faithfully.
+    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). Returns how many tokens
+    there should be. Raises InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     prefix = "tokenizer.ggml."
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     kind = metadata.get("model")
     if kind not in ("gpt2", "llama"):
-        raise InputError(f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {_ADVICE}")
+        raise InputError(
+            f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {GGUF_ADVICE}"
+        )
     try:
         tokens = metadata["tokens"]
         metadata.setdefault("token_type", [NORMAL] * len(tokens))
@@ -134,15 +133,14 @@ def from_gguf(fields: dict, folder: Path) -> None:
         raise
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
         raise InputError(
-            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_ADVICE}"
+            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {first_line(e)}); {GGUF_ADVICE}"
         ) from None
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
     )
     if fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
-    if Tokenizer.load(folder).vocab_size != len(tokens):
-        raise InputError(f"GGUF: its tokenizer has repeated tokens and cannot be rebuilt; {_ADVICE}")
+    return len(tokens)
 
 
 def _write_bpe(metadata: dict, folder: Path) -> bool:
@@ -150,7 +148,7 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     name = metadata.get("pre")
     if name not in WORD_RULES:
         raise InputError(
-            f"GGUF: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {_ADVICE}"
+            f"GGUF: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {GGUF_ADVICE}"
         )
     rule, tokens = WORD_RULES[name], metadata["tokens"]
     vocab = {token: i for i, token in enumerate(tokens)}
