@@ -64,6 +64,8 @@ def parser() -> Options:
     add("--work", help="text, state, log and curves (default: OUT-work)")
     refuse(lambda o: Path(work_of(o)).resolve().is_relative_to(Path(o.out).resolve()),
            lambda o: f"--work {o.work}: is --out or lies in it; they need a folder each")
+    p.judge(lambda o: check_replaceable("--out", o.out))
+    p.judge(lambda o: check_folder("--work", work_of(o)))
     add("--kind", choices=KINDS, default="eagle3",
         help="EAGLE-3 (default), P-EAGLE, DFlash, DSpark, EAGLE-1/2, Medusa, Hydra")
     add("--device", help="default: cuda if there is one, else cpu")
@@ -231,8 +233,6 @@ def parser() -> Options:
 
 def judge(o: argparse.Namespace) -> None:
     """Judge what the options name, all that needs no torch. Raises InputError."""
-    check_replaceable("--out", o.out)
-    check_folder("--work", o.work)
     check_target(o.checkpoint)
     for flag in ("--writer", "--reader", "--start"):
         check_head(flag, getattr(o, flag.removeprefix("--")))

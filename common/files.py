@@ -21,6 +21,7 @@ from common.errors import InputError
 MOST_JSON = 512 << 20  # bytes that a parsed file may take in memory
 NO_LIMIT = 1 << 62  # bytes
 VALUE_BYTES = 80  # that a value takes there, about, beside its text
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: of a character that is spelled as two
 KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
@@ -222,7 +223,7 @@ def parse_json(content: bytes, where: str) -> object:
         raise InputError(f"{where}: is JSON of {values:,} values; expected what takes {MOST_JSON:,} bytes")
     try:
         text = content.decode("utf-8")
-        return json.loads(text)
+        value = json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise InputError(f"{where}: cannot be read as JSON ({e})") from None
     except ValueError:  # Python reads no number of more than 4,300 digits
@@ -230,3 +231,18 @@ def parse_json(content: bytes, where: str) -> object:
         raise InputError(
             f"{where}: {key or 'it'} holds a number of {len(digits):,} digits; expected one that fits 64 bits"
         ) from None
+    if HALF.search(text):
+        check_characters(value, where)
+    return value
+
+
+def check_characters(value: object, where: str) -> None:
+    """Raise InputError, which begins with `where`, if a text in what JSON held has half a character.
+
+    JSON can spell one ("\\ud800"); no text with it can be written, or cut into tokens.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        half = e.object[e.start].encode("unicode_escape").decode()
+        raise InputError(f"{where}: holds {half}, half of a character; expected whole ones") from None

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from common.errors import InputError, first_line
+from common.schema import ABSENT, Wrong
 from tokens.files import GGUF_ADVICE
 
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
@@ -120,7 +121,11 @@ def rebuild(fields: dict, folder: Path) -> int:
             f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {GGUF_ADVICE}"
         )
     try:
-        tokens = metadata["tokens"]
+        _judge(metadata, "merges" if kind == "gpt2" else "scores")
+    except Wrong as e:
+        raise InputError(f"GGUF: {e}; {GGUF_ADVICE}") from None
+    tokens = metadata["tokens"]
+    try:
         metadata.setdefault("token_type", [NORMAL] * len(tokens))
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # the config's: GGUF's
         config = {
@@ -133,7 +138,7 @@ def rebuild(fields: dict, folder: Path) -> int:
         raise
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
         raise InputError(
-            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {first_line(e)}); {GGUF_ADVICE}"
+            f"GGUF: its tokenizer cannot be rebuilt ({first_line(e)}); {GGUF_ADVICE}"
         ) from None
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
@@ -141,6 +146,29 @@ def rebuild(fields: dict, folder: Path) -> int:
     if fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
     return len(tokens)
+
+
+def _judge(metadata: dict, rule: str) -> None:
+    """Raise Wrong unless the lists belong together, and the ids are of tokens. rule: what joins pieces.
+
+    Each key alone was judged when the file was read.
+    """
+    prefix = "tokenizer.ggml."
+    for key in ("tokens", rule):
+        if key not in metadata:
+            raise Wrong(prefix + key, ABSENT, "a list")
+    count = len(metadata["tokens"])
+    for key in ("token_type", "scores"):
+        if key in metadata and len(metadata[key]) != count:
+            raise Wrong(prefix + key, metadata[key], f"a list of {count:,}, as many as there are tokens")
+    for i, merge in enumerate(metadata.get("merges", ())):
+        if merge.count(" ") != 1:
+            raise Wrong(f"{prefix}merges[{i}]", merge, "two pieces with a space between them")
+    for name in ("bos", "eos", "unknown", "padding"):
+        if not 0 <= metadata.get(key := f"{name}_token_id", 0) < count:
+            raise Wrong(prefix + key, metadata[key], f"an id below {count:,}, the number of tokens")
+    if rule == "scores" and UNKNOWN not in metadata.get("token_type", ()):
+        raise Wrong(prefix + "token_type", metadata.get("token_type", ABSENT), f"an unknown token, {UNKNOWN}")
 
 
 def _write_bpe(metadata: dict, folder: Path) -> bool:
