@@ -78,7 +78,7 @@ def open_gguf(path: Path) -> Source:
             return False
         from tokens.tokenizer import from_gguf
 
-        from_gguf(fields, folder)
+        from_gguf(fields, folder, str(path))
         return True
 
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")

@@ -185,12 +185,14 @@ def make_good(place: Path) -> None:
     def tokens(writer: gguf.GGUFWriter) -> None:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_list(list(alphabet)[:96])
-        writer.add_token_merges([])
+        writer.add_token_list([*list(alphabet)[:95], "".join(list(alphabet)[:2])])
+        writer.add_token_merges([" ".join(list(alphabet)[:2])])
         writer.add_token_types([1] * 96)
         writer.add_chat_template(template)
 
     write_gguf(place / "gguf" / "m.gguf", target_state(), extra=tokens)
+    assert converted(place, "gguf/m.gguf") == 0
+    shutil.rmtree(place / "out")
     write_gguf(place / "plain" / "m.gguf", target_state())
     (place / "tree").mkdir()
     (place / "tree" / "tree.json").write_text("[[0], [1], [0, 0], [0, 1], [0, 0, 0]]")

@@ -107,23 +107,24 @@ WORD_RULES = {
 }
 
 
-def rebuild(fields: dict, folder: Path) -> int:
+def rebuild(fields: dict, folder: Path, where: str = "GGUF") -> int:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
 
-    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). Returns how many tokens
-    there should be. Raises InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
+    errors. Returns how many tokens there should be. Raises InputError if they are damaged, or of a kind that
+    cannot be rebuilt faithfully.
     """
     prefix = "tokenizer.ggml."
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     kind = metadata.get("model")
     if kind not in ("gpt2", "llama"):
         raise InputError(
-            f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {GGUF_ADVICE}"
+            f"{where}: tokenizer model {kind!r} is not supported (gpt2 and llama are); {GGUF_ADVICE}"
         )
     try:
         _judge(metadata, "merges" if kind == "gpt2" else "scores")
     except Wrong as e:
-        raise InputError(f"GGUF: {e}; {GGUF_ADVICE}") from None
+        raise InputError(f"{where}: {e}; {GGUF_ADVICE}") from None
     tokens = metadata["tokens"]
     try:
         metadata.setdefault("token_type", [NORMAL] * len(tokens))
@@ -133,12 +134,12 @@ def rebuild(fields: dict, folder: Path) -> int:
             for name, key in names.items() if f"{key}_token_id" in metadata
         }
         write = _write_bpe if kind == "gpt2" else _write_sentencepiece
-        config["add_bos_token"] = write(metadata, folder)
+        config["add_bos_token"] = write(metadata, folder, where)
     except InputError:
         raise
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
         raise InputError(
-            f"GGUF: its tokenizer cannot be rebuilt ({first_line(e)}); {GGUF_ADVICE}"
+            f"{where}: its tokenizer cannot be rebuilt ({first_line(e)}); {GGUF_ADVICE}"
         ) from None
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
@@ -171,12 +172,12 @@ def _judge(metadata: dict, rule: str) -> None:
         raise Wrong(prefix + "token_type", metadata.get("token_type", ABSENT), f"an unknown token, {UNKNOWN}")
 
 
-def _write_bpe(metadata: dict, folder: Path) -> bool:
+def _write_bpe(metadata: dict, folder: Path, where: str) -> bool:
     """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
     name = metadata.get("pre")
     if name not in WORD_RULES:
         raise InputError(
-            f"GGUF: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {GGUF_ADVICE}"
+            f"{where}: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {GGUF_ADVICE}"
         )
     rule, tokens = WORD_RULES[name], metadata["tokens"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -202,7 +203,7 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     return add_bos
 
 
-def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
+def _write_sentencepiece(metadata: dict, folder: Path, where: str) -> bool:
     """Write the tokenizer.model of a sentencepiece BPE with byte fallback.
 
     Returns whether a text starts with BOS.

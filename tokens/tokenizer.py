@@ -36,17 +36,17 @@ def copy_files(source: Path, target: Path) -> bool:
     return True
 
 
-def from_gguf(fields: dict, folder: str | Path) -> None:
+def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
     """Write the tokenizer's files of a GGUF into a folder, see `tokens.gguf_tokenizer: rebuild`.
 
-    fields: metadata key -> plain value. Raises InputError if they are damaged, or of a kind that cannot be
-    rebuilt faithfully.
+    fields: metadata key -> plain value. where: the file, for errors. Raises InputError if they are damaged,
+    or of a kind that cannot be rebuilt faithfully.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     own = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
-    size = GUARD.rebuild(own, Path(folder))
+    size = GUARD.rebuild(own, Path(folder), where)
     if Tokenizer.load(folder).vocab_size != size:
-        raise InputError(f"GGUF: its tokenizer has repeated tokens and cannot be rebuilt; {GGUF_ADVICE}")
+        raise InputError(f"{where}: its tokenizer has repeated tokens and cannot be rebuilt; {GGUF_ADVICE}")
 
 
 class Tokenizer:
