@@ -30,7 +30,7 @@ def parser() -> Options:
     add("--layout", choices=LAYOUTS, default="sglang")
     add("--out", required=True)
     add("--force", action="store_true", help="replace the weights of an existing folder")
-    p.refuse(lambda o: (Path(o.out) / WEIGHTS).exists() and not o.force,
+    p.refuse(lambda o: (Path(o.out).resolve() / WEIGHTS).exists() and not o.force,
              lambda o: f"{o.out}: holds a {WEIGHTS}; replace it with --force or choose another --out")
     p.judge(lambda o: check_replaceable("--out", o.out))
     p.judge(lambda o: check_target(o.checkpoint))

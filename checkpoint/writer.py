@@ -53,10 +53,11 @@ class Planned:
 
 def check_out(out: Path, kind: str, force: bool) -> None:
     """Raise InputError unless `out` is free or, with `force`, one of our folders of the same kind."""
-    if not out.exists() and not out.is_symlink():
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    if not place.exists() and not out.is_symlink():
         return
     try:
-        config = read_json(out / CONFIG)
+        config = read_json(place / CONFIG)
         old_kind, _ = config["kind"], config["format"]  # of any version: --force replaces old ones too
     except (InputError, KeyError):
         raise InputError(

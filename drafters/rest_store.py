@@ -69,8 +69,9 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
 
 def check_out(out: Path, force: bool) -> None:
     """Raise InputError unless `out` is free or, with `force`, a store."""
-    if out.exists():
-        store = (out / "store.json").is_file()
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    if place.exists():
+        store = (place / "store.json").is_file()
         if not (store and force):
             advice = "replace it with --force or choose" if store else "choose"
             raise InputError(f"{out}: exists{'' if store else ' and is no store'}; {advice} another --out")

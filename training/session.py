@@ -55,6 +55,7 @@ WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
 
 def check_out(out: Path, kind: str, work: Path) -> None:
     """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
+    out = out.resolve()  # "new/.." names something else once "new" is there
     if not out.is_dir() or not any(out.iterdir()):
         return
     try:

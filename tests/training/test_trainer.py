@@ -101,5 +101,5 @@ def test_a_state_of_something_else(models, tmp_path, other):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     for part in ("head", "optimizers", "at"):
         training.state.save_state(tmp_path, state | {part: other})
-        with pytest.raises(InputError, match="state.pt: holds no state of this head; delete it"):
+        with pytest.raises(InputError, match=r"state.pt: holds no state of this head; delete it"):
             trainer(models, tmp_path).resume()
