@@ -18,7 +18,7 @@ from common.torchrun import one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
 from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
-from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, small, with_numbers
+from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
 from sampling.options import Sampling
 from sampling.rules import RULES
 from tokens.guard import GUARD
@@ -140,7 +140,7 @@ def parser() -> Options:
     p.within("--tree-width", 1, MOST_NODES)
     numbers = "tree_nodes", "tree_depth", "tree_width"
     # Where one is left out it depends on the machine.
-    p.judge(lambda o: None not in (n := [getattr(o, name) for name in numbers]) and small(TreeShape(*n)))
+    p.judge(lambda o: None in (n := [getattr(o, name) for name in numbers]) or within_limits(TreeShape(*n)))
 
     add = p.add_runtime().add_argument
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")

@@ -146,8 +146,6 @@ def run(o) -> None:
             f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
             " --out"
         )
-    if out.is_symlink():
-        out = out.resolve()  # replace what the link points to, not the link
     size = 0
     for kind, how in parts.items():  # a mistake shows before anything is written
         config = check_source(source / kind)

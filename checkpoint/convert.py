@@ -69,8 +69,6 @@ def convert(
     else:
         out = Path(out or default_folder(checkpoint))
         config, plan = plan_target(source, cast_to)
-    if out.is_symlink():
-        out = out.resolve()  # replace what the link points to, not the link
     name = _name(checkpoint)
     config = {"format": FORMAT, "name": name, "source": origin(checkpoint), **config}
     check_out(out, config["kind"], force)

@@ -76,9 +76,9 @@ def open_gguf(path: Path) -> Source:
     def tokenizer(folder: Path) -> bool:
         if not tokens:
             return False
-        from tokens.gguf_tokenizer import from_gguf
+        from tokens.tokenizer import from_gguf
 
-        from_gguf(fields, folder)
+        from_gguf(fields, folder, str(path))
         return True
 
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")

@@ -17,7 +17,7 @@ from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from checkpoint.weights import Stored, listed, opened
 from common.errors import InputError, first_line, printable
 from common.files import check_file, read_json
-from common.schema import Record, shown
+from common.schema import Record, in_words
 
 # In the order of preference: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
@@ -77,7 +77,7 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
     eos = eos["content"] if isinstance(eos, dict) else eos
     decoder = config.get("added_tokens_decoder") or {}
     if wrong := next((i for i in decoder if not (i.isascii() and i.isdecimal())), None):
-        raise InputError(f"{file}: added_tokens_decoder has a name {shown(wrong)}; expected token ids")
+        raise InputError(f"{file}: added_tokens_decoder has a name {in_words(wrong)}; expected token ids")
     added = [{"id": int(i), **token} for i, token in decoder.items()]
     tokenizer = _read_if_there(path / "tokenizer.json", TOKENIZER)
     added += tokenizer.get("added_tokens") or []
@@ -94,7 +94,7 @@ def shards(index: Path) -> dict[str, str]:
         raise InputError(f"{index}: has no weight_map")
     for file in dict.fromkeys(weight_map.values()):
         if Path(file).name != file or "\0" in file:
-            raise InputError(f"{index}: {shown(file)} is not the name of a file beside it")
+            raise InputError(f"{index}: {in_words(file)} is not the name of a file beside it")
     return weight_map
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.files import read_json
-from common.schema import shown
+from common.schema import in_words
 
 FORMAT = 2
 HEAD_KINDS = ("eagle", "eagle3", "p-eagle", "medusa", "hydra", "dflash", "dspark")
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CALIBRATION = "calibration.json"  # beside a head's weights: what its trees are accepted for
-LAYOUTS = ("sglang", "speculators")  # that heads are written in, see `checkpoint.export`
+LAYOUTS = ("sglang", "speculators")  # that heads are written in, see `checkpoint.exporting`
 ADVICE = "convert the checkpoint again"
 
 
@@ -32,8 +32,8 @@ def glance(folder: str | Path, kind: str | None = None) -> dict:
         )
     if config["format"] != FORMAT or isinstance(config["format"], float):
         raise InputError(
-            f"{folder}: format {shown(config['format'])} is not the {FORMAT} this version reads; convert it"
-            " again"
+            f"{folder}: format {in_words(config['format'])} is not the {FORMAT} this version reads;"
+            " convert it again"
         )
     if config["kind"] in ("target", *HEAD_KINDS):  # else it is damaged, and the key is what is to be named
         check_kind(folder, config, kind)

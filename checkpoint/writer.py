@@ -53,10 +53,11 @@ class Planned:
 
 def check_out(out: Path, kind: str, force: bool) -> None:
     """Raise InputError unless `out` is free or, with `force`, one of our folders of the same kind."""
-    if not out.exists() and not out.is_symlink():
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    if not place.exists() and not out.is_symlink():
         return
     try:
-        config = read_json(out / CONFIG)
+        config = read_json(place / CONFIG)
         old_kind, _ = config["kind"], config["format"]  # of any version: --force replaces old ones too
     except (InputError, KeyError):
         raise InputError(
@@ -84,27 +85,29 @@ def write_folder(
 
 
 @contextlib.contextmanager
-def staging(out: Path, size: int) -> Iterator[Path]:
+def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
     """A context whose value is an empty folder beside `out`. At the end it takes the place of `out`.
 
-    size: bytes that it will hold, about. Folders inside `out` that the new one has not, such as heads, are
-    kept. After an error and on Ctrl-C nothing is left; what an earlier, killed process has left is removed.
-    Raises InputError if there is no space or no permission.
+    size: bytes that it will hold, about. kept: of what is in `out` and not in the new folder, which is kept:
+    folders, such as heads. If `out` is a link, what it leads to is replaced. After an error and on Ctrl-C
+    nothing is left; what an earlier, killed process has left is removed. Raises InputError if there is no
+    space or no permission.
     """
-    parent = out.absolute().parent
+    place = out.resolve()
+    parent = place.parent
     created = [p for p in (parent, *parent.parents) if not p.exists()]
-    temporary = parent / f".{out.name}.tmp-{os.getpid()}"
+    temporary = parent / f".{place.name}.tmp-{os.getpid()}"
     done, held_open = False, None
     try:
         need, free = size + SPARE_BYTES, shutil.disk_usage(created[-1].parent if created else parent).free
         if free < need:
             raise InputError(f"{out}: no space: {need:,} bytes are needed, {free:,} are free")
-        _clear(out)
+        _clear(place)
         temporary.mkdir(parents=True)
         held_open = os.open(temporary, os.O_RDONLY)
         held(held_open)
         yield temporary
-        _publish(temporary, out)
+        _publish(temporary, place, kept)
         done = True
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -142,10 +145,6 @@ def fill(
         digest = write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    for file in folder.iterdir():  # else a power cut could leave the name without the contents
-        if file.is_file():
-            sync(file)
-    sync(folder)
     return has_tokenizer
 
 
@@ -214,30 +213,33 @@ def _clear(out: Path) -> None:
 
     Where folders cannot be exchanged in one step, it may have been killed between the two.
     """
-    for old in left_behind(out.absolute().parent, f".{out.name}.old-", ""):
+    for old in left_behind(out.parent, f".{out.name}.old-", ""):
         if not out.exists():
             os.replace(old, out)
         else:
             shutil.rmtree(old, ignore_errors=True)
-    for half in left_behind(out.absolute().parent, f".{out.name}.tmp-", ""):
+    for half in left_behind(out.parent, f".{out.name}.tmp-", ""):
         shutil.rmtree(half, ignore_errors=True)
 
 
-def _publish(temporary: Path, out: Path) -> None:
+def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
     """Let the finished folder take the place of `out`. Whatever kills this, one of both is there, complete.
 
-    Subfolders of the old one, such as heads, are kept: the new one has them too, as links to the same files,
-    before it is there.
+    What is kept of the old one the new one has too, as links to the same files, before it is there.
     """
+    for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
+        sync(path)
     if not out.exists():
         os.replace(temporary, out)
         sync(out.parent)
         return
-    for folder in [p for p in out.iterdir() if p.is_dir() and not (temporary / p.name).exists()]:
-        if folder.is_symlink():
-            os.symlink(os.readlink(folder), temporary / folder.name)
+    for old in [p for p in out.iterdir() if kept(p) and not (temporary / p.name).exists()]:
+        if old.is_symlink():
+            os.symlink(os.readlink(old), temporary / old.name)
+        elif old.is_dir():
+            shutil.copytree(old, temporary / old.name, symlinks=True, copy_function=_link)
         else:
-            shutil.copytree(folder, temporary / folder.name, symlinks=True, copy_function=_link)
+            _link(str(old), str(temporary / old.name))
     exchange(temporary, out)
     sync(out.parent)
     shutil.rmtree(temporary, ignore_errors=True)

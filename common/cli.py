@@ -283,15 +283,28 @@ def check_writable(flag: str, file: str) -> None:
 
 def check_folder(flag: str, folder: str) -> None:
     """Raise InputError unless a folder, or the one that it would be made in, takes files, and has room."""
-    place = Path(folder).absolute()
+    _check_place(f"{flag} {folder}", Path(folder).absolute())
+
+
+def check_replaceable(flag: str, folder: str) -> None:
+    """Raise InputError unless a folder can be made, or replaced by another one, which is made beside it."""
+    place = Path(folder).resolve()
+    if place.exists() and not place.is_dir():
+        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+    if os.path.ismount(place):
+        raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
+    _check_place(f"{flag} {folder}", place.parent)
+
+
+def _check_place(what: str, place: Path) -> None:
     while not place.exists() and not place.is_symlink():
         place = place.parent
     try:
         if not place.is_dir() or not os.access(place, os.W_OK):
-            raise InputError(f"{flag} {folder}: not a folder that can be written to")
+            raise InputError(f"{what}: not a folder that can be written to")
         _try_out(place)
     except OSError as e:
-        raise InputError(f"{flag} {folder}: cannot be written to ({one_line(e)})") from None
+        raise InputError(f"{what}: cannot be written to ({one_line(e)})") from None
 
 
 def _try_out(folder: Path) -> None:

@@ -14,11 +14,14 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from common.errors import InputError
 
 MOST_JSON = 512 << 20  # bytes that a parsed file may take in memory
+NO_LIMIT = 1 << 62  # bytes
 VALUE_BYTES = 80  # that a value takes there, about, beside its text
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: of a character that is spelled as two
 KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a folder",
@@ -136,35 +139,65 @@ def write_text(path: str | Path, text: str) -> None:
 
 def check_file(path: str | Path) -> int:
     """The size of a file. Raises InputError unless there is one that ends: no pipe, no device."""
+    return _status(str(path), path, ()).st_size
+
+
+@contextlib.contextmanager
+def opened(
+    path: str | Path, most: int = NO_LIMIT, what: str = "", may_be: tuple[int, ...] = ()
+) -> Iterator[BinaryIO]:
+    """A file that is open for reading, in bytes.
+
+    most: bytes that it may have. what: stands before the path in an error, such as a flag. may_be: kinds,
+    beside files, of `stat.S_IFMT`; they are waited for. Raises InputError if it is missing, too long or
+    without an end, also where it cannot be read later.
+    """
+    name = f"{what} {path}".strip()
+    size = _status(name, path, may_be).st_size
+    if size > most:
+        raise InputError(f"{name}: is {size:,} bytes; expected at most {most:,}")
+    try:
+        # Not to wait, should the name lead to a pipe by now. Some files of the system wait, too.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            found = _judge(name, os.fstat(file.fileno()), may_be)
+            os.set_blocking(file.fileno(), not stat.S_ISREG(found.st_mode))
+            yield file
+    except OSError as e:
+        raise InputError(f"{name}: cannot be read ({e.strerror or e})") from None
+
+
+def _status(name: str, path: str | Path, may_be: tuple[int, ...]) -> os.stat_result:
     try:
         found = os.stat(path)
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
+        raise InputError(f"{name}: no such file") from None
     except (OSError, ValueError) as e:  # ValueError: a name with a zero in it
-        raise InputError(f"{path}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = KINDS.get(stat.S_IFMT(found.st_mode), "no file")
-        raise InputError(f"{path}: is {kind}; expected a file")
-    return found.st_size
+        raise InputError(f"{name}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
+    return _judge(name, found, may_be)
 
 
-def read_bytes(path: str | Path, most: int = 1 << 30) -> bytes:
-    """The contents of a file of at most so many bytes. Raises InputError."""
-    size = check_file(path)
-    if size > most:
-        raise InputError(f"{path}: is {size:,} bytes; expected at most {most:,}")
-    try:
-        # Not to wait, should the name lead to a pipe by now. Some files of the system have no end.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            content = file.read(size)
-            while len(content) <= most and (more := file.read(min(1 << 20, most + 1 - len(content)))):
-                content += more
-    except (OSError, TypeError) as e:  # TypeError: None, of what would have to be waited for
-        reason = getattr(e, "strerror", None) or "it gives nothing"
-        raise InputError(f"{path}: cannot be read ({reason})") from None
-    if len(content) > most:
-        raise InputError(f"{path}: does not end; expected at most {most:,} bytes")
-    return content
+def _judge(name: str, found: os.stat_result, may_be: tuple[int, ...]) -> os.stat_result:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind not in (stat.S_IFREG, *may_be):
+        raise InputError(f"{name}: is {KINDS.get(kind, 'no file')}; expected a file")
+    return found
+
+
+def read_bytes(
+    path: str | Path, most: int = 1 << 30, what: str = "", may_be: tuple[int, ...] = ()
+) -> bytes:
+    """The contents of a file of at most so many bytes. Arguments and errors as for `opened`."""
+    name, parts, size = f"{what} {path}".strip(), [], 0
+    with opened(path, most, what, may_be) as file:
+        first = os.fstat(file.fileno()).st_size + 1  # some files of the system say 0
+        while (part := file.read(min(max(first, 1 << 20), most + 1 - size))) != b"":
+            if part is None:
+                raise InputError(f"{name}: cannot be read (it waits for more without an end)")
+            parts.append(part)
+            size += len(part)
+            if size > most:
+                raise InputError(f"{name}: goes on after {most:,} bytes; expected no more")
+    return b"".join(parts)
 
 
 def read_text(path: str | Path, most: int = 1 << 30, encoding: str = "utf-8") -> str:
@@ -190,7 +223,7 @@ def parse_json(content: bytes, where: str) -> object:
         raise InputError(f"{where}: is JSON of {values:,} values; expected what takes {MOST_JSON:,} bytes")
     try:
         text = content.decode("utf-8")
-        return json.loads(text)
+        value = json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
         raise InputError(f"{where}: cannot be read as JSON ({e})") from None
     except ValueError:  # Python reads no number of more than 4,300 digits
@@ -198,3 +231,18 @@ def parse_json(content: bytes, where: str) -> object:
         raise InputError(
             f"{where}: {key or 'it'} holds a number of {len(digits):,} digits; expected one that fits 64 bits"
         ) from None
+    if HALF.search(text):
+        check_characters(value, where)
+    return value
+
+
+def check_characters(value: object, where: str) -> None:
+    """Raise InputError, which begins with `where`, if a text in what JSON held has half a character.
+
+    JSON can spell one ("\\ud800"); no text with it can be written, or cut into tokens.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as e:
+        half = e.object[e.start].encode("unicode_escape").decode()
+        raise InputError(f"{where}: holds {half}, half of a character; expected whole ones") from None

@@ -30,7 +30,7 @@ class Wrong(ValueError):
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
-        what = "is missing" if found is ABSENT else f"is {shown(found)}"
+        what = "is missing" if found is ABSENT else f"is {in_words(found)}"
         super().__init__(f"{key} {what}; expected {expected}")
 
     def of(self, key: str) -> Wrong:
@@ -38,7 +38,7 @@ class Wrong(ValueError):
         return Wrong(key, self.found, self.expected)
 
 
-def shown(value: Any) -> str:
+def in_words(value: Any) -> str:
     """A value as a file holds it, short, on one line, its control characters escaped."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -190,7 +190,7 @@ class Map(Kind):
             raise Wrong(key, value, self.words)
         for name, item in value.items():
             self.keys.check(name, f"a name in {key}")
-            self.kind.check(item, f"{key}.{shown(name)[1:-1]}")
+            self.kind.check(item, f"{key}.{in_words(name)[1:-1]}")
 
 
 class Record(Kind):

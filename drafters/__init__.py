@@ -55,7 +55,7 @@ METHODS: dict[str, Method | None] = {
     "lookup": Method(
         "drafters.lookup", "what followed the same words earlier in the text (prompt lookup)", headless=True
     ),
-    "rest": Method("drafters.rest", "what followed the same words in a collection of texts (REST)", {
+    "rest": Method("drafters.retrieval", "what followed the same words in a collection of texts (REST)", {
         "datastore": (None, "folder that python -m drafters.rest build made"),
         "draft-tokens": (64, "nodes of the tree"),
     }, headless=True),

@@ -1,205 +1,48 @@
-"""Retrieval (REST: He et al., arXiv 2311.08252): what followed the same words in a collection of texts.
+"""Make a data store for --speculate rest: see `drafters.retrieval`.
 
     python -m drafters.rest build --checkpoint checkpoints/mine --out runs/store texts.jsonl more.txt
-    python generate.py --checkpoint checkpoints/mine --speculate rest --datastore runs/store --prompt "..."
-
-A store is the texts' tokens and their suffix array, mapped into memory: STORE/tokens.bin and
-STORE/suffixes.bin (int32, or int64 from 2^31 tokens on), STORE/store.json. Any vocabulary fits (the published
-format holds ids in 16 bits).
-
-The longest run of last tokens that occurs in the store is searched for, all lengths at once, by probing 15
-places a round instead of one. Where it occurs the suffixes stand side by side, in order, so that equal
-continuations are neighbours: how often one begins is how far its run of neighbours reaches, and the most
-frequent beginnings are the tree. All of it in static shapes.
-
-Where more than `hits` places match, as many of them are counted, evenly spread (published: the first 5,000).
-Without a match nothing is drafted (published: one token, id 100, whatever it stands for). On a CPU the store
-stays mapped; a GPU takes it into its memory.
 """
 from __future__ import annotations
 
-import hashlib
-import math
+import argparse
 import sys
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from common.errors import InputError
-from common.files import read_json
-from common.schema import Record, Text, Whole
-from drafters.base import Drafter, Proposal, constants
-from drafters.request import Request
-from drafters.rest_store import fingerprint, main
-from model import IDS
-from tree import AnyTree, Tree, link
-
-STORE = Record({  # store.json
-    "vocab_size": IDS, "tokenizer": Text(), "tokens": Whole(1, 2**48), "suffixes": Text("int32", "int64"),
-})
-PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
+# Nothing here imports torch before it is needed: --help and mistakes answer at once.
+from checkpoint.early import check_target
+from common.cli import Options, check_replaceable, command
+from common.texts import check_readable
+from drafters.rest_store import check_out, make
 
 
-class Rest(Drafter):
-    """tokens [M] int32 and suffixes [M] of a store; ids of `vocab_size` and above separate texts.
-
-    nodes: of the tree, root included. longest, shortest: tokens of context that are looked for. depth: tokens
-    of a continuation. hits: of so many places at most, evenly spread, continuations are counted.
-    """
-
-    may_pass = True
-
-    def __init__(
-        self, tokens: Tensor, suffixes: Tensor, vocab_size: int, nodes: int = 64, longest: int = 16,
-        shortest: int = 2, depth: int = 10, hits: int = 1024,
-    ):
-        if nodes < 2 or not 1 <= shortest <= longest or depth < 1 or hits < 1:
-            raise ValueError(
-                f"rest: {nodes} nodes, contexts of {shortest} to {longest} tokens, depth {depth}:"
-                " at least 2, 1, 1 and 1"
-            )
-        super().__init__(AnyTree(nodes, depth))
-        self.vocab_size, self.depth, self.hits = vocab_size, depth, hits
-        self.longest, self.shortest = longest, shortest
-        sample = tokens[:: max(1, len(tokens) // 4096)]
-        data = sample.numpy().tobytes() if tokens.device.type == "cpu" else b""
-        self.made_of = f"{len(tokens)} {hashlib.sha256(data).hexdigest()[:16]}"
-        self.rounds = max(1, math.ceil(math.log(len(tokens) + 1, PIVOTS + 1))) + 1
-        self.device = tokens.device  # where it will be used
-        constants(self, tokens=tokens, suffixes=suffixes)
-
-    def memory(self, batch: int) -> int:
-        if self.device.type == "cpu":  # the store stays mapped
-            return 0
-        return sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))
-
-    def follow(self, at: Tensor, count: int) -> Tensor:
-        """The `count` tokens from places at [...] -> [..., count]; -1 after the store's end."""
-        place = at[..., None] + torch.arange(count, device=at.device)
-        tokens = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
-        return torch.where(place < self.tokens.shape[0], tokens, -1)
-
-    def damaged(self, probes: int = 1024) -> bool:
-        """Whether the suffix array is out of order or points nowhere, in a sample of `probes` neighbours."""
-        at = torch.linspace(0, len(self.suffixes) - 1, min(probes, len(self.suffixes))).long()
-        pair = self.suffixes[torch.stack((at, (at + 1).clamp(max=len(self.suffixes) - 1)))].long()  # [2, P]
-        if bool(((pair < 0) | (pair >= len(self.tokens))).any()):
-            return True
-        one, two = self.follow(pair, 8)
-        first = (one != two).long().argmax(-1, keepdim=True)
-        return bool((one.gather(-1, first) > two.gather(-1, first)).any())
-
-    def search(self, state) -> tuple[Tensor, Tensor]:
-        """Where the last `longest`, ..., `shortest` tokens of each text begin and end in the suffix array.
-
-        Both are [B, S], S lengths.
-        """
-        length, device, last = state.length, state.length.device, self.tokens.shape[0] - 1
-        sizes = torch.arange(self.longest, self.shortest - 1, -1, device=device)  # [S]
-        place = torch.arange(self.longest, device=device)
-        context = state.tokens.gather(1, (length[:, None] - self.longest + 1 + place).clamp(min=0))
-        # [B, S, 1, 1, longest]: each context's last tokens, moved to the left.
-        context = context[:, (place - sizes[:, None]) % self.longest][:, :, None, None]
-        counts = (place < sizes[:, None])[:, None, None]
-        # Two bounds [B, S, 2] are searched for: the first suffix not below the context, the first above it.
-        low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)
-        high = torch.full_like(low, last + 1)
-        equal_is_below = torch.tensor([[False], [True]], device=device)
-        steps = torch.arange(1, PIVOTS + 1, device=device)
-        for _ in range(self.rounds):
-            pivots = low[..., None] + (high - low)[..., None] * steps // (PIVOTS + 1)  # [B, S, 2, P]
-            probed = self.follow(self.suffixes[pivots.clamp(max=last)].long(), self.longest)
-            differs = (probed != context) & counts
-            first = differs.long().argmax(-1, keepdim=True)
-            less = (probed.gather(-1, first) < context.expand_as(probed).gather(-1, first))[..., 0]
-            moving = low < high
-            below = torch.where(~differs.any(-1), equal_is_below, less) & moving[..., None]
-            n = below.sum(-1, keepdim=True)
-            raised = pivots.gather(-1, (n - 1).clamp(min=0))[..., 0] + 1
-            lowered = pivots.gather(-1, n.clamp(max=PIVOTS - 1))[..., 0]
-            n = n[..., 0]
-            low = torch.where(moving & (n > 0), raised, low)
-            high = torch.where(moving & (n < PIVOTS), lowered, high)
-        fits = sizes <= length[:, None] + 1
-        return torch.where(fits, low[..., 0], 0), torch.where(fits, low[..., 1], 0)
-
-    def has_guess(self, state, slots: Tensor) -> Tensor:
-        begin, end = self.search(state)
-        return ((end > begin) & ~state.done[:, None]).any()
-
-    def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        root, T, D = state.root()[:, None], self.shape.nodes, self.depth
-        begin, end = self.search(state)
-        best = (end > begin).long().argmax(-1, keepdim=True)  # the longest is the first
-        begin, total = begin.gather(1, best), (end - begin).gather(1, best)
-        live = total.clamp(max=self.hits)  # [B, 1]
-        row = torch.arange(self.hits, device=root.device)
-        chosen = begin + row * total // live.clamp(min=1)
-        places = self.suffixes[chosen.clamp(max=self.tokens.shape[0] - 1)].long() + self.longest - best
-        after = self.follow(places, D)  # [B, R, D]
-        real = ((after >= 0) & (after < self.vocab_size)).cumprod(-1).bool() & (row < live)[..., None]
-
-        # Row r begins a new run of first l tokens where it differs from its neighbour above within them.
-        alike = (after[:, 1:] == after[:, :-1]).cumprod(-1).bool() & real[:, 1:] & real[:, :-1]
-        starts = torch.cat((torch.ones_like(alike[:, :1]), ~alike), 1)  # [B, R, D]
-        bounds = torch.where(starts, row[:, None], self.hits)
-        ahead = bounds.flip(1).cummin(1).values.flip(1)
-        behind = torch.cat((ahead[:, 1:], torch.full_like(ahead[:, :1], self.hits)), 1)
-        count = torch.minimum(behind, live[..., None]) - row[:, None]
-        # A beginning is at least as frequent as what goes on from it; of equals it comes first.
-        score = torch.where(starts & real, count * (D + 1) + torch.arange(D, 0, -1, device=root.device), -1)
-        top, key = score.flatten(1).topk(min(T - 1, self.hits * D))  # [B, n], key = row * D + l - 1
-        real_node = top > 0
-        group = torch.where(starts, row[:, None], 0).cummax(1).values  # the row that begins each row's run
-        level = key % D
-        shorter = (key - 1).clamp(min=0)  # the same row, one token less
-        above = torch.where(level > 0, group.flatten(1).gather(1, shorter) * D + level - 1, -1)
-        is_parent = (key[:, None] == above[..., None]) & real_node[:, None]
-        parent = torch.where(real_node & (level > 0), is_parent.long().argmax(-1) + 1, 0)
-        # A node that is not real repeats the root: a guess as bad as any.
-        token = torch.where(real_node, after.flatten(1).gather(1, key), root)
-        share = torch.where(real_node, (top // (D + 1)).float() / live, 0.0).log()
-        missing = T - 1 - key.shape[1]
-        zero, none = torch.zeros_like(root), torch.full_like(share[:, :1], -math.inf)
-        tokens = torch.cat((root, token, root.expand(-1, missing)), 1)
-        parents = torch.cat((zero, parent, zero.expand(-1, missing)), 1)
-        scores = torch.cat((zero.float(), share, none.expand(-1, missing)), 1)
-        return Proposal(Tree(tokens, parents, *link(parents, D), scores))
+def parser() -> Options:
+    """The options of the command line, with their rules."""
+    p = Options(__doc__, prog="python -m drafters.rest")
+    commands = p.add_subparsers(dest="what", required=True)
+    b = commands.add_parser("build", help="make a store of texts")
+    b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
+    b.add_argument("--out", required=True, help="folder of the store")
+    b.add_argument("--force", action="store_true", help="replace a store")
+    b.add_argument(
+        "files", nargs="+",
+        help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)'
+    )
+    p.judge(lambda o: check_target(o.checkpoint))
+    p.judge(lambda o: check_replaceable("--out", o.out))
+    p.judge(lambda o: check_out(Path(o.out), o.force))
+    p.judge(lambda o: [check_readable("", file) for file in o.files])
+    return p
 
 
-def build(request: Request) -> Rest:
-    """The drafter with the store that --datastore names.
+def run(o: argparse.Namespace) -> None:
+    """Do what the options say. Raises InputError and OSError on bad input."""
+    about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
+    print(f"wrote {o.out}: {about['tokens']:,} tokens")
 
-    Raises InputError if there is none, it is damaged, or of another vocabulary, ValueError on a tree of one
-    node.
-    """
-    request.refuse(draft=request.draft, tree=request.tree)
-    if not request.flags["datastore"]:
-        raise InputError(
-            "--speculate rest: name a store with --datastore; python -m drafters.rest build makes one"
-        )
-    folder = Path(request.flags["datastore"])
-    about = STORE.require(read_json(folder / "store.json"), folder / "store.json", "build the store again")
-    own, vocab_size = about["vocab_size"], request.target.args.vocab_size
-    if own != vocab_size:
-        raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
-    if request.tokenizer and about["tokenizer"] != fingerprint(request.tokenizer):
-        raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count, dtype = about["tokens"], getattr(torch, about["suffixes"])
-    arrays = []
-    for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
-        path = folder / f"{name}.bin"
-        if not path.is_file() or path.stat().st_size != count * kind.itemsize:
-            raise InputError(
-                f"{path}: missing or not of the size that store.json says; build the store again"
-            )
-        arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
-    drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
-    if drafter.damaged():
-        raise InputError(f"{folder}: damaged, its suffixes are out of order; build the store again")
-    drafter.device = request.target.embed.weight.device
-    return drafter
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns the exit status, see `common.cli.run_command`."""
+    return command(parser(), argv, run, OSError)
 
 
 if __name__ == "__main__":

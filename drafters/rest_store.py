@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +10,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from checkpoint.early import check_target
-from common.cli import Options, check_folder, run_command
 from common.errors import InputError
-from common.files import writing
-from common.texts import MOST_OF_DATA, check_readable, read_text
+from common.texts import MOST_OF_DATA, read_text
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 
@@ -60,29 +55,26 @@ def make(checkpoint: Path, files: list[Path], out: Path, force: bool = False) ->
             "building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort"
         ) from None
     from checkpoint.folder import read_config  # imports torch: mistakes answer sooner
+    from checkpoint.writer import staging
 
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")
-    out = out.resolve()  # "new/.." names something else once "new" is there
-    there = out.exists()
-    if there and not (force and (out / "store.json").is_file()):
-        raise InputError(
-            f"{out}: exists already" + ("; replace it with --force" if (out / "store.json").is_file() else "")
-        )
-    part = out.with_name(f".{out.name}.{os.getpid()}")
-    part.mkdir(parents=True)  # better now than when everything is sorted
-    try:
-        with writing(out):
-            about = _fill(part, files, tokenizer, vocab_size, divsufsort)
-        if there:
-            shutil.rmtree(out)
-        elif out.exists():
-            raise InputError(f"{out}: somebody else made it in the meantime")
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+    check_out(out, force)
+    with staging(out, 0) as folder:  # better now than when everything is sorted
+        about = _fill(folder, files, tokenizer, vocab_size, divsufsort)
+        check_out(out, force)  # somebody else may have made it in the meantime
     return about
+
+
+def check_out(out: Path, force: bool) -> None:
+    """Raise InputError unless `out` is free or, with `force`, a store."""
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    if place.exists():
+        store = (place / "store.json").is_file()
+        if not (store and force):
+            advice = "replace it with --force or choose" if store else "choose"
+            raise InputError(f"{out}: exists{'' if store else ' and is no store'}; {advice} another --out")
 
 
 def _fill(
@@ -110,28 +102,3 @@ def _fill(
     (folder / "suffixes.bin").write_bytes(suffixes)
     (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
     return about
-
-
-def main(argv: list[str] | None = None) -> int:
-    """`python -m drafters.rest build`. Returns the exit status, see `common.cli.run_command`."""
-    p = Options("Data stores for --speculate rest.", prog="python -m drafters.rest")
-    commands = p.add_subparsers(dest="what", required=True)
-    b = commands.add_parser("build", help="make a store of texts")
-    b.add_argument("--checkpoint", required=True, help="converted target whose tokenizer is used")
-    b.add_argument("--out", required=True, help="folder of the store")
-    b.add_argument("--force", action="store_true", help="replace a store")
-    b.add_argument(
-        "files", nargs="+",
-        help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)'
-    )
-    o = p.parse_args(argv)
-
-    def run() -> None:
-        check_target(o.checkpoint)
-        check_folder("--out", o.out)
-        for file in o.files:
-            check_readable("", file)
-        about = make(Path(o.checkpoint), [Path(f) for f in o.files], Path(o.out), o.force)
-        print(f"wrote {o.out}: {about['tokens']:,} tokens")
-
-    return run_command(run, OSError)

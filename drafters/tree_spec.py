@@ -54,17 +54,17 @@ def read_tree(text: str | None) -> TreeSpec:
     if text in (None, "auto", "paper"):
         return text
     if re.fullmatch(r"\d+,\d+,\d+", text):
-        return small(TreeShape.parse(text))
+        return within_limits(TreeShape.parse(text))
     try:
         paths = parse_json(read_text(text, MOST_TREE).encode(), text)
         PATHS.check(paths, "paths")
-        return small(PathTree(tuple(map(tuple, paths))))
+        return within_limits(PathTree(tuple(map(tuple, paths))))
     except (InputError, ValueError) as e:
         forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
         raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
 
 
-def small(tree: TreeShape | PathTree) -> TreeShape | PathTree:
+def within_limits(tree: TreeShape | PathTree) -> TreeShape | PathTree:
     """The tree. Raises ValueError if it has too many nodes or levels."""
     if max(tree.nodes, tree.window) > MOST_NODES:
         raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST_NODES:,}")
@@ -75,7 +75,7 @@ def with_numbers(nodes: int | None, depth: int | None, width: int | None, defaul
     """A tree with some numbers given, the others from the default. Raises ValueError on an impossible one."""
     usual = eagle_tree(default)
     pairs = (nodes, usual.nodes), (depth, usual.depth), (width, usual.width)
-    return small(TreeShape(*(default if number is None else number for number, default in pairs)))
+    return within_limits(TreeShape(*(default if number is None else number for number, default in pairs)))
 
 
 def eagle_tree(spec: TreeShape | PathTree | str) -> TreeShape | PathTree:

@@ -99,7 +99,7 @@ def load_target(
     missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
-    runtime.prepare(checkpoint)
+    runtime.prepare()
     if ranks is not None:
         prepare(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)

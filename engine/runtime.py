@@ -13,6 +13,7 @@ from common.dtypes import DTYPES, KV_DTYPES, short_dtype
 from common.errors import InputError, first_line
 from common.threads import use_threads
 from engine.saved_graph import READ_ONLY
+from kernels.build import COMPILED, writable
 from kernels.gpu import here
 from kernels.isa import choose
 
@@ -58,8 +59,8 @@ class Runtime:
         """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
         return choose(self.isa).name if self.on_kernels else None
 
-    def prepare(self, checkpoint: Path) -> None:
-        """Check the device and the compiler, and let torch.compile keep its results beside the checkpoint.
+    def prepare(self) -> None:
+        """Check the device and the compiler, and let torch.compile keep its results for the next process.
 
         The number of threads is that of `common.threads.use_threads`. Raises InputError if something is
         missing.
@@ -83,7 +84,7 @@ class Runtime:
             import torch._inductor.config as settings
 
             settings.max_autotune_gemm = settings.coordinate_descent_tuning = True
-        keep_compiled(checkpoint)
+        keep_compiled()
         if torch.device(self.device_name).type == "cpu" and not self.kernels:
             check_compiler()
 
@@ -124,26 +125,26 @@ def check_compiler() -> None:
         )
 
 
-_chosen: set[str] = set()  # places for compiled code that `keep_compiled` has chosen
+def keep_compiled() -> None:
+    """Let torch.compile keep its results beside our kernels: they are code, and never of a checkpoint.
 
-
-def keep_compiled(checkpoint: Path) -> None:
-    """Let torch.compile keep its results in CHECKPOINT/.compiled.
-
-    There they outlive a restart and travel with the checkpoint.
-    A folder that cannot be written is still read. Where a place is set (TORCHINDUCTOR_CACHE_DIR), nothing
-    changes.
+    Where that place cannot be written, it is still read. Where another one is set (TORCHINDUCTOR_CACHE_DIR),
+    nothing changes. Raises InputError if there is no place.
     """
-    place = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if place is not None and place not in _chosen:
-        from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+    there = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if there and Path(there) == COMPILED:
+        return
+    try:
+        place = writable(COMPILED)
+    except OSError as e:
+        raise InputError(
+            f"{COMPILED}: no place for compiled code ({e.strerror or e}); set TORCHINDUCTOR_CACHE_DIR"
+        ) from None
+    if there and Path(there) != place:
+        from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # takes seconds
 
-        if place != default_cache_dir():  # which torch sets itself when parts of it are imported
+        if there != default_cache_dir():  # which torch sets itself when parts of it are imported
             return
-    folder = checkpoint / ".compiled"
-    if os.access(folder if folder.exists() else checkpoint, os.W_OK):
-        place = str(folder.absolute())
-        _chosen.add(place)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = place
-    elif folder not in READ_ONLY:
-        READ_ONLY.append(folder)
+    if place != COMPILED and COMPILED not in READ_ONLY:
+        READ_ONLY.append(COMPILED)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(place.absolute())

@@ -32,7 +32,7 @@ from kernels.isa import features
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = time.time()  # what is changed later is not what this process runs
-# Cache folders that are read and not written: of checkpoints that cannot be written.
+# Cache folders that are read and not written: of a checkout that cannot be written.
 READ_ONLY: list[Path] = []
 VARIANT = ""  # of our functions: named by whoever changes them at run time, so that theirs are other graphs
 

@@ -20,8 +20,9 @@ from common.files import atomic_path
 from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
-# Beside what torch.compile keeps, if that has a place of its own.
-CACHE = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache") / "kernels"
+# What is compiled is loaded as code: it is kept in this checkout or where the user says, in no checkpoint.
+COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache")
+CACHE = COMPILED / "kernels"
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden", "-pipe")
 
 
@@ -51,7 +52,8 @@ def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
     stem = f"{isa.name}-{_digest(repr((texts, torch.__version__, flags, platform.machine())).encode())}"
     # Without a compiler, what any other has made will do.
     by = "*" if missing else _digest(repr(command[1:]).encode() + _version(command))
-    library = _find(CACHE, f"{stem}-{by}-*.so", say) or _find(folder := _folder(), f"{stem}-{by}-*.so", say)
+    name = f"{stem}-{by}-*.so"
+    library = _find(CACHE, name, say) or _find(folder := writable(CACHE), name, say)
     if library:
         return library
     if missing:
@@ -138,17 +140,20 @@ def namespace(isa: InstructionSet) -> str:
     return f"eagle_{isa.name}"
 
 
-def _folder() -> Path:
-    """Where libraries are kept: `CACHE`, or a temporary folder of our own if the checkout is read-only."""
+def writable(kept: Path) -> Path:
+    """A folder for compiled code, or a temporary one of our own where that cannot be written.
+
+    Raises NoKernels if somebody else has that one, and OSError.
+    """
     try:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        if os.access(CACHE, os.W_OK):
-            return CACHE
+        kept.mkdir(parents=True, exist_ok=True)
+        if os.access(kept, os.W_OK):
+            return kept
     except OSError:
         pass
-    folder = Path(tempfile.gettempdir()) / f"eagle-kernels-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"eagle-{kept.name.lstrip('.')}-{os.getuid()}"
     folder.mkdir(exist_ok=True, mode=0o700)
-    if folder.stat().st_uid != os.getuid():  # someone else's code is not to be loaded
+    if folder.lstat().st_uid != os.getuid():  # someone else's code, or a link to it, is not to be loaded
         raise NoKernels(f"{folder}: belongs to another user; remove it")
     return folder
 

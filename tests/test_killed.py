@@ -7,11 +7,15 @@ import pytest
 import torch
 from helpers.killing import contents, kills
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_source
+from helpers.training import options, write_prompts
 
+import evaluate
 import quantize
+import train
 from checkpoint.convert import convert
 from checkpoint.head_layouts import Answers
 from common import files
+from drafters import rest
 from engine import costs as costing
 from engine.calibration import Calibration, TreeShape
 from engine.costs import Costs, measured_once
@@ -182,3 +186,128 @@ def test_what_tuning_keeps(models, tmp_path, monkeypatch):
         assert Calibration.read(tmp_path).taus[0.0][shape] == 2.0
         assert sorted(p.name for p in tmp_path.iterdir()) == ["calibration.json", "costs.json"]
     assert set(found) == {(1.5, 1), (2.0, 1), (2.0, 2)}
+
+
+def whole_runs(action, prepare, check, each: int = 1) -> int:
+    """Kill a whole command at its changes, look at what is there, and run it again; how often."""
+    count = 0
+    for call in kills(action, prepare, each):
+        count += 1
+        check(f"after {count} changes, before {call}")
+        action()
+        check("")
+    return count
+
+
+def draw(*arguments) -> None:
+    """In place of a picture, whose drawing takes seconds."""
+    *_, path = arguments
+    with files.atomic_path(path) as part:
+        part.write_bytes(b"a picture")
+
+
+@pytest.fixture
+def training(golden, tmp_path, monkeypatch):
+    """A whole run of train.py that takes a moment, and the folder that it writes to."""
+    monkeypatch.setattr("training.trainer.draw_curves", draw)
+    monkeypatch.setattr("training.validate.Validator.calibration", lambda *_: Calibration(
+        {t: {TreeShape(8, 2, 4): 1.5} for t in (0.0, 1.0)}, (1.0,)))
+    prompts, folder = write_prompts(tmp_path / "prompts"), tmp_path / "place"
+    argv = options(golden, prompts, folder, **{
+        "epochs": 1, "steps": 1, "synthesize": 0, "limit": 3, "validate-prompts": 1, "validate-tokens": 2,
+        "max-new-tokens": 3, "draft-vocab": 16, "layout": "both", "save-seconds": 0, "tree": "2,1,1",
+    })
+
+    def action() -> None:
+        assert train.main(argv) == 0
+
+    return folder, action
+
+
+def head_in(folder: Path) -> dict[str, bytes] | None:
+    """What a written head is, but for the times in its card."""
+    found = contents(folder)
+    return found and {name: b"" if name.endswith("README.md") else data for name, data in found.items()}
+
+
+def test_a_whole_training(training):
+    """Text, training, export: the head is there whole or not at all, and the next run goes on."""
+    folder, action = training
+    action()
+    new = head_in(folder / "head")
+    assert len(new) == 2 * 5, new.keys()
+    kept = {str(p.relative_to(folder)) for p in folder.rglob("*")}
+
+    def check(when: str) -> None:
+        assert head_in(folder / "head") in ((None, new) if when else (new,)), when
+        assert when or {str(p.relative_to(folder)) for p in folder.rglob("*")} == kept
+
+    assert whole_runs(action, lambda: shutil.rmtree(folder), check) >= 30
+
+
+def test_replacing_a_trained_head(training):
+    """The old one with all that belongs to it, or the new one."""
+    folder, action = training
+    action()
+    new, head = head_in(folder / "head"), folder / "head"
+    (head / "model.safetensors").write_bytes(b"an older head")
+    (head / "speculators" / "stale").touch()
+    (head / "LICENSE").write_text("a user's")
+    old, pristine = head_in(head), shutil.copytree(folder, folder.with_name("pristine"))
+    new["LICENSE"] = b"a user's"
+
+    def prepare() -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(pristine, folder)
+
+    def check(when: str) -> None:
+        assert head_in(head) in ((old, new) if when else (new,)), when
+        assert when or sorted(p.name for p in folder.iterdir()) == ["head", "work"]
+
+    assert whole_runs(action, prepare, check) >= 20
+
+
+def test_a_whole_evaluation(golden, tmp_path, monkeypatch):
+    """What was answered is kept, and the next run ends with the same answers and all files."""
+    for name in ("draw_table", "draw_lengths"):
+        monkeypatch.setattr(f"evaluation.session.pictures.{name}", draw)
+    questions, folder = tmp_path / "questions.jsonl", tmp_path / "out"
+    questions.write_text('{"question_id": 1, "turns": ["a?"]}\n{"question_id": 2, "turns": ["b?"]}\n')
+    argv = [
+        "--checkpoint", str(golden), "--out", str(folder), "--questions", str(questions), "--no-compile",
+        "--max-new-tokens", "2", "--max-seq-len", "64", "--speculate", "lookup", "--dtype", "fp32",
+        "--observe", "0",
+    ]
+
+    def action() -> None:
+        assert evaluate.main(argv) == 0
+
+    def ids() -> dict:
+        lines = (folder / "answers.jsonl").read_bytes().splitlines(keepends=True)
+        found = [Answer.read(line, "here") for line in lines if line.endswith(b"\n")]
+        return {a.key: [t.ids for t in a.turns] for a in found}
+
+    action()
+    answers, names = ids(), sorted(contents(folder))
+
+    def check(when: str) -> None:
+        if (folder / "answers.jsonl").exists():
+            assert ids().items() <= answers.items(), when
+        assert when or (ids() == answers and sorted(contents(folder)) == names)
+
+    assert len(answers) == 4
+    assert whole_runs(action, lambda: shutil.rmtree(folder, ignore_errors=True), check) >= 15
+
+
+def test_a_store_of_rest(golden, tmp_path):
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "old").write_text("some words " * 9)
+    (place / "new").write_text("other words " * 9)
+
+    def build(name: str) -> None:
+        assert rest.main(["build", "--force", "--checkpoint", str(golden), "--out", str(place / "store"),
+                          str(place / name)]) == 0
+
+    build("old")
+    check_folder(place, "store", lambda: build("new"), least=10)

@@ -33,12 +33,13 @@ ASKED = {
     "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
     "train": ("--checkpoint", "TARGET", "--out", "OUT", "--synthesize", "2"),
     "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "TARGET"),
-    "drafters.rest_store": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
+    "drafters.rest": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
+    "checkpoint.export": ("--checkpoint", "TARGET", "--head", "HEAD", "--out", "OUT"),
 }
 DECODING = "generate serve evaluate"
 MISTAKES = (
     ("generate serve", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder; name a"),
-    ("drafters.rest_store", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
+    ("drafters.rest", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
     ("evaluate train", "--checkpoint NOWHERE", "NOWHERE: not a folder; convert a"),
     (DECODING, "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
     (DECODING, "--max-seq-len 1", "--max-seq-len 1: must be at least 2"),
@@ -56,7 +57,7 @@ MISTAKES = (
     (DECODING, "--speculate eagle3 --tree 9999999,7,10", "9999999 nodes, but depth 7 and width 10 only"),
     (DECODING, "--speculate eagle3 --tree 5000,1000,5000", "tree: 5,000 nodes on 1,001 levels, at most"),
     (DECODING, "--speculate eagle3 --tree NOWHERE", "--tree NOWHERE: none of auto, paper, T,D,K or"),
-    (DECODING, "--speculate eagle3 --tree FIFO", "FIFO: is a device, a socket or a named pipe"),
+    (DECODING, "--speculate eagle3 --tree FIFO", "FIFO: is a pipe; expected a file"),
     (DECODING, "--speculate lookahead --window 0", "--window 0: must be 1 to 1,024"),
     (DECODING, "--speculate eagle3 --window 3", "--window belongs to --speculate lookahead"),
     (DECODING, "--no-such-flag", "unrecognized arguments: --no-such-flag; see --help"),
@@ -72,13 +73,13 @@ MISTAKES = (
     ("generate", "--logit-bias 1=1000", "'1=1000' is no ID=X"),
     ("generate", "--prompt-ids 1,x", "--prompt-ids '1,x': expected numbers separated by commas"),
     ("generate", "--prompt-ids 99999999999", "--prompt-ids '99999999999': a token id is below 2^31"),
-    ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: cannot be read (No such file or"),
-    ("generate", "--prompt-file FOLDER", "--prompt-file FOLDER: cannot be read (Is a directory)"),
-    ("generate", "--prompt-file FIFO", "FIFO: is a device, a socket or a named pipe; give a regular file"),
-    ("generate", "--prompt-file /dev/zero", "/dev/zero: is a device, a socket or a named pipe"),
-    ("generate", "--prompt-file SPARSE", "SPARSE: has 1,099,511,627,776 bytes, at most 134,217,728 are read"),
+    ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: no such file"),
+    ("generate", "--prompt-file FOLDER", "--prompt-file FOLDER: is a folder; expected a file"),
+    ("generate", "--prompt-file FIFO", "FIFO: is a pipe; expected a file"),
+    ("generate", "--prompt-file /dev/zero", "/dev/zero: is a device; expected a file"),
+    ("generate", "--prompt-file SPARSE", "SPARSE: is 1,099,511,627,776 bytes; expected at most 134,217,728"),
     ("generate", "--prompt-file LATIN1", "LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
-    ("generate", "--json-schema FIFO", "FIFO: is a device, a socket or a named pipe"),
+    ("generate", "--json-schema FIFO", "FIFO: is a pipe; expected a file"),
     ("generate", "--json-schema LATIN1", "LATIN1: cannot be read, it is no UTF-8"),
     ("generate", "--json-schema DEEP", "DEEP: cannot be read as JSON"),
     ("generate", "--trace /dev/full", "--trace /dev/full: cannot be written"),
@@ -90,8 +91,8 @@ MISTAKES = (
     ("serve", "--queue -1", "'-1' is no whole number of at least 1"),
     ("serve", "--slots 0", "--slots 0: must be 1 to 256"),
     ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
-    ("evaluate", "--questions FIFO", "--questions FIFO: is a device, a socket or a named pipe"),
-    ("evaluate", "--questions NOWHERE", "--questions NOWHERE: cannot be read"),
+    ("evaluate", "--questions FIFO", "--questions FIFO: is a pipe; expected a file"),
+    ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
     ("evaluate", "--accept eagle3=all", "--accept eagle3=all: choose from equal"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
     ("train", "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
@@ -99,23 +100,34 @@ MISTAKES = (
     ("train", "--save-seconds -1", "--save-seconds -1.0: must be 0 to 1,000,000"),
     ("train", "--lr nan", "--lr nan: must be above 0 and below 1,000,000"),
     ("train", "--tree 5000,1000,5000", "'5000,1000,5000' is no tree of nodes,depth,width"),
-    ("train", "--prompts FIFO", "--prompts FIFO: is a device, a socket or a named pipe"),
+    ("train", "--prompts FIFO", "--prompts FIFO: is a pipe; expected a file"),
     ("train", "--conversations /dev/zero", "--conversations /dev/zero: is a device"),
-    ("train", "--openings NOWHERE", "--openings NOWHERE: cannot be read"),
+    ("train", "--openings NOWHERE", "--openings NOWHERE: no such file"),
     ("train", "--shards NOWHERE", "--shards NOWHERE: not a folder"),
     ("train", "--start NOWHERE", "--start NOWHERE: not a folder"),
     ("train", "--writer NOWHERE", "--writer NOWHERE: not a folder"),
     ("quantize", "--checkpoint NOWHERE", "NOWHERE: not a folder"),
     ("quantize", "--group 33", "argument --group: invalid choice: 33"),
-    ("quantize", "--text FIFO", "--text FIFO: is a device, a socket or a named pipe"),
+    ("quantize", "--text FIFO", "--text FIFO: is a pipe; expected a file"),
     ("quantize", "--mode int4 --calibrate /dev/zero", "--calibrate /dev/zero: is a device"),
     ("convert_checkpoint", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder"),
     ("convert_checkpoint", "--target NOWHERE", "--target NOWHERE: not a folder"),
     ("convert_checkpoint", "--aux-layers 1,,2", "takes layer numbers such as 2,15,27, got '1,,2'"),
     ("convert_checkpoint", "--aux-layers " + "9" * 5000, "takes layer numbers such as 2,15,27, got"),
-    ("convert_checkpoint", "--template FIFO", "FIFO: is a device, a socket or a named pipe"),
-    ("drafters.rest_store", "FIFO", "FIFO: is a device, a socket or a named pipe"),
-    ("drafters.rest_store", "TEXT NOWHERE", "NOWHERE: cannot be read"),
+    ("convert_checkpoint", "--template FIFO", "FIFO: is a pipe; expected a file"),
+    ("drafters.rest", "FIFO", "FIFO: is a pipe; expected a file"),
+    ("drafters.rest", "TEXT NOWHERE", "NOWHERE: no such file"),
+    ("drafters.rest", "TEXT --out FOLDER", "FOLDER: exists and is no store; choose another --out"),
+    ("drafters.rest", "TEXT --out TEXT", "--out TEXT: not a folder that can be written to"),
+    ("drafters.rest", "TEXT --out /proc", "--out /proc: is mounted, and cannot be replaced; name a"),
+    ("train checkpoint.export", "--out /proc", "--out /proc: is mounted, and cannot be replaced; name a"),
+    ("checkpoint.export", "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
+    ("checkpoint.export", "--head NOWHERE", "--head NOWHERE: not a folder"),
+    ("checkpoint.export", "--head TARGET", "--head TARGET: holds a target, no draft head"),
+    ("checkpoint.export", "--head QUANTISED", "QUANTISED: quantised; export the head before quantisation"),
+    ("checkpoint.export", "--layout vllm", "argument --layout: invalid choice: 'vllm'"),
+    ("checkpoint.export", "--out WRITTEN", "WRITTEN: holds a model.safetensors; replace it with --force"),
+    ("checkpoint.export", "--out TEXT", "--out TEXT: not a folder that can be written to"),
 )
 
 
@@ -127,6 +139,11 @@ def place(tmp_path_factory) -> Path:
     for name, kind in (("TARGET", "target"), ("HEAD", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
+    (folder / "QUANTISED").mkdir()
+    config |= {"kind": "eagle3", "quantization": {}}
+    (folder / "QUANTISED" / "config.json").write_text(json.dumps(config))
+    (folder / "WRITTEN").mkdir()
+    (folder / "WRITTEN" / "model.safetensors").touch()
     (folder / "FOLDER").mkdir()
     os.mkfifo(folder / "FIFO")
     with open(folder / "SPARSE", "wb") as file:

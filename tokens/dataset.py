@@ -17,6 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError
+from common.files import HALF, check_characters
 from common.texts import MOST_OF_DATA, read_lines
 
 # The names that files give the roles.
@@ -137,6 +138,7 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
         try:
             entries = json.loads("\n".join(_whole(path, chain([first], (line for _, line in lines)))))
             rows = [(f"{path}: entry {i}", row) for i, row in enumerate(entries, 1)]
+            check_characters(entries, str(path))
         except (ValueError, RecursionError) as e:
             raise InputError(f"{path}: begins like a JSON array and is none ({e})") from None
     else:
@@ -144,10 +146,13 @@ def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
         rows = ((f"{path}: line {i}", line) for i, line in lines if line.strip())
     for where, row in rows:
         if isinstance(row, str):
+            spelled = HALF.search(row)
             try:
                 row = json.loads(row)
             except (ValueError, RecursionError):
                 raise InputError(f"{where} is no JSON object") from None
+            if spelled:
+                check_characters(row, where)
         if not isinstance(row, dict):
             raise InputError(f"{where} is no JSON object")
         yield where, row

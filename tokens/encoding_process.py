@@ -87,6 +87,10 @@ class Answers:
 
         for other in forget:
             self._encoders.pop(other, None)
+        if do == "rebuild":
+            from tokens.gguf_tokenizer import rebuild
+
+            return rebuild(folder=Path(folder), **arguments)
         if do == "load":
             self._encoders[number] = Encoder.load(Path(folder))
             return self._encoders[number].describe()

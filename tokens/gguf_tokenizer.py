@@ -1,4 +1,4 @@
-"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
+"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file, in the process of `tokens.guard`.
 
 GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template. It keeps only
 the *name* of the rule that cuts a text into words before the merges run. `WORD_RULES` says what each name
@@ -14,10 +14,10 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from common.errors import InputError
-from tokens.tokenizer import Tokenizer
+from common.errors import InputError, first_line
+from common.schema import ABSENT, Wrong
+from tokens.files import GGUF_ADVICE
 
-_ADVICE = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -107,21 +107,26 @@ WORD_RULES = {
 }
 
 
-def from_gguf(fields: dict, folder: Path) -> None:
+def rebuild(fields: dict, folder: Path, where: str = "GGUF") -> int:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
 
-    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). Raises InputError if
-    they are damaged, or of a kind that cannot be rebuilt faithfully.
+    fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
+    errors. Returns how many tokens there should be. Raises InputError if they are damaged, or of a kind that
+    cannot be rebuilt faithfully.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     prefix = "tokenizer.ggml."
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     kind = metadata.get("model")
     if kind not in ("gpt2", "llama"):
-        raise InputError(f"GGUF: tokenizer model {kind!r} is not supported (gpt2 and llama are); {_ADVICE}")
+        raise InputError(
+            f"{where}: tokenizer model {kind!r} is not supported (gpt2 and llama are); {GGUF_ADVICE}"
+        )
     try:
-        tokens = metadata["tokens"]
+        _judge(metadata, "merges" if kind == "gpt2" else "scores")
+    except Wrong as e:
+        raise InputError(f"{where}: {e}; {GGUF_ADVICE}") from None
+    tokens = metadata["tokens"]
+    try:
         metadata.setdefault("token_type", [NORMAL] * len(tokens))
         names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # the config's: GGUF's
         config = {
@@ -129,28 +134,50 @@ def from_gguf(fields: dict, folder: Path) -> None:
             for name, key in names.items() if f"{key}_token_id" in metadata
         }
         write = _write_bpe if kind == "gpt2" else _write_sentencepiece
-        config["add_bos_token"] = write(metadata, folder)
+        config["add_bos_token"] = write(metadata, folder, where)
     except InputError:
         raise
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
         raise InputError(
-            f"GGUF: its tokenizer cannot be rebuilt ({type(e).__name__}: {e}); {_ADVICE}"
+            f"{where}: its tokenizer cannot be rebuilt ({first_line(e)}); {GGUF_ADVICE}"
         ) from None
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
     )
     if fields.get("tokenizer.chat_template"):
         (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
-    if Tokenizer.load(folder).vocab_size != len(tokens):
-        raise InputError(f"GGUF: its tokenizer has repeated tokens and cannot be rebuilt; {_ADVICE}")
+    return len(tokens)
 
 
-def _write_bpe(metadata: dict, folder: Path) -> bool:
+def _judge(metadata: dict, rule: str) -> None:
+    """Raise Wrong unless the lists belong together, and the ids are of tokens. rule: what joins pieces.
+
+    Each key alone was judged when the file was read.
+    """
+    prefix = "tokenizer.ggml."
+    for key in ("tokens", rule):
+        if key not in metadata:
+            raise Wrong(prefix + key, ABSENT, "a list")
+    count = len(metadata["tokens"])
+    for key in ("token_type", "scores"):
+        if key in metadata and len(metadata[key]) != count:
+            raise Wrong(prefix + key, metadata[key], f"a list of {count:,}, as many as there are tokens")
+    for i, merge in enumerate(metadata.get("merges", ())):
+        if merge.count(" ") != 1:
+            raise Wrong(f"{prefix}merges[{i}]", merge, "two pieces with a space between them")
+    for name in ("bos", "eos", "unknown", "padding"):
+        if not 0 <= metadata.get(key := f"{name}_token_id", 0) < count:
+            raise Wrong(prefix + key, metadata[key], f"an id below {count:,}, the number of tokens")
+    if rule == "scores" and UNKNOWN not in metadata.get("token_type", ()):
+        raise Wrong(prefix + "token_type", metadata.get("token_type", ABSENT), f"an unknown token, {UNKNOWN}")
+
+
+def _write_bpe(metadata: dict, folder: Path, where: str) -> bool:
     """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
     name = metadata.get("pre")
     if name not in WORD_RULES:
         raise InputError(
-            f"GGUF: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {_ADVICE}"
+            f"{where}: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {GGUF_ADVICE}"
         )
     rule, tokens = WORD_RULES[name], metadata["tokens"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -176,7 +203,7 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     return add_bos
 
 
-def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
+def _write_sentencepiece(metadata: dict, folder: Path, where: str) -> bool:
     """Write the tokenizer.model of a sentencepiece BPE with byte fallback.
 
     Returns whether a text starts with BOS.

@@ -63,6 +63,11 @@ class Guard:
                 self._known[key] = stamp, Guarded(self, folder)
             return self._known[key][1]
 
+    def rebuild(self, fields: dict, folder: Path, where: str) -> int:
+        """Have the files of a GGUF's tokenizer written into a folder, see `tokens.gguf_tokenizer`."""
+        request = {"do": "rebuild", "number": 0, "folder": str(folder.absolute()), "named": str(folder)}
+        return self.ask(request | {"arguments": {"fields": fields, "where": where}}, where)
+
     def alone(self) -> threading.RLock:
         """A context in which nobody else asks."""
         return self._lock

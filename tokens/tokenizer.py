@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from functools import cache, cached_property
 from pathlib import Path
 
-from tokens.files import ENCODERS, FILES
+from common.errors import InputError
+from tokens.files import ENCODERS, FILES, GGUF_ADVICE
 from tokens.guard import GUARD, Guarded
 from tokens.spelling import spelled
 
@@ -33,6 +34,19 @@ def copy_files(source: Path, target: Path) -> bool:
         if (source / name).is_file() and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
     return True
+
+
+def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
+    """Write the tokenizer's files of a GGUF into a folder, see `tokens.gguf_tokenizer: rebuild`.
+
+    fields: metadata key -> plain value. where: the file, for errors. Raises InputError if they are damaged,
+    or of a kind that cannot be rebuilt faithfully.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    own = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
+    size = GUARD.rebuild(own, Path(folder), where)
+    if Tokenizer.load(folder).vocab_size != size:
+        raise InputError(f"{where}: its tokenizer has repeated tokens and cannot be rebuilt; {GGUF_ADVICE}")
 
 
 class Tokenizer:

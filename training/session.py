@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.export import ARCHITECTURES, PARTS, export
+from checkpoint.exporting import ARCHITECTURES, write_head
 from checkpoint.loading import identity, load_model
-from checkpoint.names import CALIBRATION
+from checkpoint.names import CALIBRATION, CONFIG, WEIGHTS
+from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
 from common.files import read_json, write_text
@@ -48,14 +49,14 @@ from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
 MARKOV_RANK, DRAFT_VOCAB = 128, 8192  # of a DSpark head; ids that heads draft
-CURVES = "curves.png"
+CURVES, CARD, SPECULATORS = "curves.png", "README.md", "speculators"
+WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
 
 
 def check_out(out: Path, kind: str, work: Path) -> None:
-    """Raise InputError unless `out` is free, or holds what an interrupted export left, or a head of this kind
-    that was trained in `work`.
-    """
-    if not out.is_dir() or all(path.name in PARTS for path in out.iterdir()):
+    """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
+    out = out.resolve()  # "new/.." names something else once "new" is there
+    if not out.is_dir() or not any(out.iterdir()):
         return
     try:
         architecture = read_json(out / "config.json")["architectures"][0]
@@ -263,32 +264,31 @@ class Session:
         if accuracy is not None and accuracy < 0.01:
             note(f"warning: the head guesses {accuracy:.1%} of the target's choices in held-out text:"
                  " it has learnt nothing; try a smaller --lr")
-        both, speculators = o.layout == "both", out / "speculators"
-        usual = "speculators" if o.kind in ("dflash", "dspark") else "sglang"
-        export(head, out, usual if o.layout in (None, "both") else o.layout, self.config)
-        if both:
-            export(head, speculators, "speculators", self.config)
-        elif speculators.is_dir():
-            shutil.rmtree(speculators)  # of the head that was here before
+        both, usual = o.layout == "both", "speculators" if o.kind in ("dflash", "dspark") else "sglang"
         launch = ["python"]
         if self.processes.count > 1:
             launch = ["torchrun", "--nproc-per-node", str(self.processes.count)]
-        write_card(
-            out, command=shlex.join([*launch, "train.py", *command]), head=head, kind=o.kind,
-            target=self.config["name"], figures=text.figures, covered=text.covered, plan=trainer.plan,
-            steps=trainer.objective.steps, log=log, seconds=seconds,
-        )
-        if (self.work / CURVES).exists():
-            shutil.copyfile(self.work / CURVES, out / CURVES)
-        (out / CALIBRATION).unlink(missing_ok=True)  # of the head that was here before
-        if trainer.validator and o.kind not in MULTI_TOKEN:
-            try:
-                trainer.validator.calibration(head, self.say).write(out)
-            except InputError as e:
-                self.say(f"{out}: gets no {CALIBRATION} ({e})")
-        for file in (out / "README.md", out / CURVES, out / CALIBRATION):
-            if both and file.exists():
-                shutil.copyfile(file, speculators / file.name)
+        size = 2 * sum(t.numel() for t in head.own_state().values()) * (1 + both)
+        with staging(out, size, kept=lambda old: old.name not in WRITTEN) as folder:
+            write_head(head, folder, usual if o.layout in (None, "both") else o.layout, self.config)
+            write_card(
+                folder, command=shlex.join([*launch, "train.py", *command]), head=head, kind=o.kind,
+                target=self.config["name"], figures=text.figures, covered=text.covered, plan=trainer.plan,
+                steps=trainer.objective.steps, log=log, seconds=seconds,
+            )
+            if (self.work / CURVES).exists():
+                shutil.copyfile(self.work / CURVES, folder / CURVES)
+            if trainer.validator and o.kind not in MULTI_TOKEN:
+                try:
+                    trainer.validator.calibration(head, self.say).write(folder)
+                except InputError as e:
+                    self.say(f"{out}: gets no {CALIBRATION} ({e})")
+            if both:
+                speculators = folder / SPECULATORS
+                write_head(head, speculators, "speculators", self.config)
+                for name in (CARD, CURVES, CALIBRATION):
+                    if (folder / name).exists():
+                        shutil.copyfile(folder / name, speculators / name)
         force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""
         print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out}"
               f" --target {o.checkpoint}{force}")

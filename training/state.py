@@ -15,11 +15,14 @@ def save_state(folder: Path, state: dict) -> None:
     """Write FOLDER/state.pt, all of it or nothing. Raises InputError if it cannot be written."""
     path = folder / FILE
     try:
-        with atomic_path(path) as part:
-            torch.save(state, part)
-    except (OSError, RuntimeError) as e:  # torch.save raises RuntimeError if the disk is full
+        with atomic_path(path) as part, open(part, "wb") as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as e:
+        # torch.save may put words of its own in place of what the system said.
+        found = e.__context__ if isinstance(e.__context__, OSError) else e
+        reason = getattr(found, "strerror", None) or first_line(found)
         raise InputError(
-            f"{path}: the state cannot be written ({first_line(e)}); is the disk full?"
+            f"{path}: the state cannot be written ({reason}); make room there, then run the command to go on"
         ) from None
 
 
@@ -34,9 +37,11 @@ def load_state(folder: Path, options: dict, device: torch.device) -> dict | None
     check_file(path)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-        saved = state["options"]
-    except Exception as e:  # torch raises whatever the damage leads to
-        raise InputError(f"{path}: damaged ({type(e).__name__}); delete it to start again") from None
+    except Exception:  # torch raises whatever the damage leads to, in words that help nobody
+        raise InputError(f"{path}: cut off or damaged; delete it to start again") from None
+    saved = state.get("options") if isinstance(state, dict) else None
+    if not isinstance(saved, dict):
+        raise InputError(f"{path}: holds no state of a training; delete it to start again")
     differs = sorted(name for name in options.keys() | saved.keys() if options.get(name) != saved.get(name))
     if differs:
         raise InputError(

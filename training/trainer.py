@@ -212,12 +212,14 @@ class Trainer:
     @torch.no_grad()
     def _validate(self, log: TrainingLog | None) -> None:
         """Validate the epochs so far in the first process, while the others wait for it."""
-        if log and not any(entry.get("epoch") == self.epoch for entry in log.entries):
-            head, accuracy = self.trained(), self._held_out_accuracy()
-            entry = {"step": self.step, "epoch": self.epoch, "held_out": accuracy}
-            if self.validator and (tau := self.validator.tau(head)):
-                entry |= {"tau": tau, "tree": self.validator.tree_name}
-            log.validation(entry)
+        if log:
+            if not any(entry.get("epoch") == self.epoch for entry in log.entries):
+                head, accuracy = self.trained(), self._held_out_accuracy()
+                entry = {"step": self.step, "epoch": self.epoch, "held_out": accuracy}
+                if self.validator and (tau := self.validator.tau(head)):
+                    entry |= {"tau": tau, "tree": self.validator.tree_name}
+                log.validation(entry)
+            # Also if that was done: the run may have been killed before it came to this.
             draw_curves(log.entries, self.work / "curves.png")
         self.processes.wait()
 
@@ -285,12 +287,18 @@ class Trainer:
         state = load_state(self.work, self.fingerprint(), self.objective.device)
         if state is None:
             return False
-        for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
-            for name, tensor in tensors.items():
-                tensor.data.copy_(saved[name])
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        self.objective.scale = state["scale"]
-        self.step, self.epoch, self.in_epoch = state["at"]
-        self.seconds = state.get("seconds", 0.0)
+        try:
+            for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
+                for name, tensor in tensors.items():
+                    tensor.data.copy_(saved[name])
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
+            self.objective.scale = state["scale"]
+            self.step, self.epoch, self.in_epoch = map(int, state["at"])
+            self.seconds = float(state.get("seconds", 0.0))
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            # Its options are those of this run: whoever wrote the rest was no train.py.
+            raise InputError(
+                f"{self.work / FILE}: holds no state of this head; delete it to start again"
+            ) from None
         return True

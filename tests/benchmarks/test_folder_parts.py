@@ -7,8 +7,6 @@ import pytest
 def folder(tmp_path):
     folder = tmp_path / "model"
     (folder / "eagle3").mkdir(parents=True)
-    (folder / ".compiled").mkdir()
-    (folder / ".compiled" / "graph").write_text("left behind")
     (folder / "weights").write_bytes(bytes(range(256)) * 900)
     (folder / "eagle3" / "costs.json").write_text("left behind")
     (folder / "eagle3" / "config.json").write_text("{}")

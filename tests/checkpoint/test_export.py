@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.export import export, main
+from checkpoint.export import main
+from checkpoint.exporting import export
 from common.errors import InputError
 
 
@@ -38,9 +39,21 @@ def test_a_full_disk_leaves_nothing(models, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError) as error:
-        export(models[1], tmp_path)
-    assert error.value.filename == str(tmp_path) and not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="out: no space left on the device"):
+        export(models[1], tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_else_is_in_the_folder_stays(models, tmp_path):
+    """Also where a link leads to it."""
+    (tmp_path / "out" / "more").mkdir(parents=True)
+    for name in ("LICENSE", "more/text", "config.json"):
+        (tmp_path / "out" / name).write_text("theirs")
+    (tmp_path / "link").symlink_to("out")
+    export(models[1], tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 2
+    assert (tmp_path / "out" / "LICENSE").read_text() == (tmp_path / "out/more/text").read_text() == "theirs"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"]
 
 
 def test_a_quantised_head_is_not_exported(golden, tmp_path, capsys):

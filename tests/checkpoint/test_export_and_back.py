@@ -12,7 +12,8 @@ from helpers.sources import CONFIG, target_state, write_source
 from safetensors.torch import load_file
 
 from checkpoint.convert import convert
-from checkpoint.export import export, main
+from checkpoint.export import main
+from checkpoint.exporting import export
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError

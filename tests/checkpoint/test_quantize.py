@@ -402,7 +402,7 @@ def test_texts_that_nothing_can_be_compared_on(golden, tmp_path, capsys):
     shutil.copytree(golden, tmp_path / "bare")
     (tmp_path / "bare" / "tokenizer.json").unlink()
     for checkpoint, text, message in (
-        (golden, "none.txt", "No such file"), (golden, "binary.txt", "cannot be read"),
+        (golden, "none.txt", "no such file"), (golden, "binary.txt", "cannot be read"),
         (golden, "short.txt", "are too few"), (tmp_path / "bare", "short.txt", "needs a tokenizer"),
     ):
         for flag in (("--text",), (*INT4, "--calibrate")):

@@ -30,10 +30,10 @@ from common.schema import (
     Text,
     Whole,
     Wrong,
+    in_words,
     record_of,
-    shown,
 )
-from drafters.rest import STORE
+from drafters.retrieval import STORE
 from engine.costs import KEPT
 from evaluation.answers import Answer
 from kernels.quantized import Scheme
@@ -214,7 +214,7 @@ def test_ids_are_below_the_vocabulary():
     ("a\x1b\n", r"'a\x1b\n'"), ((1, 2), "[1, 2]"),
 ])
 def test_values_are_shown_on_one_line(value, words):
-    assert shown(value) == words
+    assert in_words(value) == words
 
 
 def test_kinds_say_what_they_expect():

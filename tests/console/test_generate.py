@@ -2,7 +2,6 @@
 compiled).
 """
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -460,27 +459,3 @@ def test_a_reader_that_leaves_early(golden):
 def test_help_does_not_wait_for_torch():
     code = "import generate, sys; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
-
-
-def test_compiled_code_is_kept_beside_the_checkpoint(golden, tmp_path, monkeypatch):
-    """Unless a place is given or the folder is not ours to write to; of two checkpoints each has its own."""
-    from engine.runtime import keep_compiled
-
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-        keep_compiled(folder)
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder / ".compiled")
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # As torch itself does, which is no wish of the user's.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    keep_compiled(folders[0])
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folders[0] / ".compiled")
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    keep_compiled(folders[0])
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/elsewhere"
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
-    keep_compiled(tmp_path / "nowhere")
-    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ

@@ -26,8 +26,11 @@ def test_prompts_that_cannot_be_read(tmp_path):
     for ids in ("1,two", "", "1,,2"):
         with pytest.raises(InputError, match=f"--prompt-ids '{ids}': expected numbers separated by commas"):
             gather_prompts(options(prompt_ids=[ids]))
-    for file in (tmp_path / "none.txt", tmp_path, tmp_path / "binary.txt"):
-        with pytest.raises(InputError, match=f"--prompt-file {file}: cannot be read"):
+    for file, why in (
+        (tmp_path / "none.txt", "no such file"), (tmp_path, "is a folder; expected a file"),
+        (tmp_path / "binary.txt", "cannot be read, it is no UTF-8"),
+    ):
+        with pytest.raises(InputError, match=f"--prompt-file {file}: {why}"):
             gather_prompts(options(prompt_file=[str(file)]))
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(InputError, match="holds no prompts"):

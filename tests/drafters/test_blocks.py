@@ -6,7 +6,7 @@ from helpers.blocks import LABELS, Reference, published
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
-from checkpoint.export import export
+from checkpoint.exporting import export
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head
 from common.errors import InputError

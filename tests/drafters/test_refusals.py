@@ -17,7 +17,7 @@ from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
 from drafters.request import Request
-from drafters.rest import Rest
+from drafters.retrieval import Rest
 from drafters.tree_spec import default_tree, read_tree, with_numbers
 from tokens.tokenizer import Tokenizer
 from tree import PathTree, TreeShape, likely_tree

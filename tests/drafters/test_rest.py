@@ -18,7 +18,7 @@ from helpers.states import state_of
 import generate
 from common.errors import InputError
 from drafters import rest, rest_store
-from drafters.rest import Rest
+from drafters.retrieval import Rest
 from engine.decoder import Decoder
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
@@ -205,7 +205,7 @@ def test_stores_that_are_refused(golden, damaged, capsys, words, options):
 
 @pytest.mark.parametrize("words, text", [
     pytest.param("no text in there", "empty.txt", id="empty-text"),
-    pytest.param("No such file", "none.txt", id="text-that-is-not-there"),
+    pytest.param("no such file", "none.txt", id="text-that-is-not-there"),
     pytest.param("outside the vocabulary", "wrong.jsonl", id="unknown-id"),
 ])
 def test_texts_that_no_store_is_made_of_are_refused(golden, damaged, tmp_path, capsys, words, text):
@@ -288,5 +288,5 @@ def test_stores_that_cannot_be_built(golden, tmp_path, monkeypatch):
         return read(path, tokenizer)
 
     monkeypatch.setattr(rest_store, "texts", slow)
-    refused(golden, "somebody else made it in the meantime")
+    refused(golden, "store: exists and is no store; choose another --out")
     assert [path.name for path in out.iterdir()] == ["precious"]

@@ -2,6 +2,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from helpers.compiling import Adder, add, check, span
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from drafters.lookahead import Lookahead
-from drafters.rest import Rest
+from drafters.retrieval import Rest
 from engine.compiling import CompiledFunction
 from engine.decoder import Decoder
 from engine.runtime import keep_compiled
@@ -66,23 +67,38 @@ def test_another_process_finds_it(cache):
     assert said() == 4
 
 
+def test_compiled_code_is_kept_with_the_kernels_unless_a_place_is_given(tmp_path, monkeypatch):
+    """And never in a checkpoint: it is loaded as code."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    place = tmp_path / "kept"
+    monkeypatch.setattr("engine.runtime.COMPILED", place)
+    for there, chosen in ((None, place), (default_cache_dir(), place), ("/elsewhere", Path("/elsewhere"))):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if there:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", there)
+        for _ in range(2):
+            keep_compiled()
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(chosen)
+
+
 def test_a_cache_that_can_only_be_read(cache, monkeypatch):
-    """As beside a checkpoint that is somebody else's: what is in it is found, what is new goes where torch
-    puts it.
-    """
-    kept = cache / ".compiled"
+    """As in somebody else's checkout: what is in it is found, what is new goes to a folder of our own."""
+    kept = cache / "kept"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kept))
     check(CompiledFunction(add, "sum", print), Adder())
     before = sorted(kept.rglob("*"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "other"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr("engine.runtime.READ_ONLY", found := [])
     monkeypatch.setattr("engine.saved_graph.READ_ONLY", found)
-    monkeypatch.setattr("engine.runtime._chosen", {str(cache / "other")})
+    monkeypatch.setattr("engine.runtime.COMPILED", kept)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(cache))
     with monkeypatch.context() as m:
         m.setattr("os.access", lambda path, mode: False)
-        keep_compiled(cache)
-        keep_compiled(cache)
-    assert found == [kept] and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache / "other")
+        keep_compiled()
+        keep_compiled()
+    own = cache / f"eagle-kept-{os.getuid()}"
+    assert found == [kept] and os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(own)
     said: list[str] = []
     check(CompiledFunction(add, "sum", said.append), Adder())
     assert not said

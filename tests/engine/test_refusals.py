@@ -1,6 +1,5 @@
 """Where and how a target cannot run, and what it cannot decode, is refused before anything is compiled."""
 import importlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,7 +32,7 @@ def test_devices_that_hold_nothing(device):
         check_device(device)
     assert "\n" not in str(error.value)
     with pytest.raises(InputError, match=f"--device {device}: "):
-        Runtime(device).prepare(Path("unread"))
+        Runtime(device).prepare()
 
 
 def test_a_dtype_without_a_name():
@@ -43,10 +42,10 @@ def test_a_dtype_without_a_name():
 
 def test_caches_that_there_are_not():
     with pytest.raises(InputError, match="--kv int4: unknown; choose from auto, int8"):
-        Runtime("cpu", kv="int4").prepare(Path("unread"))
+        Runtime("cpu", kv="int4").prepare()
     for options in ({"compile": False}, {"kernels": False}):
         with pytest.raises(InputError, match="--kv int8: only our CPU kernels have an int8 cache"):
-            Runtime("cpu", kv="int8", **options).prepare(Path("unread"))
+            Runtime("cpu", kv="int8", **options).prepare()
 
 
 @pytest.mark.compile

@@ -15,7 +15,7 @@ from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
-from drafters.rest import Rest
+from drafters.retrieval import Rest
 from engine.decoder import Decoder
 from sampling.options import Sampling
 from training.new_head import new_multi_token_heads

@@ -15,7 +15,7 @@ BAD_INPUT = {  # id: what the error says, and the option that is changed
     "observe -1": ("--observe", "--observe", "-1"),
     "no threads": ("--threads", "--threads", "0"),
     "no new tokens": ("--max-new-tokens", "--max-new-tokens", "0"),
-    "questions that are not there": ("cannot be read", "--questions", "{folder}/none.jsonl"),
+    "questions that are not there": ("no such file", "--questions", "{folder}/none.jsonl"),
     "folder without questions": ("holds no question files", "--questions", "{folder}/empty"),
     "unknown tree": ("none of auto, paper", "--tree", "bush"),
     "head that is not there": ("there is no draft head or model", "--draft", "{folder}/no"),

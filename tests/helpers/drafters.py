@@ -13,7 +13,7 @@ from drafters.lookup import Lookup
 from drafters.medusa import Medusa
 from drafters.mixed import Mixed
 from drafters.p_eagle import PEagle
-from drafters.rest import Rest
+from drafters.retrieval import Rest
 from model import Transformer
 from networks.head import Head
 from training.new_head import Shape, new_head, new_multi_token_heads

@@ -180,6 +180,22 @@ def first(header_: dict, **changes) -> dict:
 
 
 ONE_TOKEN = lambda writer: writer.add_token_list(["a"])  # noqa: E731
+
+
+def no_merges(writer) -> None:
+    """The words of a tokenizer without the rule that joins them."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["a", "b"])
+
+
+def few_types(writer) -> None:
+    """A tokenizer one of whose tokens has no type."""
+    no_merges(writer)
+    writer.add_token_merges(["a b"])
+    writer.add_token_types([1])
+
+
 U64, U32 = struct.Struct("<Q").pack, struct.Struct("<I").pack
 SOURCES = {
     "5,000 digits": (
@@ -192,6 +208,9 @@ SOURCES = {
     "a byte order mark": (text_of("config.json", b"\xef\xbb\xbf{}"), "config.json: cannot be read as JSON"),
     "UTF-16": (text_of("config.json", "{}".encode("utf-16")), "config.json: cannot be read as JSON"),
     "a list": (text_of("config.json", b"[1]"), "config.json: expected a JSON object, found list"),
+    "half a character": (
+        text_of("config.json", b'{"architectures": ["\\uD800"]}'),
+        "config.json: holds \\ud800, half of a character; expected whole ones"),
     "many small values": (
         text_of("config.json", b'{"a": [' + b"[]," * (8 << 20) + b"[]]}"),
         "config.json: is JSON of 16,777,219 values; expected what takes"),
@@ -237,6 +256,12 @@ SOURCES = {
         packed_pickle, "archive/data.pkl is compressed; expected what torch.save writes"),
     "a matrix of one number": (stretched_pickle, "tensor model.norm.weight [1048576, 1048576] is"),
     # Of a GGUF: 4 bytes, its version, the number of tensors, the number of keys.
+    "a tokenizer without merges": (
+        lambda folder: write_gguf(folder / "m.gguf", target_state(), extra=no_merges),
+        "tokenizer.ggml.merges is missing; expected a list"),
+    "a token without a type": (
+        lambda folder: write_gguf(folder / "m.gguf", target_state(), extra=few_types),
+        "tokenizer.ggml.token_type is [1]; expected a list of 2, as many as there are tokens"),
     "no GGUF": (gguf_bytes(0, b"GGML"), "it begins with b'GGML'; expected b'GGUF'"),
     "a GGUF of tomorrow": (gguf_bytes(4, U32(9)), "its version is 9; expected 2 or 3"),
     "2^62 tensors": (
@@ -281,6 +306,7 @@ TREES = {
     "[[true]]": "paths[0][0] is true; expected", '[["0"]]': "paths[0][0] is '0'; expected",
     "[[0], [0]]": "a path is given twice", "[[0, 1]]": "path [0, 1] has no parent [0]",
     "[[99999999999999999999999]]": "paths[0][0] is 99999999999999999999999; expected",
+    '[["\\udfff"]]': "holds \\udfff, half of a character",
     "[" * 100_000: "cannot be read as JSON", "[[" + "9" * 5000 + "]]": "holds a number of 5,000 digits",
 }
 CALIBRATION = {"format": 1, "ease": [1.0], "tau": {t: {"8/2/4": 1.5} for t in "01"}}

@@ -73,7 +73,7 @@ def cached(built, tmp_path, monkeypatch):
 @pytest.mark.compile
 def test_a_library_in_a_read_only_checkout_is_used(cached, monkeypatch):
     """Nothing is compiled, and no other place is looked for."""
-    monkeypatch.setattr(build, "_folder", lambda: pytest.fail("a place to write to"))
+    monkeypatch.setattr(build, "writable", lambda kept: pytest.fail("a place to write to"))
     assert build.build_library(choose(), pytest.fail) == cached
 
 
@@ -127,8 +127,8 @@ def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")  # as in a read-only checkout
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     folder = tmp_path / f"eagle-kernels-{os.getuid()}"
-    assert build._folder() == folder and folder.stat().st_mode & 0o777 == 0o700
+    assert build.writable(build.CACHE) == folder and folder.stat().st_mode & 0o777 == 0o700
     monkeypatch.setattr("os.getuid", lambda: folder.stat().st_uid + 1)
     (tmp_path / f"eagle-kernels-{os.getuid()}").mkdir()
     with pytest.raises(InputError, match="belongs to another user"):
-        build._folder()
+        build.writable(build.CACHE)

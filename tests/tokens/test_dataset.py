@@ -119,5 +119,5 @@ def test_all_texts_of_a_row():
 def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\xff")
     for file in (tmp_path / "none.jsonl", tmp_path, tmp_path / "binary.jsonl"):
-        with pytest.raises(InputError, match="cannot be read"):
+        with pytest.raises(InputError, match=r"cannot be read|no such file|is a folder"):
             list(dataset.read_rows(file))

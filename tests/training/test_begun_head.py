@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import train
 from checkpoint.convert import convert
-from checkpoint.export import export
+from checkpoint.exporting import export
 from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError

@@ -111,7 +111,7 @@ def test_a_template_without_a_header_for_the_user(golden, tmp_path, tmp_path_fac
 def test_openings_that_cannot_be_used(tmp_path):
     file = tmp_path / "openings.txt"
     for content, words in (
-        (None, "cannot be read"), (b"\xff\xfe", "cannot be read"), (b" \n\n", "holds no lines")
+        (None, "no such file"), (b"\xff\xfe", "cannot be read"), (b" \n\n", "holds no lines")
     ):
         if content:
             file.write_bytes(content)

@@ -159,10 +159,12 @@ def test_another_target_has_its_own_text_and_state(golden, prompt_file, tmp_path
 
 
 def test_only_a_head_of_this_run_is_replaced(golden, prompt_file, tmp_path, capsys):
+    """What a user has put beside it stays."""
     (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "model.safetensors.partial").write_bytes(b"cut off")
     assert train.main(options(golden, prompt_file, tmp_path, epochs=1)) == 0
+    (tmp_path / "head" / "LICENSE").write_text("mine")
     assert train.main(options(golden, prompt_file, tmp_path, epochs=1)) == 0
+    assert (tmp_path / "head" / "LICENSE").read_text() == "mine"
     assert train.main(options(golden, prompt_file, tmp_path, epochs=1, work=tmp_path / "other")) == 1
     assert "not trained in --work" in capsys.readouterr().err.splitlines()[-1]
 

@@ -1,4 +1,7 @@
 """The training loop: batches, gradients, the average, the schedule, the saved state."""
+import resource
+import signal
+
 import pytest
 import torch
 from helpers.training import ROWS
@@ -67,10 +70,36 @@ def test_rates_of_the_schedules():
 @pytest.mark.parametrize("error", [OSError("No space left on device"), RuntimeError("file write failed\nat")])
 def test_a_state_that_cannot_be_written(models, tmp_path, monkeypatch, error):
     def fails(state, part):
-        part.write_bytes(b"a part")
+        part.write(b"a part")
         raise error
 
     monkeypatch.setattr(training.state.torch, "save", fails)
-    with pytest.raises(InputError, match=r"state.pt: the state cannot be written \((No|file)[^\n]*disk full"):
+    words = r"state.pt: the state cannot be written \((No|file)[^\n]*\); make room there, then run"
+    with pytest.raises(InputError, match=words):
         trainer(models, tmp_path).save()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_named_as_the_system_does(tmp_path):
+    """torch puts words of its own in its place, about positions in its file."""
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous[1]))
+        with pytest.raises(InputError, match=r"the state cannot be written \(File too large\); make"):
+            training.state.save_state(tmp_path, {"weights": torch.zeros(100_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("other", (None, [{}], {"fc.weight": torch.zeros(1)}, "x"), ids=repr)
+def test_a_state_of_something_else(models, tmp_path, other):
+    """Options that fit, and the rest of another kind."""
+    trainer(models, tmp_path).save()
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    for part in ("head", "optimizers", "at"):
+        training.state.save_state(tmp_path, state | {part: other})
+        with pytest.raises(InputError, match=r"state.pt: holds no state of this head; delete it"):
+            trainer(models, tmp_path).resume()
