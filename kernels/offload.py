@@ -23,8 +23,7 @@ from torch import Tensor
 
 from model import TargetBlock, Transformer
 
-ROOMS = 2
-LEAST = ROOMS + 1  # layers: of fewer each would have a room of its own, and the device would save nothing
+ROOMS = 2  # so that less than `common.cli.LEAST_OFFLOADED` layers would save nothing
 ALIGNED = 256  # bytes
 
 
@@ -121,9 +120,10 @@ def _room(tensors: list[Tensor]) -> Room:
     return room
 
 
-# `turn`, which nobody reads, keeps the operators in their order; `after` keeps one behind what gives it.
+# `turn`, which nobody reads, keeps these operators in their order. `after` keeps one behind what gives it:
+# else the compiler may put what reads a room behind the operator that changes it, and copy the room before.
 @torch.library.custom_op("eagle_offload::fetch", mutates_args=("room", "turn"))
-def fetch(room: list[Tensor], turn: Tensor, layer: int) -> None:
+def fetch(room: list[Tensor], turn: Tensor, layer: int, after: Tensor | None) -> None:
     """`Room.fetch` of the room that has these tensors."""
     _room(room).fetch(layer)
 
@@ -146,7 +146,7 @@ class Offloaded:
     def begin(self) -> None:
         """Let the first of them come."""
         for layer, room in enumerate(self.rooms):
-            fetch(room.tensors, self.turn, layer)
+            fetch(room.tensors, self.turn, layer, None)
 
     def layer(self, number: int, after: Tensor) -> TargetBlock:
         """The module that has the weights of one of them for a while; `after` is what the layer before gave.
@@ -155,20 +155,20 @@ class Offloaded:
         """
         coming = number + ROOMS - 1
         if ROOMS <= coming < self.count:
-            fetch(self.rooms[coming % ROOMS].tensors, self.turn, coming)
+            fetch(self.rooms[coming % ROOMS].tensors, self.turn, coming, after)
         room = self.rooms[number % ROOMS]
         arrive(room.tensors, self.turn, after)
         return room.block
 
 
 def offload(target: Transformer, count: int, streams: Streams | None = None) -> None:
-    """Let the last `count` layers of a target stay in the host's memory, in place. They are there already.
+    """Let the last `count` layers of a target stay in the host's memory, in place, wherever they are now.
 
     streams: those of the target's GPU, if not given. Raises ValueError if there are not so many layers, or
     too few to save anything.
     """
-    if not LEAST <= count <= len(target.layers):
-        raise ValueError(f"{count} layers cannot be offloaded: {LEAST} to {len(target.layers)} can")
+    if not ROOMS < count <= len(target.layers):
+        raise ValueError(f"{count} layers cannot be offloaded: {ROOMS + 1} to {len(target.layers)} can")
     device = target.embed.weight.device
     streams = streams or CudaStreams(device)
     layers = target.layers[-count:]

@@ -1,6 +1,6 @@
 """Stand-ins for a GPU's two streams on a CPU, which run copies in the worst order that their events allow.
 
-What is computed runs where it is called, so it is the copies that run elsewhere: as late or as early as may be.
+What is computed runs where it is called, so the copies run elsewhere: as late or as early as may be.
 """
 from collections import deque
 
@@ -60,8 +60,8 @@ class Late(Host):
 
 
 class Early(Host):
-    """A copy runs as soon as no event holds it, which may be before it is put into its queue: a device computes
-    later than it is told to.
+    """A copy runs as soon as no event holds it, which may be before it is put into its queue: a device
+    computes later than it is told to.
 
     A pass is always the same calls. `learn` notes them; from then on it is known what will be copied. Where
     nothing holds copies they run half a pass ahead.
