@@ -224,12 +224,11 @@ class Options(argparse.ArgumentParser):
         add("--offload", type=layers, metavar="N",
             help="the target's last N layers stay in the host's memory and come to the GPU in every pass;"
                  " auto: as many as do not fit there")
-        self.refuse(lambda o: o.offload and o.device and not o.device.startswith("cuda"),
-                    lambda o: f"--offload {o.offload}: keeps weights in the host's memory, where --device"
-                              f" {o.device} has them anyway; leave it out")
-        self.refuse(lambda o: o.offload and several(),
-                    lambda o: f"--offload {o.offload}: with torchrun, layers are dealt among devices instead;"
-                              " leave it out")
+        self.refuse(lambda o: o.offload and (several() or not (o.device or "cuda").startswith("cuda")),
+                    lambda o: f"--offload {o.offload}: " + (
+                        "with torchrun, layers are dealt among devices instead; leave it out" if several()
+                        else f"keeps weights in the host's memory, where --device {o.device} has them anyway;"
+                             " leave it out"))
         return group
 
 
