@@ -118,7 +118,7 @@ def load(o, ranks=None):
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)  # a mistake shows before anything is loaded
     flags = read_flags(o, methods)
-    check_target(o.checkpoint, o.max_seq_len)
+    check_target(o.checkpoint, o.max_seq_len, o.offload)
     drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)
@@ -132,6 +132,7 @@ def load(o, ranks=None):
 
     from common.threads import use_threads
     from engine.api import load_target
+    from engine.fitting import settle
     from engine.runtime import Runtime
     from evaluation.answers import Book
     from evaluation.asking import read_sets
@@ -147,6 +148,9 @@ def load(o, ranks=None):
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     if ranks:
         runtime = replace(runtime, device=own_device(runtime.device_name))
+    runtime = settle(
+        o.offload, Path(o.checkpoint), runtime, draftings.values(), 1, o.max_seq_len, say
+    )
     target = load_target(o.checkpoint, runtime, say, ranks)
     if o.calibrate:
         prompts = [question["turns"][0] for group in sets.values() for question in group]
@@ -161,6 +165,7 @@ def load(o, ranks=None):
         "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
         "kernels": o.kernels, **({"kv": o.kv} if o.kv != "auto" else {}),
         **({"ranks": ranks.count} if ranks else {}),
+        **({"offload": runtime.offload} if runtime.offload else {}),
     })
     if ranks:  # now nobody reads what another one writes, and all have the same left to ask
         ranks.agree(f"the answers so far, {sorted(map(repr, book.answers))}", weight.device)

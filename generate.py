@@ -165,7 +165,7 @@ def judge(o) -> Asked:
     """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
     from kernels.isa import choose
 
-    check_checkpoint(o.checkpoint, o.max_seq_len)
+    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_head("--draft", o.draft)
     if o.isa:
         choose(o.isa)
@@ -192,6 +192,7 @@ def load(o, asked: Asked, batch: int, ranks=None):
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
     from engine.api import Drafting, check_prompts, load_target
+    from engine.fitting import settle
     from engine.runtime import Runtime, check_device
     from kernels.ranks import own_device
 
@@ -213,10 +214,12 @@ def load(o, asked: Asked, batch: int, ranks=None):
         quantised = "quantization" in read_config(checkpoint, "target")
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         tree = with_numbers(*numbers, usual)
-    target = load_target(checkpoint, runtime, note, ranks)
     flags = read_flags(o, [o.speculate])[o.speculate]
     ids = tuple(p for p in asked.prompts if isinstance(p, list))
-    return target, Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
+    drafting = Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
+    decoders = (drafting, Drafting()) if o.compare else (drafting,)
+    runtime = settle(o.offload, checkpoint, runtime, decoders, batch, o.max_seq_len, note)
+    return load_target(checkpoint, runtime, note, ranks), drafting
 
 
 def run(o) -> int:

@@ -517,18 +517,18 @@ class TargetBlock(Block):
         return self.wqkv(self.attn_norm(x))
 
 
-def through(layers: nn.ModuleList, x: Tensor, aux_layers: tuple[int, ...], apply: Callable):
-    """Take the residual stream x [B, T, H] through all layers: x = apply(i, layer, x).
+def through(model: Transformer, x: Tensor, aux_layers: tuple[int, ...], apply: Callable):
+    """Take the residual stream x [B, T, H] through all layers of a target: x = apply(i, layer, x).
 
     Returns the stream after them, and the streams entering `aux_layers` side by side (None if there are
     none); the number of layers, L, stands for the stream after the last one.
     """
     features = []
-    for i, layer in enumerate(layers):
+    for i in range(len(model.layers)):
         if i in aux_layers:
             features.append(x)
-        x = apply(i, layer, x)
-    if len(layers) in aux_layers:
+        x = apply(i, model.layer(i, x), x)
+    if len(model.layers) in aux_layers:
         features.append(x)
     return x, torch.cat(features, dim=-1) if features else None
 
@@ -540,7 +540,7 @@ def run_layers(
     def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # `layer(x, caches[i], shared)` in regions
         return _finish(layer, x, layer.attention(layer, _project(layer, x), caches[i], shared))
 
-    return through(model.layers, x, aux_layers, apply)
+    return through(model, x, aux_layers, apply)
 
 
 class Transformer(nn.Module):
@@ -549,11 +549,12 @@ class Transformer(nn.Module):
     `run_layers` and `move` may be replaced by functions of the same kind, `Cache` by another class.
     `on_kernels`: they were, and every row of a pass is computed as if it were alone. `reads_length`: its
     attention reads on the device how long a text is, so that a pass costs the same whatever slots it is
-    given. `ranks`: the processes that it is dealt to, if several (`kernels.parallel`).
+    given. `ranks`: the processes that it is dealt to, if several (`kernels.parallel`). `offloaded`: those of
+    its layers whose weights are in the host's memory, if some are (`kernels.offload`).
     """
 
     on_kernels = reads_length = False
-    ranks = None
+    ranks = offloaded = None
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -575,18 +576,37 @@ class Transformer(nn.Module):
         args = self.args
         return args.num_layers * self.Cache.bytes(batch, slots, args, self.embed.weight.dtype)
 
+    def begin(self) -> None:
+        """Start what a pass waits for later: the way of the first weights that are in the host's memory.
+
+        It may be called before the pass, so that this goes on beside other work of the same step.
+        """
+        if self.offloaded is not None:
+            self.offloaded.begin()
+
+    def layer(self, i: int, after: Tensor) -> TargetBlock:
+        """Layer i, to be computed at once: until the next one is asked for. `begin` was called.
+
+        after: what the layer before gave, or the embeddings.
+        """
+        resident = len(self.layers) - (self.offloaded.count if self.offloaded else 0)
+        return self.layers[i] if i < resident else self.offloaded.layer(i - resident, after)
+
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, visible, caches,
-        aux_layers: tuple[int, ...] = ()
+        aux_layers: tuple[int, ...] = (), begun: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """One pass over T rows per sequence.
 
         tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its
         keys/values go. visible [B, T, n] bool: which cache slots each row attends to, its own included; only
-        the first n are read (see `Pass`). caches: one per layer, written in place. Returns the last residual
+        the first n are read (see `Pass`). caches: one per layer, written in place. begun: `begin` was called
+        for this pass. Returns the last residual
         stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the residual streams
         entering those layers side by side [B, T, len(aux_layers)*H], else None.
         """
+        if not begun:
+            self.begin()
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
         return self.run_layers(self, self.embed(tokens), caches, shared, aux_layers)
 
@@ -604,7 +624,8 @@ class Transformer(nn.Module):
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return layer.finish(x, attended.transpose(1, 2).flatten(2))
 
-        return through(self.layers, self.embed(tokens), aux_layers, apply)
+        self.begin()
+        return through(self, self.embed(tokens), aux_layers, apply)
 
     @property
     def lm_rows(self) -> Tensor:

@@ -102,7 +102,7 @@ def run(o) -> int:
     """
     from kernels.isa import choose
 
-    check_checkpoint(o.checkpoint, o.max_seq_len)
+    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_head("--draft", o.draft)
     if o.isa:
         choose(o.isa)
@@ -128,6 +128,7 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     from checkpoint.verifying import verify
     from common.threads import use_threads
     from engine.api import Drafting, load_target
+    from engine.fitting import settle
     from engine.runtime import Runtime, check_device
     from kernels.ranks import own_device
     from server.app import Server, Settings, make_app
@@ -145,12 +146,13 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     checkpoint = converted_folder(o.checkpoint, note)
     if o.verify is not False:
         verify(checkpoint, o.draft, bool(o.verify), note)
-    target = load_target(checkpoint, runtime, note, ranks)
-    if target.tokenizer is None:
-        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     flags = read_flags(o, [o.speculate])[o.speculate]
     drafting = Drafting(o.speculate, o.draft, tree, coupled=o.coupled, int8=o.draft_int8, flags=flags)
     places = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
+    runtime = settle(o.offload, checkpoint, runtime, (drafting,), places, o.max_seq_len, note)
+    target = load_target(checkpoint, runtime, note, ranks)
+    if target.tokenizer is None:
+        raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     seats = target.seats(drafting, places=places, max_seq_len=o.max_seq_len)
     note(
         f"loaded {checkpoint}; caches of {places} x {seats.slots} slots: {seats.cache_bytes / 1e9:.2f} GB"

@@ -11,6 +11,7 @@
 #   context   1 and 60 rows after 128 to 32,768 tokens; attention against torch's
 #   batch     1, 16 and 60 rows of 1 to 32 texts
 #   quant     int8, fp8 and int4; their products alone
+#   offload   a step with more and more layers in the host's memory, and the rate of copies from there
 #   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
 #   smollm2   peers on CHECKPOINT, with the questions of QUESTIONS if that is set
 #   train     heads of KINDS (eagle3 p-eagle dflash dspark) for CHECKPOINT on the shards in TRAIN_DATA, all
@@ -23,7 +24,7 @@
 
 set -u
 cd "$(dirname "$0")/.." || exit 1
-STAGES="probe correct step context batch quant peers smollm2 train"
+STAGES="probe correct step context batch quant offload peers smollm2 train"
 SHAPE=${SHAPE:-llama-3.1-8b}
 CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
 OPTIONS=${OPTIONS:-}
@@ -113,6 +114,10 @@ quant() {
     measure 370 quant step --shape "$SHAPE" --modes int8 $fp8 int4 --rows 1 60 \
         --context 128 --limit 290 $OPTIONS
     measure 160 products products --shape "$SHAPE" --rows 1 16 60
+}
+
+offload() {
+    measure 520 offload offload --shape "$SHAPE" --limit 400
 }
 
 peers() {

@@ -24,21 +24,30 @@ def check_source(checkpoint: str, what: str = "--checkpoint") -> bool:
     return there
 
 
-def check_target(checkpoint: str, max_seq_len: int | None = None) -> None:
-    """Raise InputError unless this is a converted target whose texts can be so long."""
-    longest = glance(checkpoint, "target").get("max_seq_len")
+def check_target(
+    checkpoint: str, max_seq_len: int | None = None, offload: int | str | None = None
+) -> None:
+    """Raise InputError unless this is a converted target whose texts can be so long, and which has as many
+    layers as --offload names.
+    """
+    config = glance(checkpoint, "target")
+    longest, layers = config.get("max_seq_len"), config.get("num_layers")
     if max_seq_len is not None and isinstance(longest, int):
         check_length(max_seq_len, longest)
+    if isinstance(offload, int) and isinstance(layers, int) and offload > layers:
+        raise InputError(f"--offload {offload}: {checkpoint} has {layers} layers")
 
 
-def check_checkpoint(checkpoint: str, max_seq_len: int | None = None) -> None:
-    """Raise InputError if there is no such checkpoint, it is no target, or its texts cannot be so long.
+def check_checkpoint(
+    checkpoint: str, max_seq_len: int | None = None, offload: int | str | None = None
+) -> None:
+    """Raise InputError if there is no such checkpoint, or `check_target` does.
 
     Of one that is still to be converted only its being there is judged.
     """
     config = Path(checkpoint) / CONFIG
     if check_source(checkpoint) and config.is_file() and "format" in read_json(config):
-        check_target(checkpoint, max_seq_len)
+        check_target(checkpoint, max_seq_len, offload)
 
 
 def check_length(max_seq_len: int, longest: int) -> None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 
 import torch
@@ -60,16 +61,18 @@ def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_model(
-    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None
+    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None,
+    on_host: int = 0,
 ) -> tuple[Transformer, dict]:
     """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
 
-    ranks: read this rank's part of it only, and let it compute with the others. Raises InputError with a
-    one-line message on anything that is missing, damaged or of another kind, or cannot be dealt.
+    ranks: read this rank's part of it only, and let it compute with the others. on_host: so many of the last
+    layers are left in the host's memory, see `kernels.offload`. Raises InputError with a one-line message on
+    anything that is missing, damaged or of another kind, or cannot be dealt.
     """
     config = read_config(folder, "target")
     if ranks is None:
-        return _load(Path(folder), config, device, dtype), config
+        return _load(Path(folder), config, device, dtype, on_host=on_host), config
     shares = shares_of(config, ranks.count)
     model = _load(Path(folder), config, device, dtype, shares[ranks.rank])
     deal(model, shares, ranks)
@@ -98,9 +101,10 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
 
 def _load(
     folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None,
-    share: Share | None = None,
+    share: Share | None = None, on_host: int = 0,
 ):
     path = folder / WEIGHTS
+    resident = config.get("num_layers", 0) - on_host
     module = described(folder, config, listed(path, ADVICE))
     if share:
         module = build_module(config, share)
@@ -108,7 +112,7 @@ def _load(
     for name, meta in module.state_dict().items():
         # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
         # as soon as it has been packed, not when all have.
-        with opened(path, ADVICE, device) as file:
+        with opened(path, ADVICE, "cpu" if on_host and layer_of(name) >= resident else device) as file:
             tensor = share.take(name, file) if share else file.get_tensor(name)
         # Quantised weights and their scales are never cast.
         fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
@@ -122,6 +126,12 @@ def _load(
     module.load_state_dict(state, assign=True)
     module.inv_freq = inverse_frequencies(module.args).to(device)  # float32 whatever the model's dtype
     return module.requires_grad_(False).eval()
+
+
+def layer_of(name: str) -> int:
+    """Which layer of a target a tensor is of; -1 if of none."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:

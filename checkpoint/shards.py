@@ -2,14 +2,13 @@
 from __future__ import annotations
 
 import math
-import re
 from pathlib import Path
 
 import torch
 
 from checkpoint.folder import check_config
 from checkpoint.names import ADVICE, WEIGHTS
-from checkpoint.weights import listed
+from checkpoint.weights import bytes_of, listed
 from kernels.parallel import Share
 from kernels.quantized import Scheme
 
@@ -32,10 +31,8 @@ def weigh(folder: Path, dtype: torch.dtype | None, shares: list[Share]) -> tuple
     Raises InputError if there is no such file, or it is damaged.
     """
     held, whole, total = [0] * len(shares), 0, 0
-    for name, (kind, shape) in listed(folder / WEIGHTS, ADVICE).items():
-        size = int(re.search(r"\d+", kind)[0]) // 8  # BF16, F8_E4M3
-        if dtype is not None and kind in ("F32", "BF16", "F16") and not name.endswith(".scale"):
-            size = dtype.itemsize
+    for name, stored in listed(folder / WEIGHTS, ADVICE).items():
+        size, shape = bytes_of(name, stored, dtype), stored.shape
         total += math.prod(shape) * size
         whole += math.prod(shape) * size if shares[0].cut(name, shape) is None else 0
         for rank, share in enumerate(shares):

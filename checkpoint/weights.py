@@ -61,6 +61,13 @@ def listed(path: Path, advice: str) -> dict[str, Stored]:
         return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 
+def bytes_of(name: str, stored: Stored, dtype: torch.dtype | None) -> int:
+    """What a number of a tensor takes once it is loaded in this dtype; None: as it is stored."""
+    if dtype is not None and stored.dtype in ("F32", "BF16", "F16") and not name.endswith(".scale"):
+        return dtype.itemsize
+    return int(re.search(r"\d+", stored.dtype)[0]) // 8  # BF16, F8_E4M3
+
+
 def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
     """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
     for name, shape in expected.items():

@@ -19,8 +19,10 @@ from pathlib import Path
 
 from common.dtypes import KV_DTYPES, short_dtype
 from common.errors import InputError, escaped, is_panic
+from common.torchrun import several
 
 MOST_THREADS = 1024
+LEAST_OFFLOADED = 3  # layers, see `kernels.offload`
 PROBE = 1 << 16  # bytes that are written to see whether there is room
 MOST_SHOWN = 1500  # characters of an error
 # What PyTorch puts behind its words: where in its own code they were said.
@@ -219,7 +221,27 @@ class Options(argparse.ArgumentParser):
             help="the target's keys and values: auto, in its dtype (default), or int8, on the kernels")
         self.refuse(lambda o: o.kv == "int8" and not (o.compile and o.kernels),
                     lambda o: "--kv int8: is for the kernels; leave out --no-kernels and --no-compile")
+        add("--offload", type=layers, metavar="N",
+            help="the target's last N layers stay in the host's memory and come to the GPU in every pass;"
+                 " auto: as many as do not fit there")
+        self.refuse(lambda o: o.offload and (several() or not (o.device or "cuda").startswith("cuda")),
+                    lambda o: f"--offload {o.offload}: " + (
+                        "with torchrun, layers are dealt among devices instead; leave it out" if several()
+                        else f"keeps weights in the host's memory, where --device {o.device} has them anyway;"
+                             " leave it out"))
         return group
+
+
+def layers(value: str) -> int | str:
+    """An argparse type: how many layers are offloaded, or auto."""
+    if value == "auto":
+        return value
+    if not value.isdecimal() or not LEAST_OFFLOADED <= int(value) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is neither auto nor a whole number of at least {LEAST_OFFLOADED}: two layers have"
+            " room on the GPU in any case"
+        )
+    return int(value)
 
 
 def positive(value: str) -> int:

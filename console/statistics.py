@@ -11,12 +11,12 @@ from tokens.ids import common_prefix
 
 
 def as_json(
-    result: Result, rule: str = "equal", plain: Result | None = None, ranks: int = 1
+    result: Result, rule: str = "equal", plain: Result | None = None, ranks: int = 1, offload: int = 0
 ) -> dict:
     """The object that `--json` prints.
 
     rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with. ranks: how
-    many processes the target was dealt among.
+    many processes the target was dealt among. offload: how many of its layers stayed in the host's memory.
     """
     row = {
         "prompt": result.prompt if result.prompt is not None else result.prompt_ids,
@@ -34,13 +34,14 @@ def as_json(
         "accept": rule,
         "lossy": rule in LOSSY,
         "ranks": ranks,
+        "offload": offload,
     }
     if result.stop is not None:
         row["stop"] = result.stop
     if result.scores:
         row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in result.scores]
     if plain is not None:
-        row |= {"plain": as_json(plain, ranks=ranks), "speedup": speedup(result, plain)}
+        row |= {"plain": as_json(plain, ranks=ranks, offload=offload), "speedup": speedup(result, plain)}
         row["equal"] = result.ids == plain.ids
     return row
 

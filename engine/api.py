@@ -44,6 +44,7 @@ from engine.text_decoder import Prompt, TextDecoder, encode
 from engine.tuning import Plan, make_plan
 from kernels.cpu import try_kernels
 from kernels.gpu import here
+from kernels.offload import offload
 from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
 from kernels.ranks import Ranks
@@ -102,11 +103,17 @@ def load_target(
     runtime.prepare()
     if ranks is not None:
         prepare(checkpoint, runtime, say, ranks)
-    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
+    if runtime.offload and ranks is not None:
+        raise InputError("--offload: a target is dealt among ranks, or offloaded, not both")
+    model, config = load_model(
+        checkpoint, runtime.device_name, runtime.torch_dtype, ranks, runtime.offload
+    )
     if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     target.put_on_kernels(model)
+    if runtime.offload:
+        offload(model, runtime.offload)
     if ranks is not None and runtime.compile and not (model.on_kernels or model.embed.weight.is_cuda):
         say("ranks on CPUs do without torch.compile: what the kernels do not take runs on PyTorch, slower")
         target = replace(target, runtime=replace(runtime, compile=False))

@@ -29,6 +29,7 @@ from sampling.options import Modes, Sampling
 from tokens.grammar import Guide
 
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
+GPU_CHUNKS = 64, 512  # prompt rows of a pass
 UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one pass
 
 
@@ -121,7 +122,7 @@ class Body:
         # few operators: compiling it would save nothing.
         self.compiled = compile and not target.on_kernels
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
-        sizes = (64, 512) if on_cuda else (64,) if self.compiled else (16, 32, 64)
+        sizes = GPU_CHUNKS if on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
         self.say, self.guide = say or (lambda line: None), guide
 

@@ -268,6 +268,7 @@ def conditions(
         "isa": isa_in_use() if target.on_kernels else None,
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
         "cache": target.Cache.__name__,
+        **({"offload": target.offloaded.count} if target.offloaded else {}),
         "target": _sizes(target), "head": _sizes(drafter.head),
         "drafter": type(drafter).__name__, "contexts": contexts, "torch": torch.__version__,
         "kernels": here.digest() if on_cuda else digest(),

@@ -77,6 +77,7 @@ def verify(
 ) -> Verified:
     """The first half of `step`: a tree is drafted, and read by the target."""
     modes, window = Modes(*modes), drafter.shape.window
+    target.begin()  # weights on their way arrive while the tree is drafted
     noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
     tree, distribution = agreed(target, tree, distribution)
@@ -88,7 +89,8 @@ def verify(
         sees = torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1)
     own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
     visible = visible_slots(slots, state.length, sees)
-    x, features = target(tokens, state.length[:, None] + depth, own, visible, caches, drafter.aux_layers)
+    positions = state.length[:, None] + depth
+    x, features = target(tokens, positions, own, visible, caches, drafter.aux_layers, begun=True)
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]

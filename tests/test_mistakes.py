@@ -51,6 +51,10 @@ MISTAKES = (
     (DECODING, "--isa avx9", "--isa avx9: unknown; choose from amx"),
     (DECODING, "--dtype int3", "dtype 'int3': unknown; choose from bf16"),
     (DECODING, "--kv int4", "argument --kv: invalid choice: 'int4'"),
+    (DECODING, "--offload 2", "'2' is neither auto nor a whole number of at least 3: two layers have"),
+    (DECODING, "--offload all", "'all' is neither auto nor a whole number of at least 3"),
+    (DECODING, "--offload 9", "--offload 9: TARGET has 8 layers"),
+    (DECODING, "--offload 4 --device cpu", "--offload 4: keeps weights in the host's memory, where --device"),
     (DECODING, "--speculate magic", "magic"),
     (DECODING, "--speculate eagle3+eagle3", "two different methods that draft can be joined"),
     (DECODING, "--speculate eagle3 --draft NOWHERE", "--draft NOWHERE: not a folder"),
@@ -136,6 +140,7 @@ def place(tmp_path_factory) -> Path:
     """The folder in which commands are run, with what the table names. No weights: nothing may be loaded."""
     folder = tmp_path_factory.mktemp("mistakes")
     config = {"format": 2, "kind": "target", "max_seq_len": 512, "vocab_size": 300, "stop_ids": []}
+    config |= {"num_layers": 8}
     for name, kind in (("TARGET", "target"), ("HEAD", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))

@@ -54,7 +54,8 @@ def run_layers(
     Products that add to the residual stream themselves gain nothing by this.
     """
     features, more = [], None
-    for i, (layer, cache) in enumerate(zip(target.layers, caches)):
+    for i, cache in enumerate(caches):
+        layer = target.layer(i, x if more is None else more)
         if more is None:
             qkv = _first(layer, x)
         else:

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-STAGES = ["probe", "correct", "step", "context", "batch", "quant", "peers", "smollm2", "train"]
+STAGES = ["probe", "correct", "step", "context", "batch", "quant", "offload", "peers", "smollm2", "train"]
 # `parts.py join` makes the checkpoint.
 STUB = """#!/bin/sh
 case "$1" in -c) echo fp8; exit 0 ;; esac
@@ -106,7 +106,8 @@ def test_it_goes_on_after_failures_and_sums_them_up(script):
 def test_all_is_every_stage_in_order(script):
     _, said, _ = script("all")
     parts = [name for name, _ in PART.findall(said)]
-    places = [parts.index(part) for part in ("probe", "sanitizer", "step", "context", "batch", "quant")]
+    named = "probe", "sanitizer", "step", "context", "batch", "quant", "offload"
+    places = [parts.index(part) for part in named]
     assert places == sorted(places) and parts[-1] == f"train-{KINDS[-1]}"
 
 

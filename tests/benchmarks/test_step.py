@@ -2,16 +2,19 @@
 import json
 
 import attention
+import offload as benchmark
 import products
 import pytest
 import step
 import torch
+from helpers.streams import Late
 from shapes import random_models
 
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from kernels import isa
 from kernels.cpu import load_kernels
+from kernels.offload import offload
 from kernels.packed import pack_models
 from sampling.options import Sampling
 from tree import TreeShape
@@ -53,6 +56,21 @@ def test_step_measures_every_part(results, capsys):
     few, many = (next(r for r in record["rows"] if r["context"] == n)["gigabytes"] for n in (32, 200))
     assert many > few and record["gigabytes_per_second"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 16
+
+
+@pytest.mark.slow
+def test_offloaded_layers_are_measured(results, monkeypatch, capsys):
+    """On a CPU with streams in a GPU's place; without them it says so."""
+    argv = [*TINY, "--modes", "int8", "--layers", "0", "3", "9", "--rows", "1", "8", "--context", "32"]
+    assert benchmark.main(argv) == 1
+    assert "--device cpu: layers are offloaded from a GPU" in capsys.readouterr().err
+    monkeypatch.setattr(benchmark, "copy_rate", lambda device: 1e9)
+    monkeypatch.setattr(benchmark, "bandwidth", lambda device: 1e10)
+    monkeypatch.setattr(benchmark, "offload", lambda target, count: offload(target, count, Late()))
+    assert benchmark.main(argv) == 0
+    assert "left out: int8, 9 layers: 9 layers cannot be offloaded: 3 to 4 can" in capsys.readouterr().err
+    resident, offloaded = json.loads((results / "offload.json").read_text())["rows"]
+    assert resident["floor"] == 0 < offloaded["floor"] and offloaded["steps"].keys() == {"1", "8"}
 
 
 def test_a_step_is_held_at_its_context():
