@@ -33,7 +33,7 @@ from common.cli import Options, check_folder, run_command, seed
 from common.errors import InputError
 from common.texts import check_readable
 from common.torchrun import one_voice, several
-from drafters import METHODS, add_flags, check_numbers, grows, known, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
 from evaluation.settings import read_settings
 from kernels.isa import choose
 from sampling.options import Sampling
@@ -63,6 +63,7 @@ def parser() -> Options:
     add_flags(g)
     check_numbers(p)
     p.judge(lambda o: read_flags(o, [known(name) for name in o.speculate.split(",")]))
+    add_window(g, p, lambda o: o.speculate.split(","))
 
     g = p.add_argument_group("questions")
     add = g.add_argument
@@ -144,7 +145,7 @@ def load(o, ranks=None):
 
     use_threads(o.threads, say)
     sets = read_sets(o.questions, o.limit)
-    draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags)
+    draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags, o.draft_window)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     if ranks:
         runtime = replace(runtime, device=own_device(runtime.device_name))

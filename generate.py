@@ -17,7 +17,7 @@ from common.errors import InputError
 from common.torchrun import one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
-from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
 from sampling.options import Sampling
 from sampling.rules import RULES
@@ -122,6 +122,7 @@ def parser() -> Options:
     add_flags(group)
     check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
+    add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.accept != "equal" and o.speculate == "none",
            lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
     refuse(lambda o: o.accept == "residual" and o.speculate != "draft-model",
@@ -216,7 +217,8 @@ def load(o, asked: Asked, batch: int, ranks=None):
         tree = with_numbers(*numbers, usual)
     flags = read_flags(o, [o.speculate])[o.speculate]
     ids = tuple(p for p in asked.prompts if isinstance(p, list))
-    drafting = Drafting(o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags, ids)
+    how = o.accept, o.coupled, o.draft_int8, flags, ids, o.draft_window
+    drafting = Drafting(o.speculate, o.draft, tree, *how)
     decoders = (drafting, Drafting()) if o.compare else (drafting,)
     runtime = settle(o.offload, checkpoint, runtime, decoders, batch, o.max_seq_len, note)
     return load_target(checkpoint, runtime, note, ranks), drafting

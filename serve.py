@@ -16,7 +16,7 @@ from checkpoint.early import check_checkpoint, check_head
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.torchrun import is_first, one_voice, several
-from drafters import METHODS, add_flags, check_numbers, method_name, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.tree_spec import TreeSpec, read_tree
 
 STARTED = time.perf_counter()
@@ -71,6 +71,7 @@ def parser() -> Options:
     add_flags(group)
     check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
+    add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
            lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with torchrun")
     refuse(lambda o: o.draft and o.speculate == "none",
@@ -147,7 +148,9 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     if o.verify is not False:
         verify(checkpoint, o.draft, bool(o.verify), note)
     flags = read_flags(o, [o.speculate])[o.speculate]
-    drafting = Drafting(o.speculate, o.draft, tree, coupled=o.coupled, int8=o.draft_int8, flags=flags)
+    drafting = Drafting(
+        o.speculate, o.draft, tree, coupled=o.coupled, int8=o.draft_int8, flags=flags, window=o.draft_window
+    )
     places = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     runtime = settle(o.offload, checkpoint, runtime, (drafting,), places, o.max_seq_len, note)
     target = load_target(checkpoint, runtime, note, ranks)

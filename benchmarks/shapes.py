@@ -65,6 +65,14 @@ def shape_of(name: str) -> tuple[ModelArgs, int, int]:
     return SHAPES[name]
 
 
+def blank_models(name: str, dtype: torch.dtype) -> tuple[Transformer, Head]:
+    """The same without weights, on the meta device: what their sizes are. Raises InputError."""
+    with blank():
+        target, head = Transformer(shape_of(name)[0]), Eagle3Head(_head_args(name))
+        head.use_target(target)
+    return target.to(dtype), head.to(dtype)
+
+
 def random_head(name: str, target: Transformer, mode: str) -> Head:
     """The EAGLE-3 head of a target of this shape, with random weights, quantised."""
     head = _random_head(name, target)
@@ -72,17 +80,20 @@ def random_head(name: str, target: Transformer, mode: str) -> Head:
     return head
 
 
-def _random_head(name: str, target: Transformer) -> Head:
+def _head_args(name: str) -> HeadArgs:
     args, draft_vocab, mlp_width = SHAPES[name]
-    device = target.embed.weight.device
-    head_args = HeadArgs(
+    return HeadArgs(
         args.vocab_size, args.hidden_size, mlp_width, 1, args.num_heads, args.num_kv_heads, args.head_dim,
         args.norm_eps, 1e4, max_seq_len=args.max_seq_len, draft_vocab_size=draft_vocab,
         target_hidden_size=args.hidden_size,
         aux_layers=eagle3_aux_layers(args.num_layers) if args.num_layers > 5 else (0, 2, args.num_layers),
     )
-    head = _random(Eagle3Head, head_args, target.embed.weight.dtype, device)
-    head.draft_ids = torch.arange(draft_vocab, device=device)
+
+
+def _random_head(name: str, target: Transformer) -> Head:
+    device, args = target.embed.weight.device, _head_args(name)
+    head = _random(Eagle3Head, args, target.embed.weight.dtype, device)
+    head.draft_ids = torch.arange(args.draft_vocab_size, device=device)
     head.use_target(target)
     return head
 

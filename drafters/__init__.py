@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.cli import Options
@@ -20,7 +21,7 @@ class Method:
 
     module: builds the drafter. what: says what it is. flags: of its own, name: (default, help). headless: it
     takes no --draft and no --tree. grows: its head grows trees that can be measured, see
-    `engine.calibrating`.
+    `engine.calibrating`, and takes --draft-window.
     """
 
     module: str
@@ -86,6 +87,24 @@ def _methods(name: str) -> list[Method]:
 def grows(name: str) -> bool:
     """Whether a method, or one of two, has a head whose trees can be measured."""
     return any(method.grows for method in _methods(name))
+
+
+def check_window(names: list[str], window: int) -> None:
+    """Raise InputError if a value of --draft-window is none, or is for none of these methods."""
+    if window < 0:
+        raise InputError(f"--draft-window {window}: must be at least 1 token, or 0 for the whole text")
+    if window and not any(map(grows, names)):
+        takers = ", ".join(name for name in METHODS if name != "none" and grows(name))
+        raise InputError(f"--draft-window {window}: is for heads with attention ({takers}); leave it out")
+
+
+def add_window(group, options: Options, names: Callable[[argparse.Namespace], list[str]]) -> None:
+    """Add --draft-window to a group of options, and its rule. names: the methods of a command line."""
+    group.add_argument(
+        "--draft-window", type=int, default=0, metavar="N",
+        help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default)",
+    )
+    options.judge(lambda o: check_window(names(o), o.draft_window))
 
 
 def build_drafter(request):

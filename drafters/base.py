@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import ModelArgs
+from model import KVCache, ModelArgs
 from tree import Level, PathTree, Tree, TreeShape, chain
 
 
@@ -124,13 +124,25 @@ class Drafter(nn.Module):
         """Of several drafters the one that is worth asking if the head is not to draft."""
         return None
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        """Allocate caches for `batch` sequences of `slots` slots, and move to the device. Called once."""
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Allocate caches for `batch` sequences of `slots` slots, and move to the device. Called once.
+
+        room: slots that a pass may touch after the committed ones.
+        """
         self.to(device)
 
-    def memory(self, batch: int) -> int:
-        """Bytes that `allocate` takes beside the caches."""
-        return 0
+    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
+        """Bytes that `allocate` takes."""
+        return sum(KVCache.bytes(batch, slots, args, dtype) * args.num_layers for args in self.cached)
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        """How many of the first `same` tokens of a prompt of so many it need not read again.
+
+        They begin a text of which its caches hold `held` tokens.
+        """
+        return same
 
     @property
     def extra_slots(self) -> int:

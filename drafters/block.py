@@ -28,12 +28,12 @@ from tree import Growth, PathTree, TreeShape
 class BlockDrafter(HeadDrafter):
     """A head that drafts blocks, on any tree as deep as these.
 
-    coupled: see `NetworkDrafter`. Raises ValueError on a tree that is deeper than the head's blocks, or wider
-    than its vocabulary.
+    coupled, reach: see `HeadDrafter`. Raises ValueError on a tree that is deeper than the head's blocks, or
+    wider than its vocabulary.
     """
 
-    def __init__(self, head: BlockHead | PEagleHead, shape: TreeShape, coupled: bool = True):
-        super().__init__(head, shape, coupled)
+    def __init__(self, head: BlockHead | PEagleHead, shape: TreeShape, coupled: bool = True, reach: int = 0):
+        super().__init__(head, shape, coupled, reach)
         if shape.window - 1 > head.args.drafts:
             raise ValueError(
                 f"tree: depth {shape.depth} has {shape.window - 1} levels, the head drafts {head.args.drafts}"
@@ -62,15 +62,18 @@ class BlockDrafter(HeadDrafter):
         W, rows, n_new = state.window, self.block_rows, state.n_new
         start, ahead = state.length - n_new, torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(state.features[:, :W])
-        own = start[:, None] + ahead
-        positions = torch.cat((own[:, :W], state.length[:, None] + ahead[:rows]), 1)
+        slots, first = self.kept.live(slots), self.kept.first(start)
+        own = first[:, None] + ahead
+        positions = torch.cat((start[:, None] + ahead[:W], state.length[:, None] + ahead[:rows]), 1)
         # Each row sees itself, and of those before it the real ones; of a block maybe those after it, too.
         real = (ahead < n_new[:, None]) | (ahead >= W)
         before = ahead <= ahead[:, None]
         if self._sees_all:
             before = before | ((ahead >= W) & (ahead[:, None] >= W))
-        visible = visible_slots(slots, start, (before & real[:, None]) | (ahead == ahead[:, None]))
-        return self._draft(state, context, positions, own, visible)
+        visible = visible_slots(slots, first, (before & real[:, None]) | (ahead == ahead[:, None]))
+        drafted = self._draft(state, context, positions, own, visible)
+        self._keep_unread(state)
+        return drafted
 
     @property
     def _sees_all(self) -> bool:
@@ -157,7 +160,7 @@ def build_block(request: Request, drafter: type[BlockDrafter]) -> BlockDrafter:
             f"--speculate {request.method}: grows its tree: --tree T,D,K, or a chain of n tokens as"
             " --tree n+1,n-1,1"
         )
-    made = drafter(head, tree if given else deep_tree(tree, head.args.drafts), request.coupled)
+    made = drafter(head, tree if given else deep_tree(tree, head.args.drafts), request.coupled, request.reach)
     made.folder = folder
     return made
 

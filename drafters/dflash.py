@@ -25,8 +25,8 @@ class DFlash(BlockDrafter):
     def _sees_all(self) -> bool:
         return not self.head.args.causal
 
-    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
-        self.head.read(self.head.fuse(features), positions, positions, visible, self.caches)
+    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
+        self.head.read(self.head.fuse(features), positions, own, visible, self.caches)
 
     def _draft(
         self, state, context: Tensor, positions: Tensor, own: Tensor, visible: Tensor

@@ -22,13 +22,13 @@ from tree import EAGLE1_TREE, PathTree, pick
 class Eagle(HeadDrafter):
     """Any EAGLE head on the dynamic tree: EAGLE-2 with an EAGLE-1 head, EAGLE-3 with an EAGLE-3 head.
 
-    Arguments and errors are those of `NetworkDrafter`.
+    Arguments and errors are those of `HeadDrafter`.
     """
 
-    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
         # Row i pairs feature i with token i+1 and stands at position i (only differences matter to RoPE).
         next_tokens = state.tokens.gather(1, positions + 1)
-        self.head(next_tokens, self.head.fuse(features), positions, positions, visible, self.caches)
+        self.head(next_tokens, self.head.fuse(features), positions, own, visible, self.caches)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read W rows with the target's true features, of which the first n_new are real.
@@ -38,9 +38,10 @@ class Eagle(HeadDrafter):
         head, start = self.head, state.length - state.n_new
         positions = start[:, None] + torch.arange(state.window, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
-        visible = visible_before(slots, start, state.window)
+        own, visible = self.kept.rows(positions, visible_before(slots, start, state.window))
         features = head.fuse(state.features[:, : state.window])
-        h = head(next_tokens, features, positions, positions, visible, self.caches)
+        h = head(next_tokens, features, positions, own, visible, self.caches)
+        self._keep_unread(state)
         return pick(h, newest(state, h.shape[1]))
 
     def _rows(
@@ -59,21 +60,21 @@ class StaticEagle(Eagle):
     on the device.
     """
 
-    def __init__(self, head: Head, shape: PathTree, coupled: bool = True):
-        super().__init__(head, shape, coupled)
+    def __init__(self, head: Head, shape: PathTree, coupled: bool = True, reach: int = 0):
+        super().__init__(head, shape, coupled, reach)
         self.static = StaticTree(shape)
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         noise, B = self.draft_noise(noise), state.length.shape[0]
-        h = self.catch_up(state, slots)
+        h, slots, first = self.catch_up(state, slots), self.kept.live(slots), self.kept.first(state.length)
         tokens, scores, used = [state.root()[:, None]], [], 0
         for i, level in enumerate(self.levels):
             if i:  # expand what the level above proposed
                 count = len(level.rows)
-                own = state.length[:, None] + used + torch.arange(count, device=slots.device)
+                own = first[:, None] + used + torch.arange(count, device=slots.device)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
-                visible = visible_slots(slots, state.length, level.sees.expand(B, -1, -1))
+                visible = visible_slots(slots, first, level.sees.expand(B, -1, -1))
                 h = self.head(
                     tokens[-1][:, level.rows], h[:, level.came_from], positions, own, visible, self.caches
                 )
@@ -103,6 +104,7 @@ def build(request: Request) -> Eagle:
         tree = EAGLE1_TREE
     else:
         tree = eagle_tree(request.default_tree if request.tree in (None, "auto") else request.tree)
-    drafter = (StaticEagle if isinstance(tree, PathTree) else Eagle)(head, tree, request.coupled)
+    kind = StaticEagle if isinstance(tree, PathTree) else Eagle
+    drafter = kind(head, tree, request.coupled, request.reach)
     drafter.folder = folder
     return drafter

@@ -27,8 +27,10 @@ class Hydra(MultiTokenDrafter):
         self.cached = (head.args,) if head.args.prefix else ()
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().allocate(batch, slots, dtype, device)
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().allocate(batch, slots, room, dtype, device)
         self.caches = self.head.caches(batch, slots, dtype, device) if self.head.args.prefix else None
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:

@@ -54,14 +54,16 @@ class Lookahead(Drafter):
         # Of each node of the tree: its n-gram, and its place in it.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) - 1 for p in shape.paths])
 
-    def memory(self, batch: int) -> int:
+    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
         return batch * self.vocab_size * self.guesses * (self.level - 1) * torch.int32.itemsize
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         rows, G = self.level - 1, self.guesses
         pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # latest last
         constants(self, window_rows=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
-        super().allocate(batch, slots, dtype, device)
+        super().allocate(batch, slots, room, dtype, device)
 
     def begin(self, place: int, prompt: list[int]) -> None:
         self.pool[place] = EMPTY

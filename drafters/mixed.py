@@ -93,13 +93,18 @@ class Mixed(Drafter):
         networks = [part.network for part in self.parts if part.network is not None]
         return nn.ModuleList(networks) if networks else None
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().allocate(batch, slots, dtype, device)
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().allocate(batch, slots, room, dtype, device)
         for part in self.parts:
-            part.allocate(batch, slots, dtype, device)
+            part.allocate(batch, slots, room, dtype, device)
 
-    def memory(self, batch: int) -> int:
-        return sum(part.memory(batch) for part in self.parts)
+    def memory(self, *sizes) -> int:
+        return sum(part.memory(*sizes) for part in self.parts)
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        return min(part.reusable(same, held, length) for part in self.parts)
 
     @property
     def extra_slots(self) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Proposal
+from drafters.kept import Whole, kept
 from kernels.parts import advance, prune, rank, visible_slots
 from networks.head import Head
 from tree import Growth, PathTree, TreeShape, pick
@@ -52,7 +53,7 @@ class NetworkDrafter(Drafter):
         super().__init__(shape)
         if shape.width > vocabulary:
             raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
-        self.coupled, self.passes = coupled, shape.window - 1
+        self.coupled, self.passes, self.kept = coupled, shape.window - 1, Whole()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self.catch_up(state, slots)
@@ -68,16 +69,17 @@ class NetworkDrafter(Drafter):
         last [B, 1, H]: the catch-up's last output. noise: draft noise [B, W, Vd] or None.
         level_logits: takes the logits [B, R, Vd] of every level.
         """
-        k, base = shape.width, state.length + self.read_ahead
+        k, base, slots = shape.width, state.length + self.read_ahead, self.kept.live(slots)
+        own = self.kept.first(base)
         scores, tokens = self._best(last, noise, 0, k, level_logits)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
-        row_slots = base[:, None] + torch.arange(k, device=slots.device)
+        row_slots = own[:, None] + torch.arange(k, device=slots.device)
         for level in range(shape.depth):
             if level:
                 feature = pick(feature, advance(grown))
             positions = (base + level)[:, None].expand(-1, k)
-            visible = visible_slots(slots, base, grown.beam_sees)
+            visible = visible_slots(slots, own, grown.beam_sees)
             feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
             grown.extend(*self._best(feature, noise, level + 1, k, level_logits))
         return grown
@@ -127,27 +129,60 @@ class NetworkDrafter(Drafter):
 
 
 class HeadDrafter(NetworkDrafter):
-    """What drafters share whose network is a head of the target."""
+    """What drafters share whose network is a head of the target.
 
-    def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True):
+    reach: how many of the last tokens the head attends to, beside those of the pass; 0: all. Other arguments
+    and errors: `NetworkDrafter`.
+    """
+
+    def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True, reach: int = 0):
         super().__init__(shape, head.args.draft_vocab_size, coupled)
+        self.kept = kept(reach)
         self.head = head
         self.aux_layers = head.args.aux_layers
         self.cached = (head.args,)
 
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
         """A drafter that grows other trees with the same head and, if they are allocated, the same caches."""
-        other = type(self)(self.head, shape, self.coupled)
-        other.rule, other.folder, other.caches = self.rule, self.folder, self.caches
+        other = type(self)(self.head, shape, self.coupled, self.kept.reach)
+        other.rule, other.folder = self.rule, self.folder
+        if self.caches is not None:
+            other.caches, other.kept = self.caches, self.kept
         return other
 
     @property
     def network(self) -> Head:
         return self.head
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().allocate(batch, slots, dtype, device)
-        self.caches = self.head.caches(batch, slots, dtype, device)
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().allocate(batch, slots, room, dtype, device)
+        self.kept.allocate(room, device)
+        self.caches = self.head.caches(batch, self.kept.count(slots, room), dtype, device)
+
+    def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
+        return super().memory(batch, self.kept.count(slots, room), room, dtype)
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        return self.kept.reusable(same, held, length)
+
+    def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
+        own, visible = self.kept.rows(positions, visible)
+        self._read(state, features, positions, own, visible)
+        start, rows = positions[:, 0], positions.shape[1]
+        # The last unread token is read once more, by the next catch-up.
+        end = state.length - state.n_new.clamp(max=1)
+        self.kept.keep(self.head.move, self.caches, start, rows, (end - start).clamp(0, rows))
+
+    def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
+        """What `read` does, with slots of its own [B, C]."""
+        raise NotImplementedError
+
+    def _keep_unread(self, state) -> None:
+        """Keep what a catch-up has read of W unread tokens; of sequences that are held still, nothing."""
+        known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
+        self.kept.keep(self.head.move, self.caches, state.length - state.n_new, state.window, known)
 
     def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What every step begins with, whatever its tree: catching up, and the best of the first level."""

@@ -16,7 +16,7 @@ class PEagle(BlockDrafter):
     """A P-EAGLE head: the catch-up's last row drafts the first level, rows that read a mask the others."""
 
     head: PEagleHead
-    read = Eagle.read
+    _read = Eagle._read
     _sees_all = False
 
     @property

@@ -24,6 +24,7 @@ class Request:
     default_tree: TreeSpec  # what it takes if --tree says nothing
     coupled: bool
     max_seq_len: int  # tokens there is room for
+    reach: int  # of the last tokens of a text, that a head is to attend to; 0: all
     rule: str  # how nodes are accepted, see `sampling.rules`
     flags: dict  # all flags of the method's own
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any

@@ -25,7 +25,7 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from checkpoint.names import CALIBRATION
 from common.errors import InputError
-from drafters import build_drafter, check_flags, default_flags, known
+from drafters import build_drafter, check_flags, check_window, default_flags, known
 from drafters.base import Drafter
 from drafters.eagle import StaticEagle
 from drafters.mixed import Mixed
@@ -75,6 +75,7 @@ class Drafting:
     flags: dict = field(default_factory=dict)
     # Prompts as ids to measure --tree auto on, where there is no tokenizer.
     tune_on: tuple[list[int], ...] = ()
+    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
 
     def __post_init__(self):
         """Read a tree that is written as on the command line. Raises InputError or ValueError on bad values.
@@ -87,6 +88,7 @@ class Drafting:
         if self.method == "none" and (self.draft or self.tree):
             raise InputError("method 'none' drafts nothing: leave out draft and tree, or name a method")
         check_flags(self.method, self.flags)
+        check_window([self.method], self.window)
 
 
 def load_target(
@@ -252,7 +254,7 @@ class Target:
             method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
             draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
             default_tree=self.default_tree(batch), coupled=drafting.coupled, max_seq_len=max_seq_len,
-            rule=drafting.accept,
+            reach=drafting.window if drafting.window < max_seq_len else 0, rule=drafting.accept,
             flags=default_flags(drafting.method) | drafting.flags,
             prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
         ))

@@ -24,7 +24,7 @@ from engine.step import commit, step, verify
 from engine.tuning import Plan
 from kernels.packed import threads_for
 from kernels.parts import visible_before
-from model import KVCache, Transformer
+from model import Transformer
 from sampling.options import Modes, Sampling
 from tokens.grammar import Guide
 
@@ -138,12 +138,13 @@ class Body:
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         room = max(self.extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
-        self.cache_bytes = self._check_memory()
+        room = max(room, UNREAD) if follows else room
+        self.cache_bytes = self._check_memory(room)
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SPAN if self.compiled else 0)
         self.caches = target.caches(batch, allocated)
-        self.drafter.allocate(batch, allocated, dtype, self.device)
+        self.drafter.allocate(batch, allocated, room, dtype, self.device)
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
@@ -198,11 +199,13 @@ class Body:
         """All sequences."""
         return self.rows(0, self.batch)
 
-    def _check_memory(self) -> int:
-        """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit."""
+    def _check_memory(self, room: int) -> int:
+        """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit.
+
+        room: see `Drafter.allocate`.
+        """
         dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
-        drafting = (KVCache.bytes(*size, args, dtype) * args.num_layers for args in self.drafter.cached)
-        need = self.target.cache_bytes(*size) + sum(drafting) + self.drafter.memory(self.batch)
+        need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype)
         free = free_memory(self.device)
         if free is not None and need > free:
             raise ValueError(

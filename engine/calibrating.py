@@ -58,8 +58,13 @@ class Recorder(Drafter):
         widest = (self.drafter.with_tree(TreeShape(2, self.depth, k)) for k in self.widths)
         return max(one.extra_slots for one in widest)
 
-    def allocate(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.drafter.allocate(batch, slots, dtype, device)
+    def allocate(
+        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        self.drafter.allocate(batch, slots, room, dtype, device)
+
+    def memory(self, *sizes) -> int:
+        return self.drafter.memory(*sizes)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         self.drafter.read(state, features, positions, visible)

@@ -115,11 +115,12 @@ class Passes:
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
         self.verify_rows, self.level_rows = rows_of(self.device)
-        live = context + max(*self.verify_rows, *self.level_rows) + drafter.extra_slots
+        room = max(*self.verify_rows, *self.level_rows) + drafter.extra_slots
+        live = context + room
         self.slots = torch.arange(live, device=self.device)
         self.length = torch.full((1,), context, device=self.device)
         self.caches = target.caches(1, live)
-        self.drafter.allocate(1, live, dtype, self.device)
+        self.drafter.allocate(1, live, room, dtype, self.device)
         self.feature = torch.zeros(1, 1, drafter.head.args.hidden_size, dtype=dtype, device=self.device)
         self.verify_pass, self.read_pass, self.level_pass = (
             compile_graph(f, dynamic=False) if compile else f
@@ -127,15 +128,17 @@ class Passes:
         )
 
     def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
-        x, _ = self.target(tokens, own, own, self._seen(own), self.caches, self.drafter.aux_layers)
+        visible = self._seen(self.slots, self.length, own)
+        x, _ = self.target(tokens, own, own, visible, self.caches, self.drafter.aux_layers)
         return draw(self.target.logits(x), None)
 
     def _read(self, state: State) -> tuple[Tensor, Tensor]:
         return self.drafter.first_pass(state, self.slots)
 
-    def _seen(self, own: Tensor) -> Tensor:
+    @staticmethod
+    def _seen(slots: Tensor, length: Tensor, own: Tensor) -> Tensor:
         """All that is committed, and all rows of the pass."""
-        return visible_slots(self.slots, self.length, torch.ones_like(own[..., None] == own[:, None]))
+        return visible_slots(slots, length, torch.ones_like(own[..., None] == own[:, None]))
 
     def _state(self, rows: int) -> State:
         """Where a sequence stands of which the drafter has not read so many tokens."""
@@ -151,18 +154,22 @@ class Passes:
     def calls(self) -> dict[tuple[str, int], Callable[[], object]]:
         """What is timed, by pass and rows."""
         calls: dict[tuple[str, int], Callable[[], object]] = {}
+        kept = self.drafter.kept
+        slots, length = kept.live(self.slots), kept.first(self.length)  # the head's
         for rows in self.verify_rows:
-            calls["verify", rows] = partial(self.verify_pass, *self._rows(rows))
+            calls["verify", rows] = partial(self.verify_pass, *self._rows(self.length, rows))
         for rows in self.level_rows:
             calls["read", rows] = partial(self.read_pass, self._state(rows))
-            tokens, own = self._rows(rows)
+            tokens, own = self._rows(length, rows)
             feature = self.feature.expand(-1, rows, -1).contiguous()
-            calls["level", rows] = partial(self.level_pass, tokens, feature, own, self._seen(own))
+            visible = self._seen(slots, length, own)
+            calls["level", rows] = partial(self.level_pass, tokens, feature, own, visible)
         return {key: self._captured(call) for key, call in calls.items()}
 
-    def _rows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Tokens and slots of so many rows [1, count]."""
-        own = self.length[:, None] + torch.arange(count, device=self.device)
+    @staticmethod
+    def _rows(length: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Tokens and slots of so many rows [1, count] after a text of this length [1]."""
+        own = length[:, None] + torch.arange(count, device=length.device)
         return torch.zeros_like(own), own
 
     def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
@@ -261,7 +268,7 @@ def conditions(
     target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...]
 ) -> dict:
     """What costs depend on."""
-    weight = target.embed.weight
+    weight, reach = target.embed.weight, drafter.kept.reach
     on_cuda = weight.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else processor_name(),
@@ -272,7 +279,7 @@ def conditions(
         "target": _sizes(target), "head": _sizes(drafter.head),
         "drafter": type(drafter).__name__, "contexts": contexts, "torch": torch.__version__,
         "kernels": here.digest() if on_cuda else digest(),
-    }
+    } | ({"reach": reach} if reach else {})
 
 
 def _sizes(model: nn.Module) -> str:

@@ -123,6 +123,7 @@ class Decoder(Body):
         self._start, goes_on = [], reuse
         for i, (prompt, request) in enumerate(zip(prompts, sampling)):
             same = common_prefix(prompt, cached[i])
+            same = self.drafter.reusable(same, len(cached[i]), len(prompt))
             # One token back: the drafter's last row was read together with the token that followed it then.
             self._start.append(max(0, min(same, len(prompt)) - 1))
             goes_on &= 2 * same > len(prompt)

@@ -18,6 +18,7 @@ from checkpoint.weights import bytes_of, listed
 from common.cli import LEAST_OFFLOADED
 from common.errors import InputError
 from drafters import METHODS
+from drafters.kept import Ring
 from engine.api import Drafting, longest_text
 from engine.body import GPU_CHUNKS, SPAN, round_up
 from engine.memory import free_memory
@@ -54,7 +55,8 @@ class Needs:
         config = read_config(checkpoint, "target")
         args, weights = check_config(config), _weights(checkpoint, dtype)
         longest = longest_text(args.max_seq_len, max_seq_len)
-        slots = round_up(longest + GPU_CHUNKS[-1] + 1, SPAN) + SPAN
+        room = GPU_CHUNKS[-1] + 1
+        slots = round_up(longest + room, SPAN) + SPAN
         own = dtype or weights["embed.weight"][0]
         layers = [0] * args.num_layers
         for name, (_, size) in weights.items():
@@ -63,9 +65,10 @@ class Needs:
         drafting = caches = 0
         for one in draftings:
             caches += _cached(args, batch, slots, own)
+            held = Ring(one.window).count(slots, room) if one.window else slots
             for folder in _folders(one, checkpoint):
                 drafting += sum(size for _, size in _weights(folder, own).values())
-                caches += _cached(check_config(read_config(folder)), batch, slots, own)
+                caches += _cached(check_config(read_config(folder)), batch, held, own)
         rest = sum(size for _, size in weights.values()) - sum(layers)
         computing = _computing(args, "quantization" in config, batch, own) + LIBRARIES
         return cls(tuple(layers), rest, drafting, caches, computing)

@@ -191,8 +191,12 @@ class Seats(Body):
         """
         first = sum(self._sizes)
         free = range(first, self.batch)
-        same = {place: common_prefix(prompt, self._kept[place]) for place in free}
-        same |= {text.place: common_prefix(prompt, self._held(text)) for text in self.texts}
+        held = {place: self._kept[place] for place in free}
+        held |= {text.place: self._held(text) for text in self.texts}
+        same = {
+            place: self.drafter.reusable(common_prefix(prompt, tokens), len(tokens), len(prompt))
+            for place, tokens in held.items()
+        }
         source = max(same, key=same.__getitem__)
         target = min(free, key=self._used.__getitem__)  # whose text is missed least
         lost = len(self._kept[source]) - same[source]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from checkpoint.loading import identity
 from common.errors import InputError
+from drafters import grows
 from engine.api import Drafting, Target
 from engine.text_decoder import TextDecoder
 from evaluation.settings import PLAIN, read_settings
@@ -13,12 +14,14 @@ from evaluation.table import label
 
 
 def read_draftings(
-    methods: list[str], drafts: list[str], trees: list[str], rules: list[str], flags: dict[str, dict]
+    methods: list[str], drafts: list[str], trees: list[str], rules: list[str], flags: dict[str, dict],
+    window: int = 0,
 ) -> dict[str, Drafting]:
     """How each method drafts, by its label, plain decoding first.
 
     drafts, trees, rules: the values of --draft, --tree and --accept, see `evaluation.settings.by_method`.
-    flags: of each method its own, see `drafters.read_flags`. Raises InputError, ValueError on a bad tree.
+    flags: of each method its own, see `drafters.read_flags`. window: of all heads that take one. Raises
+    InputError, ValueError on a bad tree.
     """
     draft_of, tree_of, rule_of = read_settings(methods, drafts, trees, rules)
     draftings = {PLAIN: Drafting()}
@@ -26,7 +29,8 @@ def read_draftings(
         rule = rule_of.get(name, "equal")
         if name != PLAIN:
             draft, tree = draft_of.get(name), tree_of.get(name)
-            draftings[label(name, rule)] = Drafting(name, draft, tree, rule, flags=flags[name])
+            own = window if grows(name) else 0
+            draftings[label(name, rule)] = Drafting(name, draft, tree, rule, flags=flags[name], window=own)
     return draftings
 
 
@@ -55,10 +59,13 @@ def load_contenders(
     target_identity = identity(target.model)
     contenders = {}
     for name, model in models.items():
-        drafter, switch, flags = model.decoder.drafter, model.decoder.switch, draftings[name].flags
+        drafter, switch = model.decoder.drafter, model.decoder.switch
+        flags, window = draftings[name].flags, draftings[name].window
         drafter_identity = identity(drafter) + drafter.made_of
         tree = switch.plan.trees if switch else drafter.shape
         known_by = f"{target_identity} {format_hash} {drafter_identity} {tree} {flags}"
+        if window:
+            known_by += f" {window}"
         if ranks := target.model.ranks:  # each knows its own part
             known_by = f"{ranks.count} ranks: {ranks.name(known_by, model.decoder.device)}"
         contenders[name] = Contender(model, known_by)

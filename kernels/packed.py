@@ -18,6 +18,7 @@ from kernels.parallel import Summed
 from kernels.quantized import QuantizedLinear
 from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Head
+from networks.head import Head
 
 
 class ByteCache(nn.Module):
@@ -244,6 +245,8 @@ def pack_models(*models: nn.Module) -> bool:
                 model.move, model.on_kernels = move, True  # its layers meet other ranks: a call for each part
             else:
                 complete = False
+        if isinstance(model, Head) and cpu.takes(model.args.head_dim, dtype, device):
+            model.move = move
         if isinstance(model, Eagle3Head):
             _pack_head(model)
     return complete

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, List, Text, Whole, Wrong, key
-from model import IDS, WIDTH, KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies
+from model import IDS, WIDTH, KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies, move
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Head(nn.Module):
 
     def __init__(self, args: HeadArgs):
         super().__init__()
-        self.args = args
+        self.args, self.move = args, move  # which may be replaced by another function of the kind
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
         self.lm_head = Linear(
             args.hidden_size, args.draft_vocab_size, bias=False

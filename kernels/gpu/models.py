@@ -78,11 +78,11 @@ def put_on_kernels(*models: nn.Module) -> None:
     """Let targets and heads, on a GPU, run on our kernels."""
     for each in models:
         if isinstance(each, Transformer):
-            each.move, each.reads_length = move, True
+            each.reads_length = True
             if not any(_adds_itself(module) for module in each.layers.modules()):
                 each.run_layers = run_layers
         if isinstance(each, Transformer | Head):
-            each.Cache = LayerCache
+            each.Cache, each.move = LayerCache, move
         for block in each.modules():
             if isinstance(block, Block):
                 block.attention = attention

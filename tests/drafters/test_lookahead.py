@@ -57,7 +57,7 @@ class Root:
 def test_window_and_pool_are_those_of_lists(window, level, guesses):
     """Two sequences over a vocabulary of 4, so that columns begin alike and repeat."""
     drafter, rng = Lookahead(4, window, level, guesses), random.Random(0)
-    drafter.allocate(2, 64, torch.float32, "cpu")
+    drafter.allocate(2, 64, 16, torch.float32, "cpu")
     for i, prompt in enumerate(([0, 1, 2, 3], [1, 2])):
         drafter.begin(i, prompt)
     assert set(drafter.window_rows[1].flatten().tolist()) <= {1, 2}

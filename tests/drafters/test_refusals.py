@@ -74,7 +74,7 @@ def request_for(golden, models):
         request = {
             "method": method, "checkpoint": golden, "target": models[0], "tokenizer": Tokenizer.load(golden),
             "draft": None, "tree": None, "default_tree": TREE, "coupled": True, "max_seq_len": 512,
-            "rule": "equal", "flags": default_flags(method) if method in METHODS else {},
+            "reach": 0, "rule": "equal", "flags": default_flags(method) if method in METHODS else {},
             "prepare": lambda *models: None,
         }
         return Request(**request | changes)

@@ -58,7 +58,7 @@ def test_the_tree_is_that_of_a_plain_search(vocab_size, size, nodes):
     rng = random.Random(size)
     store = [rng.choice([*range(vocab_size)] * 5 + [vocab_size]) for _ in range(size)]
     drafter = drafter_of(store, vocab_size, nodes=nodes, longest=5, shortest=2, depth=4)
-    drafter.allocate(4, 64, torch.float32, "cpu")
+    drafter.allocate(4, 64, 16, torch.float32, "cpu")
     found_any = 0
     for _ in range(25):
         texts = []

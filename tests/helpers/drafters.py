@@ -22,7 +22,7 @@ from tree import EAGLE1_TREE, TreeShape, likely_tree
 NAMES = (
     "plain", "eagle3", "eagle2", "eagle1", "p-eagle", "dflash", "dspark", "medusa", "hydra", "hydra++",
     "draft-model", "residual", "lookahead", "lookup", "rest", "lookup+eagle3", "eagle1+dspark",
-    "lookahead+hydra++",
+    "lookahead+hydra++", "eagle3 window", "dspark window",
 )
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
 
@@ -81,6 +81,8 @@ def make_drafter(
         "lookahead+hydra++": lambda: Mixed(
             Lookahead(target.args.vocab_size, 3, 3, 3), Hydra(guessing("hydra", True), likely_tree(12, 3))
         ),
+        "eagle3 window": lambda: Eagle(eagle3, TreeShape(8, 2, 3), reach=12),
+        "dspark window": lambda: DFlash(block("dspark", markov_rank=8), TreeShape(10, 3, 3), reach=12),
         "lookahead": lambda: Lookahead(target.args.vocab_size, 3, 3, 3),
         "lookup": Lookup,
         "rest": rest,

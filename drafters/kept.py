@@ -1,0 +1,107 @@
+"""Which of a text's tokens a head keeps keys and values of, and in which slots of its caches.
+
+All of them, a slot each; or the last ones, in a ring. The papers' heads are trained on 2,048 tokens, and a
+head that attends to all of a long text reads more in every draft pass than the pass has weights.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from drafters.base import constants
+from kernels.parts import visible_before
+
+MOST = 64  # rows that are moved in one call, whose entries a GPU holds in registers
+
+
+class Whole(nn.Module):
+    """Token i of a text is in slot i."""
+
+    reach = 0  # tokens that are kept, 0: all
+
+    def allocate(self, room: int, device: torch.device | str) -> None:
+        """Make what is needed on this device. room: rows that a pass may have after the committed ones."""
+
+    def count(self, slots: int, room: int) -> int:
+        """How many slots the caches have, if those of the target have so many."""
+        return slots
+
+    def live(self, slots: Tensor) -> Tensor:
+        """The slots that a pass looks at [n], if it is given these."""
+        return slots
+
+    def first(self, length: Tensor) -> Tensor:
+        """The slot after the committed rows of texts of these lengths [B]: a pass's own rows begin there."""
+        return length
+
+    def rows(self, positions: Tensor, visible):
+        """Where rows that follow each other in the text at positions [B, T] go, and what they see."""
+        return positions, visible
+
+    def keep(self, move: Callable, caches: nn.ModuleList, start: Tensor, rows: int, known: Tensor) -> None:
+        """Keep the first `known` [B] of the `rows` rows that a pass has written from `first(start)` on.
+
+        start [B]: how many were committed before. move: `model.move`, or a function like it.
+        """
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        """How many of the first `same` tokens of a text need not be read again.
+
+        They begin a text of which the caches hold `held` tokens. length: of the new one's prompt.
+        """
+        return same
+
+
+class Ring(Whole):
+    """Token i is in slot i mod N until token i + N takes its place; a pass's own rows stand behind the ring.
+
+    So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
+    other mask than there. Their order is another, which attention does not mind: keys are rotated by their
+    places in the text before they are stored, and only the distance of a query counts (RoPE). No distance is
+    above N and the rows of a pass, so that places need not be counted anew from the ring's oldest token: it
+    would give the same.
+    """
+
+    def __init__(self, reach: int):
+        super().__init__()
+        self.reach = reach
+        self.allocate(0, "cpu")
+
+    def allocate(self, room: int, device: torch.device | str) -> None:
+        constants(self, slots=torch.arange(self.count(0, room), device=device))
+
+    def count(self, slots: int, room: int) -> int:
+        return self.reach + room + 1  # the last one is moved onto itself, by rows that are not kept
+
+    def live(self, slots: Tensor) -> Tensor:
+        return self.slots
+
+    def first(self, length: Tensor) -> Tensor:
+        return length.clamp(max=self.reach)
+
+    def rows(self, positions: Tensor, visible):
+        first, count = self.first(positions[:, 0]), positions.shape[1]
+        own = first[:, None] + torch.arange(count, device=positions.device)
+        return own, visible_before(self.slots, first, count)
+
+    def keep(self, move: Callable, caches: nn.ModuleList, start: Tensor, rows: int, known: Tensor) -> None:
+        row, known, spare = torch.arange(rows, device=start.device), known[:, None], len(self.slots) - 1
+        # Of more rows than the ring has slots the last ones. So no row stands where another one goes.
+        kept = (row < known) & (row >= known - self.reach)
+        source = torch.where(kept, self.first(start)[:, None] + row, spare)
+        target = torch.where(kept, (start[:, None] + row) % self.reach, spare)
+        for some, there in zip(source.split(MOST, 1), target.split(MOST, 1)):
+            move(caches, some, there)
+
+    def reusable(self, same: int, held: int, length: int) -> int:
+        # A longer text has written over what stood before the end of the shorter one. What the new text's
+        # prompt reaches is written again.
+        return same if held <= max(self.reach, length) else max(0, same - self.reach)
+
+
+def kept(reach: int) -> Whole:
+    """What a head keeps that attends to the last `reach` tokens, or to all if that is 0."""
+    return Ring(reach) if reach else Whole()

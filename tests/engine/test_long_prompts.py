@@ -1,0 +1,99 @@
+"""What a pass over a chunk of a long prompt takes: memory that grows with the text, not with its square."""
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from drafters.eagle import Eagle
+from engine.decoder import Decoder
+from kernels.cpu import load_kernels
+from kernels.packed import pack_models
+from model import ModelArgs, Transformer
+from networks.eagle import Eagle3Head
+from networks.head import HeadArgs
+from sampling.options import Sampling
+from tree import TreeShape
+
+CHUNK, VOCABULARY, GROUP = 64, 509, 2  # GROUP query heads share a key/value head
+PATHS = ("PyTorch", pytest.param("kernels", marks=pytest.mark.compile))
+
+
+class Made(TorchDispatchMode):
+    """Collects the sizes in bytes, and the shapes, of all tensors that operators allocate."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes, self.shapes = [], set()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        result = operator(*args, **kwargs or {})
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        for x in tree_leaves(result):
+            if torch.is_tensor(x) and x.untyped_storage().data_ptr() not in given:
+                self.bytes.append(x.untyped_storage().nbytes())
+                self.shapes.add(tuple(x.shape))
+        return result
+
+
+def tiny(longest: int) -> tuple[Transformer, Eagle3Head]:
+    size = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_heads": GROUP,
+        "num_kv_heads": 1, "head_dim": 16, "max_seq_len": longest,
+    }
+    torch.manual_seed(0)
+    target = Transformer(ModelArgs(num_layers=4, **size))
+    head = Eagle3Head(HeadArgs(
+        num_layers=1, draft_vocab_size=VOCABULARY, target_hidden_size=32, aux_layers=(1, 2, 3), **size
+    ))
+    target.requires_grad_(False), head.requires_grad_(False)
+    head.use_target(target)
+    return target, head
+
+
+@torch.no_grad()
+def last_chunk(length: int, on_kernels: bool, reach: int = 0) -> Made:
+    """What the pass over the last chunk of a prompt makes, the largest of all: it looks back on the others.
+    """
+    target, head = tiny(2 * length)
+    if on_kernels:
+        load_kernels()
+        assert pack_models(target, head)
+    drafter = Eagle(head, TreeShape(8, 2, 3), reach=reach)
+    decoder = Decoder(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
+    decoder.start([[7] * length], Sampling(1))
+    decoder.chunk_start.fill_(length - CHUNK)
+    with Made() as made:
+        decoder._launch_prefill(decoder.span(length), CHUNK)
+    assert decoder.state.n_new.tolist() == [1]  # the prompt has been read, and gave a token
+    return made
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_memory_of_a_chunk_grows_with_the_text(path):
+    """The largest tensor is the mask: a row of the chunk by the slots of the text, for PyTorch's attention
+    in float32 and for each query head. All that is made together is a few of these.
+    """
+    short, long = (last_chunk(length, path == "kernels") for length in (8_192, 32_768))
+    width = 1 if path == "kernels" else GROUP * 4  # bytes for each row and slot
+    for made, length in ((short, 8_192), (long, 32_768)):
+        assert width * CHUNK * length <= max(made.bytes) < 1.1 * width * CHUNK * length
+    assert sum(long.bytes) < 4.1 * sum(short.bytes) < 4.1 * 20 * width * CHUNK * 8_192
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_logits_are_made_of_one_row(path):
+    """Not of a chunk: at a vocabulary of 128k a row has half a megabyte."""
+    made = last_chunk(512, path == "kernels")
+    scored = {shape for shape in made.shapes if shape and shape[-1] == VOCABULARY and shape[0] != VOCABULARY}
+    assert scored and all(torch.Size(shape).numel() == VOCABULARY for shape in scored)
+
+
+def test_a_heads_window_does_not_grow_with_the_text():
+    """What a head makes of a chunk: the difference to what is made without one is the same at any length."""
+    whole, windowed = (
+        [sum(last_chunk(length, False, reach).bytes) for length in (8_192, 32_768)] for reach in (0, 256)
+    )
+    saved = [a - b for a, b in zip(whole, windowed)]
+    of_mask = GROUP * 4 * CHUNK  # bytes of a slot: the target's mask is made once, the head's once
+    assert saved[1] - saved[0] > of_mask * (32_768 - 8_192)
+    assert windowed[1] - windowed[0] < whole[1] - whole[0] - of_mask * (32_768 - 8_192)
