@@ -19,7 +19,7 @@ from common.errors import InputError
 from drafters.network import FEW, HeadDrafter, grow_crossed
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
-from kernels.parts import advance, rank, visible_slots
+from kernels.parts import advance, once, rank, visible_slots
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
 from tree import Growth, PathTree, TreeShape
@@ -60,7 +60,7 @@ class BlockDrafter(HeadDrafter):
         What the others write is overwritten or never seen.
         """
         W, rows, n_new = state.window, self.block_rows, state.n_new
-        start, ahead = state.length - n_new, torch.arange(W + rows, device=slots.device)
+        start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(state.features[:, :W])
         slots, first = self.kept.live(slots), self.kept.first(start)
         own = first[:, None] + ahead

@@ -223,7 +223,9 @@ def agreed(target: Transformer, tree: Tree, distribution: Tensor | None) -> tupl
     """
     if target.ranks is None or tree.tokens.shape[1] == 1:
         return tree, distribution
-    nodes = torch.stack((tree.tokens, tree.parent, tree.depth), -1)
-    nodes = target.ranks.first(torch.cat((nodes, tree.ancestors.long()), -1))
-    tree = Tree(*nodes[..., :3].unbind(-1), nodes[..., 3:].bool(), tree.scores)
+    parts = tree.tokens, tree.parent, tree.depth, tree.ancestors.long()
+    sent = target.ranks.first(torch.cat([part.flatten() for part in parts]))
+    # One after the other: GPU kernels would copy what lies between other numbers before they read it.
+    told = [part.view_as(own) for part, own in zip(sent.split([part.numel() for part in parts]), parts)]
+    tree = Tree(*told[:3], told[3].bool(), tree.scores)
     return tree, None if distribution is None else target.ranks.first(distribution)

@@ -40,12 +40,21 @@ class Sight(NamedTuple):
         return tree.visible_slots(*self)
 
 
+def once(x: Tensor) -> Tensor:
+    """x, made once for all kernels of ours that read it. It begins where its memory does, as results do.
+
+    torch.compile makes what is as simple as an angle or a mask anew for each of them, in every layer, unless
+    as_strided looks at it.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
 def visible_slots(slots: Tensor, length: Tensor, local: Tensor) -> Tensor | Sight:
     """`tree.visible_slots`; a `Sight` for the attention of GPU kernels, which reads it on the device."""
     if cpu.is_alone():
         return cpu.see(length, local, slots.shape[0])
     if here.runs_on(length):
-        return Sight(slots, length, local.contiguous())  # once, and not in every layer
+        return Sight(slots, length, once(local.contiguous()))
     return tree.visible_slots(slots, length, local)
 
 
@@ -53,7 +62,7 @@ def visible_before(slots: Tensor, start: Tensor, count: int) -> Tensor | Sight:
     """`visible_slots` of `count` rows at slots start [B] ... of which each sees itself and all before it."""
     rows = torch.arange(count, device=slots.device)
     if here.runs_on(start) and not cpu.is_alone():
-        return Sight(slots, start, (rows <= rows[:, None]).repeat(len(start), 1, 1))
+        return Sight(slots, start, once((rows <= rows[:, None]).repeat(len(start), 1, 1)))
     return slots <= (start[:, None] + rows)[..., None]
 
 

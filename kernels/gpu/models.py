@@ -11,9 +11,9 @@ from torch import Tensor
 import model
 from kernels.gpu.attention import attend
 from kernels.gpu.cache import LayerCache, move
-from kernels.parts import Sight
+from kernels.parts import Sight, once
 from kernels.quantized import QuantizedLinear
-from model import Block, Pass, TargetBlock, Transformer
+from model import Block, ModelArgs, Pass, TargetBlock, Transformer
 from networks.head import Head
 
 
@@ -25,7 +25,13 @@ def attention(block: Block, qkv: Tensor, cache: LayerCache, shared: Pass) -> Ten
     norms = (None, None, 0.0)
     if block.q_norm is not None:
         norms = block.q_norm.weight, block.k_norm.weight, block.q_norm.eps
-    return attend(qkv, *shared.angles(), *norms, cache.kv, cache.layer, sight.length, sight.local)
+    return attend(qkv, *shared.angles(_angles), *norms, cache.kv, cache.layer, sight.length, sight.local)
+
+
+def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`model.rope_table`."""
+    cos, sin = model.rope_table(args, inv_freq, positions)
+    return once(cos), once(sin)
 
 
 @torch.compiler.nested_compile_region
