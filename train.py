@@ -219,6 +219,12 @@ def parser() -> Options:
         help="a quantised copy of the target that computes them: nearly the same, sooner")
     add("--feature-memory", type=float, default=6, metavar="GB",
         help="else keep so much of them in memory (default 6)")
+    add("--target-ranks", type=positive, default=1, metavar="N",
+        help="with torchrun: each N processes that follow each other hold one target together, every layer"
+        " dealt among them; the head is whole in each (default 1: the target too)")
+    refuse(lambda o: o.target_ranks > 1 and "WORLD_SIZE" not in os.environ,
+           lambda o: f"--target-ranks {o.target_ranks}: needs several processes; start with torchrun"
+           f" --nproc-per-node {o.target_ranks}")
     add("--compile", action=on_off, default=True, help="compile the decoder of the answers")
     add("--compile-loss", action=on_off, help="compile the loss too (default: on CUDA)")
     add("--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl")
@@ -276,7 +282,7 @@ def main(argv: list[str] | None = None) -> int:
         use_threads()
         o.device = o.device or Runtime().device_name
         check_machine(o)
-        processes = Processes.from_environment(o.device)
+        processes = Processes.from_environment(o.device, o.target_ranks)
         o.device = processes.own_device(o.device)
         Session(o, processes).run(command)
 

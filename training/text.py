@@ -40,7 +40,13 @@ def collect_text(
         collector.from_prompts(prompts)
         collector.synthesize(o.synthesize, o.turns, openings)
         collector.from_conversations(conversations)
+        collector.write()
         processes.wait()
+        if missing := [path for path in collector.shards if not path.exists()]:
+            raise InputError(
+                f"{missing[0]}: was written by another process and is not here; --work must be a folder that"
+                " all machines share"
+            )
         shards += collector.shards
         refusal = f" ({collector.refusal})" if collector.refusal else ""
     most = min(o.max_len, target.args.max_seq_len)
@@ -82,7 +88,7 @@ def _collector(
     """What writes the shards. decodes: whether the target has anything to say."""
     writer = None
     if o.writer:
-        target, writer = load_copy(o, "--writer", o.writer, target)
+        target, writer = load_copy(o, "--writer", o.writer, target, processes.ranks)
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
     if decodes and room > longest:
         raise InputError(
