@@ -210,6 +210,13 @@ def parser() -> Options:
         help="padded tokens per optimizer step, over all processes")
     add("--micro-tokens", type=positive,
         help="most of them computed at once; gradients are accumulated (default: all)")
+    add("--checkpoint-gradients", action="store_true",
+        help="EAGLE-3: keep of each unrolled step its output only and compute it again for the gradient: less"
+        " memory, more time")
+    belongs("--checkpoint-gradients", "--kind eagle3",
+            lambda o: o.checkpoint_gradients and o.kind != "eagle3")
+    refuse(lambda o: o.checkpoint_gradients and o.compile_loss,
+           lambda o: "--checkpoint-gradients: runs without --compile-loss; leave one out")
     add("--cache-features", nargs="?", const="", metavar="FOLDER",
         help="compute the target's features once, to disk (default WORK/features); later runs on the same"
         " text find them")

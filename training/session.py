@@ -11,6 +11,7 @@ import shlex
 import shutil
 import time
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,6 +34,7 @@ from training import corpus, figures
 from training.batches import Draw
 from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
+from training.chains import eagle3_outputs
 from training.choices import BLOCK_KINDS, MULTI_TOKEN
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
@@ -249,7 +251,9 @@ class Session:
             draw = Draw(o.anchors, o.keep if o.kind == "p-eagle" else 1.0)
             made = BlockObjective(self.learning, head, compiled, losses, draw)
         else:
-            made = Eagle3Objective(self.learning, head, o.steps, compiled, losses)
+            outputs = partial(eagle3_outputs, again=o.checkpoint_gradients)
+            compiled = compiled and not o.checkpoint_gradients
+            made = Eagle3Objective(self.learning, head, o.steps, compiled, losses, outputs)
         if self.start:
             made.start, made.taken = identity(self.start.head), taken
         return made
