@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
@@ -110,6 +111,13 @@ def parser() -> Options:
     add("--decode-batch", type=positive, default=48, help="answers decoded together")
     add("--writer", metavar="CHECKPOINT",
         help="a quantised copy of the target that writes the text: nearly the same text, sooner")
+    add("--queue", choices=("torchrun", "ray"), default="torchrun",
+        help="who takes shards of text to write: torchrun's processes (default), or actors of Ray Data, which"
+        " needs the package ray[data]")
+    refuse(lambda o: o.queue == "ray" and os.environ.get("WORLD_SIZE", "1") != "1",
+           lambda o: "--queue ray: Ray starts the processes; leave out torchrun")
+    add("--actors", type=positive, metavar="N", help="with --queue ray: how many write (default 1)")
+    belongs("--actors", "--queue ray", lambda o: o.actors and o.queue != "ray")
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument
@@ -264,6 +272,9 @@ def judge(o: argparse.Namespace) -> None:
     for flag in ("--prompts", "--openings", "--conversations"):
         if path := getattr(o, flag.removeprefix("--")):
             check_readable(flag, path)
+    if o.queue == "ray" and find_spec("ray") is None:
+        raise InputError('--queue ray: the package ray is not installed; pip install "ray[data]", or leave it'
+                         " out and start with torchrun")
     for folder in o.shards:
         if not Path(folder).is_dir():
             raise InputError(f"--shards {folder}: not a folder")

@@ -36,6 +36,7 @@ from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
 from training.chains import eagle3_outputs
 from training.choices import BLOCK_KINDS, MULTI_TOKEN
+from training.collect import Collector
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
 from training.new_head import Shape, head_args, new_head, new_multi_token_heads
@@ -176,8 +177,13 @@ class Session:
     def collect(self) -> Text:
         """The text, a part of it held out, and the draft vocabulary that it asks for."""
         o, vocab_size = self.o, self.target.args.vocab_size
+        write = Collector.write
+        if o.queue == "ray":
+            from training.ray_queue import write_on_ray
+
+            write = partial(write_on_ray, o)
         rows = collect_text(
-            o, self.decoding, self.name, self.config["stop_ids"], self.processes
+            o, self.decoding, self.name, self.config["stop_ids"], self.processes, write
         )
         held_out, rows = corpus.hold_out(rows)
         if not rows:
