@@ -58,6 +58,8 @@ class Processes:
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         try:
             store, rank, count = next(dist.rendezvous("env://"))
+            # The store may outlive processes that torchrun starts again (--max-restarts).
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
             dist.init_process_group(
                 backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count, timeout=PATIENCE
             )

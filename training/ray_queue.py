@@ -1,8 +1,8 @@
 """Shards of text written by actors of Ray Data, on the machines that Ray has joined, instead of torchrun's.
 
 Ray deals the numbers of the shards that are missing; an actor that dies is started again, and goes on with
-the answers that its shard has. Needs the package ray[data]. All machines have this program and all folders at the
-same paths.
+the answers that its shard has. Needs the package ray[data]. All machines have this program and all folders
+at the same paths.
 """
 from __future__ import annotations
 
