@@ -615,11 +615,12 @@ class Transformer(nn.Module):
 
         For training and for scoring.
         """
-        T, groups = tokens.shape[1], self.args.num_heads // self.args.num_kv_heads
+        T = tokens.shape[1]
         cos, sin = rope_table(self.args, self.inv_freq, torch.arange(T, device=tokens.device)[None])
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in layer.split(layer.heads(layer.project(x), cos, sin)))
+            groups = q.shape[1] // k.shape[1]  # of what is here: a part, where the target is dealt
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return layer.finish(x, attended.transpose(1, 2).flatten(2))

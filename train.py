@@ -19,7 +19,9 @@ gradients.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
@@ -100,6 +102,13 @@ def parser() -> Options:
     add("--decode-batch", type=positive, default=48, help="answers decoded together")
     add("--writer", metavar="CHECKPOINT",
         help="a quantised copy of the target that writes the text: nearly the same text, sooner")
+    add("--queue", choices=("torchrun", "ray"), default="torchrun",
+        help="who takes shards of text to write: torchrun's processes (default), or actors of Ray Data, which"
+        " needs the package ray[data]")
+    refuse(lambda o: o.queue == "ray" and os.environ.get("WORLD_SIZE", "1") != "1",
+           lambda o: "--queue ray: Ray starts the processes; leave out torchrun")
+    add("--actors", type=positive, metavar="N", help="with --queue ray: how many write (default 1)")
+    belongs("--actors", "--queue ray", lambda o: o.actors and o.queue != "ray")
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument
@@ -200,6 +209,13 @@ def parser() -> Options:
         help="padded tokens per optimizer step, over all processes")
     add("--micro-tokens", type=positive,
         help="most of them computed at once; gradients are accumulated (default: all)")
+    add("--checkpoint-gradients", action="store_true",
+        help="EAGLE-3: keep of each unrolled step its output only and compute it again for the gradient: less"
+        " memory, more time")
+    belongs("--checkpoint-gradients", "--kind eagle3",
+            lambda o: o.checkpoint_gradients and o.kind != "eagle3")
+    refuse(lambda o: o.checkpoint_gradients and o.compile_loss,
+           lambda o: "--checkpoint-gradients: runs without --compile-loss; leave one out")
     add("--cache-features", nargs="?", const="", metavar="FOLDER",
         help="compute the target's features once, to disk (default WORK/features); later runs on the same"
         " text find them")
@@ -209,6 +225,12 @@ def parser() -> Options:
         help="a quantised copy of the target that computes them: nearly the same, sooner")
     add("--feature-memory", type=float, default=6, metavar="GB",
         help="else keep so much of them in memory (default 6)")
+    add("--target-ranks", type=positive, default=1, metavar="N",
+        help="with torchrun: each N processes that follow each other hold one target together, every layer"
+        " dealt among them; the head is whole in each (default 1: the target too)")
+    refuse(lambda o: o.target_ranks > 1 and "WORLD_SIZE" not in os.environ,
+           lambda o: f"--target-ranks {o.target_ranks}: needs several processes; start with torchrun"
+           f" --nproc-per-node {o.target_ranks}")
     add("--compile", action=on_off, default=True, help="compile the decoder of the answers")
     add("--compile-loss", action=on_off, help="compile the loss too (default: on CUDA)")
     add("--log-every", type=positive, default=10, help="optimizer steps between entries of WORK/log.jsonl")
@@ -239,6 +261,9 @@ def judge(o: argparse.Namespace) -> None:
     for flag in ("--prompts", "--openings", "--conversations"):
         if path := getattr(o, flag.removeprefix("--")):
             check_readable(flag, path)
+    if o.queue == "ray" and find_spec("ray") is None:
+        raise InputError('--queue ray: the package ray is not installed; pip install "ray[data]", or leave it'
+                         " out and start with torchrun")
     for folder in o.shards:
         if not Path(folder).is_dir():
             raise InputError(f"--shards {folder}: not a folder")
@@ -264,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         use_threads()
         o.device = o.device or Runtime().device_name
         check_machine(o)
-        processes = Processes.from_environment(o.device)
+        processes = Processes.from_environment(o.device, o.target_ranks)
         o.device = processes.own_device(o.device)
         Session(o, processes).run(command)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -114,8 +115,7 @@ def _load(
         # as soon as it has been packed, not when all have.
         with opened(path, ADVICE, "cpu" if on_host and layer_of(name) >= resident else device) as file:
             tensor = share.take(name, file) if share else file.get_tensor(name)
-        # Quantised weights and their scales are never cast.
-        fixed = name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
+        fixed = _fixed(name, tensor, meta)
         if fixed and tensor.dtype != meta.dtype:
             raise InputError(
                 f"{path}: tensor {name} is {tensor.dtype}, {CONFIG} says {meta.dtype}; quantise again"
@@ -132,6 +132,11 @@ def layer_of(name: str) -> int:
     """Which layer of a target a tensor is of; -1 if of none."""
     found = re.match(r"layers\.(\d+)\.", name)
     return int(found[1]) if found else -1
+
+
+def _fixed(name: str, tensor: torch.Tensor, meta: torch.Tensor) -> bool:
+    """Whether a stored tensor is never cast: quantised weights and their scales."""
+    return name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
 
 
 def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
@@ -189,8 +194,34 @@ def identity(model: torch.nn.Module) -> str:
 
     It covers the dtype and a thousand values of every weight.
     """
+    return _digest((name, _some(p)) for name, p in model.named_parameters())
+
+
+def identity_of(folder: str | Path, *dtypes: torch.dtype | None) -> str:
+    """The `identity` of the target in a folder, cast to these dtypes one after the other, without loading it:
+    each of several ranks that share a target has a part of it only.
+    """
+    config, path = read_config(folder, "target"), Path(folder) / WEIGHTS
+    module = described(Path(folder), config, listed(path, ADVICE))
+
+    def values():
+        with opened(path, ADVICE, "cpu") as file:
+            for name, meta in module.named_parameters():
+                tensor = _some(file.get_tensor(name))
+                for dtype in dtypes:
+                    tensor = tensor if dtype is None or _fixed(name, tensor, meta) else tensor.to(dtype)
+                yield name, tensor
+
+    return _digest(values())
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """About a thousand values of a tensor [...]."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // 1024)]
+
+
+def _digest(values: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, p in model.named_parameters():
-        values = p.detach().flatten()[:: max(1, p.numel() // 1024)].float().cpu()
-        digest.update(f"{name} {p.dtype}".encode() + values.numpy().tobytes())
+    for name, some in values:
+        digest.update(f"{name} {some.dtype}".encode() + some.float().cpu().numpy().tobytes())
     return digest.hexdigest()

@@ -324,17 +324,28 @@ class Seats(Body):
                 events += self._read(keep)
         return events if keep else events + self._read(0)
 
-    def generate(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[Output]:
+    def generate(
+        self, prompts: list[list[int]], sampling: list[Sampling],
+        ended: Callable[[int, Output], None] = lambda number, output: None,
+    ) -> list[Output]:
         """Decode prompts (any number) to the end, with nobody else here: who ends makes room for the next.
 
-        Raises ValueError as `admit` does. The outputs have no acceptance lengths, scores and times.
+        `ended` is called with the number of a prompt and its output as soon as it is there. Raises ValueError
+        as `admit` does. The outputs have no acceptance lengths, scores and times.
         """
-        texts: list[Text] = []
-        while self.busy or len(texts) < len(prompts):
-            while self.free and len(texts) < len(prompts):
-                texts.append(self.admit(prompts[len(texts)], sampling[len(texts)]))
+        outputs: list[Output | None] = [None] * len(prompts)
+        here: dict[int, Text] = {}
+        admitted = 0
+        while here or admitted < len(prompts):
+            while self.free and admitted < len(prompts):
+                here[admitted] = self.admit(prompts[admitted], sampling[admitted])
+                admitted += 1
             self.advance()
-        return [Output(text.ids, self._finish(text), [], [], 0.0, 0.0) for text in texts]
+            for number in [number for number, text in here.items() if text.done]:
+                text = here.pop(number)
+                outputs[number] = Output(text.ids, self._finish(text), [], [], 0.0, 0.0)
+                ended(number, outputs[number])
+        return outputs
 
     def _finish(self, text: Text) -> str:
         """Why a text has ended, as in `engine.run.Output`."""

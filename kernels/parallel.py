@@ -7,6 +7,7 @@ of experts, the embedding table, which is looked up and not read, and, unless `R
 """
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from common.errors import InputError
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
 from kernels.ranks import Ranks
-from model import Block, Linear, ModelArgs, Transformer
+from model import Block, Linear, ModelArgs, Transformer, blank
 from tree import Tree
 
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
@@ -206,6 +207,22 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
             model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
     if model.lm_head is not None:
         model.lm_head = DealtHead(model.lm_head, tuple(span.count for span in tokens), ranks)
+
+
+def learnt_from(target: Transformer, args: ModelArgs) -> Transformer:
+    """A dealt target as a head learns from it: of the whole target's shape `args`, with all rows of the
+    lm_head on every rank. Its layers are those of `target`, which goes on decoding. All ranks call this.
+    """
+    whole = copy.copy(target)
+    whole._modules = dict(target._modules)
+    whole.args, whole.ranks, whole.lm_head = args, None, None
+    if not args.tie_embeddings:
+        dealt = target.lm_head
+        rows = target.ranks.join(dealt.layer.weight.detach().T, dealt.tokens).T.contiguous()
+        with blank():
+            whole.lm_head = Linear(args.hidden_size, args.vocab_size, bias=False)
+        whole.lm_head.weight = nn.Parameter(rows, requires_grad=False)
+    return whole
 
 
 def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:

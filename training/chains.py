@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from model import Block, rope_table
 from networks.block import BlockHead
@@ -58,7 +59,8 @@ class ChainAttention:
         It is [B, R', nh*hd]. No step has more chains than the one before.
         """
         q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
-        self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
+        own = k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]
+        self.own = [*self.own[: number - 1], own]  # a step that is computed again finds those of later ones
         return self._attend(q, self.mask)
 
     def _attend(self, query: Tensor, mask: Tensor) -> Tensor:
@@ -73,19 +75,29 @@ class ChainAttention:
         return out.reshape(B, nh, R, hd).transpose(1, 2).flatten(2)
 
 
-def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int) -> Tensor:
+def eagle3_outputs(
+    head: Eagle3Head, batch: Batch, features: Tensor, steps: int, again: bool = False
+) -> Tensor:
     """Training-time test (arXiv 2503.01840, section 3.2): the head drafts on its own outputs.
 
-    features: the target's [B, T, F].
+    features: the target's [B, T, F]. again: keep of each step its output only, and compute the rest again for
+    the gradient.
     """
     layer = head.layer
     inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
     chains = ChainAttention(head, layer, inputs, batch.at)
     feature = layer.finish(pick(residual, batch.at), chains.first())
     drafts = [feature]
-    for step in range(1, steps):  # each step reads the head's own output of the step before
+
+    def draft(step: int, feature: Tensor) -> Tensor:
         inputs, residual = layer.inputs(head.embed(batch.following(step)), feature)
-        feature = layer.finish(residual, chains.step(inputs, step))
+        return layer.finish(residual, chains.step(inputs, step))
+
+    for step in range(1, steps):  # each step reads the head's own output of the step before
+        if again:
+            feature = checkpoint(draft, step, feature, use_reentrant=False, preserve_rng_state=False)
+        else:
+            feature = draft(step, feature)
         drafts.append(feature)
     return head.norm(_scored(drafts, batch))
 

@@ -1,15 +1,18 @@
 """Shards of training text: the target answers prompts, writes user turns, or conversations are taken over.
 
 The name of a shard ends in a digest of all that it was made from: another run with the same prompts, settings
-and target finds it again, and no other run does. Several processes share the work, each writing shards of its
-own.
+and target finds it again, and no other run does. An answer depends on its place among the prompts, never on
+who writes it: several processes take shards from one queue, and whoever comes after a kill goes on with what
+was left.
 """
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -23,6 +26,7 @@ from tokens.ids import common_prefix
 from tokens.spelling import TooLong
 from tokens.tokenizer import Tokenizer
 from training.corpus import extend, of_conversation
+from training.journal import Journal, key_of
 from training.processes import Processes
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
@@ -44,8 +48,18 @@ def user_end(tokenizer: Tokenizer, stop_ids: list[int]) -> str:
     return "" if set(ids) & set(stop_ids) else tokenizer.decode(ids).strip()
 
 
+class Piece(NamedTuple):
+    """A shard that was requested. rows: gives what it holds. end: conversations up to its last one."""
+
+    path: Path
+    rows: Callable[[], Iterator[dict]]
+    end: int
+
+
 class Collector:
-    """Writes the shards that are missing; `shards` lists all that were requested, in order.
+    """Plans shards (`from_prompts`, `synthesize`, `from_conversations`) and writes those that are missing.
+
+    `pieces` are all that were planned, in order.
 
     `target` is its `checkpoint.loading.identity`, `writer` that of a copy of it that writes the text. The
     last line of a shard counts what was left out. `refusal` is what the chat template said when it last
@@ -62,8 +76,9 @@ class Collector:
         self.max_prompt_tokens, self.quiet = max_prompt_tokens, quiet
         self.processes = processes or Processes()
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.shards: list[Path] = []
+        self.pieces: list[Piece] = []
         self.left_out = 0  # of the current shard
+        self.journal: Journal | None = None  # of the current shard
         self.refusal = ""
         self.stop_ids = seats.state.stop_ids.tolist()
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
@@ -72,8 +87,13 @@ class Collector:
             max_prompt_tokens, TURN_TOKENS, *([writer] if writer else []),
         ]
 
+    @property
+    def shards(self) -> list[Path]:
+        """All that were planned, in order."""
+        return [piece.path for piece in self.pieces]
+
     def from_prompts(self, prompts: list[list[dict]]) -> None:
-        """Answer the user messages of conversations, which may begin with a system message.
+        """Plan to answer the user messages of conversations, which may begin with a system message.
 
         A conversation ends where all that was said no longer fits in `max_prompt_tokens`.
         """
@@ -89,10 +109,10 @@ class Collector:
             system = [[m for m in messages if m["role"] == "system"] for messages in part]
             return self._converse("prompts", begin, system, next_turns)
 
-        self._write_shards("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
+        self._plan("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
 
     def synthesize(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
-        """Let the model write both parts of `count` conversations of `turns` user turns.
+        """Plan to let the model write both parts of `count` conversations of `turns` user turns.
 
         The first turns begin with `openings`, one after the other, which lead it to subjects. Raises
         InputError if the chat template has no header for the user's turn.
@@ -117,12 +137,11 @@ class Collector:
 
             return self._converse("synthesized", begin, [[] for _ in range(begin, end)], next_turns)
 
-        self._write_shards("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
+        self._plan("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
 
     def from_conversations(self, conversations: list[list[dict]]) -> None:
-        """Take conversations as they are. Those that the template refuses (roles out of order) are left out.
-
-        Raises InputError if it refuses every one.
+        """Plan to take conversations as they are. Those that the template refuses (roles out of order) are
+        left out; `write` raises InputError if it refuses every one.
         """
         refused = 0
 
@@ -137,7 +156,7 @@ class Collector:
                         message = f"--conversations: the chat template takes none of them ({e})"
                         raise InputError(message) from None
 
-        self._write_shards(
+        self._plan(
             "conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], size=1000
         )
 
@@ -199,36 +218,62 @@ class Collector:
         yield from filter(None, rows)
 
     def _generate(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[Output | None]:
-        """Decode prompts; None for those longer than `max_prompt_tokens`."""
-        fits = [len(prompt) <= self.max_prompt_tokens for prompt in prompts]
-        jobs = [job for job, ok in zip(zip(prompts, sampling), fits) if ok]
-        outputs = iter(self.seats.generate(*map(list, zip(*jobs))) if jobs else [])
-        return [next(outputs) if ok else None for ok in fits]
+        """Decode prompts that have not been answered yet; None for those longer than `max_prompt_tokens`."""
+        outputs: list[Output | None] = [None] * len(prompts)
+        keys = [key_of(*job) for job in zip(prompts, sampling)]
+        missing = []
+        for i, (key, prompt) in enumerate(zip(keys, prompts)):
+            if key in self.journal.known:
+                outputs[i] = Output(*self.journal.known[key], [], [], 0.0, 0.0)
+            elif len(prompt) <= self.max_prompt_tokens:
+                missing.append(i)
 
-    def _write_shards(
+        def ended(number: int, output: Output) -> None:
+            if self.processes.leads:
+                self.journal.add(keys[missing[number]], output)
+
+        if missing:
+            jobs = [prompts[i] for i in missing], [sampling[i] for i in missing]
+            written = self.seats.generate(*jobs, ended)
+            for i, output in zip(missing, written):
+                outputs[i] = output
+        return outputs
+
+    def _plan(
         self, source: str, count: int, rows: Callable, made_of: Callable, size: int | None = None
     ) -> None:
-        """Write `count` conversations as shards of `size` (default: `SHARD` for each place).
+        """Plan `count` conversations as shards of `size` (default: `SHARD` for each place).
 
         rows(begin, end) gives the rows of a shard, made_of(begin, end) what they depend on.
         """
-        if not count:
-            return
-        size, quiet = size or SHARD * self.seats.batch, self.quiet or not self.processes.first
-        with tqdm(total=count, unit="prompt", desc=f"text ({source})", disable=quiet) as bar:
-            for number, begin in enumerate(range(0, count, size)):
-                end = min(begin + size, count)
-                made_by = json.dumps([self.made_by, made_of(begin, end)])
-                digest = hashlib.sha256(made_by.encode()).hexdigest()[:8]
-                path = self.folder / f"{source}-{begin:06d}-{digest}.jsonl"
-                if self.processes.mine(number) and not path.exists():
-                    self._write_shard(path, rows(begin, end))
-                self.shards.append(path)
-                bar.update(end - begin)
+        size, before = size or SHARD * self.seats.batch, self.pieces[-1].end if self.pieces else 0
+        for begin in range(0, count, size):
+            end = min(begin + size, count)
+            made_by = json.dumps([self.made_by, made_of(begin, end)])
+            digest = hashlib.sha256(made_by.encode()).hexdigest()[:8]
+            path = self.folder / f"{source}-{begin:06d}-{digest}.jsonl"
+            self.pieces.append(Piece(path, partial(rows, begin, end), before + end))
 
-    def _write_shard(self, path: Path, rows: Iterator[dict]) -> None:
-        self.left_out = 0
-        lines = [json.dumps({**row, "target": self.target}) for row in rows]
-        lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
-        with atomic_path(path) as part:
-            part.write_text("".join(line + "\n" for line in lines))
+    def write(self) -> None:
+        """Write the shards that are missing: those that this process, or its team, takes from the queue."""
+        total, quiet = self.pieces[-1].end if self.pieces else 0, self.quiet or not self.processes.first
+        with tqdm(total=total, unit="prompt", desc="text", disable=quiet) as bar:
+            for number in self.processes.queue("text", len(self.pieces)):
+                self.write_piece(number)
+                bar.update(self.pieces[number].end - bar.n)  # those before it are taken
+            bar.update(total - bar.n)
+
+    def write_piece(self, number: int) -> None:
+        """Write a shard unless it is there."""
+        piece, lead = self.pieces[number], self.processes.leads
+        self.journal, self.left_out = Journal(piece.path), 0
+        if not self.processes.told(piece.path.exists()):
+            # What the lead has read, or the processes of a team would decode different prompts together.
+            self.journal.known = self.processes.told(self.journal.read() if lead else {})
+            lines = [json.dumps({**row, "target": self.target}) for row in piece.rows()]
+            lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
+            if lead:
+                with atomic_path(piece.path) as part:
+                    part.write_text("".join(line + "\n" for line in lines))
+        if lead:
+            self.journal.remove()

@@ -5,23 +5,27 @@ import argparse
 from dataclasses import replace
 
 from checkpoint.folder import read_config
-from checkpoint.loading import identity, load_model
+from checkpoint.loading import identity, identity_of, load_model
 from common.errors import InputError
 from engine.runtime import Runtime
 from kernels.packed import pack_models
+from kernels.ranks import Ranks
 from model import Transformer
 
 
-def load_copy(o: argparse.Namespace, flag: str, folder: str, target: Transformer) -> tuple[Transformer, str]:
+def load_copy(
+    o: argparse.Namespace, flag: str, folder: str, target: Transformer, ranks: Ranks | None
+) -> tuple[Transformer, str]:
     """The quantised copy of the target that a flag names, ready to decode, and its identity.
 
-    Raises InputError if it is no copy of this target.
+    ranks: among whom both are dealt. Raises InputError if it is no copy of this target.
     """
-    copy, config = load_model(folder, o.device, Runtime(dtype=o.dtype).torch_dtype)
+    dtype = Runtime(dtype=o.dtype).torch_dtype
+    copy, config = load_model(folder, o.device, dtype, ranks)
     same = replace(copy.args, tie_embeddings=target.args.tie_embeddings) == target.args
     if not same or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
         raise InputError(f"{flag} {folder}: no copy of {o.checkpoint}: their shapes or stop ids differ")
-    name = identity(copy)
+    name = identity_of(folder, dtype) if ranks else identity(copy)
     if o.compile and copy.embed.weight.device.type == "cpu":
         pack_models(copy)
     return copy, name

@@ -106,20 +106,39 @@ class Features:
         self.reader, self._read = reader, reader or partial(read_target, target)
         self.device, self.dtype = target.embed.weight.device, dtype or target.embed.weight.dtype
         self.cached: dict[tuple[int, ...], TargetStates] = {}
+        self.held: dict[tuple[int, ...], TargetStates] = {}  # of the rows that `hold` was given
+
+    def hold(self, rows: list[tuple[dict, bool]]) -> None:
+        """Compute what is missing of these rows, and hold those that are marked until the next call.
+
+        All processes that share the target call this with the same rows, in one order, each with marks of its
+        own.
+        """
+        self.held = {}
+        for row, mine in rows:
+            key = tuple(row["ids"])
+            states = self._of(key)
+            if mine:
+                self.held[key] = states
 
     def read(self, rows: list[dict]) -> TargetStates:
         """States of rows, padded to one length [B, T, ...], on the target's device."""
         parts = []
         for row in rows:
             key = tuple(row["ids"])
-            states = self.known(key)
-            if states is None:
-                states = TargetStates(*(x[0] for x in self.compute([key])))
-                self.keep(key, states)
+            states = self.held[key] if key in self.held else self._of(key)
             parts.append([x.to(self.device, non_blocking=True) for x in states])
         features, normed, greedy = (pad_sequence(xs, batch_first=True) for xs in zip(*parts))
         given = self.target.embed.weight.dtype
         return TargetStates(features.to(given), normed.to(given), greedy.long())
+
+    def _of(self, key: tuple[int, ...]) -> TargetStates:
+        """The states of a row, known or computed now."""
+        states = self.known(key)
+        if states is None:
+            states = TargetStates(*(x[0] for x in self.compute([key])))
+            self.keep(key, states)
+        return states
 
     def compute(self, keys: list[tuple[int, ...]]) -> TargetStates:
         """Run the target on rows of these token ids; the states are in `dtype`."""
@@ -212,7 +231,7 @@ class StoredFeatures(Features):
         name = self.folder / f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}"
         with bar, open(f"{name}.bin", "xb") as data, open(f"{name}.index", "x") as index:
             for number, batch in enumerate(batches(missing, budget)):
-                if self.processes.mine(number):
+                if self.processes.ours(number):
                     self._append(data, index, [tuple(missing[i]["ids"]) for i in batch])
                 bar.update(len(batch))
 

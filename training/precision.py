@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -13,14 +14,18 @@ ROUNDS = 5
 CLEARLY = 1.1  # times as fast: what is about equal stays in the target's dtype, which takes half the memory
 
 
-def training_copy(target: Transformer) -> Transformer:
+def training_copy(
+    target: Transformer, agreed: Callable[[bool], bool] = lambda faster: faster
+) -> Transformer:
     """The target as a head learns from it: in float32 if this CPU multiplies that sooner, else the target.
 
     Processors whose bfloat16 products are slower than two products of floats are common: those without such
-    an instruction, and Intel's that have it but no tiles.
+    an instruction, and Intel's that have it but no tiles. agreed: what one of several processes has measured.
     """
     weight = target.embed.weight
-    if weight.device.type != "cpu" or weight.dtype == torch.float32 or not float32_is_faster(weight.dtype):
+    if weight.device.type != "cpu" or weight.dtype == torch.float32:
+        return target
+    if not agreed(float32_is_faster(weight.dtype)):
         return target
     return copy.deepcopy(target).float()
 

@@ -11,25 +11,33 @@ import shlex
 import shutil
 import time
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from checkpoint.exporting import ARCHITECTURES, write_head
-from checkpoint.loading import identity, load_model
+from checkpoint.folder import check_config
+from checkpoint.loading import identity, identity_of, load_model
 from checkpoint.names import CALIBRATION, CONFIG, WEIGHTS
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
 from common.files import read_json, write_text
+from engine.calibration import Calibration
+from engine.dealing import prepare
 from engine.runtime import Runtime, check_compiler, check_device
 from kernels.cpu import try_kernels
+from kernels.parallel import learnt_from
+from networks.head import Head
 from training import corpus, figures
 from training.batches import Draw
 from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
+from training.chains import eagle3_outputs
 from training.choices import BLOCK_KINDS, MULTI_TOKEN
+from training.collect import Collector
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
 from training.new_head import Shape, head_args, new_head, new_multi_token_heads
@@ -97,9 +105,15 @@ class Session:
     """A run with the options `o` of `train.py`, in one of several processes."""
 
     def __init__(self, o: argparse.Namespace, processes: Processes):
-        """Load the target. Raises InputError or ValueError if no head can be trained for it."""
+        """Load the target, or this process's part of it. Raises InputError or ValueError if no head can be
+        trained for it.
+        """
         self.o, self.processes, self.work, self.out = o, processes, Path(o.work), Path(o.out)
-        self.target, self.config = load_model(o.checkpoint, o.device, Runtime(dtype=o.dtype).torch_dtype)
+        runtime, ranks = Runtime(o.device, o.dtype), processes.ranks
+        if ranks:
+            prepare(Path(o.checkpoint), runtime, self.say, ranks)
+        loaded, self.config = load_model(o.checkpoint, o.device, runtime.torch_dtype, ranks)
+        self.target = learnt_from(loaded, check_config(self.config)) if ranks else loaded
         if "quantization" in self.config:
             raise InputError(
                 f"{o.checkpoint}: a head is trained on unquantised weights;"
@@ -121,9 +135,17 @@ class Session:
         self.work.mkdir(parents=True, exist_ok=True)
         if o.compile and torch.device(o.device).type == "cpu":
             o.compile = try_kernels(note)
-        self.decoding = decoding_copy(self.target) if o.compile else self.target
-        self.reader = Reader(*load_copy(o, "--reader", o.reader, self.target)) if o.reader else None
-        self.name, self.learning = identity(self.target), training_copy(self.target)
+        self.decoding = decoding_copy(loaded) if o.compile else loaded
+        self.packed = self.decoding is not loaded
+        if ranks and self.decoding.embed.weight.device.type == "cpu":
+            o.compile = o.compile and self.decoding.on_kernels  # torch.compile is not for ranks on CPUs
+        self.reader = Reader(*load_copy(o, "--reader", o.reader, loaded, ranks)) if o.reader else None
+        self.learning = training_copy(self.target, processes.first_says)
+        self.name, self.learning_name = identity(self.target), identity(self.learning)
+        if ranks:  # those of the whole target
+            casts = runtime.torch_dtype, self.learning.embed.weight.dtype
+            self.name = identity_of(o.checkpoint, casts[0])
+            self.learning_name = identity_of(o.checkpoint, *casts)
 
     def run(self, command: list[str]) -> None:
         """Collect, train, export. command: the arguments of the command line, for the model card.
@@ -136,8 +158,15 @@ class Session:
         trainer = self.prepare(text)
         complete, began = trainer.step == 0, time.time()
         log = trainer.run()
+        seconds, head = time.time() - began if complete else None, trainer.trained()
+        if not all(bool(p.isfinite().all()) for p in head.parameters()):
+            raise InputError(
+                "the last update left weights that are not finite: use a smaller --lr or --clip, not with"
+                f" --work {self.work}"
+            )
+        calibration = self.calibrate(trainer, head)
         if self.processes.first:
-            self.export(text, trainer, log, time.time() - began if complete else None, command)
+            self.export(text, trainer, head, calibration, log, seconds, command)
 
     def say(self, line: str) -> None:
         """Print a line, in the first process."""
@@ -149,8 +178,13 @@ class Session:
     def collect(self) -> Text:
         """The text, a part of it held out, and the draft vocabulary that it asks for."""
         o, vocab_size = self.o, self.target.args.vocab_size
+        write = Collector.write
+        if o.queue == "ray":
+            from training.ray_queue import write_on_ray
+
+            write = partial(write_on_ray, o)
         rows = collect_text(
-            o, self.decoding, self.name, self.config["stop_ids"], self.processes
+            o, self.decoding, self.name, self.config["stop_ids"], self.processes, write
         )
         held_out, rows = corpus.hold_out(rows)
         if not rows:
@@ -193,7 +227,7 @@ class Session:
             objective, features, text.rows, text.held_out,
             Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)}), self.work,
             processes=self.processes, micro_tokens=o.micro_tokens, validator=self._validator(text.held_out),
-            log_every=o.log_every, save_seconds=o.save_seconds,
+            log_every=o.log_every, save_seconds=o.save_seconds, name=self.learning_name,
         )
         if trainer.resume():
             self.say(f"resumed at step {trainer.step} of {trainer.total}")
@@ -224,7 +258,9 @@ class Session:
             draw = Draw(o.anchors, o.keep if o.kind == "p-eagle" else 1.0)
             made = BlockObjective(self.learning, head, compiled, losses, draw)
         else:
-            made = Eagle3Objective(self.learning, head, o.steps, compiled, losses)
+            outputs = partial(eagle3_outputs, again=o.checkpoint_gradients)
+            compiled = compiled and not o.checkpoint_gradients
+            made = Eagle3Objective(self.learning, head, o.steps, compiled, losses, outputs)
         if self.start:
             made.start, made.taken = identity(self.start.head), taken
         return made
@@ -242,24 +278,29 @@ class Session:
             return None
         return Validator(
             self.decoding, prompts, self.config["stop_ids"], o.tree, o.validate_tokens,
-            packed=self.decoding is not self.target,
+            packed=self.packed,
         )
 
     # -- export ----------------------------------------------------------------------------------------------
 
-    def export(
-        self, text: Text, trainer: Trainer, log: list[dict], seconds: float | None, command: list[str]
-    ) -> None:
-        """Write the head, its model card and its curves to OUT. seconds: None if the run was interrupted.
+    def calibrate(self, trainer: Trainer, head: Head) -> Calibration | None:
+        """What the trees of a head are accepted for, measured by the first team; None if it cannot be."""
+        if self.processes.team or not trainer.validator or self.o.kind in MULTI_TOKEN:
+            return None
+        try:
+            return trainer.validator.calibration(head, self.say)
+        except InputError as e:
+            self.say(f"{self.out}: gets no {CALIBRATION} ({e})")
+            return None
 
-        Raises InputError if the head cannot be used.
+    def export(
+        self, text: Text, trainer: Trainer, head: Head, calibration: Calibration | None, log: list[dict],
+        seconds: float | None, command: list[str],
+    ) -> None:
+        """Write the head, its calibration, its model card and its curves to OUT. seconds: None if the run was
+        interrupted.
         """
-        o, out, head = self.o, self.out, trainer.trained()
-        if not all(bool(p.isfinite().all()) for p in head.parameters()):
-            raise InputError(
-                "the last update left weights that are not finite: use a smaller --lr or --clip, not with"
-                f" --work {self.work}"
-            )
+        o, out = self.o, self.out
         accuracy = next((e["held_out"][0] for e in reversed(log) if e.get("held_out")), None)
         if accuracy is not None and accuracy < 0.01:
             note(f"warning: the head guesses {accuracy:.1%} of the target's choices in held-out text:"
@@ -278,11 +319,8 @@ class Session:
             )
             if (self.work / CURVES).exists():
                 shutil.copyfile(self.work / CURVES, folder / CURVES)
-            if trainer.validator and o.kind not in MULTI_TOKEN:
-                try:
-                    trainer.validator.calibration(head, self.say).write(folder)
-                except InputError as e:
-                    self.say(f"{out}: gets no {CALIBRATION} ({e})")
+            if calibration:
+                calibration.write(folder)
             if both:
                 speculators = folder / SPECULATORS
                 write_head(head, speculators, "speculators", self.config)

@@ -21,26 +21,45 @@ from training.copies import load_copy
 from training.processes import Processes
 
 
+def plan_text(
+    o: argparse.Namespace, target: Transformer, name: str, stop_ids: list[int], processes: Processes,
+    say: Callable[[str], None],
+) -> Collector | None:
+    """What writes the text that is asked for with `target`, whose identity is `name`.
+
+    None if nothing is to be written. All files are read. Raises InputError on one that cannot be used.
+    """
+    prompts = draw_prompts(o.prompts, o.seed, o.limit, say) if o.prompts else []
+    openings = read_openings(o.openings) if o.openings else ()
+    conversations = read_conversations(o.conversations, say) if o.conversations else []
+    if not (prompts or conversations or o.synthesize):
+        return None
+    collector = _collector(o, target, name, stop_ids, processes, bool(prompts or o.synthesize), say)
+    collector.from_prompts(prompts)
+    collector.synthesize(o.synthesize, o.turns, openings)
+    collector.from_conversations(conversations)
+    return collector
+
+
 def collect_text(
-    o: argparse.Namespace, target: Transformer, name: str, stop_ids: list[int], processes: Processes
+    o: argparse.Namespace, target: Transformer, name: str, stop_ids: list[int], processes: Processes,
+    write: Callable[[Collector], None] = Collector.write,
 ) -> list[dict]:
-    """All rows of the training text. Missing shards are written by `target`, whose identity is `name`.
+    """All rows of the training text. `write` has the missing shards written, see `plan_text`.
 
     Raises InputError on a file that cannot be used, and if there are no usable answers.
     """
     say = note if processes.first else lambda line: None
     # All files are read before anything is decoded: a mistake shows at once.
-    shards = [path for folder in o.shards for path in corpus.shards_in(Path(folder))]
-    prompts = draw_prompts(o.prompts, o.seed, o.limit, say) if o.prompts else []
-    openings = read_openings(o.openings) if o.openings else ()
-    conversations = read_conversations(o.conversations, say) if o.conversations else []
-    refusal = ""
-    if prompts or conversations or o.synthesize:
-        collector = _collector(o, target, name, stop_ids, processes, bool(prompts or o.synthesize), say)
-        collector.from_prompts(prompts)
-        collector.synthesize(o.synthesize, o.turns, openings)
-        collector.from_conversations(conversations)
+    shards, refusal = [path for folder in o.shards for path in corpus.shards_in(Path(folder))], ""
+    if collector := plan_text(o, target, name, stop_ids, processes, say):
+        write(collector)
         processes.wait()
+        if missing := [path for path in collector.shards if not path.exists()]:
+            raise InputError(
+                f"{missing[0]}: was written by another process and is not here; --work must be a folder that"
+                " all machines share"
+            )
         shards += collector.shards
         refusal = f" ({collector.refusal})" if collector.refusal else ""
     most = min(o.max_len, target.args.max_seq_len)
@@ -82,7 +101,7 @@ def _collector(
     """What writes the shards. decodes: whether the target has anything to say."""
     writer = None
     if o.writer:
-        target, writer = load_copy(o, "--writer", o.writer, target)
+        target, writer = load_copy(o, "--writer", o.writer, target, processes.ranks)
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
     if decodes and room > longest:
         raise InputError(

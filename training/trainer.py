@@ -32,18 +32,21 @@ class Trainer:
     """Trains `objective.head` on rows.
 
     micro_tokens: most padded tokens that are computed at once. Neither it nor the number of processes changes
-    the batches or their gradients, which are sums over all of an optimizer step.
+    the batches or their gradients, which are sums over all of an optimizer step. name: identity of the
+    target, if this process has a part of it only.
     """
 
     def __init__(
         self, objective: Objective, features: Features, rows: list[dict], held_out: list[dict], plan: Plan,
         work: Path, *, processes: Processes | None = None, micro_tokens: int | None = None,
         validator: Validator | None = None, log_every: int = 10, save_seconds: float = 300,
+        name: str | None = None,
     ):
         self.objective, self.head, self.features = objective, objective.head, features
         self.rows, self.held_out, self.plan, self.work = rows, held_out, plan, work
         self.processes = processes or Processes()
         self.micro_tokens = micro_tokens or plan.batch_tokens
+        self.name = name or identity(objective.target)
         self.validator, self.log_every, self.save_seconds = validator, log_every, save_seconds
         self.parameters = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         self.optimizers = make_optimizers(plan.optimizer, self.parameters, plan.lr, plan.weight_decay)
@@ -87,6 +90,9 @@ class Trainer:
         objective = self.objective
         complete = objective.batch([self.rows[p] for p in places], steps, self._seeds(places))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
+        if self.processes.team_size > 1:  # a pass of the target is a pass of all who share it
+            numbered = [(i, self.rows[p]) for i, p in enumerate(places) if self.processes.ours(i)]
+            self.features.hold([(row, self.processes.mine(i)) for i, row in numbered])
         for micro in self.micro_batches(places):
             rows = [self.rows[p] for p in micro]
             seeds = self._seeds(micro)
@@ -211,15 +217,16 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self, log: TrainingLog | None) -> None:
-        """Validate the epochs so far in the first process, while the others wait for it."""
-        if log:
-            if not any(entry.get("epoch") == self.epoch for entry in log.entries):
-                head, accuracy = self.trained(), self._held_out_accuracy()
-                entry = {"step": self.step, "epoch": self.epoch, "held_out": accuracy}
-                if self.validator and (tau := self.validator.tau(head)):
-                    entry |= {"tau": tau, "tree": self.validator.tree_name}
+        """Validate the epochs so far in the first team, while the others wait for it."""
+        due = log is not None and not any(entry.get("epoch") == self.epoch for entry in log.entries)
+        if self.processes.first_says(due) and self.processes.team == 0:
+            head, accuracy = self.trained(), self._held_out_accuracy()
+            entry = {"step": self.step, "epoch": self.epoch, "held_out": accuracy}
+            if self.validator and (tau := self.validator.tau(head)):
+                entry |= {"tau": tau, "tree": self.validator.tree_name}
+            if log:
                 log.validation(entry)
-            # Also if that was done: the run may have been killed before it came to this.
+        if log:  # also if that was done: the run may have been killed before it came to this
             draw_curves(log.entries, self.work / "curves.png")
         self.processes.wait()
 
@@ -264,7 +271,7 @@ class Trainer:
         return {
             **vars(self.plan), "minutes": self.plan.minutes or None,
             **self.objective.settings(), "shapes": str(shapes),
-            "data": hashlib.sha256(data).hexdigest(), "target": identity(self.objective.target),
+            "data": hashlib.sha256(data).hexdigest(), "target": self.name,
             "reader": reader.name if reader else None,
         }
 

@@ -47,7 +47,7 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
     class FakeSeats:
         batch, target, state = 2, None, torch.nn.Module()
 
-        def generate(self, prompts, sampling):
+        def generate(self, prompts, sampling, ended):
             texts = [b" What is two? [/INST] Two." if len(p) < 700 else b" It is two." for p in prompts]
             return [Output(list(text), "length", [], [], 0.0, 0.0) for text in texts]
 
@@ -62,6 +62,7 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
 
     c._converse = watched
     c.synthesize(2)
+    c.write()
     assert turns == ["What is two?"] * 2
 
 
@@ -69,6 +70,7 @@ def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     c = collector(golden, tmp_path)
     with_system = [{"role": "system", "content": "s"}, *users("q")]
     c.from_prompts([users("one", "two", "three"), users("four"), users("x" * 95, "dropped"), with_system])
+    c.write()
     rows = read_rows(c)
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3]
     assert {r["target"] for r in rows} == {"golden"}
@@ -94,6 +96,7 @@ def test_user_turns_of_its_own(golden, tmp_path):
     assert user_header(Tokenizer.load(golden), messages) == list(b"u:a\na:b\nu:")
     c = collector(golden, tmp_path, max_new_tokens=8)
     c.synthesize(24, turns=2, openings=("Write", "Sum"))
+    c.write()
     rows = read_rows(c)
     assert rows and any(len(r["answers"]) == 2 for r in rows)
     begins = {bytes(r["ids"]).split(b":")[1][:3] for r in rows}
@@ -121,20 +124,76 @@ def test_openings_that_cannot_be_used(tmp_path):
     assert read_openings(str(file)) == ("Write", "Sum")
 
 
-def test_shards_resume_and_are_shared_between_processes(golden, tmp_path, monkeypatch):
+class Counter:
+    """A store of torch.distributed, for processes that are not there."""
+
+    def __init__(self):
+        self.taken = 0
+
+    def add(self, name: str, number: int) -> int:
+        self.taken += number
+        return self.taken
+
+
+def written_by(c: Collector, prompts: list) -> Collector:
+    c.from_prompts(prompts)
+    c.write()
+    return c
+
+
+def test_shards_are_shared_between_processes(golden, tmp_path, monkeypatch):
+    """Whoever is free takes the next one, and what it holds does not depend on who that is."""
     monkeypatch.setattr(collect, "SHARD", 4)
-    prompts = [users(f"question {i}") for i in range(10)]
-    alone = collector(golden, tmp_path / "alone")
-    alone.from_prompts(prompts)
-    for rank in (1, 0):  # one after the other here
-        part = collector(golden, tmp_path / "shared", processes=Processes(rank, 2))
+    prompts, store = [users(f"question {i}") for i in range(10)], Counter()
+    alone = written_by(collector(golden, tmp_path / "alone"), prompts)
+    both = [Processes(rank, 2, store=store) for rank in (0, 1)]
+    parts = [collector(golden, tmp_path / "shared", processes=processes) for processes in both]
+    for part in parts:
         part.from_prompts(prompts)
-        written = [p for p in part.shards if p.exists()]
-        assert len(written) == (1 if rank else 3)
-    assert read_rows(part) == read_rows(alone)
-    before = {p: p.stat().st_mtime_ns for p in part.shards}
-    part.shards[1].unlink()
-    again = collector(golden, tmp_path / "shared")
-    again.from_prompts(prompts)
-    assert read_rows(again) == read_rows(alone)
+    queues = [part.processes.queue("text", 3) for part in parts]
+    taken = [next(queues[1]), next(queues[0]), next(queues[1])]
+    assert taken == [0, 1, 2] and [list(queue) for queue in queues] == [[], []]
+    for rank, number in zip((1, 0, 1), taken):
+        parts[rank].write_piece(number)
+    assert read_rows(parts[0]) == read_rows(alone) and parts[0].left_out == 0
+    before = {p: p.stat().st_mtime_ns for p in alone.shards}
+    alone.shards[1].unlink()
+    again = written_by(collector(golden, tmp_path / "alone"), prompts)
+    assert read_rows(again) == read_rows(parts[1])
     assert [p.stat().st_mtime_ns == before[p] for p in again.shards] == [True, False, True]
+
+
+def test_a_killed_writer_leaves_its_answers(golden, tmp_path, monkeypatch):
+    """Those that had ended are not written again, whoever goes on, and half a line of them is no answer."""
+    prompts = [users("one", "two"), *(users(f"question {i}") for i in range(5))]
+    alone = written_by(collector(golden, tmp_path / "alone"), prompts)
+    killed, asked = collector(golden, tmp_path / "killed"), []
+    generate = killed.seats.generate
+
+    def kill(prompts, sampling, ended):
+        def then(number, output):
+            ended(number, output)
+            asked.append(prompts[number])
+            if len(asked) == 3:
+                raise KeyboardInterrupt
+        return generate(prompts, sampling, then)
+
+    monkeypatch.setattr(killed.seats, "generate", kill)
+    with pytest.raises(KeyboardInterrupt):
+        written_by(killed, prompts)
+    (left,) = tmp_path.glob("killed/*.answers")
+    assert len(left.read_text().splitlines()) == 3 and not killed.shards[0].exists()
+    with open(left, "a") as file:
+        file.write('["half a li')
+    again = collector(golden, tmp_path / "killed")
+    generate_again, more = again.seats.generate, []
+
+    def watch(prompts, sampling, ended):
+        more.extend(prompts)
+        return generate_again(prompts, sampling, ended)
+
+    monkeypatch.setattr(again.seats, "generate", watch)
+    written_by(again, prompts)
+    assert read_rows(again) == read_rows(alone) and len(asked) + len(more) == 7
+    assert not any(prompt in asked for prompt in more)
+    assert [p.name for p in (tmp_path / "killed").iterdir()] == [p.name for p in alone.shards]

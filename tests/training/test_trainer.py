@@ -1,6 +1,7 @@
 """The training loop: batches, gradients, the average, the schedule, the saved state."""
 import resource
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers.training import ROWS
 import training.state
 from common.errors import InputError
 from training.batches import batches
+from training.chains import eagle3_outputs
 from training.features import Features
 from training.log import chain_tau
 from training.objective import Eagle3Objective
@@ -44,6 +46,27 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path):
     for name, p in undivided.parameters.items():
         torch.testing.assert_close(split.parameters[name].grad, p.grad, rtol=1e-4, atol=1e-6)
         assert p.grad.abs().max() > 0, name
+
+
+def test_steps_that_are_computed_again_have_the_same_gradients(models, tmp_path):
+    """And keep less: saved is what the backward pass will read."""
+    def run(again: bool) -> tuple[Trainer, int]:
+        t = trainer(models, tmp_path)
+        t.objective.outputs = partial(eagle3_outputs, again=again)
+        kept = {}
+
+        def keep(x):
+            kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.numel() * x.element_size())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            t.gradients([0, 1, 2, 3], 7)
+        return t, sum(kept.values())
+
+    (whole, much), (again, little) = run(False), run(True)
+    for name, p in whole.parameters.items():
+        torch.testing.assert_close(again.parameters[name].grad, p.grad, rtol=1e-5, atol=1e-7)
+    assert little < 0.5 * much, (little, much)
 
 
 def test_the_average_is_what_is_used(models, tmp_path):

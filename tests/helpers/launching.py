@@ -1,0 +1,56 @@
+"""Commands on several processes, as torchrun starts them on one machine or, in the same way, on several."""
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from helpers import ROOT
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+class Launch:
+    """`command` on so many machines with so many processes each: a torchrun for every machine, all here."""
+
+    def __init__(self, command: list[str], machines: int, each: int):
+        port, where = str(free_port()), ["--master-addr", "127.0.0.1", "--master-port"]
+        self.runs = [
+            subprocess.Popen(
+                [*TORCHRUN, "--nnodes", str(machines), "--nproc-per-node", str(each),
+                 "--node-rank", str(rank), *where, port, *command],
+                cwd=ROOT, env=ONE_THREAD, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(machines)
+        ]
+
+    def workers(self) -> list[int]:
+        """The processes that were started, by their ids."""
+        lists = [Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text() for run in self.runs]
+        return [int(child) for children in lists for child in children.split()]
+
+    def kill_one(self, when: Callable[[], bool]) -> None:
+        """kill -9 one process as soon as this is so."""
+        limit = time.time() + 120
+        while not when():
+            assert all(run.poll() is None for run in self.runs) and time.time() < limit, self.end()
+            time.sleep(0.01)
+        os.kill(self.workers()[-1], signal.SIGKILL)
+
+    def end(self) -> tuple[list[int], str]:
+        """Wait for all -> (exit statuses, what was said)."""
+        said = [run.communicate(timeout=180)[1] for run in self.runs]
+        return [run.returncode for run in self.runs], "\n".join(said)
