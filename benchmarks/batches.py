@@ -168,7 +168,7 @@ def begun(o, settings: dict) -> list[dict]:
 def action(o) -> None:
     """Fill in the cells, as many as there is time for; write them, and the table."""
     began = time.monotonic()
-    target = load_target(o.checkpoint, Runtime(isa=o.isa, device=o.device), note)
+    target = load_target(o.checkpoint, Runtime(isa=o.isa, device=o.device, compile=o.compile), note)
     if target.tokenizer is None:
         raise InputError(f"{o.checkpoint}: has no tokenizer, which the questions need")
     questions, places = questions_of(o, target), max(o.batch)
@@ -296,6 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--weights", metavar="DIR", help="the unquantised target, for transformers (default: --checkpoint)")
     add("--device", help="default: cuda if there is one, else cpu")
     add("--isa", help="of the kernels (default: the best)")
+    add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--minutes", type=float, help="begin nothing more after so many (default: no end)")
     add("--fresh", action="store_true", help="do not go on with the figures of an earlier run")
     for flag, least in (("--max-new-tokens", 2), ("--max-seq-len", 4), ("--peer-rounds", 0),
