@@ -10,8 +10,9 @@ until its last answer ends, then the next batch.
 
 tokens/s are those of all answers over the seconds from the first prompt to the last token, prompts included.
 In a round everybody answers the same questions at every batch; the next round has others. A figure is the
-median of the rounds, a ratio the median of the rounds' ratios. transformers takes part in the first
---peer-rounds rounds. Text with drafts is compared with plain text, id for id.
+median of the rounds, a ratio the median of the rounds' ratios. "steps ÷ plain", on a CPU only, leaves the
+prompts out: it compares the tokens after the first, by the seconds that no prompt took. transformers takes
+part in the first --peer-rounds rounds. Text with drafts is compared with plain text, id for id.
 
 Raw figures go to benchmarks/results/NAME.json after every answered batch, the table to NAME.md. The same
 command goes on where it was stopped, or where --minutes were over, on the same day; --fresh begins anew.
@@ -51,11 +52,16 @@ PLAIN, DRAFTED, PEER = "plain", "drafted", "transformers"
 
 
 class Answers(NamedTuple):
-    """What a contender answered. trees: steps of a text by tree, of all texts; none of a peer."""
+    """What a contender answered, in so many seconds.
+
+    prompts: how many of them prompts took; None: not known. trees: steps of a text by tree, of all texts;
+    none of a peer.
+    """
 
     ids: list[list[int]]
     seconds: float
-    trees: dict[str, int]
+    prompts: float | None = None
+    trees: dict[str, int] = {}
 
 
 Contender = Callable[[list[list[int]], list[Sampling], int], Answers]  # prompts, requests, batch
@@ -67,6 +73,7 @@ def contender_of(seats: Seats) -> Contender:
 
     def decode(prompts: list[list[int]], sampling: list[Sampling], batch: int) -> Answers:
         texts: list[Text] = []
+        before = seats.prompt_seconds
         settle(seats.device)
         began = time.perf_counter()
         while seats.busy or len(texts) < len(prompts):
@@ -75,8 +82,10 @@ def contender_of(seats: Seats) -> Contender:
             seats.advance()
         settle(seats.device)
         seconds = time.perf_counter() - began
-        trees = sum((text.steps for text in texts), Counter())
-        return Answers([text.ids for text in texts], seconds, {_name(s): n for s, n in trees.items()})
+        steps = sum((text.steps for text in texts), Counter())
+        trees = {_name(shape): n for shape, n in steps.items()}
+        reading = seats.prompt_seconds - before if seats.device.type == "cpu" else None
+        return Answers([text.ids for text in texts], seconds, reading, trees)
 
     decode([[i + 1] for i in range(seats.batch)], [Sampling(4)] * seats.batch, seats.batch)  # touches caches
     return decode
@@ -110,7 +119,7 @@ def peer_of(o, stop_ids: list[int]) -> Contender | None:
         for first in range(0, len(prompts), batch):
             some = slice(first, first + batch)
             ids += peer.decode_together(prompts[some], limits[some])
-        return Answers(ids, time.perf_counter() - began, {})
+        return Answers(ids, time.perf_counter() - began)
 
     decode([[1, 2], [3]], [Sampling(4)] * 2, 2)
     return decode
@@ -208,12 +217,13 @@ def missing(o, names: list[str], cells: list[dict]) -> Iterator[tuple[int, int, 
 
 def cell_of(turn: int, batch: int, name: str, answers: Answers) -> dict:
     """What is kept of a contender's answers. steps: those of all texts."""
-    tokens = sum(map(len, answers.ids))
+    tokens, reading = sum(map(len, answers.ids)), answers.prompts
+    later = None if reading is None else (tokens - len(answers.ids)) / (answers.seconds - reading)
     digests = [hashlib.sha256(repr(ids).encode()).hexdigest()[:16] for ids in answers.ids]
     return {
         "round": turn, "batch": batch, "who": name, "seconds": answers.seconds, "tokens": tokens,
-        "rate": tokens / answers.seconds, "texts": digests, "trees": answers.trees,
-        "steps": sum(answers.trees.values()),
+        "rate": tokens / answers.seconds, "prompt_seconds": reading, "step_rate": later, "texts": digests,
+        "trees": answers.trees, "steps": sum(answers.trees.values()),
     }
 
 
@@ -237,6 +247,8 @@ def summarise(cells: list[dict]) -> dict[int, dict]:
                       for who in (PLAIN, DRAFTED, PEER)},
             "ratios": {other: middle(lambda turn, other=other: turn[DRAFTED]["rate"] / turn[other]["rate"],
                                      DRAFTED, other) for other in (PLAIN, PEER)},
+            "steps": middle(lambda turn: turn[DRAFTED]["step_rate"] / turn[PLAIN]["step_rate"])
+                     if all(cell["step_rate"] for cell in drafted) else None,
             # The first token of a text comes with its prompt, not with a step.
             "tau": sum(cell["tokens"] - len(cell["texts"]) for cell in drafted)
                    / max(sum(cell["steps"] for cell in drafted), 1),
@@ -253,8 +265,8 @@ def table(settings: dict, cells: list[dict]) -> str:
         return "" if value is None else f"{value:,.{digits}f}"
 
     who = settings["speculate"]
-    heads = ["batch", "plain", who, PEER, f"{who} ÷ plain", f"{who} ÷ {PEER}", "tokens a step",
-             "share of steps", "texts equal plain", "rounds"]
+    heads = ["batch", "plain", who, PEER, f"{who} ÷ plain", "steps ÷ plain", f"{who} ÷ {PEER}",
+             "tokens a step", "share of steps", "texts equal plain", "rounds"]
     lines = [
         f"{settings['checkpoint']}, tokens/s; {settings['device']}, {settings['isa']}, {settings['threads']}"
         f" threads, torch {settings['torch']}, {settings['date']}; at most {settings['max_new_tokens']} new"
@@ -266,7 +278,8 @@ def table(settings: dict, cells: list[dict]) -> str:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in found["trees"].items() if share >= 0.005)
         row = [
             str(batch), *(number(rates[name], 1) for name in (PLAIN, DRAFTED, PEER)),
-            *(number(ratios[name], 2) for name in (PLAIN, PEER)), f"{found['tau']:.2f}", shares,
+            *(number(ratio, 2) for ratio in (ratios[PLAIN], found["steps"], ratios[PEER])),
+            f"{found['tau']:.2f}", shares,
             f"{found['equal']}/{found['of']}", str(found["rounds"]),
         ]
         lines.append(f"| {' | '.join(row)} |")

@@ -129,6 +129,7 @@ class Seats(Body):
         self._pending: deque[_Pending] = deque()
         self._states: dict[tuple[int, int], State] = {}
         self._modes: list[Modes | None] = [None, None]  # of FAST, PLAIN; None: they have changed
+        self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
 
     @staticmethod
     def counts(places: int, device: torch.device) -> tuple[int, ...]:
@@ -320,7 +321,10 @@ class Seats(Body):
         events: list[Event] = []
         if reading := self._members(READING):
             text = min(reading, key=lambda text: self._used[text.place])
-            if self._read_chunk(text):
+            began = time.perf_counter()
+            last = self._read_chunk(text)
+            self.prompt_seconds += time.perf_counter() - began
+            if last:
                 events += self._read(0)
         keep = 0
         for group in (FAST, PLAIN):

@@ -15,8 +15,8 @@ SMALL = (
 
 
 def cell(turn: int, batch: int, who: str, rate: float, texts: str = "ab", **more) -> dict:
-    return {"round": turn, "batch": batch, "who": who, "rate": rate, "texts": [*texts], "tokens": 20,
-            "trees": {}, "steps": 0, **more}
+    return {"round": turn, "batch": batch, "who": who, "rate": rate, "step_rate": 3 * rate,
+            "texts": [*texts], "tokens": 20, "trees": {}, "steps": 0, **more}
 
 
 def test_ratios_are_those_of_rounds():
@@ -28,7 +28,7 @@ def test_ratios_are_those_of_rounds():
     ]
     found = batches.summarise(cells)[4]
     assert found["rates"] == {"plain": 20, "drafted": 30, "transformers": 5}
-    assert found["ratios"] == {"plain": 1.5, "transformers": 4}
+    assert found["ratios"] == {"plain": 1.5, "transformers": 4} and found["steps"] == 1.5
     assert found["tau"] == 2  # 18 of 20 tokens came by steps
     assert (found["equal"], found["of"]) == (5, 6) and found["trees"] == {"4/1/2": 2 / 3, "plain": 1 / 3}
 
@@ -55,6 +55,7 @@ def test_a_run_goes_on_where_it_was_stopped(golden, questions, results, capsys):
     assert [(c["batch"], c["who"]) for c in first] == [
         (1, "plain"), (1, "drafted"), (3, "drafted"), (3, "plain")
     ]
+    assert all(0 < c["prompt_seconds"] < c["seconds"] and c["step_rate"] > 0 for c in first)
     assert all(c["tokens"] > 0 and c["steps"] == sum(c["trees"].values()) > 0 for c in first)
     assert {name for c in first for name in c["trees"]} == {"plain", "4/1/2"}
     assert "going on" not in capsys.readouterr().err
