@@ -289,7 +289,7 @@ def measured_once(
 
 
 def conditions(
-    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...], batches: bool
+    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...], batches: bool = False
 ) -> dict:
     """What costs depend on."""
     weight = target.embed.weight
