@@ -14,6 +14,7 @@
 #   offload   a step with more and more layers in the host's memory, and the rate of copies from there
 #   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
 #   smollm2   peers on CHECKPOINT, with the questions of QUESTIONS if that is set
+#   batches   1 to 56 texts of CHECKPOINT at a time, plainly, with EAGLE-3 and by transformers; QUESTIONS
 #   train     heads of KINDS (eagle3 p-eagle dflash dspark) for CHECKPOINT on the shards in TRAIN_DATA, all
 #             in MINUTES (7); another call on the same machine goes on, and only a run that ends writes its head
 #
@@ -24,7 +25,7 @@
 
 set -u
 cd "$(dirname "$0")/.." || exit 1
-STAGES="probe correct step context batch quant offload peers smollm2 train"
+STAGES="probe correct step context batch quant offload peers smollm2 batches train"
 SHAPE=${SHAPE:-llama-3.1-8b}
 CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
 OPTIONS=${OPTIONS:-}
@@ -134,6 +135,13 @@ smollm2() {
     set -- --checkpoint "$CHECKPOINT" --int8 "$CHECKPOINT-int8" --transformers --torch-compile
     [ -z "${QUESTIONS:-}" ] || set -- "$@" --questions "$QUESTIONS" --limit 12
     measure 400 smollm2 peers "$@" $OPTIONS
+}
+
+batches() {
+    have_checkpoint batches || return
+    [ -n "${QUESTIONS:-}" ] || { left_out "batches (no QUESTIONS)"; return; }
+    measure 480 batches batches --checkpoint "$CHECKPOINT" --questions $QUESTIONS --minutes 6 --each 3 \
+        --max-new-tokens 128
 }
 
 train() {

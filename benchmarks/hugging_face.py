@@ -86,3 +86,27 @@ class HuggingFace:
         began, first = marks[0]
         seconds, decoded = time.perf_counter() - began, out.shape[1] - first
         return Decoded(out[0, len(ids) :].tolist(), decoded / seconds if decoded else 0.0, [])
+
+    @torch.no_grad()
+    def decode_together(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """The answers to prompts that are padded to one length, each of at most so many tokens."""
+        from transformers import StoppingCriteriaList
+
+        longest, pad = max(map(len, prompts)), self.stop_ids[0] if self.stop_ids else 0
+        rows = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts], device=self.model.device)
+        seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
+        most = torch.tensor(limits, device=self.model.device)
+
+        def full(input_ids, scores, **_) -> torch.Tensor:
+            return input_ids.shape[1] - longest >= most
+
+        out = self.model.generate(
+            rows, attention_mask=seen.to(self.model.device), max_new_tokens=max(limits), do_sample=False,
+            eos_token_id=self.stop_ids or None, pad_token_id=pad,
+            stopping_criteria=StoppingCriteriaList([full]), **self.options,
+        )
+        return [self._to_its_end(ids[:limit]) for ids, limit in zip(out[:, longest:].tolist(), limits)]
+
+    def _to_its_end(self, ids: list[int]) -> list[int]:
+        """An answer without the padding after its stop id."""
+        return next((ids[: i + 1] for i, token in enumerate(ids) if token in self.stop_ids), ids)

@@ -336,8 +336,10 @@ class Target:
             with contextlib.suppress(OSError):  # measured again next time
                 calibration.write(grower.folder)
         compile = self._compiles and not on_gpu  # see `engine.costs.Passes`
-        costs = measured_once(self.model, grower, compile, longest, grower.folder, self.say)
-        widest = grower.head.args.draft_vocab_size
+        batches, widest = tuple(batches), grower.head.args.draft_vocab_size
+        costs = measured_once(
+            self.model, grower, compile, longest, grower.folder, self.say, max(batches) > 1
+        )
         return {batch: make_plan(calibration, costs, batch, longest, widest) for batch in batches}
 
 

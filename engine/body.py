@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import Drafter
@@ -30,7 +31,7 @@ from tokens.grammar import Guide
 
 SPAN = 64  # attention reads the live prefix rounded up to this many slots
 GPU_CHUNKS = 64, 512  # prompt rows of a pass
-UNREAD = 64  # tokens of plain decoding that an EAGLE head reads later, in one pass
+UNREAD = 512  # tokens of plain decoding that a head reads later, at most
 
 
 class Kind(NamedTuple):
@@ -104,7 +105,7 @@ class Body:
     something slow (compilation) starts and ends. chunks: prompt rows per prefill pass. plans: the trees of
     all of them can be drafted, with `drafter`, which is a `HeadDrafter`. guide: makes a
     `tokens.grammar.Guide` of a JSON schema, for requests that have one. follows: plain steps leave what
-    `launch_read_behind` reads. Raises ValueError, with the numbers, if the caches do not fit in memory.
+    `read_behind` reads. Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
 
     def __init__(
@@ -138,17 +139,18 @@ class Body:
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         room = max(self.extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
-        room = max(room, UNREAD) if follows else room
+        width = len(self.drafter.aux_layers) * target.args.hidden_size
+        self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
+        self.unread_bytes = batch * self.unread * width * weight.element_size()
         self.cache_bytes = self._check_memory(room)
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SPAN if self.compiled else 0)
         self.caches = target.caches(batch, allocated)
         self.drafter.allocate(batch, allocated, room, dtype, self.device)
-        width = len(self.drafter.aux_layers) * target.args.hidden_size
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
-            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=UNREAD if follows else 0,
+            batch, tokens, self.window, width, stop_ids, dtype, self.device, room=self.unread,
             vocabulary=target.args.vocab_size, nodes=max(shape.nodes for shape in shapes),
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
@@ -206,6 +208,7 @@ class Body:
         """
         dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
         need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype)
+        need += self.unread_bytes
         free = free_memory(self.device)
         if free is not None and need > free:
             raise ValueError(
@@ -267,22 +270,36 @@ class Body:
         Returns how many there may be after the step.
         """
         committed = kind.drafter.shape.window
-        if behind > self.window if kind.drafter.reads else behind + committed > UNREAD:
-            self.launch_read_behind(rows, span)
+        if behind > self.window if kind.drafter.reads else behind + committed > self.unread:
+            self.read_behind(rows, span, behind)
             behind = 1
         return self.window if kind.drafter.reads else behind + committed
 
-    def launch_read_behind(self, rows: Rows, span: Tensor) -> None:
-        """Let the drafter read what plain steps have committed, in one pass."""
-        key = "behind", span.shape[0], rows.first, rows.count
-        self.run(key, partial(self._read_behind, rows, span))
+    def read_behind(self, rows: Rows, span: Tensor, behind: int) -> None:
+        """Let the drafter read what plain steps have committed, at most `behind` tokens, but for the last."""
+        for first, size in self.chunks_of(behind):
+            key = "behind", first, size, span.shape[0], rows.first, rows.count
+            self.run(key, partial(self._read_behind, rows, span, first, size))
+        self.run(("read", rows.first, rows.count), rows.state.keep_last_unread)
 
-    def _read_behind(self, rows: Rows, span: Tensor) -> None:
+    def chunks_of(self, count: int) -> Iterator[tuple[int, int]]:
+        """The first row and the rows of each pass over so many."""
+        first = 0
+        while first < count:
+            size = next((c for c in self.chunks if c >= count - first), self.chunks[-1])
+            yield first, size
+            first += size
+
+    def _read_behind(self, rows: Rows, span: Tensor, first: int, size: int) -> None:
         state = rows.state
-        start = state.length - state.n_new
-        positions = start[:, None] + self.slot_ids[:UNREAD]
-        rows.drafter.read(state, state.features, positions, visible_before(span, start, UNREAD))
-        state.keep_last_unread()
+        # A sequence that has fewer writes where nothing is committed.
+        start = torch.minimum(state.length - state.n_new + first, state.length)
+        features = state.features[:, first : first + size]
+        short = size - features.shape[1]
+        if short:
+            features = F.pad(features, (0, 0, 0, short))
+        positions = start[:, None] + self.slot_ids[:size]
+        rows.drafter.read(state, features, positions, visible_before(span, start, size))
 
     def run(self, key: tuple, call: Callable):
         """A call, on CUDA as a captured graph. key: tells calls apart; those of one key do the same."""

@@ -1,6 +1,7 @@
 """What the passes of a step cost here: the target's over T rows, the drafter's over k, at two contexts.
 
-Between and beyond these a cost is linear in the context.
+Between and beyond these a cost is linear in the context. Rows of several texts cost what as many rows of one
+text do, and for each further text the reading of its keys and values.
 They are measured once for a model, its precision, the processor, its instruction set and threads, and kept in
 costs.json beside the head.
 """
@@ -12,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -38,15 +39,19 @@ from tree import TreeShape
 
 FILE = "costs.json"
 VERIFY_ROWS, LEVEL_ROWS = (1, 2, 4, 6, 8, 12, 16, 32), (1, 4, 10)
+BATCH_ROWS = (24, 48, 64)  # of the target's pass too, where several texts are decoded together
 # On a GPU, where a pass over so many rows may take the time of one.
 MANY_VERIFY_ROWS, MANY_LEVEL_ROWS = (1, 16, 32, 64, 96, 128, 192, 256, 512), (1, 10, 40, 80, 160, 320)
+TEXTS, MANY_TEXTS = 8, 16  # of one row each, beside as many rows of one text; the second on a GPU
 BUDGET = 2.0  # seconds of measuring; and of each of the first MIN_REPEAT turns, of which only one is sure
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
-PASSES = ("verify", "read", "level")  # in the order of `Costs`
+PASSES = ("verify", "read", "level", "texts")  # in the order of `Costs`
 _BY_ROWS = Map(Number(above=0, high=1e9), keys=Text(most=9))
 _MILLISECONDS = Map(_BY_ROWS, keys=Text(most=9))  # by context
-KEPT = Record({f"{name}_ms": _MILLISECONDS for name in PASSES})
+KEPT = Record(
+    {f"{name}_ms": _MILLISECONDS for name in PASSES[:-1]}, {f"{PASSES[-1]}_ms": _MILLISECONDS}
+)
 Seconds = dict[int, dict[int, float]]  # by context, by rows
 
 
@@ -55,18 +60,21 @@ class Costs:
     """Seconds of a pass by context and rows: of the target (`verify`) and of the drafter.
 
     Its first pass of a step (`read`, rows: those it catches up on) finds the head's weights far away, those
-    of further levels (`level`) find them in a cache.
+    of further levels (`level`) find them in a cache. texts: of the target over one row each of so many texts,
+    at the shortest context only, and only where several are decoded together.
     """
 
     verify: Seconds
     read: Seconds
     level: Seconds
+    texts: Seconds = field(default_factory=dict)
 
-    def check(self, contexts: tuple[int, ...], device: torch.device) -> None:
+    def check(self, contexts: tuple[int, ...], device: torch.device, batches: bool) -> None:
         """Raise ValueError unless these are times of all passes that are measured, at these contexts."""
-        verify_rows, level_rows = rows_of(device)
-        for part, sizes in zip((self.verify, self.read, self.level), (verify_rows, level_rows, level_rows)):
-            if part.keys() != set(contexts) or any(by_rows.keys() != set(sizes) for by_rows in part.values()):
+        parts = zip((self.verify, self.read, self.level, self.texts), rows_of(device, batches))
+        for part, sizes in parts:
+            wanted = contexts if part is not self.texts else contexts[:1] if batches else ()
+            if part.keys() != set(wanted) or any(by_rows.keys() != set(sizes) for by_rows in part.values()):
                 raise ValueError("it is not complete")
             if not all(0 < t < math.inf for by_rows in part.values() for t in by_rows.values()):
                 raise ValueError("a pass cannot take such a time")
@@ -76,11 +84,20 @@ class Costs:
 
         reads: rows of the head's catch-up, if they are more than the tree's window.
         """
+        others = (batch - 1) * self.text(context)
         if shape is None:
-            return _at(self.verify, context, batch)
+            return _at(self.verify, context, batch) + others
         catch_up = _at(self.read, context, batch * max(reads, shape.window))
         levels = shape.depth * _at(self.level, context, batch * shape.width)
-        return _at(self.verify, context, batch * shape.nodes) + catch_up + levels
+        return _at(self.verify, context, batch * shape.nodes) + others + catch_up + levels
+
+    def text(self, context: int) -> float:
+        """Seconds that one more text of this context adds to a pass, beside those of its rows."""
+        for measured, by_count in self.texts.items():
+            for count, seconds in by_count.items():
+                more = max(seconds - between(self.verify[measured], count), 0.0)
+                return more / (count - 1) * context / measured
+        return 0.0
 
 
 def _at(seconds: Seconds, context: int, rows: int) -> float:
@@ -99,9 +116,13 @@ def between(measured: dict[int, float], at: int) -> float:
     return max(measured[low] + (measured[high] - measured[low]) * share, min(measured.values()))
 
 
-def rows_of(device: torch.device) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows at which the target's pass and the head's are measured."""
-    return (MANY_VERIFY_ROWS, MANY_LEVEL_ROWS) if device.type == "cuda" else (VERIFY_ROWS, LEVEL_ROWS)
+def rows_of(device: torch.device, batches: bool) -> tuple[tuple[int, ...], ...]:
+    """The rows at which each of PASSES is measured. batches: for several texts at a time, too."""
+    if device.type == "cuda":
+        verify, level, texts = MANY_VERIFY_ROWS, MANY_LEVEL_ROWS, MANY_TEXTS
+    else:
+        verify, level, texts = VERIFY_ROWS + BATCH_ROWS * batches, LEVEL_ROWS, TEXTS
+    return verify, level, level, (texts,) * batches
 
 
 class Passes:
@@ -110,16 +131,21 @@ class Passes:
     On a GPU they are captured, and not compiled: what compiling saves is the same for every number of rows.
     """
 
-    def __init__(self, target: Transformer, drafter: HeadDrafter, compile: bool, context: int):
+    def __init__(
+        self, target: Transformer, drafter: HeadDrafter, compile: bool, context: int, batches: bool,
+        texts: bool,
+    ):
+        """texts: time passes over several texts, too."""
         self.target, self.drafter = target, drafter.with_tree(drafter.shape)
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
-        self.verify_rows, self.level_rows = rows_of(self.device)
+        self.verify_rows, self.level_rows, _, counts = rows_of(self.device, batches)
         room = max(*self.verify_rows, *self.level_rows) + drafter.extra_slots
         live = context + room
         self.slots = torch.arange(live, device=self.device)
         self.length = torch.full((1,), context, device=self.device)
         self.caches = target.caches(1, live)
+        self.text_caches = {count: target.caches(count, live) for count in counts if texts}
         self.drafter.allocate(1, live, room, dtype, self.device)
         self.feature = torch.zeros(1, 1, drafter.head.args.hidden_size, dtype=dtype, device=self.device)
         self.verify_pass, self.read_pass, self.level_pass = (
@@ -127,9 +153,9 @@ class Passes:
             for f in (self._verify, self._read, self.drafter.level_pass)
         )
 
-    def _verify(self, tokens: Tensor, own: Tensor) -> Tensor:
+    def _verify(self, tokens: Tensor, own: Tensor, caches: nn.ModuleList) -> Tensor:
         visible = self._seen(self.slots, self.length, own)
-        x, _ = self.target(tokens, own, own, visible, self.caches, self.drafter.aux_layers)
+        x, _ = self.target(tokens, own, own, visible, caches, self.drafter.aux_layers)
         return draw(self.target.logits(x), None)
 
     def _read(self, state: State) -> tuple[Tensor, Tensor]:
@@ -138,6 +164,7 @@ class Passes:
     @staticmethod
     def _seen(slots: Tensor, length: Tensor, own: Tensor) -> Tensor:
         """All that is committed, and all rows of the pass."""
+        length = length.expand(len(own))
         return visible_slots(slots, length, torch.ones_like(own[..., None] == own[:, None]))
 
     def _state(self, rows: int) -> State:
@@ -157,7 +184,10 @@ class Passes:
         kept = self.drafter.kept
         slots, length = kept.live(self.slots), kept.first(self.length)  # the head's
         for rows in self.verify_rows:
-            calls["verify", rows] = partial(self.verify_pass, *self._rows(self.length, rows))
+            calls["verify", rows] = partial(self.verify_pass, *self._rows(self.length, rows), self.caches)
+        for count, caches in self.text_caches.items():
+            one = (x.expand(count, -1).contiguous() for x in self._rows(self.length, 1))
+            calls["texts", count] = partial(self.verify_pass, *one, caches)
         for rows in self.level_rows:
             calls["read", rows] = partial(self.read_pass, self._state(rows))
             tokens, own = self._rows(length, rows)
@@ -186,15 +216,15 @@ class Passes:
 
 @torch.no_grad()
 def measure(
-    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...]
+    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...], batches: bool = False
 ) -> Costs:
-    """Time the passes at these contexts.
+    """Time the passes at these contexts. batches: as several texts at a time take them, too.
 
     They take turns, so that a machine that is slow for a while is slow for all; of each the lower quartile,
     as other work on the machine only slows them. compile: run them through torch.compile, as a step does that
     is not on our kernels.
     """
-    passes = {n: Passes(target, drafter, compile, n) for n in contexts}
+    passes = {n: Passes(target, drafter, compile, n, batches, n == contexts[0]) for n in contexts}
     calls = {(n, *key): call for n, some in passes.items() for key, call in some.calls().items()}
     times: dict[tuple[int, str, int], list[float]] = {}
     settle = next(iter(passes.values())).settle
@@ -220,23 +250,24 @@ def measure(
                         calls[context, "verify", 1]()
                     timed(context, name, rows, call)
     typical = {key: sorted(t)[len(t) // 4] for key, t in times.items()}
-    return Costs(*(
-        {n: {rows: t for (m, name, rows), t in typical.items() if (m, name) == (n, which)} for n in contexts}
-        for which in PASSES
-    ))
+    found: list[Seconds] = [{} for _ in PASSES]
+    for (context, name, rows), seconds in typical.items():
+        found[PASSES.index(name)].setdefault(context, {})[rows] = seconds
+    return Costs(*found)
 
 
 def measured_once(
     target: Transformer, drafter: HeadDrafter, compile: bool, longest: int, folder: Path,
-    say: Callable[[str], None],
+    say: Callable[[str], None], batches: bool = False,
 ) -> Costs:
     """The costs from FOLDER/costs.json, if they were measured under these conditions; else measured now.
 
     longest: tokens that a text may have. folder: the head's; if it cannot be written, every start measures.
-    say: told what is done. A file that is damaged is written anew.
+    say: told what is done. batches: those of several texts at a time, too. A file that is damaged is written
+    anew.
     """
     contexts = (SHORT, LONG) if longest >= LONG else (SHORT, longest) if longest > 2 * SHORT else (SHORT,)
-    made_by, file = json.dumps(conditions(target, drafter, compile, contexts)), folder / FILE
+    made_by, file = json.dumps(conditions(target, drafter, compile, contexts, batches)), folder / FILE
     kept = {}
     try:
         kept = read_json(file) if file.exists() else {}
@@ -244,19 +275,19 @@ def measured_once(
             KEPT.check(kept[made_by], "costs")
             costs = Costs(*(
                 {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
-                for part in (kept[made_by][f"{name}_ms"] for name in PASSES)
+                for part in (kept[made_by].get(f"{name}_ms", {}) for name in PASSES)
             ))
-            costs.check(contexts, target.embed.weight.device)
+            costs.check(contexts, target.embed.weight.device, batches)
             return costs
     except (InputError, KeyError, TypeError, ValueError, AttributeError) as e:
         say(f"{file}: damaged, not used ({type(e).__name__}: {e})")
     say("measuring what the passes of a step cost on this machine ...")
-    costs = measure(target, drafter, compile, contexts)
+    costs = measure(target, drafter, compile, contexts, batches)
     kept[made_by] = found = {
         f"{name}_ms": {
             str(n): {str(r): round(t * 1e3, 4) for r, t in by_rows.items()} for n, by_rows in part.items()
         }
-        for name, part in asdict(costs).items()
+        for name, part in asdict(costs).items() if part
     }
     KEPT.check(found, "costs")
     with contextlib.suppress(OSError):  # a cache: measured again next time
@@ -265,7 +296,7 @@ def measured_once(
 
 
 def conditions(
-    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...]
+    target: Transformer, drafter: HeadDrafter, compile: bool, contexts: tuple[int, ...], batches: bool = False
 ) -> dict:
     """What costs depend on."""
     weight, reach = target.embed.weight, drafter.kept.reach
@@ -278,8 +309,9 @@ def conditions(
         **({"offload": target.offloaded.count} if target.offloaded else {}),
         "target": _sizes(target), "head": _sizes(drafter.head),
         "drafter": type(drafter).__name__, "contexts": contexts, "torch": torch.__version__,
-        "kernels": here.digest() if on_cuda else digest(),
-    } | ({"reach": reach} if reach else {})
+        "kernels": here.digest() if on_cuda else digest(), **({"batches": True} if batches else {}),
+        **({"reach": reach} if reach else {}),
+    }
 
 
 def _sizes(model: nn.Module) -> str:

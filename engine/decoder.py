@@ -61,6 +61,7 @@ class Decoder(Body):
         self.switch = Switch(plan) if plan else None
         self._observer: Callable[[Tree, Tensor], None] | None = None
         self._serial, self._guides = 0, []  # of the text at hand
+        self._behind = 1  # tokens of it that the head has not read, at most
 
     def trees_taken(self) -> dict[str, int]:
         """How many steps of this text took which tree: T/D/k, the nodes of a static tree, or "plain"."""
@@ -142,6 +143,9 @@ class Decoder(Body):
 
     def _cached(self) -> list[list[int]]:
         """The tokens of each sequence that all caches hold: committed, and read by the drafter too."""
+        if self._behind > self.window:
+            with torch.no_grad():
+                self.read_behind(self.whole, self.span(int(self.state.length.max())), self._behind)
         lengths = (self.state.length - self.state.n_new).clamp(min=0).tolist()
         return [row[:n] for row, n in zip(self.state.tokens.tolist(), lengths)]
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from drafters.base import Drafter
-from engine.body import UNREAD, Body, Emission, Emitted, Kind, Rows, Score, arrived, mask
+from engine.body import Body, Emission, Emitted, Kind, Rows, Score, arrived, mask
 from engine.run import Output
 from engine.state import State
 from engine.switching import Ease, Switch
@@ -122,12 +122,14 @@ class Seats(Body):
         self._stop_ids = set(self.state.stop_ids.tolist())
         self._texts: list[Text | None] = [None] * places
         self._kept: list[list[int]] = [[] for _ in range(places)]  # what the caches of a free place hold
+        self._behind = [1] * places  # how much of that the drafter has not read, at most
         self._used = [0] * places  # when a place was left
         self._sizes = [0, 0, 0]  # of the groups, which lie one after the other
         self._serial = 0
         self._pending: deque[_Pending] = deque()
         self._states: dict[tuple[int, int], State] = {}
         self._modes: list[Modes | None] = [None, None]  # of FAST, PLAIN; None: they have changed
+        self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
 
     @staticmethod
     def counts(places: int, device: torch.device) -> tuple[int, ...]:
@@ -204,17 +206,29 @@ class Seats(Body):
             target = source
         elif same[source] < same[target] + WORTH_COPYING:
             source = target
+        self._let_read(source, same[source])
         taken = None if source == target else self._take(source, same[source])
         self._exchange(target, first)
         if taken:
             self._put(first, taken)
         return first, same[source]
 
+    def _let_read(self, place: int, tokens: int) -> None:
+        """Let the drafter read what it has not of the first tokens in a place."""
+        text = self._texts[place]
+        held, behind = (self._held(text), text.behind) if text else (self._kept[place], self._behind[place])
+        if not self._follows or tokens <= len(held) + 1 - behind:
+            return
+        self.read_behind(self.rows(place, 1), self.span(int(self.state.length[place])), behind)
+        if text:
+            text.behind = 1
+        self._behind[place] = 1
+
     def _held(self, text: Text) -> list[int]:
-        """The tokens of a text that all caches hold."""
+        """The tokens of a text that the target's caches hold, and the drafter's but for `behind` - 1."""
         if self._group(text) == READING:
             return text.prompt[: text.read]
-        return (text.prompt + text.ids)[: max(0, text.length - (text.behind if self._follows else 1))]
+        return (text.prompt + text.ids)[: max(0, text.length - 1)]
 
     def leave(self, text: Text) -> None:
         """Free the place of a text, whether it has ended or not. What the caches hold of it is kept."""
@@ -225,11 +239,8 @@ class Seats(Body):
         self.state.done[place], self.state.reading[place] = True, False
         group = self._group(text)
         if group != READING:
-            if self._follows:
-                rows = self.rows(place, 1)
-                self.launch_read_behind(rows, self.span(int(self.state.length[place]) + UNREAD))
-                text.behind = 1
             self._modes[group] = None
+        self._behind[place] = text.behind
         self._kept[place], self._texts[place] = self._held(text), None
         self._serial += 1
         self._used[place] = self._serial
@@ -263,7 +274,7 @@ class Seats(Body):
             self._put(one, b)
             self._put(other, a)
         self.state.exchange(one, other)
-        for of_place in (self._texts, self._kept, self._used):
+        for of_place in (self._texts, self._kept, self._behind, self._used):
             of_place[one], of_place[other] = of_place[other], of_place[one]
         for place in (one, other):
             if text := self._texts[place]:
@@ -314,7 +325,10 @@ class Seats(Body):
         events: list[Event] = []
         if reading := self._members(READING):
             text = min(reading, key=lambda text: self._used[text.place])
-            if self._read_chunk(text):
+            began = time.perf_counter()
+            last = self._read_chunk(text)
+            self.prompt_seconds += time.perf_counter() - began
+            if last:
                 events += self._read(0)
         keep = 0
         for group in (FAST, PLAIN):
@@ -452,10 +466,18 @@ class Seats(Body):
             shape = switch.next(context)
             kind = self.without_head(rows, span) if shape is None else self.trees[shape]
         if self._follows:
-            behind = self.keep_up(rows, span, kind, max(text.behind for text in texts))
-            for text in texts:
-                text.behind = behind
+            self._keep_up(rows, span, kind, texts)
         return kind, shape
+
+    def _keep_up(self, rows: Rows, span: torch.Tensor, kind: Kind, texts: list[Text]) -> None:
+        """Let the drafter read what it must of each text: where a call costs little, no more than that."""
+        if self.device.type == "cpu":
+            for text in texts:
+                text.behind = self.keep_up(self.rows(text.place, 1), span, kind, text.behind)
+            return
+        behind = self.keep_up(rows, span, kind, max(text.behind for text in texts))
+        for text in texts:
+            text.behind = behind
 
     def _read(self, keep: int) -> list[Event]:
         """What passes have emitted, oldest first, until only `keep` are unread."""

@@ -7,7 +7,8 @@ import sys
 import pytest
 from helpers import ROOT
 
-STAGES = ["probe", "correct", "step", "context", "batch", "quant", "offload", "peers", "smollm2", "train"]
+STAGES = ["probe", "correct", "step", "context", "batch", "quant", "offload", "peers", "smollm2"]
+STAGES += ["batches", "train"]
 # `parts.py join` makes the checkpoint.
 STUB = """#!/bin/sh
 case "$1" in -c) echo fp8; exit 0 ;; esac
@@ -49,7 +50,8 @@ def script(tmp_path):
         kept = {k: v for k, v in os.environ.items() if k not in ("OUT", "OPTIONS", "QUESTIONS")}
         environment = {
             **kept, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NOTES": str(notes), "FAIL": "",
-            "CHECKPOINT": str(tmp_path / "checkpoint"), "TRAIN_DATA": str(tmp_path), **settings,
+            "CHECKPOINT": str(tmp_path / "checkpoint"), "TRAIN_DATA": str(tmp_path),
+            "QUESTIONS": "questions.jsonl", **settings,
         }
         if python:
             environment["PYTHON"] = str(tmp_path / python)
@@ -85,7 +87,7 @@ def test_a_stage_ends_within_nine_minutes(script, stage, tmp_path):
     times = {name: int(n) for name, n in PART.findall(said)}
     called = sum(not name.startswith("log-") for name in times)  # those are copied without Python
     assert times and len(calls) == called
-    assert ("join" in times) == (stage in ("correct", "smollm2", "train"))
+    assert ("join" in times) == (stage in ("correct", "smollm2", "batches", "train"))
     beside = [times.pop(name) for name in BESIDE if name in times]
     assert len(beside) == (len(BESIDE) if stage == "correct" else 0)
     assert sum(times.values()) + max(beside, default=0) <= MOST
@@ -114,6 +116,7 @@ def test_all_is_every_stage_in_order(script):
 def test_what_is_missing_is_left_out_and_said(script, tmp_path):
     status, said, calls = script("train", "smollm2", CHECKPOINT=str(tmp_path / "none"), TRAIN_DATA="")
     assert status == 0 and not calls
+    assert "left out: batches (no QUESTIONS)" in script("batches", QUESTIONS="")[1]
     assert re.search(r"left out: train \(no .*none\),smollm2 \(no .*none\)", said)
 
 

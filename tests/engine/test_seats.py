@@ -11,6 +11,7 @@ from drafters.base import Drafter
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
+from engine import body
 from engine.calibration import SHORT, TEMPERATURES, Calibration
 from engine.costs import Costs
 from engine.decoder import Decoder
@@ -338,3 +339,50 @@ def test_a_text_beside_it_does_not_take_a_chats_place(models):
     assert beside.ids == one.ids
     turn = seats.admit(prompt + one.ids + [97], Sampling(5))
     assert turn.cached >= len(prompt) + 97
+
+
+@pytest.mark.parametrize("room, temperature", ((64, 0.0), (512, 1.0)))
+def test_the_tree_follows_how_many_are_live(models, monkeypatch, room, temperature):
+    """Large for one, small for two, none for more: whoever ends is replaced, until nobody waits.
+
+    room: for tokens that the head has not read; texts in a crowd have more of them, or fewer.
+    """
+    monkeypatch.setattr(body, "UNREAD", room)
+    target, head = models
+    large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
+    known = Calibration({t: {large: 2.5, small: 1.5} for t in TEMPERATURES}, (1.0,))
+    pass_, rest = {SHORT: {1: 1e-3}}, {SHORT: {1: 1e-6}}
+    trees = {1: (large,), 2: (small,), 3: (), 4: ()}
+    seats = Seats(
+        target, Eagle(head, large), places=4, max_seq_len=300, compile=False, plans={
+            n: Plan(known, Costs(pass_, rest, rest), n, dict.fromkeys((False, True), of))
+            for n, of in trees.items()
+        },
+    )
+    for count, switch in seats.switches.items():
+        switch.next = lambda context, of=trees[count]: of[0] if of else None
+    launch, taken = seats.launch_step, {}
+
+    def watched(rows, span, kind, modes, guides=None):
+        taken.setdefault(rows.count, set()).add(kind.drafter.shape.nodes)
+        return launch(rows, span, kind, modes, guides)
+
+    seats.launch_step = watched
+    made = [(prompt, Sampling(20 + 17 * i % 40, temperature, seed=i))
+            for i, prompt in enumerate(prompts(7, seed=3, longest=90))]
+    made.append((prompts(1, seed=4)[0], Sampling(150, temperature)))  # it outlives the others
+    texts, waiting, at_last = [], list(made), None
+    while waiting or seats.busy:
+        while waiting and seats.free:
+            texts.append(seats.admit(*waiting.pop(0)))
+        seats.advance()
+        if len(last := texts[-1].ids) > 130 and not texts[-1].done:
+            cache, place = seats.drafter.caches[0], texts[-1].place
+            at_last = [x[place, : texts[-1].length - large.window].clone() for x in (cache.k, cache.v)]
+    assert [text.ids for text in texts] == alone(models, made)
+    assert taken == {1: {12}, 2: {3}, 3: {1}, 4: {1}} and len(last) == 150
+    # The head has read what was decoded without it, as in a text of its own.
+    own = Decoder(target, Eagle(head, large), max_seq_len=300, compile=False)
+    own.generate([made[-1][0]], made[-1][1])
+    for mine, theirs in zip(at_last, (own.drafter.caches[0].k, own.drafter.caches[0].v)):
+        torch.testing.assert_close(mine, theirs[0, : len(mine)], rtol=1e-3, atol=1e-4)

@@ -10,11 +10,12 @@ from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
+from engine import body
 from engine import costs as costing
-from engine.body import UNREAD
 from engine.calibration import LONG, SHORT, TEMPERATURES, Calibration, Far
 from engine.costs import Costs, between, measured_once
 from engine.decoder import REHEARSAL, Decoder
+from engine.run import Run
 from engine.switching import CHECK, FIRST_REST, FRESH, LOOK, LOOK_PLAIN, PROBE, Switch
 from engine.tuning import Plan, make_plan
 from kernels.cpu import load_kernels
@@ -23,6 +24,7 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 SMALL, LARGE = TreeShape(4, 1, 2), TreeShape(60, 7, 10)
+UNREAD = 64  # room for unread tokens, that texts of these lengths fill
 PROMPT = list(b"u:tell me\na:")
 
 
@@ -50,6 +52,31 @@ def test_the_cost_of_a_step():
     free = {SHORT: {1: 0.0, 2: 0.0}}
     long = Costs({SHORT: {1: 1.0, 2: 1.0}, LONG: {1: 3.0, 2: 3.0}}, free, free)
     assert long.step(None, (SHORT + LONG) // 2) == pytest.approx(2.0)
+
+
+def test_another_text_costs_the_reading_of_its_keys_and_values():
+    plain = flat()
+    beside = Costs(plain.verify, plain.read, plain.level, {SHORT: {8: plain.verify[SHORT][8] + 7 * 0.002}})
+    for context, more in ((SHORT, 0.002), (2 * SHORT, 0.004)):
+        for shape in (None, SMALL):
+            assert beside.step(shape, context) == plain.step(shape, context)
+            added = beside.step(shape, context, 5) - plain.step(shape, context, 5)
+            assert added == pytest.approx(4 * more)
+    faster = Costs(plain.verify, plain.read, plain.level, {SHORT: {8: 0.001}})  # a moody machine
+    assert faster.step(None, SHORT, 5) == plain.step(None, SHORT, 5)
+
+
+@pytest.mark.parametrize("batch, tree", ((1, "8/2/4"), (2, "4/1/2"), (3, "2/0/1"), (4, "2/0/1"), (16, None)))
+def test_trees_by_the_number_of_texts(batch, tree):
+    """Eight rows cost what one costs; each further row costs a tenth of that."""
+    taus = {TreeShape(8, 2, 4): 2.4, TreeShape(4, 1, 2): 2.1, TreeShape(2, 0, 1): 1.6}
+    verify = {SHORT: {1: 0.010, 8: 0.010, 9: 0.011, 64: 0.066}}
+    head = {SHORT: {1: 0.0005, 4: 0.0005}}
+    costs = Costs(verify, head, head, {SHORT: {8: 0.010 + 7 * 0.0002}})
+    plan = make_plan(Calibration(dict.fromkeys(TEMPERATURES, taus), (1.0,)), costs, batch, 300, 320)
+    assert [shape.name for shape in plan.trees[False][:1]] == ([tree] if tree else [])
+    speeds = {shape: plan.speed(shape, 0.0, SHORT) for shape in (None, *taus)}
+    assert max(speeds, key=speeds.get) == (plan.trees[False] or (None,))[0]
 
 
 def test_cheap_rows_want_the_large_tree_and_dear_ones_the_small_one_or_none():
@@ -237,6 +264,12 @@ class Every(Switch):
 KERNELS = pytest.param(torch.bfloat16, marks=pytest.mark.compile)
 
 
+@pytest.fixture
+def little_room(monkeypatch):
+    """Decoders have little room for tokens that the head has not read."""
+    monkeypatch.setattr(body, "UNREAD", UNREAD)
+
+
 @pytest.fixture(params=(None, KERNELS), ids=("torch", "kernels"))
 def either(request, golden, models):
     """(target, EAGLE-3 head): in float32, and in bfloat16 on the kernels."""
@@ -250,7 +283,7 @@ def either(request, golden, models):
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_switching_never_changes_the_text(either, temperature):
+def test_switching_never_changes_the_text(either, little_room, temperature):
     """Through trees, plain steps, and more plain steps than the head's unread tokens have room for."""
     target, head = either
     plan = Plan(known(), flat(), 2, {False: (SMALL, LARGE), True: (SMALL, LARGE)})
@@ -264,7 +297,7 @@ def test_switching_never_changes_the_text(either, temperature):
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_where_the_head_rests_the_other_drafter_goes_on(either, temperature):
+def test_where_the_head_rests_the_other_drafter_goes_on(either, little_room, temperature):
     """Of a joint tree prompt lookup needs no head. It drafts where there is a match, else a step is plain."""
     target, head = either
     plan = Plan(known(), flat(), 2, {False: (SMALL, LARGE), True: (SMALL, LARGE)})
@@ -293,20 +326,43 @@ def test_a_head_rests_where_the_text_itself_drafts_better():
     assert rested[0] == 0 and rested[1] > 180
 
 
-def test_the_head_reads_what_plain_steps_left(models):
-    """Its cache is that of a head which has always drafted, but for the rounding of other passes."""
+@pytest.mark.parametrize("reach", (0, 50))
+@pytest.mark.parametrize("room", (UNREAD, body.UNREAD))
+def test_the_head_reads_what_plain_steps_left(models, monkeypatch, room, reach):
+    """Its cache, also one of the last tokens only, is that of a head which has always drafted, but for the
+    rounding of other passes.
+    """
     target, head = models
+    monkeypatch.setattr(body, "UNREAD", room)
     plan = Plan(known(), flat(), 1, {False: (SMALL,), True: ()})
     caches = []
     for turns in (itertools.repeat(SMALL), iter([None] * (2 * UNREAD + 9) + [SMALL] * 400)):
-        decoder = Decoder(target, Eagle(head, SMALL), max_seq_len=400, compile=False, plan=plan)
+        decoder = Decoder(target, Eagle(head, SMALL, reach=reach), max_seq_len=400, compile=False, plan=plan)
         decoder.switch.next = lambda context, turns=turns: next(turns)
         decoder.generate([PROMPT], Sampling(2 * UNREAD + 40))
         caches.append(decoder.drafter.caches[0])
-    committed = len(PROMPT) + 2 * UNREAD + 30
+    committed = reach or len(PROMPT) + 2 * UNREAD + 30
     for a, b in zip(*([cache.k, cache.v] for cache in caches)):
         torch.testing.assert_close(a[:, :committed], b[:, :committed], rtol=1e-3, atol=1e-4)
         assert a[:, :committed].abs().amin(dim=(0, 2, 3)).amax() > 0
+
+
+def test_the_next_turn_of_a_plain_text_reads_what_is_new(models):
+    """The head then reads what it has left, and the caches of both hold the turn before."""
+    target, head = models
+    plan = Plan(known(), flat(), 1, {False: (SMALL,), True: ()})
+    decoder = Decoder(target, Eagle(head, SMALL), max_seq_len=400, compile=False, plan=plan)
+    decoder.switch.next = lambda context: None
+    first, = decoder.generate([PROMPT], Sampling(150))
+    talk = PROMPT + first.ids + [5, 6]
+    run = Run(decoder, [talk], Sampling(60), reuse=True)
+    assert decoder._start[0] >= len(talk) - 5
+    decoder.switch.next = lambda context: SMALL
+    for _ in run:
+        pass
+    fresh = Decoder(target, Eagle(head, SMALL), max_seq_len=400, compile=False)
+    expected, = fresh.generate([talk], Sampling(60))
+    assert run.ids[0] == expected.ids and run.accept_lengths[0] == expected.accept_lengths
 
 
 def test_costs_are_measured_once(models, tmp_path, monkeypatch):
@@ -315,10 +371,11 @@ def test_costs_are_measured_once(models, tmp_path, monkeypatch):
     original = costing.measure
     monkeypatch.setattr(costing, "MAX_REPEAT", 1)
     monkeypatch.setattr(costing, "VERIFY_ROWS", (1, 3))
-    monkeypatch.setattr(costing, "measure", lambda *a: measured.append(1) or original(*a))
+    monkeypatch.setattr(costing, "measure", lambda *a: measured.append(a[-1]) or original(*a))
 
-    def costs(compile=False, longest=300):
-        return measured_once(target, Eagle(head, SMALL), compile, longest, tmp_path, said.append)
+    def costs(longest=300, batches=False):
+        drafter = Eagle(head, SMALL)
+        return measured_once(target, drafter, False, longest, tmp_path, said.append, batches)
 
     first = costs()
     assert first.verify.keys() == {SHORT, 300} and first.verify[SHORT].keys() == {1, 3} and len(measured) == 1
@@ -327,6 +384,11 @@ def test_costs_are_measured_once(models, tmp_path, monkeypatch):
     monkeypatch.setattr(costing, "processor_name", lambda: "another")
     assert costs() and len(measured) == 2 and len(json.loads((tmp_path / "costs.json").read_text())) == 2
     assert costs(longest=40).verify.keys() == {SHORT} and len(measured) == 3
+    for _ in range(2):
+        batches = costs(batches=True)
+        assert batches.verify[300].keys() == {1, 3, *costing.BATCH_ROWS} and len(measured) == 4
+        assert {n: {*by_count} for n, by_count in batches.texts.items()} == {SHORT: {costing.TEXTS}}
+    assert measured == [False, False, False, True] and not costs().texts
 
 
 DAMAGE = {  # what costs.json may hold of the target's passes: what is said about it
