@@ -124,7 +124,8 @@ def drafters() -> None:
 
 def steps() -> None:
     """What a step costs, by rows, context and precision."""
-    rows = read("step")["rows"]
+    record = read("step")
+    rows = record["rows"]
     write_csv("step", ["precision", "context", "rows", "milliseconds", "times plain", "share of bandwidth"], [
         [PRECISIONS[r["mode"]], r["context"], r["rows"], r["step"], r["x plain"], r["roof"]] for r in rows
     ])
@@ -138,7 +139,7 @@ def steps() -> None:
             axes.set_xticks((1, 8, 16, 30, 60))
         figure.axes[0].set_ylabel("milliseconds")
         figure.axes[0].legend()
-        figure.suptitle(f"A step of SmolLM2-135M-Instruct (1 row: plain decoding), {MACHINE}")
+        figure.suptitle(f"A step of SmolLM2-135M-Instruct (1 row: plain decoding), {_machine(record)}")
 
 
 def scaling() -> None:
@@ -167,8 +168,13 @@ def scaling() -> None:
         batch.legend()
         _ranks(several, ranks)
         batch.set_ylabel("milliseconds of a step")
-        machine = f"{records[0]['threads']} threads of a virtual {records[0]['device']}, {records[0]['isa']}"
+        machine = _machine(records[0])
         figure.suptitle(f"SmolLM2-135M-Instruct, bf16, {machine}: measured (points, bars), model (lines)")
+
+
+def _machine(record: dict) -> str:
+    """What a result file says of processor, threads and instruction set."""
+    return f"{record['threads']} threads of a virtual {record['device']} ({record['isa']})"
 
 
 def _steps(axes, model: StepModel, measured: list[tuple], along: int, colour: str, label: str | None) -> None:

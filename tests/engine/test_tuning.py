@@ -88,6 +88,20 @@ def test_cheap_rows_want_the_large_tree_and_dear_ones_the_small_one_or_none():
     assert "tree 4/1/2 (1.80 tokens a step" in str(make_plan(known(), flat(row=0.001), 1, 4096, 320))
 
 
+class Same(Costs):
+    """However many texts: a step with a tree takes 1.65 plain ones."""
+
+    def step(self, shape, context, batch=1, reads=0):
+        return 1.0 if shape is None else 1.65
+
+
+def test_what_texts_have_in_common_differs_less_than_they_do():
+    """A tree that pays for every fourth text is kept for one at a time, not for sixteen together."""
+    calibration = Calibration({t: {SMALL: 1.6} for t in TEMPERATURES}, (0.6, 0.8, 1.0, 1.2, 1.4))
+    plans = {batch: make_plan(calibration, Same({}, {}, {}), batch, SHORT, 320) for batch in (1, 16)}
+    assert plans[1].trees[False] == (SMALL,) and plans[16].trees[False] == ()
+
+
 def test_two_trees_where_texts_differ():
     plan = make_plan(known(2.2, 7.0, ease=(0.3, 0.4, 1.5, 1.6)), flat(row=0.0003), 1, 4096, 320)
     assert set(plan.trees[False]) == {SMALL, LARGE}
