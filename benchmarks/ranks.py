@@ -3,8 +3,9 @@
     python benchmarks/ranks.py --checkpoint checkpoints/smollm2-135m
 
 Each run is a new process (or torchrun and its ranks) of generate.py, plain and with EAGLE-3, which answers
-the questions one after the other. Texts must be equal. What one exchange among the ranks takes is timed
-alone (exchange.py). Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
+the questions one after the other. How many texts are equal is told: all in float32; in bf16 sums of parts are
+rounded otherwise. What one exchange among the ranks takes is timed alone (exchange.py). Raw figures go to
+benchmarks/results/NAME.json with date, device and torch version.
 """
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from kernels import cpu
 from model import KVCache, ModelArgs
 from tree import Level, PathTree, Tree, TreeShape, chain
 
@@ -83,6 +84,16 @@ class StaticLevel(nn.Module):
         constants(self, sees=torch.tensor(level.sees, dtype=torch.bool))
         for name in ("nodes", "rows", "came_from"):  # may be empty, and then have no dtype of their own
             constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
+
+
+def unread_rows(state) -> int:
+    """How many rows a catch-up reads: W, or on our CPU kernels no more than there are.
+
+    There a step may have any shape, looking costs nothing, and a row does not depend on those beside it.
+    """
+    if not cpu.is_alone():
+        return state.window
+    return min(max(int(state.n_new.max()), 1), state.window)
 
 
 def newest(state, rows: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Proposal, newest
+from drafters.base import Proposal, newest, unread_rows
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -71,10 +71,10 @@ class DraftModel(NetworkDrafter):
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read W rows that end with the root; the last step committed the last n_new of them."""
-        start = state.length - state.n_new + 1
-        positions = start[:, None] + torch.arange(state.window, device=slots.device)
-        visible = visible_before(slots, start, state.window)
+        """Read up to W rows that end with the root; the last step committed the last n_new of them."""
+        start, rows = state.length - state.n_new + 1, unread_rows(state)
+        positions = start[:, None] + torch.arange(rows, device=slots.device)
+        visible = visible_before(slots, start, rows)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, newest(state, h.shape[1]))
 

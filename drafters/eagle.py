@@ -10,7 +10,7 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import Proposal, StaticLevel, StaticTree, newest
+from drafters.base import Proposal, StaticLevel, StaticTree, newest, unread_rows
 from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -31,15 +31,15 @@ class Eagle(HeadDrafter):
         self.head(next_tokens, self.head.fuse(features), positions, own, visible, self.caches)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read W rows with the target's true features, of which the first n_new are real.
+        """Read up to W rows with the target's true features, of which the first n_new are real.
 
         What the others write is overwritten or never seen.
         """
-        head, start = self.head, state.length - state.n_new
-        positions = start[:, None] + torch.arange(state.window, device=slots.device)
+        head, start, rows = self.head, state.length - state.n_new, unread_rows(state)
+        positions = start[:, None] + torch.arange(rows, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
-        own, visible = self.kept.rows(positions, visible_before(slots, start, state.window))
-        features = head.fuse(state.features[:, : state.window])
+        own, visible = self.kept.rows(positions, visible_before(slots, start, rows))
+        features = head.fuse(state.features[:, :rows])
         h = head(next_tokens, features, positions, own, visible, self.caches)
         self._keep_unread(state)
         return pick(h, newest(state, h.shape[1]))

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, StaticLevel, newest
+from drafters.base import Proposal, StaticLevel, newest, unread_rows
 from drafters.medusa import MultiTokenDrafter, build_multi_token
 from drafters.network import rank
 from drafters.request import Request
@@ -38,9 +38,10 @@ class Hydra(MultiTokenDrafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         head, start, noise = self.head, state.length - state.n_new, self.draft_noise(noise)
-        positions = start[:, None] + torch.arange(state.window, device=slots.device)
-        visible = visible_before(slots, start, state.window)
-        features = head.fuse(state.features[:, : state.window])
+        unread = unread_rows(state)
+        positions = start[:, None] + torch.arange(unread, device=slots.device)
+        visible = visible_before(slots, start, unread)
+        features = head.fuse(state.features[:, :unread])
         p = head(features, positions, positions, visible, self.caches)
         p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
         k, root = self.shape.width, state.root()[:, None]

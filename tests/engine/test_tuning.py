@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from checkpoint.loading import load_head, load_model
+from drafters import base, eagle
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
@@ -470,3 +471,26 @@ def test_compiled_costs(models, monkeypatch):
     costs = costing.measure(models[0], Eagle(models[1], SMALL), True, (SHORT,))
     assert costs.verify[SHORT].keys() == {1, 3} and costs.level[SHORT].keys() == {2}
     assert all(t > 0 for part in (costs.verify, costs.level) for t in part[SHORT].values())
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_a_catch_up_reads_what_there_is(golden, monkeypatch, temperature):
+    """On the kernels it has as many rows as there are unread tokens, and drafts what W rows draft."""
+    target, _ = load_model(golden, dtype=torch.bfloat16)
+    head = load_head(golden / "eagle3", target, "eagle3")
+    load_kernels()
+    assert pack_models(target, head)
+    outputs, rows = [], set()
+    few = base.unread_rows
+
+    def counted(state) -> int:
+        rows.add(few(state))
+        return few(state)
+
+    for unread_rows in (counted, lambda state: state.window):
+        monkeypatch.setattr(eagle, "unread_rows", unread_rows)
+        decoder = Decoder(target, Eagle(head, LARGE), max_seq_len=400, compile=False)
+        outputs.append(decoder.generate([PROMPT], Sampling(100, temperature, seed=5))[0])
+    assert outputs[0].accept_lengths == outputs[1].accept_lengths and outputs[0].ids == outputs[1].ids
+    assert len(rows) > 1 and max(rows) <= LARGE.window
