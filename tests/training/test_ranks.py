@@ -50,8 +50,8 @@ def test_a_run_that_loses_processes_twice_and_goes_on_with_others(golden, prompt
         return [line for path in data.glob("*.answers") for line in path.read_text().splitlines()]
 
     launch = Launch(command, machines=2, each=1)
-    launch.kill_one(lambda: len(answers()) > 2)
-    assert all(launch.end()[0]) and answers()
+    launch.kill_one(answers)  # at the first; on a busy machine the others may have ended by the kill
+    assert all(launch.end()[0])
     launch = Launch(command, machines=2, each=1)
     launch.kill_one(lambda: log.exists() and log.read_text().count("\n") > 2)
     assert all(launch.end()[0]) and not (many / "head").exists()
