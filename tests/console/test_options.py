@@ -38,6 +38,7 @@ REFUSED = (
     ((*PROMPT, "--speculate", "lookahead", "--guess-set", "-1"), "--guess-set -1: must be 1 to 1,024"),
     ((*PROMPT, "--speculate", "rest", "--draft-tokens", "1025"), "--draft-tokens 1025: must be 1 to 1,024"),
     ((*PROMPT, "--window", "3"), "--window belongs to --speculate lookahead"),
+    ((*PROMPT, "--draft-window", "8"), "--draft-window 8: is for heads with attention"),
     ((*PROMPT, "--accept", "typical"), "--accept typical: plain decoding drafts nothing to accept"),
     ((*EAGLE3, "--accept", "residual"), "--accept residual: is for --speculate draft-model"),
     ((*EAGLE3, "--tree-nodes", "1025"), "--tree-nodes 1025: must be 2 to 1,024"),
