@@ -23,7 +23,7 @@ def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most:
     """Texts [rows, T] of token ids, the last `most` or more of them sampled at temperature 1 after `PROMPTS`.
 
     Where an answer ends the target goes on, with turns of its own. `say` is told if our kernels cannot be
-    used. Raises InputError without a tokenizer.
+    used. Raises InputError without a tokenizer, or if it is another model's, or the caches do not fit.
     """
     tokenizer = Tokenizer.load(checkpoint)
     if tokenizer is None:
@@ -33,7 +33,16 @@ def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most:
     model, _ = load_model(checkpoint)
     if try_kernels(say):
         pack_models(model)
-    decoder = Decoder(model, batch=rows, max_seq_len=length, compile=False)
+    largest, vocab_size = max(map(max, prompts)), model.args.vocab_size
+    if largest >= vocab_size:
+        raise InputError(
+            f"{checkpoint}: the tokenizer gives token id {largest}, the model's vocabulary is 0 to"
+            f" {vocab_size - 1}; the tokenizer is another model's"
+        )
+    try:
+        decoder = Decoder(model, batch=rows, max_seq_len=length, compile=False)
+    except ValueError as e:  # the caches do not fit
+        raise InputError(f"{checkpoint}: {e}") from None
     run = Run(decoder, prompts, [Sampling(length, temperature=1.0, seed=i) for i in range(rows)])
     for _ in run:
         pass

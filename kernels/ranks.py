@@ -115,6 +115,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
+    _check_environment()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
@@ -135,6 +136,27 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
             " system's log may say why"
         ) from e
     dist.destroy_process_group()
+
+
+def _check_environment() -> None:
+    """Raise InputError unless the numbers of torchrun's environment are some that ranks can have.
+
+    torch would wait for a rank that does not exist, or print a dump of its own.
+    """
+    for name, low, high in (
+        ("WORLD_SIZE", 1, 2**20), ("RANK", 0, _int_of("WORLD_SIZE", 1) - 1), ("MASTER_PORT", 1, 65535)
+    ):
+        if not low <= _int_of(name, low - 1) <= high:
+            raise InputError(
+                f"{name}={os.environ[name][:40]!r} in the environment: must be {low} to {high}; torchrun sets"
+                " it"
+            )
+
+
+def _int_of(name: str, otherwise: int) -> int:
+    """A whole number of the environment, if it is one."""
+    text = os.environ[name]
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else otherwise
 
 
 @contextlib.contextmanager

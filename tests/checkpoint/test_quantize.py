@@ -287,6 +287,13 @@ def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_tokenizer_of_another_model(golden, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("engine.own_text.encode", lambda *_: [1, 10**6])
+    code, printed = run(capsys, "--checkpoint", golden, "--out", tmp_path / "out", *INT4)
+    assert code == 1 and "the tokenizer gives token id 1000000, the model's vocabulary is 0 to" in printed.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_calibrating_a_mixture_of_experts(tmp_path, monkeypatch):
     """Attention is calibrated, the experts are rounded to nearest."""
     from helpers import families

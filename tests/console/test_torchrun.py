@@ -158,6 +158,23 @@ def test_a_group_that_is_described_in_part(monkeypatch):
             pass
 
 
+@pytest.mark.parametrize(
+    "name, value, words",
+    (
+        ("RANK", "5", "RANK='5' in the environment: must be 0 to 1"), ("RANK", "x", "RANK='x'"),
+        ("WORLD_SIZE", "-2", "WORLD_SIZE='-2'"), ("MASTER_PORT", "abc", "MASTER_PORT='abc'"),
+    ),
+)
+def test_an_environment_that_is_none(monkeypatch, name, value, words):
+    usual = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    for key, sound in usual.items():
+        monkeypatch.setenv(key, sound)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words), joined("cpu"):
+        pass
+
+
+
 def test_ranks_that_differ_do_not_decode():
     class Unlike(Ranks):
         def every(self, x):

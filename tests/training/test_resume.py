@@ -140,7 +140,7 @@ def test_other_settings_do_not_resume(golden, prompt_file, tmp_path, capsys):
     state = tmp_path / "work" / "state.pt"
     state.write_bytes(state.read_bytes()[:1000])
     assert train.main(options(golden, prompt_file, tmp_path)) == 1
-    assert "state.pt: damaged" in capsys.readouterr().err
+    assert "state.pt: cut off or damaged" in capsys.readouterr().err
 
 
 def test_another_target_has_its_own_text_and_state(golden, prompt_file, tmp_path, capsys):
