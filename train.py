@@ -30,6 +30,7 @@ from checkpoint.names import LAYOUTS
 from common.cli import Options, check_folder, check_replaceable, count, dtype, positive, run_command
 from common.errors import InputError
 from common.texts import check_readable
+from common.torchrun import several
 from common.tree_shapes import PAPER_TREE, TreeShape
 from drafters.tree_spec import within_limits
 from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS
@@ -105,7 +106,7 @@ def parser() -> Options:
     add("--queue", choices=("torchrun", "ray"), default="torchrun",
         help="who takes shards of text to write: torchrun's processes (default), or actors of Ray Data, which"
         " needs the package ray[data]")
-    refuse(lambda o: o.queue == "ray" and os.environ.get("WORLD_SIZE", "1") != "1",
+    refuse(lambda o: o.queue == "ray" and several(),
            lambda o: "--queue ray: Ray starts the processes; leave out torchrun")
     add("--actors", type=positive, metavar="N", help="with --queue ray: how many write (default 1)")
     belongs("--actors", "--queue ray", lambda o: o.actors and o.queue != "ray")

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
+from common.errors import InputError
+
 PATIENCE = timedelta(seconds=5)  # for the store that torchrun keeps
 
 
@@ -18,6 +20,27 @@ def several() -> bool:
 def is_first() -> bool:
     """Whether this is the only process, or the first of several."""
     return not several() or os.environ.get("RANK", "0") == "0"
+
+
+def check_group() -> None:
+    """Raise InputError if the environment numbers this process as torchrun never would.
+
+    torch would wait for a process that does not exist, or print a dump of its own.
+    """
+    last = (_number("WORLD_SIZE") or 1) - 1
+    for name, low, high in (("WORLD_SIZE", 1, 2**20), ("RANK", 0, last), ("MASTER_PORT", 1, 65535)):
+        number = _number(name)
+        if name in os.environ and (number is None or not low <= number <= high):
+            raise InputError(
+                f"{name}={os.environ[name][:40]!r} in the environment: must be {low} to {high}; torchrun sets"
+                " it"
+            )
+
+
+def _number(name: str) -> int | None:
+    """A whole number of the environment, if it is one."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
+from common.torchrun import check_group
 
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
@@ -115,7 +116,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
     if missing:
         raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
-    _check_environment()
+    check_group()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
@@ -136,27 +137,6 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
             " system's log may say why"
         ) from e
     dist.destroy_process_group()
-
-
-def _check_environment() -> None:
-    """Raise InputError unless the numbers of torchrun's environment are some that ranks can have.
-
-    torch would wait for a rank that does not exist, or print a dump of its own.
-    """
-    for name, low, high in (
-        ("WORLD_SIZE", 1, 2**20), ("RANK", 0, _int_of("WORLD_SIZE", 1) - 1), ("MASTER_PORT", 1, 65535)
-    ):
-        if not low <= _int_of(name, low - 1) <= high:
-            raise InputError(
-                f"{name}={os.environ[name][:40]!r} in the environment: must be {low} to {high}; torchrun sets"
-                " it"
-            )
-
-
-def _int_of(name: str, otherwise: int) -> int:
-    """A whole number of the environment, if it is one."""
-    text = os.environ[name]
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else otherwise
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError, first_line
+from common.torchrun import check_group
 from engine.runtime import use_device
 from kernels.ranks import Ranks
 
@@ -39,9 +40,10 @@ class Processes:
     def from_environment(cls, device: str, team_size: int = 1) -> Processes:
         """Join the group that torchrun describes (gloo on CPU, NCCL on CUDA); without one, a single process.
 
-        Raises InputError if the environment describes a part of a group only, if its processes do not find
-        each other, or if they do not make up teams.
+        Raises InputError if the environment describes a part of a group only, or none that can be, if its
+        processes do not find each other, or if they do not make up teams.
         """
+        check_group()
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count % team_size:
             raise InputError(

@@ -14,6 +14,9 @@ def test_a_group_that_is_described_in_part(monkeypatch):
         Processes.from_environment("cpu")
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert Processes.from_environment("cpu").count == 1
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="WORLD_SIZE='two' in the environment: must be 1 to"):
+        Processes.from_environment("cpu")
 
 
 def test_each_process_has_a_device_of_its_own(monkeypatch):
