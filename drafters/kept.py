@@ -41,12 +41,6 @@ class Whole(nn.Module):
         """Where rows that follow each other in the text at positions [B, T] go, and what they see."""
         return positions, visible
 
-    def keep(self, move: Callable, caches: nn.ModuleList, start: Tensor, rows: int, known: Tensor) -> None:
-        """Keep the first `known` [B] of the `rows` rows that a pass has written from `first(start)` on.
-
-        start [B]: how many were committed before. move: `model.move`, or a function like it.
-        """
-
     def reusable(self, same: int, held: int, length: int) -> int:
         """How many of the first `same` tokens of a text need not be read again.
 
@@ -88,6 +82,10 @@ class Ring(Whole):
         return own, visible_before(self.slots, first, count)
 
     def keep(self, move: Callable, caches: nn.ModuleList, start: Tensor, rows: int, known: Tensor) -> None:
+        """Keep the first `known` [B] of the `rows` rows that a pass has written from `first(start)` on.
+
+        start [B]: how many were committed before. move: `model.move`, or a function like it.
+        """
         row, known, spare = torch.arange(rows, device=start.device), known[:, None], len(self.slots) - 1
         # Of more rows than the ring has slots the last ones. So no row stands where another one goes.
         kept = (row < known) & (row >= known - self.reach)

@@ -170,10 +170,11 @@ class HeadDrafter(NetworkDrafter):
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         own, visible = self.kept.rows(positions, visible)
         self._read(state, features, positions, own, visible)
-        start, rows = positions[:, 0], positions.shape[1]
-        # The last unread token is read once more, by the next catch-up.
-        end = state.length - state.n_new.clamp(max=1)
-        self.kept.keep(self.head.move, self.caches, start, rows, (end - start).clamp(0, rows))
+        if self.kept.reach:
+            start, rows = positions[:, 0], positions.shape[1]
+            # The last unread token is read once more, by the next catch-up.
+            end = state.length - state.n_new.clamp(max=1)
+            self.kept.keep(self.head.move, self.caches, start, rows, (end - start).clamp(0, rows))
 
     def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
         """What `read` does, with slots of its own [B, C]."""
@@ -181,8 +182,9 @@ class HeadDrafter(NetworkDrafter):
 
     def _keep_unread(self, state) -> None:
         """Keep what a catch-up has read of W unread tokens; of sequences that are held still, nothing."""
-        known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
-        self.kept.keep(self.head.move, self.caches, state.length - state.n_new, state.window, known)
+        if self.kept.reach:
+            known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
+            self.kept.keep(self.head.move, self.caches, state.length - state.n_new, state.window, known)
 
     def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What every step begins with, whatever its tree: catching up, and the best of the first level."""

@@ -141,8 +141,7 @@ class Body:
         self.slots = round_up(max_seq_len + room, SPAN)
         width = len(self.drafter.aux_layers) * target.args.hidden_size
         self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
-        self.unread_bytes = batch * self.unread * width * weight.element_size()
-        self.cache_bytes = self._check_memory(room)
+        self.cache_bytes = self._check_memory(room, batch * self.unread * width * weight.element_size())
         # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
         # for another graph: a cache is longer than what is ever live.
         allocated = self.slots + (SPAN if self.compiled else 0)
@@ -201,14 +200,14 @@ class Body:
         """All sequences."""
         return self.rows(0, self.batch)
 
-    def _check_memory(self, room: int) -> int:
-        """Bytes of all KV caches. Raises ValueError, before anything is allocated, if they do not fit.
+    def _check_memory(self, room: int, unread_bytes: int) -> int:
+        """Bytes of all KV caches, and of features that the head has not read. Raises ValueError, before
+        anything is allocated, if they do not fit.
 
         room: see `Drafter.allocate`.
         """
         dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
-        need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype)
-        need += self.unread_bytes
+        need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype) + unread_bytes
         free = free_memory(self.device)
         if free is not None and need > free:
             raise ValueError(

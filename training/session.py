@@ -141,11 +141,12 @@ class Session:
             o.compile = o.compile and self.decoding.on_kernels  # torch.compile is not for ranks on CPUs
         self.reader = Reader(*load_copy(o, "--reader", o.reader, loaded, ranks)) if o.reader else None
         self.learning = training_copy(self.target, processes.first_says)
-        self.name, self.learning_name = identity(self.target), identity(self.learning)
-        if ranks:  # those of the whole target
+        if ranks:  # a part of the target has another identity than all of it
             casts = runtime.torch_dtype, self.learning.embed.weight.dtype
             self.name = identity_of(o.checkpoint, casts[0])
             self.learning_name = identity_of(o.checkpoint, *casts)
+        else:
+            self.name, self.learning_name = identity(self.target), identity(self.learning)
 
     def run(self, command: list[str]) -> None:
         """Collect, train, export. command: the arguments of the command line, for the model card.
