@@ -601,9 +601,9 @@ class Transformer(nn.Module):
         tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its
         keys/values go. visible [B, T, n] bool: which cache slots each row attends to, its own included; only
         the first n are read (see `Pass`). caches: one per layer, written in place. begun: `begin` was called
-        for this pass. Returns the last residual
-        stream [B, T, H] (before the final norm) and, when `aux_layers` is given, the residual streams
-        entering those layers side by side [B, T, len(aux_layers)*H], else None.
+        for this pass. Returns the last residual stream [B, T, H] (before the final norm) and, when
+        `aux_layers` is given, the residual streams entering those layers side by side
+        [B, T, len(aux_layers)*H], else None.
         """
         if not begun:
             self.begin()

@@ -82,7 +82,12 @@ def table_head(record: dict, *columns: str) -> None:
 
 
 def write(name: str, record: dict) -> None:
-    """Write benchmarks/results/NAME.json; the folder that OUT names in the environment, if it does."""
+    """Write benchmarks/results/NAME.json; the folder that OUT names in the environment, if it does.
+
+    The instruction set is filled in where the kernels had not been loaded when `describe` looked.
+    """
+    if record.get("isa", "") is None:
+        record["isa"] = isa_in_use()
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -268,7 +268,6 @@ def run(o) -> None:
     print(" ".join(f"{column:>8}" for column in COLUMNS))
     for mode in o.modes:
         models = models_for(o, mode, stored)
-        record["isa"] = bench.isa_in_use()
         contexts = contexts_of(o, models[0].args.max_seq_len)
         for batch in o.batch:
             steps = held_steps(o, limit, models, batch, contexts)
