@@ -276,18 +276,17 @@ class Body:
 
     def read_behind(self, rows: Rows, span: Tensor, behind: int) -> None:
         """Let the drafter read what plain steps have committed, at most `behind` tokens, but for the last."""
-        for first, size in self.chunks_of(behind):
+        first = 0
+        while first < behind:
+            size = self.chunk_size(behind - first)
             key = "behind", first, size, span.shape[0], rows.first, rows.count
             self.run(key, partial(self._read_behind, rows, span, first, size))
+            first += size
         self.run(("read", rows.first, rows.count), rows.state.keep_last_unread)
 
-    def chunks_of(self, count: int) -> Iterator[tuple[int, int]]:
-        """The first row and the rows of each pass over so many."""
-        first = 0
-        while first < count:
-            size = next((c for c in self.chunks if c >= count - first), self.chunks[-1])
-            yield first, size
-            first += size
+    def chunk_size(self, remaining: int) -> int:
+        """The rows of the next pass, where so many tokens are still to be read."""
+        return next((c for c in self.chunks if c >= remaining), self.chunks[-1])
 
     def _read_behind(self, rows: Rows, span: Tensor, first: int, size: int) -> None:
         state = rows.state

@@ -185,7 +185,7 @@ class Decoder(Body):
     def _read_prompts(self) -> Iterator[None]:
         start = list(self._start)
         while remaining := max(len(p) - s for p, s in zip(self._prompts, start)):
-            size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
+            size = self.chunk_size(remaining)
             span = self.span(max(start) + size)
             self.chunk_start.copy_(torch.tensor(start + [0] * (self.batch - len(start))))
             with torch.no_grad():

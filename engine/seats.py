@@ -375,7 +375,7 @@ class Seats(Body):
     def _read_chunk(self, text: Text) -> bool:
         """Read one chunk of a prompt; returns whether it was the last one, after which it decodes."""
         remaining = len(text.prompt) - text.read
-        size = next((c for c in self.chunks if c >= remaining), self.chunks[-1])
+        size = self.chunk_size(remaining)
         rows, modes = self.rows(text.place, 1), Modes.of([text.sampling], few=self.compiled)
         last = remaining <= size
         rows.chunk_start.fill_(text.read)
