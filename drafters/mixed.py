@@ -56,7 +56,9 @@ class Mixed(Drafter):
             raise ValueError("proposals that are drawn at random cannot be joined with others")
         grown = next((part for part in parts if isinstance(part, HeadDrafter)), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
-        super().__init__(AnyTree(nodes, max(part.shape.window for part in parts) - 1))
+        # A path of all nodes is the longest: a step makes noise for no more positions.
+        levels = min(max(part.shape.window for part in parts), nodes) - 1
+        super().__init__(AnyTree(nodes, levels))
         self.parts = nn.ModuleList(parts)
         self.aux_layers = tuple(sorted({layer for part in parts for layer in part.aux_layers}))
         self.passes = sum(part.passes for part in parts)

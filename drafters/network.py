@@ -202,4 +202,6 @@ class HeadDrafter(NetworkDrafter):
         return self.head.draft_ids
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
+        if noise is None or not self.coupled:
+            return None
+        return noise[:, : self.shape.window - 1, self.head.draft_ids]  # a joint tree may have more levels

@@ -99,7 +99,7 @@ def calibrate(
     context = min(LONG, target.args.max_seq_len - tokens - 1)
     for temperature in TEMPERATURES:
         say(f"acceptance of the head's trees on {len(prompts)} texts, temperature {temperature:g} ...")
-        answers = _answer(target, Recorder(drafter), prompts, stop_ids, tokens, temperature)
+        answers = record_answers(target, Recorder(drafter), prompts, stop_ids, tokens, temperature)
         by_text = [answer.accepted for answer in answers if answer.accepted]
         if not by_text:
             raise InputError(f"the answers end within {DEEPEST + 2} tokens: too short to choose a tree on")
@@ -119,7 +119,7 @@ def calibrate(
 class Answer:
     """whole: prompt and answer, as ids. accepted: of each tree, how many drafted tokens in every step.
 
-    scored: of candidates the scores, and whether they were right.
+    scored: of every step's candidates of the usual width the scores [n], and whether they were right.
     """
 
     prompt: list[int]
@@ -155,7 +155,8 @@ def _kept(
     far = [
         answer.accepted
         for prompt in prompts  # one at a time: their caches are large
-        for answer in _answer(target, recorder, [prompt], stop_ids, tokens, temperature) if answer.accepted
+        for answer in record_answers(target, recorder, [prompt], stop_ids, tokens, temperature)
+        if answer.accepted
     ]
     if not far:
         return 1.0
@@ -163,7 +164,7 @@ def _kept(
     return max((_taus(far)[USUAL] - 1) / max(gained, 1e-6), 0.1)
 
 
-def _answer(
+def record_answers(
     target: Transformer, recorder: Recorder, prompts: list[list[int]], stop_ids, tokens: int,
     temperature: float
 ) -> list[Answer]:
@@ -193,7 +194,8 @@ def _answer(
             for growth in growths.values():
                 if growth.shape.width == USUAL.width:
                     scores, right = _rights(growth, truth, rows)
-                    scored[rows[0]].append((scores.flatten(), right.flatten()))
+                    for b, *each in zip(rows, scores, right):
+                        scored[b].append(tuple(each))
                 for shape, counts in count_accepted(growth, truth, rows).items():
                     for b, count in zip(rows, counts.tolist()):
                         accepted[b].setdefault(shape, []).append(count)
