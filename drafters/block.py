@@ -16,6 +16,7 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
+from drafters.base import unread_rows
 from drafters.network import FEW, HeadDrafter, grow_crossed
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -55,11 +56,11 @@ class BlockDrafter(HeadDrafter):
         return max(self.shape.nodes, self.shape.window + self.block_rows)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read W rows, of which the first n_new are real, and draft: the rows of all levels [B, L, H].
+        """Read up to W rows, of which the first n_new are real, and draft: all levels' rows [B, L, H].
 
         What the others write is overwritten or never seen.
         """
-        W, rows, n_new = state.window, self.block_rows, state.n_new
+        W, rows, n_new = unread_rows(state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(state.features[:, :W])
         slots, first = self.kept.live(slots), self.kept.first(start)
