@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -10,6 +13,7 @@ from datetime import timedelta
 from common.errors import InputError
 
 PATIENCE = timedelta(seconds=5)  # for the store that torchrun keeps
+PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def several() -> bool:
@@ -35,6 +39,15 @@ def check_group() -> None:
                 f"{name}={os.environ[name][:40]!r} in the environment: must be {low} to {high}; torchrun sets"
                 " it"
             )
+
+
+def end_with_torchrun() -> None:
+    """Have the system send SIGTERM to this process when the torchrun that started it dies.
+
+    One that is killed tells nobody, and the others of a group wait for minutes. Only Linux can do this.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _number(name: str) -> int | None:
@@ -70,8 +83,11 @@ def _is_first_to_say() -> bool:
 
     env = os.environ
     try:
-        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=PATIENCE)
+        address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        # Of a store that is gone torch would print all it tries.
+        socket.create_connection(address, PATIENCE.seconds).close()
+        store = dist.TCPStore(*address, is_master=False, timeout=PATIENCE)
         start = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")
         return store.add(f"last line of {start}", 1) == 1
-    except (KeyError, ValueError, RuntimeError):
+    except (KeyError, ValueError, OSError, RuntimeError):
         return True

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group
+from common.torchrun import check_group, end_with_torchrun
 
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
@@ -117,6 +117,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     if missing:
         raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
     check_group()
+    end_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
@@ -143,7 +144,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
 def _ended_by_a_signal(this: str) -> Iterator[None]:
     """A context that SIGTERM, which torchrun sends when a rank has died, leaves with an InputError."""
     def end(number: int, frame: object) -> None:
-        raise InputError(f"{this} is ended by torchrun: another one has died, or torchrun was told to end")
+        raise InputError(f"{this} is ended by torchrun: another one has died, or torchrun has, or was told to end")
 
     signal.signal(signal.SIGTERM, end)
     try:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group
+from common.torchrun import check_group, end_with_torchrun
 from engine.runtime import use_device
 from kernels.ranks import Ranks
 
@@ -57,6 +57,7 @@ class Processes:
                 "WORLD_SIZE is set but not what belongs to it:"
                 " start several processes with torchrun, or unset it"
             )
+        end_with_torchrun()
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         try:
             store, rank, count = next(dist.rendezvous("env://"))

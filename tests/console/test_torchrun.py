@@ -103,9 +103,11 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
-@pytest.mark.parametrize("lost", [0, 1])
-def test_when_one_rank_dies_all_end_within_seconds(golden, lost):
-    """It is killed while the ranks decode: the other one says so, in one line, and nobody is left."""
+@pytest.mark.parametrize("lost", [0, 1, "torchrun"])
+def test_when_one_dies_all_end_within_seconds(golden, lost):
+    """A rank is killed while they decode: the other one says so, in one line. Or torchrun is, which is what
+    would keep them from speaking at once. Nobody is left.
+    """
     prompts = [x for i in range(40) for x in ("--prompt", f"Hello {i}")]
     run = start("--checkpoint", golden, *prompts, "--batch-size", 1, "--max-new-tokens", 900, "--no-compile")
     said = ""
@@ -119,10 +121,14 @@ def test_when_one_rank_dies_all_end_within_seconds(golden, lost):
         line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in line
     )["RANK"]): pid for pid in ranks}
     began = time.monotonic()
-    os.kill(numbers[lost], signal.SIGKILL)
+    os.kill(numbers.get(lost, run.pid), signal.SIGKILL)
     _, err = run.communicate(timeout=60)
     assert time.monotonic() - began < 20 and run.returncode != 0
     errors = [line for line in ours(err) if line.startswith("error: ")]
+    if lost == "torchrun":
+        assert all("is ended by torchrun" in line for line in errors) and 1 <= len(errors) <= 2, err[-3000:]
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+        return
     ends = "has lost another one", "is ended by torchrun"  # whichever it notices first
     assert len(errors) == 1 and errors[0].startswith(f"error: rank {1 - lost} of 2 "), err[-3000:]
     assert any(words in errors[0] for words in ends)
