@@ -144,7 +144,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
 def _ended_by_a_signal(this: str) -> Iterator[None]:
     """A context that SIGTERM, which torchrun sends when a rank has died, leaves with an InputError."""
     def end(number: int, frame: object) -> None:
-        raise InputError(f"{this} is ended by torchrun: another one has died, or torchrun has, or was told to end")
+        raise InputError(f"{this} is ended: torchrun, or another rank, has died or was told to end")
 
     signal.signal(signal.SIGTERM, end)
     try:
