@@ -51,9 +51,10 @@ def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     """Texts of a target and the EAGLE heads in its folder: plain, drafted, drawn with the last head."""
     target, _ = load_model(folder, ranks=ranks)
     found = {"plain": texts(target, None, FEW)}
-    found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
     with torch.no_grad():  # as texts are judged
         found["judged"] = target.logits(target.causal(torch.tensor(PROMPTS[1:]))[0]).argmax(-1).tolist()
+    if ranks is None or ranks.count == 2:
+        found["of the whole logits"] = texts(target, None, FEW, **MODES["min-p"])
     for kind in ("eagle3", "eagle"):
         if (folder / kind).is_dir():
             drafter = Eagle(load_head(folder / kind, target, kind), TREE)
