@@ -31,9 +31,10 @@ from tqdm import tqdm
 from checkpoint.early import check_head, check_target
 from common.cli import Options, check_folder, run_command, seed
 from common.errors import InputError
+from common.gpus import check_gpu
 from common.texts import check_readable
 from common.torchrun import one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, grows, judge_flags, known, read_flags
 from evaluation.settings import read_settings
 from kernels.isa import choose
 from sampling.options import Sampling
@@ -119,7 +120,8 @@ def load(o, ranks=None):
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)  # a mistake shows before anything is loaded
     flags = read_flags(o, methods)
-    check_target(o.checkpoint, o.max_seq_len, o.offload)
+    judge_flags(flags, check_target(o.checkpoint, o.max_seq_len, o.offload))
+    check_gpu(o.device, o.offload)
     drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)

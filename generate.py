@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import NamedTuple
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_checkpoint, check_head
+from checkpoint.early import check_checkpoint, check_head, check_ids
 from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
+from common.gpus import check_gpu
 from common.torchrun import one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
-from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, judge_flags, method_name, read_flags
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
 from sampling.options import Sampling
 from sampling.rules import RULES
@@ -166,11 +167,15 @@ def judge(o) -> Asked:
     """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
     from kernels.isa import choose
 
-    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
+    judge_flags(read_flags(o, [o.speculate]), config)
+    check_ids("--logit-bias", (token for token, _ in o.logit_bias), config)
     if o.isa:
         choose(o.isa)
     prompts = gather_prompts(o)
+    check_ids("--prompt-ids", (i for prompt in prompts if isinstance(prompt, list) for i in prompt), config)
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:

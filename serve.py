@@ -15,8 +15,9 @@ from pathlib import Path
 from checkpoint.early import check_checkpoint, check_head
 from common.cli import Options, command, count, note
 from common.errors import InputError
+from common.gpus import check_gpu
 from common.torchrun import is_first, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, judge_flags, method_name, read_flags
 from drafters.tree_spec import TreeSpec, read_tree
 
 STARTED = time.perf_counter()
@@ -103,8 +104,10 @@ def run(o) -> int:
     """
     from kernels.isa import choose
 
-    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
+    judge_flags(read_flags(o, [o.speculate]), config)
     if o.isa:
         choose(o.isa)
     tree = read_tree(o.tree)

@@ -25,8 +25,8 @@ MOST_THREADS = 1024
 LEAST_OFFLOADED = 3  # layers, see `kernels.offload`
 PROBE = 1 << 16  # bytes that are written to see whether there is room
 MOST_SHOWN = 1500  # characters of an error
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 # What PyTorch puts behind its words: where in its own code they were said.
-DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?")
 FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
 JUST_NOW = 3.0  # seconds after Ctrl-C in which an error is taken to be its work
 
@@ -196,9 +196,9 @@ class Options(argparse.ArgumentParser):
                 raise InputError(words(o))
 
     def judge_device(self) -> None:
-        """Add a rule: --device, if given, is of a kind that PyTorch may have."""
+        """Add a rule: --device, if given, is of a kind that models run on here."""
         self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
-                    lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
+                    lambda o: f"--device {o.device}: models run on cpu, cuda and cuda:N; name one of these")
 
     def add_runtime(self):
         """Add the options of `engine.runtime.Runtime`: where and how a model runs. Returns their group."""

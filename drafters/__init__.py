@@ -21,7 +21,8 @@ class Method:
 
     module: builds the drafter. what: says what it is. flags: of its own, name: (default, help). headless: it
     takes no --draft and no --tree. grows: its head grows trees that can be measured, see
-    `engine.calibrating`, and takes --draft-window.
+    `engine.calibrating`, and takes --draft-window. early: MODULE:FUNCTION, which judges its flags and what
+    they name for a target of so many token ids (None: not known yet), without torch.
     """
 
     module: str
@@ -29,6 +30,7 @@ class Method:
     flags: dict[str, tuple[int | float | str | None, str]] = field(default_factory=dict)
     headless: bool = False
     grows: bool = False
+    early: str | None = None
 
 
 METHODS: dict[str, Method | None] = {
@@ -59,7 +61,7 @@ METHODS: dict[str, Method | None] = {
     "rest": Method("drafters.retrieval", "what followed the same words in a collection of texts (REST)", {
         "datastore": (None, "folder that python -m drafters.rest build made"),
         "draft-tokens": (64, "nodes of the tree"),
-    }, headless=True),
+    }, headless=True, early="drafters.rest_store:find_store"),
 }
 
 
@@ -163,6 +165,18 @@ def check_flags(name: str, flags: dict) -> None:
         kind = flag_type(defaults[flag])
         if value is not None and not isinstance(value, kind):
             raise InputError(f"flag {flag!r}: {value!r} is not of type {kind.__name__}")
+
+
+def judge_flags(flags: dict[str, dict], config: dict) -> None:
+    """Judge the flags of each method by what they name, as far as that goes without torch.
+
+    flags: as of `read_flags`. config: the target's config.json, as far as it is known. Raises InputError.
+    """
+    for name, values in flags.items():
+        for method in _methods(name):
+            if method.early:
+                module, _, function = method.early.partition(":")
+                getattr(importlib.import_module(module), function)(values, config.get("vocab_size"))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

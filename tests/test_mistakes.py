@@ -16,6 +16,8 @@ LONGEST = 1.0  # seconds of processor time that a mistake may take
 RUN = """
 import contextlib, importlib, io, json, sys, time
 command, lines = sys.argv[1], json.loads(sys.stdin.read())
+import common.gpus
+common.gpus.why_no_gpu = lambda: "NO-GPU"  # whatever this machine has
 main, found = importlib.import_module(command).main, []
 for argv in lines:
     said, began = io.StringIO(), time.process_time()
@@ -47,7 +49,7 @@ MISTAKES = (
     (DECODING, "--max-seq-len 2e3", "invalid int value: '2e3'; see --help"),
     (DECODING, "--max-seq-len " + "9" * 5000, "invalid int value: '9999"),
     (DECODING, "--threads 0", "--threads 0: must be 1 to 1,024"),
-    (DECODING, "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    (DECODING, "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
     (DECODING, "--isa avx9", "--isa avx9: unknown; choose from amx"),
     (DECODING, "--dtype int3", "dtype 'int3': unknown; choose from bf16"),
     (DECODING, "--kv int4", "argument --kv: invalid choice: 'int4'"),
@@ -55,7 +57,18 @@ MISTAKES = (
     (DECODING, "--offload all", "'all' is neither auto nor a whole number of at least 3"),
     (DECODING, "--offload 9", "--offload 9: TARGET has 8 layers"),
     (DECODING, "--offload 4 --device cpu", "--offload 4: keeps weights in the host's memory, where --device"),
+    (DECODING, "--offload 3", "--offload 3: needs a GPU, and NO-GPU; leave it out"),
+    (DECODING, "--offload auto", "--offload auto: needs a GPU, and NO-GPU; leave it out"),
+    (DECODING, "--device cuda:1", "--device cuda:1: needs a GPU, and NO-GPU; leave it out"),
+    (DECODING, "--device mps", "--device mps: models run on cpu, cuda and cuda:N; name one of these"),
     (DECODING, "--speculate magic", "magic"),
+    (DECODING, "--speculate rest", "--speculate rest: name a store with --datastore; python -m drafters"),
+    (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no store, it holds no store"),
+    (DECODING, "--speculate lookup+rest --datastore TEXT", "--datastore TEXT: no store, it holds no store"),
+    (DECODING, "--speculate rest --datastore STORE", "STORE/suffixes.bin: is 5 bytes; expected 40, as store"),
+    (DECODING, "--speculate rest --datastore OTHERS", "OTHERS: made for a vocabulary of 7, the target has"),
+    (DECODING, "--speculate rest --datastore DAMAGED", "DAMAGED/store.json: tokens is 0; expected a whole"),
+    (DECODING, "--speculate rest --datastore STORE --draft-tokens 1", "--draft-tokens 1: must be at least 2"),
     (DECODING, "--speculate eagle3+eagle3", "two different methods that draft can be joined"),
     (DECODING, "--speculate eagle3 --draft NOWHERE", "--draft NOWHERE: not a folder"),
     (DECODING, "--speculate eagle3 --tree 9999999,7,10", "9999999 nodes, but depth 7 and width 10 only"),
@@ -78,6 +91,9 @@ MISTAKES = (
     ("generate", "--top-k 4294967296", "--top-k 4294967296: must be 0 to 2,147,483,647"),
     ("generate", "--logit-bias 1=nan", "'1=nan' is no ID=X"),
     ("generate", "--logit-bias 1=1000", "'1=1000' is no ID=X"),
+    ("generate", "--logit-bias 5=1 --logit-bias 300=1", "--logit-bias 300: no token id of the target, which"),
+    ("generate", "--prompt-ids 299,300", "--prompt-ids 300: no token id of the target, which has 0 to 299"),
+    ("generate", "--prompt-ids 1,-1", "--prompt-ids -1: no token id of the target, which has 0 to 299"),
     ("generate", "--prompt-ids 1,x", "--prompt-ids '1,x': expected numbers separated by commas"),
     ("generate", "--prompt-ids 99999999999", "--prompt-ids '99999999999': a token id is below 2^31"),
     ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: no such file"),
@@ -102,7 +118,7 @@ MISTAKES = (
     ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
     ("evaluate", "--accept eagle3=all", "--accept eagle3=all: choose from equal"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
-    ("train", "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    ("train", "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
     ("train", "--feature-memory nan", "--feature-memory nan: must be 0 to 1,000,000"),
     ("train", "--save-seconds -1", "--save-seconds -1.0: must be 0 to 1,000,000"),
     ("train", "--lr nan", "--lr nan: must be above 0 and below 1,000,000"),
@@ -117,10 +133,21 @@ MISTAKES = (
     ("train", "--checkpoint-gradients --compile-loss", "--checkpoint-gradients: runs without --compile-loss"),
     ("train", "--writer NOWHERE", "--writer NOWHERE: not a folder"),
     ("quantize", "--checkpoint NOWHERE", "NOWHERE: not a folder"),
+    ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
+    ("quantize", "--checkpoint PARTLY", "PARTLY/eagle3: is quantised already; name the checkpoint before"),
+    ("quantize", "--out /dev/null", "--out /dev/null: not a folder that can be written to"),
+    ("quantize", "--out TEXT", "--out TEXT: not a folder that can be written to"),
+    ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),
+    ("quantize", "--out HEAD --force", "HEAD: holds a 'eagle3' checkpoint, a target may not replace it"),
+    ("quantize", "--mode int8 --group 64", "--group 64: is for int4 and w4a8; --mode int8 has no groups"),
+    ("quantize", "--mode fp8 --group 32", "--group 32: is for int4 and w4a8; --mode fp8 has no groups"),
+    ("quantize", "--mode int4 --calibrate LATIN1", "--calibrate LATIN1: cannot be read, it is no UTF-8"),
+    ("quantize", "--text LATIN1", "--text LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
     ("quantize", "--group 33", "argument --group: invalid choice: 33"),
     ("quantize", "--text FIFO", "--text FIFO: is a pipe; expected a file"),
     ("quantize", "--mode int4 --calibrate /dev/zero", "--calibrate /dev/zero: is a device"),
     ("convert_checkpoint", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder"),
+    ("convert_checkpoint", "--out TEXT", "--out TEXT: not a folder that can be written to"),
     ("convert_checkpoint", "--target NOWHERE", "--target NOWHERE: not a folder"),
     ("convert_checkpoint", "--aux-layers 1,,2", "takes layer numbers such as 2,15,27, got '1,,2'"),
     ("convert_checkpoint", "--aux-layers " + "9" * 5000, "takes layer numbers such as 2,15,27, got"),
@@ -153,6 +180,15 @@ def place(tmp_path_factory) -> Path:
     (folder / "QUANTISED").mkdir()
     config |= {"kind": "eagle3", "quantization": {}}
     (folder / "QUANTISED" / "config.json").write_text(json.dumps(config))
+    (folder / "PARTLY" / "eagle3").mkdir(parents=True)
+    (folder / "PARTLY" / "config.json").write_bytes((folder / "TARGET" / "config.json").read_bytes())
+    (folder / "PARTLY" / "eagle3" / "config.json").write_text(json.dumps(config))
+    about = {"vocab_size": 300, "tokenizer": "0" * 64, "tokens": 10, "suffixes": "int32"}
+    for name, changed in (("STORE", {}), ("OTHERS", {"vocab_size": 7}), ("DAMAGED", {"tokens": 0})):
+        (folder / name).mkdir()
+        (folder / name / "store.json").write_text(json.dumps(about | changed))
+        (folder / name / "tokens.bin").write_bytes(bytes(40))
+        (folder / name / "suffixes.bin").write_bytes(b"short")
     (folder / "WRITTEN").mkdir()
     (folder / "WRITTEN" / "model.safetensors").touch()
     (folder / "FOLDER").mkdir()

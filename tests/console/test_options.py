@@ -32,7 +32,7 @@ REFUSED = (
     ((*PROMPT, "--top-p", "nan"), "--top-p nan: must be above 0 and at most 1"),
     ((*PROMPT, "--top-k", "-1"), "--top-k -1: must be 0 to 2,147,483,647"),
     ((*PROMPT, "--stop", ""), "stop must be at most 16 texts, none of them empty"),
-    ((*PROMPT, "--device", "gpu"), "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    ((*PROMPT, "--device", "gpu"), "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
     ((*PROMPT, "--speculate", "lookahead", "--window", "0"), "--window 0: must be 1 to 1,024"),
     ((*PROMPT, "--speculate", "lookahead", "--level", "2000"), "--level 2000: must be 1 to 1,024"),
     ((*PROMPT, "--speculate", "lookahead", "--guess-set", "-1"), "--guess-set -1: must be 1 to 1,024"),

@@ -112,7 +112,7 @@ def refused(request: Request, words: str) -> None:
     ("draft-model", {"draft": Path("/nowhere")}, "/nowhere"),
     ("lookahead", {"flags": {"window": 0, "level": 5, "guess-set": 7}}, "at least 1, 3 and 1"),
     ("rest", {}, "name a store with --datastore"),
-    ("rest", {"flags": {"datastore": "/nowhere", "draft-tokens": 8}}, "/nowhere/store.json: no such file"),
+    ("rest", {"flags": {"datastore": "/nowhere", "draft-tokens": 8}}, "--datastore /nowhere: no store, it"),
 ], ids=str)
 def test_requests_that_cannot_be_met(request_for, method, changes, words):
     refused(request_for(method, **changes), words)
