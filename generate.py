@@ -279,8 +279,8 @@ def decode(o, asked: Asked, ranks=None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as say:
-        return command(parser(), argv, run, ValueError, OSError, say=say)
+    with one_voice() as voices:
+        return command(parser(), argv, run, ValueError, OSError, **voices)
 
 
 if __name__ == "__main__":

@@ -186,8 +186,8 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as say:
-        return command(parser(), argv, run, ValueError, OSError, say=say)
+    with one_voice() as voices:
+        return command(parser(), argv, run, ValueError, OSError, **voices)
 
 
 if __name__ == "__main__":

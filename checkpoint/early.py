@@ -97,14 +97,17 @@ def check_length(max_seq_len: int, longest: int) -> None:
         raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
 
 
-def check_head(what: str, folder: str | None, kind: str | None = None) -> None:
-    """Raise InputError if an option names a folder that is not one of ours, or of another kind."""
+def check_head(what: str, folder: str | None, kind: str | None = None) -> dict:
+    """The config.json of a folder that an option names, nothing if it names none.
+
+    Raises InputError if the folder is not one of ours, or of another kind.
+    """
     if folder is None:
-        return
+        return {}
     if not Path(folder).is_dir():
         missing = "target" if kind == "target" else "draft head or model"
         raise InputError(f"{what} {folder}: not a folder, there is no {missing} there; convert one into it")
     try:
-        glance(folder, kind)
+        return glance(folder, kind)
     except InputError as e:
         raise InputError(f"{what} {e}") from None

@@ -116,8 +116,42 @@ MISTAKES = (
     ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
     ("evaluate", "--questions FIFO", "--questions FIFO: is a pipe; expected a file"),
     ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
+    ("evaluate", "--questions TEXT", "TEXT: line 1 is no JSON object"),
+    ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--accept eagle3=all", "--accept eagle3=all: choose from equal"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
+    ("train", "--checkpoint ROUNDED", "ROUNDED: is quantised already; name the checkpoint before quant"),
+    ("train", "--checkpoint UNSIZED", "UNSIZED/config.json: hidden_size is missing; expected a whole number"),
+    ("train", "--device mps", "--device mps: models run on cpu, cuda and cuda:N; name one of these"),
+    ("train", "--device cuda", "--device cuda: needs a GPU, and NO-GPU; leave it out"),
+    ("train", "--seed 1.5", "'1.5' is no whole number from -2^63 to 2^64 - 1"),
+    ("train", "--prompts EMPTY", "--prompts EMPTY: holds no prompts"),
+    ("train", "--prompts ROWS", "--prompts ROWS: line 1: no conversation; a row needs"),
+    ("train", "--prompts TEXT", "--prompts TEXT: line 1 is no JSON object"),
+    ("train", "--prompts LATIN1", "--prompts LATIN1: cannot be read, line 1 is no UTF-8 (byte 3)"),
+    ("train", "--prompts DEEP", "--prompts DEEP: begins like a JSON array and is none"),
+    ("train", "--conversations PROMPTS", "--conversations PROMPTS: line 1: no conversation; a row needs"),
+    ("train", "--conversations EMPTY", "--conversations EMPTY: holds no conversation with an assistant's"),
+    ("train", "--openings EMPTY", "--openings EMPTY: holds no lines"),
+    ("train", "--openings LATIN1", "--openings LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
+    ("train", "--shards FOLDER", "--shards FOLDER: holds no shards (*.jsonl); it is the data folder of"),
+    ("train", "--shards SHARDS", "SHARDS/a.jsonl: line 1 is no row of this target's token ids and answers"),
+    ("train", "--max-len 1", "--max-len 1: must be at least 4"),
+    ("train", "--max-new-tokens 2", "--max-new-tokens 2: must be at least 3"),
+    ("train", "--max-prompt-tokens 300", "--max-prompt-tokens 300 and --max-new-tokens 256 are 556 toge"),
+    ("train", "--kind medusa --guesses 65", "--guesses 65: must be 1 to 64"),
+    ("train", "--kind hydra --blocks 1000", "--blocks 1000: must be 1 to 64"),
+    ("train", "--heads 7 --kv-heads 3", "--kv-heads: num_kv_heads is 3; expected a divisor of num_heads, 7"),
+    ("train", "--heads 7", "--kv-heads: num_kv_heads is 2; expected a divisor of num_heads, 7"),
+    ("train", "--head-dim 7", "--head-dim: head_dim is 7; expected an even number"),
+    ("train", "--hidden-size 99999999", "--hidden-size: hidden_size is 99999999; expected a whole number"),
+    ("train", "--kind dflash --layers 99999", "--layers: num_layers is 99999; expected a whole number from"),
+    ("train", "--states 9", "9 states of a target of 8 layers: at most"),
+    ("train", "--kind eagle --hidden-size 32", "--hidden-size: an EAGLE-1 head predicts the target's"),
+    ("train", "--draft-vocab 301", "--draft-vocab 301: the target has 300 token ids"),
+    ("train", "--start TARGET", "--start: a head of kind eagle3 cannot begin as one of kind target"),
+    ("train", "--kind dflash --start HEAD", "--start: a head of kind dflash cannot begin as one of"),
+    ("train", "--writer HEAD", "--writer HEAD: holds a eagle3 checkpoint where a target was expected"),
     ("train", "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
     ("train", "--feature-memory nan", "--feature-memory nan: must be 0 to 1,000,000"),
     ("train", "--save-seconds -1", "--save-seconds -1.0: must be 0 to 1,000,000"),
@@ -173,12 +207,18 @@ def place(tmp_path_factory) -> Path:
     """The folder in which commands are run, with what the table names. No weights: nothing may be loaded."""
     folder = tmp_path_factory.mktemp("mistakes")
     config = {"format": 2, "kind": "target", "max_seq_len": 512, "vocab_size": 300, "stop_ids": []}
-    config |= {"num_layers": 8}
+    config |= {"num_layers": 8, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
+    config |= {"num_kv_heads": 2, "head_dim": 16}
     for name, kind in (("TARGET", "target"), ("HEAD", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
     (folder / "QUANTISED").mkdir()
-    config |= {"kind": "eagle3", "quantization": {}}
+    config |= {"quantization": {}}
+    (folder / "ROUNDED").mkdir()
+    (folder / "ROUNDED" / "config.json").write_text(json.dumps(config))
+    (folder / "UNSIZED").mkdir()
+    (folder / "UNSIZED" / "config.json").write_text('{"format": 2, "kind": "target"}')
+    config |= {"kind": "eagle3"}
     (folder / "QUANTISED" / "config.json").write_text(json.dumps(config))
     (folder / "PARTLY" / "eagle3").mkdir(parents=True)
     (folder / "PARTLY" / "config.json").write_bytes((folder / "TARGET" / "config.json").read_bytes())
@@ -198,6 +238,11 @@ def place(tmp_path_factory) -> Path:
     (folder / "LATIN1").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "DEEP").write_text("[" * 100_000)
     (folder / "TEXT").write_text("some words")
+    (folder / "EMPTY").touch()
+    (folder / "ROWS").write_text('{"text": "no chat"}\n')
+    (folder / "PROMPTS").write_text('{"prompt": "x"}\n')
+    (folder / "SHARDS").mkdir()
+    (folder / "SHARDS" / "a.jsonl").write_text('{"ids": [1, 2, 300], "answers": [[0, 3]]}\n')
     return folder
 
 
@@ -219,14 +264,21 @@ def test_mistakes_answer_at_once(command, place):
 
 
 def test_a_negative_seed_is_a_seed():
-    """64 bits count: it is what it is taken for, and no random one."""
+    """64 bits count: it is what it is taken for, and no random one. In all commands."""
     import torch
 
+    import evaluate
+    import generate
+    import train
     from common.cli import seed
     from sampling.noise import seed_keys
 
     assert torch.equal(seed_keys([seed("-1")]), seed_keys([seed(str(2**64 - 1))]))
     assert not torch.equal(seed_keys([seed("-1")]), seed_keys([1]))
+    for command in (evaluate, generate, train):
+        options = ["--checkpoint", "x", "--out", "x"][: 2 if command is generate else 4]
+        assert command.parser().parse_args([*options, "--seed", "-1"]).seed == 2**64 - 1
+    assert torch.Generator().manual_seed(seed("-1")).initial_seed() == 2**64 - 1
 
 
 def test_what_trains_and_what_is_chosen_from_are_the_same():

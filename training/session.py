@@ -40,7 +40,7 @@ from training.choices import BLOCK_KINDS, MULTI_TOKEN
 from training.collect import Collector
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
-from training.new_head import Shape, head_args, new_head, new_multi_token_heads
+from training.new_head import head_args, new_head, new_multi_token_heads
 from training.objective import (
     BlockObjective,
     Eagle1Objective,
@@ -51,12 +51,13 @@ from training.objective import (
 from training.plan import Plan
 from training.precision import training_copy
 from training.processes import Processes
+from training.shapes import shape_of
 from training.state import FILE
 from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
-MARKOV_RANK, DRAFT_VOCAB = 128, 8192  # of a DSpark head; ids that heads draft
+DRAFT_VOCAB = 8192  # ids that heads draft
 CURVES, CARD, SPECULATORS = "curves.png", "README.md", "speculators"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
 
@@ -114,19 +115,7 @@ class Session:
             prepare(Path(o.checkpoint), runtime, self.say, ranks)
         loaded, self.config = load_model(o.checkpoint, o.device, runtime.torch_dtype, ranks)
         self.target = learnt_from(loaded, check_config(self.config)) if ranks else loaded
-        if "quantization" in self.config:
-            raise InputError(
-                f"{o.checkpoint}: a head is trained on unquantised weights;"
-                " name the checkpoint before quantisation"
-            )
-        rank = o.markov_rank
-        if rank is None:
-            rank = MARKOV_RANK if o.kind == "dspark" and not o.start else 0
-        self.shape = Shape(
-            o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim, o.layers or 1, o.states,
-            o.drafts, markov_rank=rank,
-            confidence=rank > 0 if o.confidence is None else o.confidence,
-        )
+        self.shape = shape_of(o)
         self.start = load_start(o.start, self.target) if o.start else None
         if self.start:  # what cannot be shows before anything slow is done
             begun_args(self.start, o.kind, len(self.start.head.draft_ids), self.shape)
@@ -199,7 +188,7 @@ class Session:
             draft_ids = self.start.head.draft_ids.cpu()
             covered = figures.covered(figures.counts_of(rows), draft_ids.tolist())
         elif o.kind != "eagle":
-            size = min(o.draft_vocab or DRAFT_VOCAB, vocab_size)
+            size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
             draft_ids, covered = figures.draft_vocabulary(figures.counts_of(rows), size, vocab_size)
         if o.learn == "text":
             rows = list(map(corpus.whole, rows))
@@ -208,7 +197,8 @@ class Session:
         self.say(figures.report(described))
         self.say(f"{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover"
                  f" {covered:.2%}")
-        return Text(rows, held_out, described, draft_ids, covered, corpus.unused(rows + held_out, vocab_size))
+        mask = figures.unused(rows + held_out, vocab_size)
+        return Text(rows, held_out, described, draft_ids, covered, mask)
 
     # -- train -----------------------------------------------------------------------------------------------
 

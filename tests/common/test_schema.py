@@ -215,7 +215,7 @@ def test_ids_are_below_the_vocabulary():
 @pytest.mark.parametrize("value", ("a" * 63, "a" * 65, "A" * 64, "g" * 64, "\u0661" * 64, " " + "a" * 63, 64))
 def test_what_is_no_sha256(value):
     Sha256().check("0123456789abcdef" * 4, "sha256")
-    with pytest.raises(Wrong, match="^sha256 is .*; expected a sha256, 64 of the digits 0 to 9 and a to f$"):
+    with pytest.raises(Wrong, match=r"^sha256 is .*; expected a sha256, 64 of the digits 0 to 9 and a to f$"):
         Sha256().check(value, "sha256")
 
 

@@ -60,7 +60,7 @@ REFUSED = (
     ((*EAGLE1, "--layout", "speculators"), "--layout speculators: has no place for a head of --kind eagle"),
 )
 ALLOWED = (
-    TEXT, MEDUSA, ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
+    TEXT, MEDUSA, (*TEXT, "--seed", "-1"), ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
     ("--shards", "a", "--shards", "b"), (*TEXT, "--turns", "2", "--openings", "o"),
     (*MEDUSA, "--guesses", "3", "--blocks", "2"),
     (*TEXT, "--kind", "dspark", "--layers", "2", "--drafts", "5", "--markov-rank", "0", "--states", "4"),
@@ -74,7 +74,7 @@ ALLOWED = (
 EXITS = (
     ("--tree", "1,2"), ("--tree", "x"), ("--tree", "60,1,2"), ("--kind", "rest"), ("--dtype", "fp16"),
     ("--dtype", "float16"), ("--dtype", "int8"), ("--layout", "none"), ("--schedule", "none"),
-    ("--seed", "-1"), ("--steps", "0"),
+    ("--seed", "1.5"), ("--steps", "0"),
 )
 
 
