@@ -35,7 +35,8 @@ from common.errors import InputError
 from common.gpus import check_gpu
 from common.texts import check_readable
 from common.torchrun import one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, grows, judge_flags, known, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
+from drafters.early import judge_method
 from evaluation.sets import read_sets
 from evaluation.settings import read_settings
 from kernels.isa import choose
@@ -127,11 +128,13 @@ def judge(o) -> Asked:
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)
     flags = read_flags(o, methods)
-    judge_flags(flags, check_target(o.checkpoint, o.max_seq_len, o.offload))
+    config = check_target(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
     drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)
+    for name in methods:
+        judge_method(o.checkpoint, config, name, drafts.get(name), flags[name])
     if o.isa:
         choose(o.isa)
     check_folder("--out", o.out)

@@ -18,7 +18,8 @@ from common.gpus import check_gpu
 from common.torchrun import one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
-from drafters import METHODS, add_flags, add_window, check_numbers, judge_flags, method_name, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
+from drafters.early import judge_method
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
 from sampling.options import Sampling
 from sampling.rules import RULES
@@ -56,6 +57,8 @@ def parser() -> Options:
                      " --prompt*, --json, --compare, --trace, --num-samples, --raw")
     refuse(lambda o: o.interactive and sys.stdin is None,
            lambda o: "--interactive reads its prompts from standard input, which is closed")
+    refuse(lambda o: o.system and o.raw,
+           lambda o: "--system: is written by the chat template, which --raw leaves out; choose one")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     p.within("--batch-size", 1, float("inf"))
@@ -170,7 +173,7 @@ def judge(o) -> Asked:
     config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
-    judge_flags(read_flags(o, [o.speculate]), config)
+    judge_method(o.checkpoint, config, o.speculate, o.draft, read_flags(o, [o.speculate])[o.speculate])
     check_ids("--logit-bias", (token for token, _ in o.logit_bias), config)
     if o.isa:
         choose(o.isa)

@@ -17,7 +17,8 @@ from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.gpus import check_gpu
 from common.torchrun import is_first, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, judge_flags, method_name, read_flags
+from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
+from drafters.early import judge_method
 from drafters.tree_spec import TreeSpec, read_tree
 
 STARTED = time.perf_counter()
@@ -107,7 +108,7 @@ def run(o) -> int:
     config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
-    judge_flags(read_flags(o, [o.speculate]), config)
+    judge_method(o.checkpoint, config, o.speculate, o.draft, read_flags(o, [o.speculate])[o.speculate])
     if o.isa:
         choose(o.isa)
     tree = read_tree(o.tree)

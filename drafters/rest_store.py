@@ -30,15 +30,12 @@ def find_store(flags: dict, vocab_size: int | None) -> tuple[Path, dict]:
     """The store that --datastore names -> (its folder, what its store.json says).
 
     flags: of the method. vocab_size: the target's, None if that is not known. Raises InputError if there is
-    no store, if its files are not of the size that store.json says, if it is of another vocabulary, or if
-    --draft-tokens is too small.
+    no store, if its files are not of the size that store.json says, or if it is of another vocabulary.
     """
     if not flags["datastore"]:
         raise InputError(
             "--speculate rest: name a store with --datastore; python -m drafters.rest build makes one"
         )
-    if flags["draft-tokens"] < 2:
-        raise InputError("--draft-tokens 1: must be at least 2, the root of the tree and a guess")
     folder = Path(flags["datastore"])
     file = folder / ABOUT
     if not file.exists():

@@ -68,13 +68,19 @@ MISTAKES = (
     (DECODING, "--speculate rest --datastore STORE", "STORE/suffixes.bin: is 5 bytes; expected 40, as store"),
     (DECODING, "--speculate rest --datastore OTHERS", "OTHERS: made for a vocabulary of 7, the target has"),
     (DECODING, "--speculate rest --datastore DAMAGED", "DAMAGED/store.json: tokens is 0; expected a whole"),
-    (DECODING, "--speculate rest --datastore STORE --draft-tokens 1", "--draft-tokens 1: must be at least 2"),
+    (DECODING, "--speculate rest --draft-tokens 1", "--draft-tokens 1: must be 2 to 1,024"),
     (DECODING, "--speculate eagle3+eagle3", "two different methods that draft can be joined"),
     (DECODING, "--speculate eagle3 --draft NOWHERE", "--draft NOWHERE: not a folder"),
     (DECODING, "--speculate eagle3 --tree 9999999,7,10", "9999999 nodes, but depth 7 and width 10 only"),
     (DECODING, "--speculate eagle3 --tree 5000,1000,5000", "tree: 5,000 nodes on 1,001 levels, at most"),
     (DECODING, "--speculate eagle3 --tree NOWHERE", "--tree NOWHERE: none of auto, paper, T,D,K or"),
     (DECODING, "--speculate eagle3 --tree FIFO", "FIFO: is a pipe; expected a file"),
+    (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; convert one into it, name it"),
+    (DECODING, "--speculate lookup+eagle2", "TARGET/eagle: no eagle head there; convert one into it"),
+    (DECODING, "--speculate draft-model", "--speculate draft-model: name a smaller converted model of the"),
+    (DECODING, "--speculate draft-model --draft HEAD", "HEAD: holds a eagle3 checkpoint where a target was"),
+    (DECODING, "--speculate eagle3 --draft TARGET", "TARGET: holds a target checkpoint where a eagle3 was"),
+    (DECODING, "--speculate lookahead --level 2", "--level 2: must be 3 to 1,024"),
     (DECODING, "--speculate lookahead --window 0", "--window 0: must be 1 to 1,024"),
     (DECODING, "--speculate eagle3 --window 3", "--window belongs to --speculate lookahead"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
@@ -92,6 +98,8 @@ MISTAKES = (
     ("generate", "--logit-bias 1=nan", "'1=nan' is no ID=X"),
     ("generate", "--logit-bias 1=1000", "'1=1000' is no ID=X"),
     ("generate", "--logit-bias 5=1 --logit-bias 300=1", "--logit-bias 300: no token id of the target, which"),
+    ("generate", "--system x --raw", "--system: is written by the chat template, which --raw leaves out"),
+    ("generate serve", "--speculate eagle3+medusa --draft HEAD", "--draft HEAD: both take a head; convert"),
     ("generate", "--prompt-ids 299,300", "--prompt-ids 300: no token id of the target, which has 0 to 299"),
     ("generate", "--prompt-ids 1,-1", "--prompt-ids -1: no token id of the target, which has 0 to 299"),
     ("generate", "--prompt-ids 1,x", "--prompt-ids '1,x': expected numbers separated by commas"),
@@ -209,7 +217,7 @@ def place(tmp_path_factory) -> Path:
     config = {"format": 2, "kind": "target", "max_seq_len": 512, "vocab_size": 300, "stop_ids": []}
     config |= {"num_layers": 8, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
     config |= {"num_kv_heads": 2, "head_dim": 16}
-    for name, kind in (("TARGET", "target"), ("HEAD", "eagle3")):
+    for name, kind in (("TARGET", "target"), ("HEAD", "eagle3"), ("TARGET/eagle3", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
     (folder / "QUANTISED").mkdir()

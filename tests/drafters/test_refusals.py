@@ -97,9 +97,10 @@ def refused(request: Request, words: str) -> None:
       for method in ("lookup", "lookahead", "rest")),
     *((method, {"tree": TREE}, f"--speculate {method}: has no use for --tree")
       for method in ("lookup", "lookahead", "rest")),
-    *((method, {"draft": Path("nowhere")}, "nowhere: no draft head there") for method in ("eagle", "eagle3")),
+    *((method, {"draft": Path("nowhere")}, f"nowhere: no {method} head there")
+      for method in ("eagle", "eagle3")),
     ("eagle3", {"tree": TreeShape(60, 2, 97)}, "width 97 exceeds"),
-    ("medusa", {}, "medusa: no medusa heads there"), ("hydra", {}, "hydra: no hydra heads there"),
+    ("medusa", {}, "medusa: no medusa head there"), ("hydra", {}, "hydra: no hydra head there"),
     ("medusa", {"draft": Path("/"), "tree": TREE}, "--speculate medusa: takes a static tree"),
     ("hydra", {"draft": Path("/"), "tree": "auto"}, "--speculate hydra: takes a static tree"),
     ("draft-model", {}, "name a smaller converted model"),

@@ -191,7 +191,7 @@ def check_refused(main, argv: list[str], words: str, capsys) -> None:
 @pytest.mark.parametrize("words, options", [
     pytest.param("with --datastore", "", id="no-store-named"),
     pytest.param("holds no store.json", "--datastore {folder}/nothing", id="folder-without-a-store"),
-    pytest.param("1: must be at least 2", "--datastore {folder}/store --draft-tokens 1", id="one-node"),
+    pytest.param("1: must be 2 to 1,024", "--datastore {folder}/store --draft-tokens 1", id="one-node"),
     pytest.param("vocabulary of 7", "--datastore {folder}/vocabulary", id="other-vocabulary"),
     pytest.param("another tokenizer", "--datastore {folder}/tokenizer", id="other-tokenizer"),
     pytest.param("suffixes is ['int32']; expected", "--datastore {folder}/fewer", id="fewer-suffix-files"),
