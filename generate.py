@@ -183,7 +183,7 @@ def judge(o) -> Asked:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
-    schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
+    schema = asked_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
@@ -191,6 +191,18 @@ def judge(o) -> Asked:
     tree = read_tree(o.tree)
     GUARD.begin()  # while torch is imported
     return Asked(prompts, sampling, tree)
+
+
+def asked_schema(file: str) -> str:
+    """The JSON schema in a file. Raises InputError if it cannot be used."""
+    from tokens.grammar import grammar_of
+
+    schema = read_schema(file)
+    try:
+        grammar_of(schema)
+    except InputError as e:
+        raise InputError(f"--json-schema {file}: {e}") from None
+    return schema
 
 
 def load(o, asked: Asked, batch: int, ranks=None):

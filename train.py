@@ -38,6 +38,7 @@ from drafters.tree_spec import within_limits
 from tokens.dataset import check_dataset, read_chats, read_conversations, read_openings
 from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS, SHORTEST, check_start
 from training.corpus import check_shards
+from training.out import check_out
 from training.plan import SHORT
 from training.shapes import head_sizes, shape_of
 
@@ -274,6 +275,7 @@ def judge(o: argparse.Namespace) -> None:
     """Judge what the options name, all that needs no torch. Raises InputError, ValueError on a shape."""
     config = check_target(o.checkpoint)
     check_gpu(o.device)
+    check_out(Path(o.out), o.kind, Path(work_of(o)))
     check_exact(o.checkpoint, config)
     TARGET.require(config, Path(o.checkpoint) / CONFIG, ADVICE)
     for flag in ("--writer", "--reader"):

@@ -112,6 +112,7 @@ MISTAKES = (
     ("generate", "--prompt-file LATIN1", "LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
     ("generate", "--json-schema FIFO", "FIFO: is a pipe; expected a file"),
     ("generate", "--json-schema LATIN1", "LATIN1: cannot be read, it is no UTF-8"),
+    ("generate", "--json-schema BADSCHEMA", "--json-schema BADSCHEMA: the JSON schema cannot be used"),
     ("generate", "--json-schema DEEP", "DEEP: cannot be read as JSON"),
     ("generate", "--trace /dev/full", "--trace /dev/full: cannot be written"),
     ("generate", "--trace NOWHERE/file", "--trace NOWHERE/file: not a file that can be written"),
@@ -144,6 +145,7 @@ MISTAKES = (
     ("train", "--openings LATIN1", "--openings LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
     ("train", "--shards FOLDER", "--shards FOLDER: holds no shards (*.jsonl); it is the data folder of"),
     ("train", "--shards SHARDS", "SHARDS/a.jsonl: line 1 is no row of this target's token ids and answers"),
+    ("train", "--out TARGET", "TARGET: holds something else than a trained head of this kind; choose"),
     ("train", "--max-len 1", "--max-len 1: must be at least 4"),
     ("train", "--max-new-tokens 2", "--max-new-tokens 2: must be at least 3"),
     ("train", "--max-prompt-tokens 300", "--max-prompt-tokens 300 and --max-new-tokens 256 are 556 toge"),
@@ -247,6 +249,7 @@ def place(tmp_path_factory) -> Path:
     (folder / "DEEP").write_text("[" * 100_000)
     (folder / "TEXT").write_text("some words")
     (folder / "EMPTY").touch()
+    (folder / "BADSCHEMA").write_text('{"type": "objec"}')
     (folder / "ROWS").write_text('{"text": "no chat"}\n')
     (folder / "PROMPTS").write_text('{"prompt": "x"}\n')
     (folder / "SHARDS").mkdir()

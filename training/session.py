@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.exporting import ARCHITECTURES, write_head
+from checkpoint.exporting import write_head
 from checkpoint.folder import check_config
 from checkpoint.loading import identity, identity_of, load_model
 from checkpoint.names import CALIBRATION, CONFIG, WEIGHTS
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
-from common.files import read_json, write_text
+from common.files import write_text
 from engine.calibration import Calibration
 from engine.dealing import prepare
 from engine.runtime import Runtime, check_compiler, check_device
@@ -52,7 +52,6 @@ from training.plan import Plan
 from training.precision import training_copy
 from training.processes import Processes
 from training.shapes import shape_of
-from training.state import FILE
 from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
@@ -62,29 +61,8 @@ CURVES, CARD, SPECULATORS = "curves.png", "README.md", "speculators"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
 
 
-def check_out(out: Path, kind: str, work: Path) -> None:
-    """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
-    out = out.resolve()  # "new/.." names something else once "new" is there
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    try:
-        architecture = read_json(out / "config.json")["architectures"][0]
-    except (InputError, KeyError, TypeError, IndexError):
-        architecture = None
-    if architecture not in ARCHITECTURES[kind]:
-        raise InputError(
-            f"--out {out}: holds something else than a trained head of this kind; choose another folder"
-        )
-    if not (work / FILE).exists():
-        raise InputError(
-            f"--out {out}: holds a head that was not trained in --work {work};"
-            " choose another folder or delete it"
-        )
-
-
 def check_machine(o: argparse.Namespace) -> None:
-    """Raise InputError unless the folder, the device and the compiler can be used. Nothing slow is done."""
-    check_out(Path(o.out), o.kind, Path(o.work))
+    """Raise InputError unless the device and the compiler can be used. Nothing slow is done."""
     check_device(o.device)
     if torch.device(o.device).type == "cpu" and o.compile_loss:
         check_compiler()

@@ -10,7 +10,7 @@ import train
 from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from kernels.quantized import Scheme
-from training.session import check_out
+from training.out import check_out
 
 FILES = {
     "file": b"",
