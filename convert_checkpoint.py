@@ -15,7 +15,7 @@ import sys
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_head, check_source
-from common.cli import Options, command
+from common.cli import Options, check_replaceable, command
 from common.dtypes import DTYPES
 from common.errors import InputError
 from common.threads import use_threads
@@ -69,6 +69,8 @@ def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
     check_source(o.checkpoint)
     check_head("--target", o.target, "target")
+    if o.out:
+        check_replaceable("--out", o.out)
     if o.template != "none":
         find_template(o.template)
 

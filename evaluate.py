@@ -24,16 +24,20 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
 from checkpoint.early import check_head, check_target
-from common.cli import Options, check_folder, run_command, seed
+from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
+from common.gpus import check_gpu
 from common.texts import check_readable
 from common.torchrun import one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
+from drafters.early import judge_method
+from evaluation.sets import read_sets
 from evaluation.settings import read_settings
 from kernels.isa import choose
 from sampling.options import Sampling
@@ -109,26 +113,42 @@ def read_temperatures(text: str) -> list[float]:
     return list(dict.fromkeys(value + 0.0 for value in temperatures))  # -0 is 0
 
 
-def load(o, ranks=None):
-    """Read the questions and load the target and every method -> `evaluation.session.Evaluation`.
+class Asked(NamedTuple):
+    """What the options ask for."""
 
-    ranks: the `kernels.ranks.Ranks` to deal the target among, if any. Raises InputError, ValueError, OSError
-    or RuntimeError if one of them cannot be.
-    """
+    methods: list[str]
+    temperatures: list[float]
+    flags: dict[str, dict]  # of each method its own
+    sets: dict[str, list[dict]]
+
+
+def judge(o) -> Asked:
+    """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
     methods = [known(name) for name in dict.fromkeys(o.speculate.split(","))]
     temperatures = read_temperatures(o.temperature)
-    Sampling(o.max_new_tokens)  # a mistake shows before anything is loaded
+    Sampling(o.max_new_tokens)
     flags = read_flags(o, methods)
-    check_target(o.checkpoint, o.max_seq_len, o.offload)
+    config = check_target(o.checkpoint, o.max_seq_len, o.offload)
+    check_gpu(o.device, o.offload)
     drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)
+    for name in methods:
+        judge_method(o.checkpoint, config, name, drafts.get(name), flags[name])
     if o.isa:
         choose(o.isa)
     check_folder("--out", o.out)
     if o.questions and not Path(o.questions).is_dir():
         check_readable("--questions", o.questions)
+    return Asked(methods, temperatures, flags, read_sets(o.questions, o.limit))
 
+
+def load(o, asked: Asked, ranks=None):
+    """Load the target and every method -> `evaluation.session.Evaluation`.
+
+    ranks: the `kernels.ranks.Ranks` to deal the target among, if any. Raises InputError, ValueError, OSError
+    or RuntimeError if one of them cannot be.
+    """
     import torch
 
     from common.threads import use_threads
@@ -136,7 +156,6 @@ def load(o, ranks=None):
     from engine.fitting import settle
     from engine.runtime import Runtime
     from evaluation.answers import Book
-    from evaluation.asking import read_sets
     from evaluation.lossless import Judge
     from evaluation.methods import load_contenders, read_draftings
     from evaluation.session import Evaluation
@@ -144,7 +163,7 @@ def load(o, ranks=None):
     from kernels.ranks import own_device
 
     use_threads(o.threads, say)
-    sets = read_sets(o.questions, o.limit)
+    methods, temperatures, flags, sets = asked
     draftings = read_draftings(methods, o.draft, o.tree, o.accept, flags, o.draft_window)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     if ranks:
@@ -180,22 +199,36 @@ def say(line: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`; 1 also if a text differs."""
-    options = parser()
-    with one_voice() as last_line:
-        o = options.parse_args(argv)
-        if not several():
-            return evaluate(options, o)
-
-        def checked() -> int:
-            options.check(o)
-            return evaluate_together(o)
-
-        interrupted = "stopped (the same command goes on)"
-        return run_command(checked, *ERRORS, say=last_line, interrupted=interrupted)
+    unreported: list = []
+    with one_voice() as voices:
+        status = command(
+            parser(), argv, lambda o: run(o, unreported), *ERRORS,
+            interrupted="stopped (the same command goes on)", **(voices if several() else {"say": say}),
+        )
+    for evaluation in unreported:
+        say("the table so far:")
+        run_command(evaluation.report, *ERRORS, say=say, interrupted="stopped again: no table")
+    return status
 
 
-def evaluate_together(o) -> int:
-    """`main` on one of several ranks. All do the same; but the first their folders are thrown away."""
+def run(o, unreported: list) -> int:
+    """Do what the options say. Returns the exit status.
+
+    unreported: holds the `evaluation.session.Evaluation`, of one process, while it has answers of which there
+    is no table yet. Raises InputError, ValueError, OSError or RuntimeError on bad input.
+    """
+    asked = judge(o)
+    if several():
+        return run_together(o, asked)
+    evaluation = load(o, asked)
+    unreported.append(evaluation)
+    evaluation.answer()
+    unreported.clear()
+    return finish(o, evaluation)
+
+
+def run_together(o, asked: Asked) -> int:
+    """`run` on one of several ranks. All do the same; but the first their folders are thrown away."""
     from engine.runtime import Runtime
     from kernels.ranks import joined, own_device
 
@@ -205,39 +238,17 @@ def evaluate_together(o) -> int:
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
         ranks.agree("the folder is read", own_device(Runtime(o.device).device_name))
-        evaluation = load(o, ranks)
+        evaluation = load(o, asked, ranks)
         evaluation.answer()
-        errors = evaluation.report()
-        if o.observe or o.show_tree:
-            evaluation.observe(o.observe, o.show_tree)
+        return finish(o, evaluation)
+
+
+def finish(o, evaluation) -> int:
+    """Write and print the table and the pictures. Returns the exit status."""
+    errors = evaluation.report()
+    if o.observe or o.show_tree:
+        evaluation.observe(o.observe, o.show_tree)
     return int(errors > 0)
-
-
-def evaluate(options: Options, o) -> int:
-    """`main` of one process."""
-    evaluation = None
-    errors = 0
-
-    def prepare() -> None:
-        nonlocal evaluation
-        options.check(o)
-        evaluation = load(o)
-
-    def measure() -> None:
-        nonlocal errors
-        evaluation.answer()
-        errors = evaluation.report()
-        if o.observe or o.show_tree:
-            evaluation.observe(o.observe, o.show_tree)
-
-    status = run_command(prepare, *ERRORS, say=say, interrupted="stopped before the first question")
-    if status:
-        return status
-    status = run_command(measure, *ERRORS, say=say, interrupted="stopped (the same command goes on)")
-    if status in (1, 130):
-        say("the table so far:")
-        run_command(evaluation.report, *ERRORS, say=say, interrupted="stopped again: no table")
-    return status or int(errors > 0)
 
 
 if __name__ == "__main__":

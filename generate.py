@@ -11,13 +11,15 @@ from dataclasses import replace
 from typing import NamedTuple
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_checkpoint, check_head
+from checkpoint.early import check_checkpoint, check_head, check_ids
 from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
+from common.gpus import check_gpu
 from common.torchrun import one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
+from drafters.early import judge_method
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
 from sampling.options import Sampling
 from sampling.rules import RULES
@@ -55,6 +57,8 @@ def parser() -> Options:
                      " --prompt*, --json, --compare, --trace, --num-samples, --raw")
     refuse(lambda o: o.interactive and sys.stdin is None,
            lambda o: "--interactive reads its prompts from standard input, which is closed")
+    refuse(lambda o: o.system and o.raw,
+           lambda o: "--system: is written by the chat template, which --raw leaves out; choose one")
     refuse(lambda o: not (o.interactive or prompts(o)),
            lambda o: "no prompt: give --prompt, --prompt-ids, --prompt-file or --interactive")
     p.within("--batch-size", 1, float("inf"))
@@ -166,16 +170,20 @@ def judge(o) -> Asked:
     """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
     from kernels.isa import choose
 
-    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
+    judge_method(o.checkpoint, config, o.speculate, o.draft, read_flags(o, [o.speculate])[o.speculate])
+    check_ids("--logit-bias", (token for token, _ in o.logit_bias), config)
     if o.isa:
         choose(o.isa)
     prompts = gather_prompts(o)
+    check_ids("--prompt-ids", (i for prompt in prompts if isinstance(prompt, list) for i in prompt), config)
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
-    schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
+    schema = asked_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
@@ -183,6 +191,18 @@ def judge(o) -> Asked:
     tree = read_tree(o.tree)
     GUARD.begin()  # while torch is imported
     return Asked(prompts, sampling, tree)
+
+
+def asked_schema(file: str) -> str:
+    """The JSON schema in a file. Raises InputError if it cannot be used."""
+    from tokens.grammar import grammar_of
+
+    schema = read_schema(file)
+    try:
+        grammar_of(schema)
+    except InputError as e:
+        raise InputError(f"--json-schema {file}: {e}") from None
+    return schema
 
 
 def load(o, asked: Asked, batch: int, ranks=None):
@@ -274,8 +294,8 @@ def decode(o, asked: Asked, ranks=None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as say:
-        return command(parser(), argv, run, ValueError, OSError, say=say)
+    with one_voice() as voices:
+        return command(parser(), argv, run, ValueError, OSError, **voices)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from common.schema import ABSENT, Flag, Kind, List, Number, Record, Whole, Wrong, key, maybe, record_of
+from common.sizes import IDS, LAYERS, MANY, WIDTH, check_attention
 
-IDS, WIDTH, MANY = Whole(1, 2**24), Whole(1, 2**22), Whole(1, 2**16)  # of a vocabulary; of a matrix; of parts
-LAYERS = Whole(1, 10_000)
 FACTOR = Number(1e-3, 1e6)
 LENGTH = Number(1, 2**31)
 # The fields of `rope_scaling`, by its type. See `inverse_frequencies`.
@@ -104,12 +103,7 @@ class ModelArgs:
     def check(self) -> None:
         """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
         record_of(type(self)).check(vars(self))
-        if self.num_heads % self.num_kv_heads:
-            raise Wrong("num_kv_heads", self.num_kv_heads, f"a divisor of num_heads, {self.num_heads}")
-        if self.head_dim % 2:
-            raise Wrong("head_dim", self.head_dim, "an even number: rotary embedding needs pairs")
-        if self.num_heads * self.head_dim > WIDTH.high:
-            raise Wrong("head_dim", self.head_dim, f"at most {WIDTH.high:,} over num_heads, {self.num_heads}")
+        check_attention(self.num_heads, self.num_kv_heads, self.head_dim)
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise Wrong("experts_per_token", self.experts_per_token, f"1 to num_experts, {self.num_experts}")
         divisors = (self.rope_scaling or {}).get("divisors")

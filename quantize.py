@@ -16,14 +16,17 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
+from checkpoint.early import check_exact, check_out
 from checkpoint.names import CONFIG, HEAD_KINDS, WEIGHTS, glance
-from common.cli import Options, command, note
+from common.cli import Options, check_replaceable, command, note
 from common.errors import InputError
-from common.texts import check_readable
+from common.texts import read_text
 from common.threads import use_threads
 from kernels.modes import BESIDE, FOUR_BITS, GROUPS, MODES
 
+GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
 
 
@@ -35,8 +38,8 @@ def parser() -> Options:
     add("--out", metavar="DIR", help="default: DIR-MODE")
     add("--mode", choices=MODES, default="int8")
     add(
-        "--group", type=int, choices=GROUPS, default=64,
-        help="int4, w4a8: inputs that share a scale (default 64)"
+        "--group", type=int, choices=GROUPS,
+        help=f"int4, w4a8: inputs that share a scale (default {GROUP})"
     )
     add(
         "--method", choices=("gptq", "nearest"),
@@ -59,6 +62,10 @@ def parser() -> Options:
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
     p.refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
     p.refuse(
+        lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
+        lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out"
+    )
+    p.refuse(
         lambda o: o.method == "gptq" and o.mode not in FOUR_BITS,
         lambda o: f"--method gptq: not for --mode {o.mode}"
     )
@@ -80,16 +87,19 @@ def schemes(o):
 
     beside = BESIDE.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
-    group = o.group if {o.mode, lm_head} & {*FOUR_BITS} else 0
+    group = (o.group or GROUP) if {o.mode, lm_head} & {*FOUR_BITS} else 0
     return Scheme(o.mode, group, lm_head), Scheme(beside, 0, None if o.keep_lm_head else beside)
 
 
-def calibration_text(o, source: Path):
-    """Token ids [B, T] to calibrate on. Raises InputError if the file or the target cannot give them."""
-    if o.calibrate:
+def calibration_text(o, text: str | None, source: Path):
+    """Token ids [B, T] to calibrate on: of the text that --calibrate names, or of one that the target writes.
+
+    Raises InputError if they cannot be had.
+    """
+    if text is not None:
         from checkpoint.quantizing import text_ids
 
-        ids = text_ids(source, "--calibrate", Path(o.calibrate), 2048, 8192)
+        ids = text_ids(source, f"--calibrate {o.calibrate}", text, 2048, 8192)
         return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
     from engine.own_text import own_text
 
@@ -117,43 +127,66 @@ def report(source: Path, out: Path, errors: list) -> None:
         )
 
 
-def run(o) -> None:
-    """Do what the options say. Raises InputError and OSError on bad input."""
+class Asked(NamedTuple):
+    """What the options ask for."""
+
+    source: Path
+    out: Path
+    kinds: dict[str, str]  # subfolder: the kind of checkpoint in it; "" is the source itself
+    text: str | None
+    calibrate: str | None
+
+
+def judge(o) -> Asked:
+    """Judge what the options name, all that needs no torch. Raises InputError."""
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
-    is_target = glance(source)["kind"] == "target"
+    kind = glance(source)["kind"]
+    is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
     for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
     for flag, given in for_targets.items():
         if given and not is_target:
             raise InputError(f"{flag} is for targets; {source} is a head")
-    for flag, file in (("--text", o.text), ("--calibrate", o.calibrate)):
-        if file:
-            check_readable(flag, file)
     heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
-    # Nothing above needs torch: mistakes answer at once.
-    from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
-    from checkpoint.writer import check_out, staging
-
-    use_threads()
-    ids = text_ids(source, "--text", Path(o.text), 16, 16384) if o.text else None
-    scheme, of_heads = schemes(o)
-    parts = {"": scheme, **dict.fromkeys(heads, of_heads)}  # subfolder: how it is quantised
+    kinds = {"": kind, **dict(zip(heads, heads))}
+    for name, kind in kinds.items():
+        check_exact(source / name, glance(source / name, kind))
     stale = [kind for kind in HEAD_KINDS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
         raise InputError(
             f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
             " --out"
         )
+    check_replaceable("--out", str(out))
+    for name, kind in kinds.items():
+        check_out(out / name, kind, o.force)
+    text, calibrate = (
+        read_text(file, what=flag) if file else None
+        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
+    )
+    return Asked(source, out, kinds, text, calibrate)
+
+
+def run(o) -> None:
+    """Do what the options say. Raises InputError and OSError on bad input."""
+    source, out, kinds, compared, calibrate = judge(o)
+    # Nothing above needs torch: mistakes answer at once.
+    from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
+    from checkpoint.writer import staging
+
+    use_threads()
+    ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
+    scheme, of_heads = schemes(o)
+    parts = {name: of_heads if name else scheme for name in kinds}  # how each subfolder is quantised
     size = 0
     for kind, how in parts.items():  # a mistake shows before anything is written
         config = check_source(source / kind)
         _, module = quantized_module(config, source / kind, how)
         size += sum(t.nbytes for t in module.state_dict().values())
-        check_out(out / kind, config["kind"], o.force)
-    calibrated = is_target and o.mode in FOUR_BITS and o.method != "nearest"
-    text = calibration_text(o, source) if calibrated else None
+    calibrated = kinds[""] == "target" and o.mode in FOUR_BITS and o.method != "nearest"
+    text = calibration_text(o, calibrate, source) if calibrated else None
     errors = {}
     with staging(out, size) as folder:  # the target and its heads are there together, or not at all
         for kind, how in parts.items():

@@ -15,8 +15,10 @@ from pathlib import Path
 from checkpoint.early import check_checkpoint, check_head
 from common.cli import Options, command, count, note
 from common.errors import InputError
+from common.gpus import check_gpu
 from common.torchrun import is_first, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
+from drafters.early import judge_method
 from drafters.tree_spec import TreeSpec, read_tree
 
 STARTED = time.perf_counter()
@@ -103,8 +105,10 @@ def run(o) -> int:
     """
     from kernels.isa import choose
 
-    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
+    judge_method(o.checkpoint, config, o.speculate, o.draft, read_flags(o, [o.speculate])[o.speculate])
     if o.isa:
         choose(o.isa)
     tree = read_tree(o.tree)
@@ -183,8 +187,8 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    with one_voice() as say:
-        return command(parser(), argv, run, ValueError, OSError, say=say)
+    with one_voice() as voices:
+        return command(parser(), argv, run, ValueError, OSError, **voices)
 
 
 if __name__ == "__main__":

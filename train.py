@@ -25,16 +25,22 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_head, check_target
-from checkpoint.names import LAYOUTS
-from common.cli import Options, check_folder, check_replaceable, count, dtype, positive, run_command
+from checkpoint.early import check_exact, check_head, check_target
+from checkpoint.names import ADVICE, CONFIG, LAYOUTS
+from common.cli import Options, check_folder, check_replaceable, command, count, dtype, positive, seed
 from common.errors import InputError
-from common.texts import check_readable
-from common.torchrun import several
+from common.gpus import check_gpu
+from common.schema import Wrong
+from common.sizes import GUESSES, TARGET
+from common.torchrun import one_voice, several
 from common.tree_shapes import PAPER_TREE, TreeShape
 from drafters.tree_spec import within_limits
-from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS
+from tokens.dataset import check_dataset, read_chats, read_conversations, read_openings
+from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS, SHORTEST, check_start
+from training.corpus import check_shards
+from training.out import check_out
 from training.plan import SHORT
+from training.shapes import head_sizes, shape_of
 
 
 def tree(value: str) -> TreeShape:
@@ -75,7 +81,7 @@ def parser() -> Options:
     p.judge_device()
     add("--dtype", type=dtype, choices=("bf16", "fp32"), default="bf16",
         help="of the target, also by PyTorch's names; the head's weights are float32")
-    add("--seed", type=count, default=0)
+    add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
 
     add = p.add_argument_group("text").add_argument
     add("--prompts", metavar="FILE",
@@ -97,9 +103,11 @@ def parser() -> Options:
            " --shards FOLDER or several")
     add("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
     within("--temperature", 0, 1_000_000)
-    add("--max-new-tokens", type=positive, default=256, help="per answer")
+    add("--max-new-tokens", type=positive, default=256, help=f"per answer ({SHORTEST} or more)")
+    within("--max-new-tokens", SHORTEST, float("inf"))
     add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out")
     add("--max-len", type=positive, default=1024, help="conversations are cut to this many tokens")
+    within("--max-len", SHORTEST + 1, float("inf"))  # a prompt and an answer
     add("--decode-batch", type=positive, default=48, help="answers decoded together")
     add("--writer", metavar="CHECKPOINT",
         help="a quantised copy of the target that writes the text: nearly the same text, sooner")
@@ -127,6 +135,8 @@ def parser() -> Options:
     add("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
     add("--blocks", type=positive, metavar="N",
         help="Medusa, Hydra: residual blocks of each guess (default 1)")
+    within("--guesses", GUESSES.low, GUESSES.high)
+    within("--blocks", GUESSES.low, GUESSES.high)
     belongs("--guesses", "--kind medusa and hydra", lambda o: o.guesses and o.kind not in MULTI_TOKEN)
     belongs("--blocks", "--kind medusa and hydra", lambda o: o.blocks and o.kind not in MULTI_TOKEN)
     add("--prefix", action=on_off, help="Hydra: with a layer of its own, Hydra++ (default)")
@@ -254,53 +264,86 @@ def parser() -> Options:
     return p
 
 
+# The options that choose the sizes of a head.
+FLAGS = {
+    "hidden_size": "--hidden-size", "intermediate_size": "--intermediate-size", "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads", "head_dim": "--head-dim", "num_layers": "--layers",
+}
+
+
 def judge(o: argparse.Namespace) -> None:
-    """Judge what the options name, all that needs no torch. Raises InputError."""
-    check_target(o.checkpoint)
-    for flag in ("--writer", "--reader", "--start"):
-        check_head(flag, getattr(o, flag.removeprefix("--")))
-    for flag in ("--prompts", "--openings", "--conversations"):
+    """Judge what the options name, all that needs no torch. Raises InputError, ValueError on a shape."""
+    config = check_target(o.checkpoint)
+    check_gpu(o.device)
+    check_out(Path(o.out), o.kind, Path(work_of(o)))
+    check_exact(o.checkpoint, config)
+    TARGET.require(config, Path(o.checkpoint) / CONFIG, ADVICE)
+    for flag in ("--writer", "--reader"):
+        check_head(flag, getattr(o, flag.removeprefix("--")), "target")
+    if o.start:
+        check_start(check_head("--start", o.start)["kind"], o.kind)
+    elif o.kind not in MULTI_TOKEN:
+        judge_shape(o, config)
+    if o.draft_vocab and o.draft_vocab > config["vocab_size"]:
+        raise InputError(f"--draft-vocab {o.draft_vocab}: the target has {config['vocab_size']} token ids")
+    room, longest = o.max_prompt_tokens + o.max_new_tokens, config["max_seq_len"]
+    if (o.prompts or o.synthesize) and room > longest:
+        raise InputError(
+            f"--max-prompt-tokens {o.max_prompt_tokens} and --max-new-tokens {o.max_new_tokens} are {room}"
+            f" together, the target's context is {longest}"
+        )
+    for flag, read in (
+        ("--prompts", read_chats), ("--openings", read_openings), ("--conversations", read_conversations)
+    ):
         if path := getattr(o, flag.removeprefix("--")):
-            check_readable(flag, path)
+            check_dataset(flag, path, read)
     if o.queue == "ray" and find_spec("ray") is None:
         raise InputError('--queue ray: the package ray is not installed; pip install "ray[data]", or leave it'
                          " out and start with torchrun")
     for folder in o.shards:
         if not Path(folder).is_dir():
             raise InputError(f"--shards {folder}: not a folder")
+        check_shards(Path(folder), config["vocab_size"])
+
+
+def judge_shape(o: argparse.Namespace, config: dict) -> None:
+    """Raise ValueError if there can be no head of this shape for a target of this config.json."""
+    try:
+        head_sizes(config, o.kind, shape_of(o))
+    except Wrong as e:
+        raise ValueError(f"{FLAGS[e.key]}: {e}") from None
+
+
+def run(o: argparse.Namespace, words: list[str]) -> None:
+    """Do what the options say. words: the command line.
+
+    Raises InputError, ValueError, OSError and RuntimeError on bad input.
+    """
+    judge(o)
+
+    from common.threads import use_threads
+    from engine.runtime import Runtime
+    from training.processes import Processes
+    from training.session import Session, check_machine
+
+    use_threads()
+    o.work, o.device = work_of(o), o.device or Runtime().device_name
+    check_machine(o)
+    processes = Processes.from_environment(o.device, o.target_ranks)
+    o.device = processes.own_device(o.device)
+    Session(o, processes).run(words)
+    processes.leave()  # not after an error: others may wait for this one, and leaving would wait for them
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line. Returns the exit status, see `common.cli.run_command`."""
-    options, processes = parser(), None
-    command = sys.argv[1:] if argv is None else argv
-    o = options.parse_args(argv)
-    o.work = work_of(o)
-
-    def train() -> None:
-        nonlocal processes
-        options.check(o)
-        judge(o)
-
-        from common.threads import use_threads
-        from engine.runtime import Runtime
-        from training.processes import Processes
-        from training.session import Session, check_machine
-
-        use_threads()
-        o.device = o.device or Runtime().device_name
-        check_machine(o)
-        processes = Processes.from_environment(o.device, o.target_ranks)
-        o.device = processes.own_device(o.device)
-        Session(o, processes).run(command)
-
-    try:
+    words = sys.argv[1:] if argv is None else argv
+    with one_voice() as voices:
         # PyTorch raises RuntimeError when memory runs out.
-        return run_command(train, OSError, ValueError, RuntimeError,
-                           interrupted="\nstopped; run the same command to go on")
-    finally:
-        if processes:
-            processes.leave()
+        return command(
+            parser(), argv, lambda o: run(o, words), OSError, ValueError, RuntimeError,
+            interrupted="\nstopped; run the same command to go on", **voices,
+        )
 
 
 if __name__ == "__main__":

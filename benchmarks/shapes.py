@@ -17,8 +17,9 @@ from common.errors import InputError
 from kernels.modes import BESIDE, FOUR_BITS
 from kernels.quantized import Scheme, quantize_linears
 from model import ModelArgs, Transformer, blank, inverse_frequencies
-from networks.eagle import Eagle3Head, eagle3_aux_layers
+from networks.eagle import Eagle3Head
 from networks.head import Head, HeadArgs
+from networks.read_states import eagle3_aux_layers
 
 INT4_GROUP = 64
 LLAMA3 = {

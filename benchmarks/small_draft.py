@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from checkpoint.early import check_exact, check_out
 from checkpoint.loading import build_module, identity, load_model
 from checkpoint.source import Entry
-from checkpoint.writer import Planned, check_out, write_folder
+from checkpoint.writer import Planned, write_folder
 from common.cli import Options, run_command
 from common.errors import InputError
 from model import Transformer
@@ -96,8 +97,7 @@ def write(draft: Transformer, config: dict, source: Path, out: Path) -> None:
 def run(o) -> None:
     """Cut, train, write. Raises InputError and OSError on bad input."""
     target, config = load_model(o.checkpoint, o.device, torch.bfloat16)
-    if "quantization" in config:
-        raise InputError(f"{o.checkpoint}: is quantised; name the checkpoint before quantisation")
+    check_exact(o.checkpoint, config)
     n = target.args.num_layers
     if not all(0 <= layer < n for layer in o.layers):
         raise InputError(f"--layers {o.layers}: the target has layers 0 to {n - 1}")

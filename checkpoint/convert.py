@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.early import check_out
 from checkpoint.folder import MEASURED, read_config
 from checkpoint.head_layouts import Answers, kind_of
 from checkpoint.medusa_layouts import MEDUSA2
@@ -24,7 +25,7 @@ from checkpoint.names import CALIBRATION, CONFIG, FORMAT, WEIGHTS
 from checkpoint.opening import open_source, resolve_source
 from checkpoint.planning import plan_head, plan_target
 from checkpoint.source import is_gguf
-from checkpoint.writer import check_out, write_folder
+from checkpoint.writer import write_folder
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError
 from common.files import read_bytes, read_json

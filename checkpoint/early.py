@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from checkpoint.names import CONFIG, glance
 from common.errors import InputError
 from common.files import read_json
+from common.schema import in_words
 
 
 def check_source(checkpoint: str, what: str = "--checkpoint") -> bool:
@@ -26,9 +28,9 @@ def check_source(checkpoint: str, what: str = "--checkpoint") -> bool:
 
 def check_target(
     checkpoint: str, max_seq_len: int | None = None, offload: int | str | None = None
-) -> None:
-    """Raise InputError unless this is a converted target whose texts can be so long, and which has as many
-    layers as --offload names.
+) -> dict:
+    """The config.json of a converted target, of which only this is judged: texts can be so long, and there
+    are as many layers as --offload names. Raises InputError.
     """
     config = glance(checkpoint, "target")
     longest, layers = config.get("max_seq_len"), config.get("num_layers")
@@ -36,18 +38,57 @@ def check_target(
         check_length(max_seq_len, longest)
     if isinstance(offload, int) and isinstance(layers, int) and offload > layers:
         raise InputError(f"--offload {offload}: {checkpoint} has {layers} layers")
+    return config
 
 
 def check_checkpoint(
     checkpoint: str, max_seq_len: int | None = None, offload: int | str | None = None
-) -> None:
-    """Raise InputError if there is no such checkpoint, or `check_target` does.
+) -> dict:
+    """What `check_target` returns; nothing of a checkpoint that is still to be converted.
 
-    Of one that is still to be converted only its being there is judged.
+    Of that only its being there is judged. Raises InputError.
     """
     config = Path(checkpoint) / CONFIG
     if check_source(checkpoint) and config.is_file() and "format" in read_json(config):
-        check_target(checkpoint, max_seq_len, offload)
+        return check_target(checkpoint, max_seq_len, offload)
+    return {}
+
+
+def check_ids(flag: str, ids: Iterable[int], config: dict) -> None:
+    """Raise InputError if an option names a token id that is none of the target's, as far as its config.json
+    says.
+    """
+    size = config.get("vocab_size")
+    for token in ids:
+        if isinstance(size, int) and not 0 <= token < size:
+            raise InputError(f"{flag} {token}: no token id of the target, which has 0 to {size - 1}")
+
+
+def check_exact(folder: str | Path, config: dict) -> None:
+    """Raise InputError if a folder of this config.json is quantised."""
+    if "quantization" in config:
+        raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
+
+
+def check_out(out: Path, kind: str, force: bool) -> None:
+    """Raise InputError unless `out` is free or, with `force`, one of our folders of the same kind."""
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    if not place.exists() and not out.is_symlink():
+        return
+    try:
+        config = read_json(place / CONFIG)
+        old_kind, _ = config["kind"], config["format"]  # of any version: --force replaces old ones too
+    except (InputError, KeyError):
+        raise InputError(
+            f"{out}: exists and is not one of our checkpoint folders; choose another --out"
+        ) from None
+    if old_kind != kind:
+        raise InputError(
+            f"{out}: holds a {in_words(old_kind)} checkpoint, a {kind} may not replace it; choose another"
+            " --out"
+        )
+    if not force:
+        raise InputError(f"{out}: exists; replace it with --force or choose another --out")
 
 
 def check_length(max_seq_len: int, longest: int) -> None:
@@ -56,14 +97,17 @@ def check_length(max_seq_len: int, longest: int) -> None:
         raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
 
 
-def check_head(what: str, folder: str | None, kind: str | None = None) -> None:
-    """Raise InputError if an option names a folder that is not one of ours, or of another kind."""
+def check_head(what: str, folder: str | None, kind: str | None = None) -> dict:
+    """The config.json of a folder that an option names, nothing if it names none.
+
+    Raises InputError if the folder is not one of ours, or of another kind.
+    """
     if folder is None:
-        return
+        return {}
     if not Path(folder).is_dir():
         missing = "target" if kind == "target" else "draft head or model"
         raise InputError(f"{what} {folder}: not a folder, there is no {missing} there; convert one into it")
     try:
-        glance(folder, kind)
+        return glance(folder, kind)
     except InputError as e:
         raise InputError(f"{what} {e}") from None

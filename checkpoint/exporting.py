@@ -9,7 +9,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from checkpoint.block_layouts import MARKOV
-from checkpoint.names import CONFIG, WEIGHTS
+from checkpoint.names import ARCHITECTURES, CONFIG, WEIGHTS
 from checkpoint.published import PUBLISHED
 from checkpoint.writer import staging
 from common.errors import InputError
@@ -18,15 +18,6 @@ from networks.eagle import Eagle1Head, PEagleHead
 from networks.head import Head, HeadArgs
 from networks.markov import MarkovArgs
 from networks.medusa import MedusaHeads, MultiTokenHeads
-
-# `architectures` of the configs written here, by kind of head. For an EAGLE-1 head vLLM wants
-# "LlamaForCausalLM" there, SGLang what we write; the EAGLE repository does not look.
-ARCHITECTURES = {
-    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3Speculator"), "eagle": ("LlamaForCausalLMEagle",),
-    "medusa": ("MedusaModel",), "hydra": ("HydraModel",),
-    "p-eagle": ("LlamaForCausalLMEagle3", "PEagleDraftModel"),
-    "dflash": ("DFlashDraftModel", "DFlashDraftModel"), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
-}
 
 INPUT_NORM = {"attn_norm": "input_layernorm"}  # of a layer, under its published name
 

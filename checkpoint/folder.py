@@ -22,6 +22,7 @@ from common.schema import (
     Map,
     Number,
     Record,
+    Sha256,
     Text,
     Whole,
     Wrong,
@@ -39,7 +40,7 @@ from networks.medusa import MedusaHeads
 FOLDER = Record(
     {"kind": Text("target", *HEAD_KINDS)},
     {
-        "format": Whole(1, 1000), "name": Text(), "source": Text(), "sha256": Text(most=64),
+        "format": Whole(1, 1000), "name": Text(), "source": Text(), "sha256": Sha256(),
         "stop_ids": List(Whole()), "bos_id": maybe(Whole()), "quantization": record_of(Scheme),
     },
 )

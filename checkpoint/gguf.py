@@ -14,7 +14,8 @@ from checkpoint.gguf_file import read_gguf
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from common.errors import InputError, printable
 from common.schema import Flag, List, Name, Number, Record, Text, Whole, Wrong
-from model import FACTOR, IDS, LAYERS, LENGTH, MANY, WIDTH
+from common.sizes import IDS, LAYERS, MANY, WIDTH
+from model import FACTOR, LENGTH
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 CONTROL = 3  # the type of a control token

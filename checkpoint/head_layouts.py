@@ -18,7 +18,7 @@ from checkpoint.source import Entry, Source
 from checkpoint.target_families import ATTENTION, DENSE, model_fields, with_prefix
 from common.errors import InputError
 from model import ModelArgs
-from networks.eagle import eagle3_aux_layers
+from networks.read_states import eagle3_aux_layers
 
 LAYER = ATTENTION | DENSE
 EAGLE1: NameTable = {

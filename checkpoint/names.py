@@ -12,6 +12,14 @@ HEAD_KINDS = ("eagle", "eagle3", "p-eagle", "medusa", "hydra", "dflash", "dspark
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 CALIBRATION = "calibration.json"  # beside a head's weights: what its trees are accepted for
 LAYOUTS = ("sglang", "speculators")  # that heads are written in, see `checkpoint.exporting`
+# `architectures` of the heads that are exported, by kind, in each of LAYOUTS. For an EAGLE-1 head vLLM wants
+# "LlamaForCausalLM" there, SGLang what we write; the EAGLE repository does not look.
+ARCHITECTURES = {
+    "eagle3": ("LlamaForCausalLMEagle3", "Eagle3Speculator"), "eagle": ("LlamaForCausalLMEagle",),
+    "medusa": ("MedusaModel",), "hydra": ("HydraModel",),
+    "p-eagle": ("LlamaForCausalLMEagle3", "PEagleDraftModel"),
+    "dflash": ("DFlashDraftModel", "DFlashDraftModel"), "dspark": ("Qwen3DSparkModel", "DSparkDraftModel"),
+}
 ADVICE = "convert the checkpoint again"
 
 

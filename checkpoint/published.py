@@ -2,7 +2,8 @@
 from __future__ import annotations
 
 from common.schema import Either, Flag, List, Map, Null, Number, Record, Text, Whole, maybe
-from model import IDS, LAYERS, LENGTH, MANY, WIDTH
+from common.sizes import IDS, LAYERS, MANY, WIDTH
+from model import LENGTH
 
 TOKEN = Either(Null(), Whole(-1, IDS.high), List(Whole(-1, IDS.high), most=4096))  # -1: none
 LAYER_IDS = maybe(List(Whole(-1, LAYERS.high), most=1000))

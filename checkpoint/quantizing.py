@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint.calibrating import calibrate
+from checkpoint.early import check_exact
 from checkpoint.folder import read_config
 from checkpoint.loading import build_module, described, load_model, state_shapes
 from checkpoint.names import ADVICE, CONFIG, WEIGHTS
@@ -25,7 +26,7 @@ from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, printable
-from common.files import check_file, read_text
+from common.files import check_file
 from common.schema import Wrong
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
@@ -38,8 +39,7 @@ def check_source(folder: Path) -> dict:
     config says.
     """
     config, path = read_config(folder), folder / WEIGHTS
-    if "quantization" in config:
-        raise InputError(f"{folder}: is quantised already")
+    check_exact(folder, config)
     stored = listed(path, ADVICE)
     if odd := [name for name, s in stored.items() if s.dtype not in WRITTEN_DTYPES.values()]:
         raise InputError(
@@ -155,22 +155,18 @@ def quantize_folder(
     return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
 
 
-def text_ids(source: Path, flag: str, text: Path, least: int, most: int) -> Tensor:
+def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tensor:
     """The first tokens of a text, at most so many, [N] int64.
 
-    Raises InputError, naming the flag, if the text is unreadable or has less than `least` tokens, or if there
-    is no tokenizer.
+    name: what to call it in an error, an option and its file. Raises InputError if it has less than `least`
+    tokens, or if there is no tokenizer.
     """
-    try:
-        content = read_text(text)
-    except InputError as e:
-        raise InputError(f"{flag} {e}") from None
     tokenizer = Tokenizer.load(source)
     if tokenizer is None:
-        raise InputError(f"{source}: {flag} needs a tokenizer")
-    ids = torch.tensor(tokenizer.encode(content[: 16 * most])[:most])
+        raise InputError(f"{source}: {name} needs a tokenizer")
+    ids = torch.tensor(tokenizer.encode(text[: 16 * most])[:most])
     if len(ids) < least:
-        raise InputError(f"{flag} {text}: {len(ids)} tokens are too few, at least {least:,} are needed")
+        raise InputError(f"{name}: {len(ids)} tokens are too few, at least {least:,} are needed")
     return ids
 
 

@@ -13,7 +13,8 @@ from checkpoint.names import CONFIG
 from checkpoint.source import Source, is_gguf
 from common.errors import InputError, printable
 from common.schema import Record, Wrong
-from model import IDS, LAYERS, MANY, ROPE, WIDTH, RopeScaling
+from common.sizes import IDS, LAYERS, MANY, WIDTH
+from model import ROPE, RopeScaling
 
 # The tables of one layer, without its prefix. Draft heads use the same names.
 ATTENTION: NameTable = {

@@ -25,7 +25,7 @@ from checkpoint.names import CONFIG, WEIGHTS
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
 from common.errors import InputError
-from common.files import exchange, held, left_behind, read_json, sync
+from common.files import exchange, held, left_behind, sync
 from common.schema import Wrong
 
 WRITTEN_DTYPES = {  # with safetensors' names for them
@@ -51,34 +51,14 @@ class Planned:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def check_out(out: Path, kind: str, force: bool) -> None:
-    """Raise InputError unless `out` is free or, with `force`, one of our folders of the same kind."""
-    place = out.resolve()  # "new/.." names something else once "new" is there
-    if not place.exists() and not out.is_symlink():
-        return
-    try:
-        config = read_json(place / CONFIG)
-        old_kind, _ = config["kind"], config["format"]  # of any version: --force replaces old ones too
-    except (InputError, KeyError):
-        raise InputError(
-            f"{out}: exists and is not one of our checkpoint folders; choose another --out"
-        ) from None
-    if old_kind != kind:
-        raise InputError(
-            f"{out}: holds a {old_kind} checkpoint, a {kind} may not replace it; choose another --out"
-        )
-    if not force:
-        raise InputError(f"{out}: exists; replace it with --force or choose another --out")
-
-
 def write_folder(
     out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
     allow_nonfinite: bool = False, where: str = "the source",
 ) -> bool:
-    """Write a folder that `check_out` has allowed: all of it or, after an error or a kill, nothing of it.
+    """Write a folder: all of it or, after an error or a kill, nothing of it.
 
-    The arguments are those of `fill`, whose value is returned. Raises InputError if there is no space or no
-    permission.
+    `checkpoint.early.check_out` has allowed it. The arguments are those of `fill`, whose value is returned.
+    Raises InputError if there is no space or no permission.
     """
     with staging(out, sum(t.nbytes for t in plan)) as folder:
         return fill(folder, config, plan, others, quiet, allow_nonfinite, where, name=out.name)

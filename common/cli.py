@@ -25,8 +25,8 @@ MOST_THREADS = 1024
 LEAST_OFFLOADED = 3  # layers, see `kernels.offload`
 PROBE = 1 << 16  # bytes that are written to see whether there is room
 MOST_SHOWN = 1500  # characters of an error
+DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 # What PyTorch puts behind its words: where in its own code they were said.
-DEVICE = re.compile(r"(cpu|cuda|mps|xpu|meta)(:\d{1,3})?")
 FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
 JUST_NOW = 3.0  # seconds after Ctrl-C in which an error is taken to be its work
 
@@ -64,12 +64,14 @@ def no_memory(error: BaseException) -> bool:
 def run_command(
     action: Callable[[], int | None], *expected: type[Exception],
     say: Callable[[str], None] = note, interrupted: str = "interrupted",
+    say_stopped: Callable[[str], None] | None = None,
 ) -> int:
     """Run a command and return its exit status.
 
     The status is what `action` returns (None is 0); 1 after an InputError or one of `expected`, printed as
-    one line; 130 after Ctrl-C; 141 when nobody reads the output any more. Where memory runs out, or native
-    code of a library panics, one line says so, too.
+    one line; 130 after Ctrl-C, where `interrupted` is printed, by `say_stopped` if that is given; 141 when
+    nobody reads the output any more. Where memory runs out, or native code of a library panics, one line says
+    so, too.
     """
     with _interrupts() as seen:
         try:
@@ -81,7 +83,7 @@ def run_command(
             if not isinstance(e, (Exception, KeyboardInterrupt)) and not is_panic(e):
                 raise
             if isinstance(e, KeyboardInterrupt) or (seen and time.monotonic() - seen[-1] < JUST_NOW):
-                say(interrupted)
+                (say_stopped or say)(interrupted)
                 return 130
             if no_memory(e):
                 say(f"error: not enough memory ({one_line(e)}); give it less at a time, or a smaller model")
@@ -123,7 +125,8 @@ def command(
 def _interrupts() -> Iterator[list[float]]:
     """A context whose value holds the times of each Ctrl-C, which raises KeyboardInterrupt as ever.
 
-    Compiled code that is imported just then may raise another error instead.
+    Compiled code that is imported just then may raise another error instead. Of several processes each heeds
+    the first one only: it comes from the terminal and from torchrun.
     """
     seen: list[float] = []
     ours = threading.current_thread() is threading.main_thread()
@@ -133,13 +136,16 @@ def _interrupts() -> Iterator[list[float]]:
 
     def interrupt(number: int, frame: object) -> None:
         seen.append(time.monotonic())
+        if several():
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
     try:
         yield seen
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not (seen and several()):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Options(argparse.ArgumentParser):
@@ -196,9 +202,9 @@ class Options(argparse.ArgumentParser):
                 raise InputError(words(o))
 
     def judge_device(self) -> None:
-        """Add a rule: --device, if given, is of a kind that PyTorch may have."""
+        """Add a rule: --device, if given, is of a kind that models run on here."""
         self.refuse(lambda o: o.device and not DEVICE.fullmatch(o.device),
-                    lambda o: f"--device {o.device}: unknown; cpu, cuda and cuda:N are known")
+                    lambda o: f"--device {o.device}: models run on cpu, cuda and cuda:N; name one of these")
 
     def add_runtime(self):
         """Add the options of `engine.runtime.Runtime`: where and how a model runs. Returns their group."""
@@ -280,10 +286,12 @@ def dtype(value: str) -> str:
 
 
 def seed(value: str) -> int:
-    """An argparse type: a whole number, of which 64 bits count: -1 is the seed 2^64 - 1, no random one."""
+    """An argparse type: a whole number from 0 to 2^64 - 1, of which 64 bits are given: -1 is 2^64 - 1, and no
+    random one.
+    """
     if not re.fullmatch(r"-?[0-9]{1,20}", value) or not -(2**63) <= int(value) < 2**64:
         raise argparse.ArgumentTypeError(f"{value!r} is no whole number from -2^63 to 2^64 - 1")
-    return int(value)
+    return int(value) % 2**64
 
 
 def check_writable(flag: str, file: str) -> None:

@@ -109,6 +109,15 @@ class Text(Kind):
         )
 
 
+class Sha256(Kind):
+    """A sha256 in hexadecimal, as hashlib gives it."""
+
+    words = "a sha256, 64 of the digits 0 to 9 and a to f"
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and len(value) == 64 and {*value} <= {*"0123456789abcdef"}
+
+
 class Name(Kind):
     """A text that may name a file or a folder, inside a folder of ours."""
 

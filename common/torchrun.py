@@ -57,24 +57,34 @@ def _number(name: str) -> int | None:
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[Callable[[str], None]]:
+def one_voice() -> Iterator[dict[str, Callable[[str], None]]]:
     """A context in which only the first of several processes prints.
 
-    Its value prints a last line, an error, of whichever process has one first. Without torchrun it prints
-    every line, and nothing is muted.
+    Its value are the arguments of `common.cli.run_command` that print a last line: `say`, an error, of
+    whichever process has one first; `say_stopped`, which all of them come to, of one process on each machine.
+    Without torchrun they print every line, and nothing is muted.
     """
     voice = sys.stderr
 
+    def to_terminal(line: str) -> None:
+        print(line, file=voice, flush=True)
+
     def say(line: str) -> None:
         if not several() or _is_first_to_say():
-            print(line, file=voice, flush=True)
+            to_terminal(line)
 
+    def say_stopped(line: str) -> None:
+        # Nobody is asked: Ctrl-C may have come into the import of torch, which is then of no use.
+        if not several() or os.environ.get("LOCAL_RANK", "0") == "0":
+            to_terminal(line)
+
+    voices = {"say": say, "say_stopped": say_stopped}
     if is_first():
-        yield say
+        yield voices
         return
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         with contextlib.redirect_stderr(nowhere):
-            yield say
+            yield voices
 
 
 def _is_first_to_say() -> bool:

@@ -9,26 +9,37 @@ import argparse
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.cli import Options
 from common.errors import InputError
 
 MOST = 1024  # of the numbers of a method's own: nodes, columns, n-grams
 
+class Flag(NamedTuple):
+    """An option of a method's own: its default, what it says, and the least of a number."""
+
+    default: int | float | str | None
+    what: str
+    least: int = 1
+
+
 @dataclass(frozen=True)
 class Method:
     """What a name of `--speculate` stands for.
 
-    module: builds the drafter. what: says what it is. flags: of its own, name: (default, help). headless: it
+    module: builds the drafter. what: says what it is. flags: of its own, by name. headless: it
     takes no --draft and no --tree. grows: its head grows trees that can be measured, see
-    `engine.calibrating`, and takes --draft-window.
+    `engine.calibrating`, and takes --draft-window. early: MODULE:FUNCTION, which judges its flags and what
+    they name for a target of so many token ids (None: not known yet), without torch.
     """
 
     module: str
     what: str
-    flags: dict[str, tuple[int | float | str | None, str]] = field(default_factory=dict)
+    flags: dict[str, Flag] = field(default_factory=dict)
     headless: bool = False
     grows: bool = False
+    early: str | None = None
 
 
 METHODS: dict[str, Method | None] = {
@@ -49,17 +60,17 @@ METHODS: dict[str, Method | None] = {
     "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
     "draft-model": Method("drafters.draft_model", "a smaller model of the same vocabulary, in --draft (SpS)"),
     "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", {
-        "window": (7, "columns guessed side by side"),
-        "level": (5, "tokens of an n-gram"),
-        "guess-set": (7, "n-grams tried at a time"),
+        "window": Flag(7, "columns guessed side by side"),
+        "level": Flag(5, "tokens of an n-gram", 3),
+        "guess-set": Flag(7, "n-grams tried at a time"),
     }, headless=True),
     "lookup": Method(
         "drafters.lookup", "what followed the same words earlier in the text (prompt lookup)", headless=True
     ),
     "rest": Method("drafters.retrieval", "what followed the same words in a collection of texts (REST)", {
-        "datastore": (None, "folder that python -m drafters.rest build made"),
-        "draft-tokens": (64, "nodes of the tree"),
-    }, headless=True),
+        "datastore": Flag(None, "folder that python -m drafters.rest build made"),
+        "draft-tokens": Flag(64, "nodes of the tree", 2),
+    }, headless=True, early="drafters.rest_store:find_store"),
 }
 
 
@@ -137,7 +148,7 @@ def build_drafter(request):
 
 def default_flags(name: str) -> dict:
     """The flags of a method's own with their defaults."""
-    return {flag: default for method in _methods(name) for flag, (default, _) in method.flags.items()}
+    return {name: flag.default for method in _methods(name) for name, flag in method.flags.items()}
 
 
 def flag_type(default) -> type:
@@ -168,7 +179,7 @@ def check_flags(name: str, flags: dict) -> None:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all methods; None where they are not given."""
     for name, method in METHODS.items():
-        for flag, (default, what) in (method.flags if method else {}).items():
+        for flag, (default, what, _) in (method.flags if method else {}).items():
             kind = flag_type(default)
             shown = "" if default is None else f" (default {default})"
             metavar = kind.__name__.upper()
@@ -176,11 +187,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_numbers(options: Options) -> None:
-    """Add the rules of `add_flags`: no number of theirs is below 1 or above MOST."""
+    """Add the rules of `add_flags`: no number of theirs is below its least or above MOST."""
     for method in METHODS.values():
-        for flag, (default, _) in (method.flags if method else {}).items():
+        for flag, (default, _, least) in (method.flags if method else {}).items():
             if isinstance(default, int):
-                options.within(f"--{flag}", 1, MOST)
+                options.within(f"--{flag}", least, MOST)
 
 
 def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:

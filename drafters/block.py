@@ -17,6 +17,7 @@ from torch import Tensor
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.base import unread_rows
+from drafters.folders import head_folder
 from drafters.network import FEW, HeadDrafter, grow_crossed
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -147,11 +148,7 @@ def build_block(request: Request, drafter: type[BlockDrafter]) -> BlockDrafter:
 
     Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
     """
-    folder = request.draft or request.checkpoint / request.method
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: no {request.method} head there; convert one into it, or name it with --draft"
-        )
+    folder = head_folder(request.checkpoint, request.method, request.draft)
     head = load_head(folder, request.target, request.method)
     request.prepare(head)
     given = request.tree not in (None, "auto")

@@ -14,6 +14,7 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters.base import Proposal, newest, unread_rows
+from drafters.folders import model_folder
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -92,33 +93,30 @@ def build(request: Request) -> DraftModel:
 
     Raises InputError if it is missing or speaks another vocabulary, ValueError if the tree does not fit.
     """
-    if request.draft is None:
-        raise InputError(
-            "--speculate draft-model: name a smaller converted model of the same vocabulary with --draft"
-        )
+    folder = model_folder(request.draft)
     if isinstance(request.tree, PathTree) or request.tree == "auto":
         raise InputError("--speculate draft-model: takes --tree paper or nodes,depth,width only")
-    own, target = read_config(request.draft, "target"), request.target.args
+    own, target = read_config(folder, "target"), request.target.args
     if own["vocab_size"] != target.vocab_size:
         raise InputError(
-            f"{request.draft}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}"
+            f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}"
         )
     if own["max_seq_len"] < request.max_seq_len:
         raise InputError(
-            f"{request.draft}: reads {own['max_seq_len']} tokens, there is room for {request.max_seq_len};"
+            f"{folder}: reads {own['max_seq_len']} tokens, there is room for {request.max_seq_len};"
             f" --max-seq-len {own['max_seq_len']} is what both read"
         )
     if request.tokenizer:
-        tokenizer = Tokenizer.load(request.draft)
+        tokenizer = Tokenizer.load(folder)
         if tokenizer is None:
             raise InputError(
-                f"{request.draft}: has no tokenizer files to compare with the target's; copy its own there"
+                f"{folder}: has no tokenizer files to compare with the target's; copy its own there"
             )
         if not tokenizer.same_ids(request.tokenizer):
-            raise InputError(f"{request.draft}: its tokenizer gives other ids than the target's")
+            raise InputError(f"{folder}: its tokenizer gives other ids than the target's")
     weight = request.target.embed.weight
     ranks = request.target.ranks and request.target.ranks.of_heads
-    model, _ = load_model(request.draft, weight.device, weight.dtype, ranks)
+    model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     request.prepare(model)
     chain = TreeShape(6, 4, 1) if request.rule == "residual" else None
     tree = eagle_tree(request.tree or chain or request.default_tree)

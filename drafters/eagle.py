@@ -9,8 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from checkpoint.loading import load_head
-from common.errors import InputError
 from drafters.base import Proposal, StaticLevel, StaticTree, newest, unread_rows
+from drafters.folders import head_folder, kind_of
 from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -91,14 +91,8 @@ def build(request: Request) -> Eagle:
 
     Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
     """
-    kind = "eagle3" if request.method == "eagle3" else "eagle"
-    folder = request.draft or request.checkpoint / kind
-    if not folder.is_dir():
-        raise InputError(
-            f"{folder}: no draft head there; convert one into it, name it with --draft,"
-            " or use --speculate none"
-        )
-    head = load_head(folder, request.target, kind)
+    folder = head_folder(request.checkpoint, request.method, request.draft)
+    head = load_head(folder, request.target, kind_of(request.method))
     request.prepare(head)
     if request.tree is None and request.method == "eagle":
         tree = EAGLE1_TREE

@@ -15,6 +15,7 @@ from torch import Tensor
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.base import Drafter, Proposal, StaticTree, constants, newest
+from drafters.folders import head_folder
 from drafters.network import rank
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
@@ -92,9 +93,7 @@ def build_multi_token(request: Request, kind: str, drafter: type[MultiTokenDraft
     The tree is that of --tree FILE, the published one for --tree paper, else one of the default's size.
     Raises InputError if there are no heads or they do not fit, ValueError if the tree does not.
     """
-    folder = request.draft or request.checkpoint / kind
-    if not folder.is_dir():
-        raise InputError(f"{folder}: no {kind} heads there; convert some into it, or name them with --draft")
+    folder = head_folder(request.checkpoint, kind, request.draft)
     if not (request.tree in (None, "paper") or isinstance(request.tree, PathTree)):
         raise InputError(
             f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks,"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
+from drafters.folders import of_draft
 from drafters.network import HeadDrafter
 from drafters.request import Request
 from kernels.parts import join
@@ -184,14 +185,7 @@ def build_mixed(
     is one of two, --draft names it.
     """
     takers = [name for name in names if name not in headless]
-    named = takers  # those that --draft is for
-    if len(takers) > 1 and "draft-model" in takers:
-        named = ["draft-model"]  # which has no folder of its own
-    elif len(takers) > 1 and request.draft and set(takers) != {"eagle", "eagle2"}:  # which share a head
-        raise InputError(
-            f"--speculate {request.method}: --draft {request.draft}: both take a head; convert them into the"
-            " checkpoint's folder and leave it out"
-        )
+    named = of_draft(takers, request.draft)
     if not takers:
         request.refuse(draft=request.draft, tree=request.tree)
     if request.rule != "equal":

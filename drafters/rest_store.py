@@ -11,9 +11,45 @@ import numpy as np
 from tqdm import tqdm
 
 from common.errors import InputError
+from common.files import check_file, read_json
+from common.schema import Record, Sha256, Text, Whole
 from common.texts import MOST_OF_DATA, read_text
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
+
+ABOUT = "store.json"
+STORE = Record({  # of ABOUT
+    "vocab_size": Whole(1), "tokenizer": Sha256(), "tokens": Whole(1, 2**48),
+    "suffixes": Text("int32", "int64"),
+})
+ARRAYS = "tokens.bin", "suffixes.bin"
+AGAIN = "build the store again"
+
+
+def find_store(flags: dict, vocab_size: int | None) -> tuple[Path, dict]:
+    """The store that --datastore names -> (its folder, what its store.json says).
+
+    flags: of the method. vocab_size: the target's, None if that is not known. Raises InputError if there is
+    no store, if its files are not of the size that store.json says, or if it is of another vocabulary.
+    """
+    if not flags["datastore"]:
+        raise InputError(
+            "--speculate rest: name a store with --datastore; python -m drafters.rest build makes one"
+        )
+    folder = Path(flags["datastore"])
+    file = folder / ABOUT
+    if not file.exists():
+        raise InputError(
+            f"--datastore {folder}: no store, it holds no {ABOUT}; python -m drafters.rest build makes one"
+        )
+    about = STORE.require(read_json(file), file, AGAIN)
+    if vocab_size not in (None, own := about["vocab_size"]):
+        raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
+    for name, dtype in zip(ARRAYS, ("int32", about["suffixes"])):
+        path, size = folder / name, about["tokens"] * np.dtype(dtype).itemsize
+        if (found := check_file(path)) != size:
+            raise InputError(f"{path}: is {found:,} bytes; expected {size:,}, as {ABOUT} says; {AGAIN}")
+    return folder, about
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:
@@ -71,7 +107,7 @@ def check_out(out: Path, force: bool) -> None:
     """Raise InputError unless `out` is free or, with `force`, a store."""
     place = out.resolve()  # "new/.." names something else once "new" is there
     if place.exists():
-        store = (place / "store.json").is_file()
+        store = (place / ABOUT).is_file()
         if not (store and force):
             advice = "replace it with --force or choose" if store else "choose"
             raise InputError(f"{out}: exists{'' if store else ' and is no store'}; {advice} another --out")
@@ -98,7 +134,7 @@ def _fill(
         "vocab_size": vocab_size, "tokenizer": fingerprint(tokenizer), "tokens": len(tokens),
         "suffixes": str(suffixes.dtype)
     }
-    (folder / "tokens.bin").write_bytes(tokens)  # not `tofile`, which does not say that the disk is full
-    (folder / "suffixes.bin").write_bytes(suffixes)
-    (folder / "store.json").write_text(json.dumps(about, indent=1) + "\n")
+    for name, array in zip(ARRAYS, (tokens, suffixes)):
+        (folder / name).write_bytes(array)  # not `tofile`, which does not say that the disk is full
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
     return about

@@ -20,23 +20,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
-from common.files import read_json
-from common.schema import Record, Text, Whole
 from drafters.base import Drafter, Proposal, constants
 from drafters.request import Request
-from drafters.rest_store import fingerprint
-from model import IDS
+from drafters.rest_store import AGAIN, ARRAYS, find_store, fingerprint
 from tree import AnyTree, Tree, link
 
-STORE = Record({  # store.json
-    "vocab_size": IDS, "tokenizer": Text(), "tokens": Whole(1, 2**48), "suffixes": Text("int32", "int64"),
-})
 PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
 
 
@@ -174,28 +167,17 @@ def build(request: Request) -> Rest:
     node.
     """
     request.refuse(draft=request.draft, tree=request.tree)
-    if not request.flags["datastore"]:
-        raise InputError(
-            "--speculate rest: name a store with --datastore; python -m drafters.rest build makes one"
-        )
-    folder = Path(request.flags["datastore"])
-    about = STORE.require(read_json(folder / "store.json"), folder / "store.json", "build the store again")
-    own, vocab_size = about["vocab_size"], request.target.args.vocab_size
-    if own != vocab_size:
-        raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
+    vocab_size = request.target.args.vocab_size
+    folder, about = find_store(request.flags, vocab_size)
     if request.tokenizer and about["tokenizer"] != fingerprint(request.tokenizer):
         raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
     count, dtype = about["tokens"], getattr(torch, about["suffixes"])
-    arrays = []
-    for name, kind in (("tokens", torch.int32), ("suffixes", dtype)):
-        path = folder / f"{name}.bin"
-        if not path.is_file() or path.stat().st_size != count * kind.itemsize:
-            raise InputError(
-                f"{path}: missing or not of the size that store.json says; build the store again"
-            )
-        arrays.append(torch.from_file(str(path), shared=False, size=count, dtype=kind))
+    arrays = [
+        torch.from_file(str(folder / name), shared=False, size=count, dtype=kind)
+        for name, kind in zip(ARRAYS, (torch.int32, dtype))
+    ]
     drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
     if drafter.damaged():
-        raise InputError(f"{folder}: damaged, its suffixes are out of order; build the store again")
+        raise InputError(f"{folder}: damaged, its suffixes are out of order; {AGAIN}")
     drafter.device = request.target.embed.weight.device
     return drafter

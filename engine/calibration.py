@@ -87,6 +87,8 @@ class Calibration:
             return cls._of(read_json(file))
         except ValueError as e:
             raise InputError(f"{file}: damaged: {e}; delete it") from None
+        except InputError as e:
+            raise InputError(f"{e}; delete it") from None
 
     @classmethod
     def _of(cls, record: dict) -> Calibration:

@@ -69,6 +69,15 @@ class Costs:
     level: Seconds
     texts: Seconds = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, record: dict) -> Costs:
+        """What a file keeps of them, in milliseconds. Raises ValueError."""
+        KEPT.check(record, "costs")
+        return cls(*(
+            {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
+            for part in (record.get(f"{name}_ms", {}) for name in PASSES)
+        ))
+
     def check(self, contexts: tuple[int, ...], device: torch.device, batches: bool) -> None:
         """Raise ValueError unless these are times of all passes that are measured, at these contexts."""
         parts = zip((self.verify, self.read, self.level, self.texts), rows_of(device, batches))
@@ -263,24 +272,22 @@ def measured_once(
     """The costs from FOLDER/costs.json, if they were measured under these conditions; else measured now.
 
     longest: tokens that a text may have. folder: the head's; if it cannot be written, every start measures.
-    say: told what is done. batches: those of several texts at a time, too. A file that is damaged is written
-    anew.
+    say: told what is done. batches: those of several texts at a time, too. Raises InputError on a file that
+    is damaged.
     """
     contexts = (SHORT, LONG) if longest >= LONG else (SHORT, longest) if longest > 2 * SHORT else (SHORT,)
     made_by, file = json.dumps(conditions(target, drafter, compile, contexts, batches)), folder / FILE
-    kept = {}
     try:
         kept = read_json(file) if file.exists() else {}
-        if made_by in kept:
-            KEPT.check(kept[made_by], "costs")
-            costs = Costs(*(
-                {int(n): {int(rows): t / 1e3 for rows, t in by_rows.items()} for n, by_rows in part.items()}
-                for part in (kept[made_by].get(f"{name}_ms", {}) for name in PASSES)
-            ))
+    except InputError as e:
+        raise InputError(f"{e}; delete it") from None
+    if made_by in kept:
+        try:
+            costs = Costs.of(kept[made_by])
             costs.check(contexts, target.embed.weight.device, batches)
-            return costs
-    except (InputError, KeyError, TypeError, ValueError, AttributeError) as e:
-        say(f"{file}: damaged, not used ({type(e).__name__}: {e})")
+        except ValueError as e:
+            raise InputError(f"{file}: damaged: {e}; delete it") from None
+        return costs
     say("measuring what the passes of a step cost on this machine ...")
     costs = measure(target, drafter, compile, contexts, batches)
     kept[made_by] = found = {

@@ -18,6 +18,7 @@ from checkpoint.weights import bytes_of, listed
 from common.cli import LEAST_OFFLOADED
 from common.errors import InputError
 from drafters import METHODS
+from drafters.folders import kind_of, of_draft
 from drafters.kept import Ring
 from engine.api import Drafting, longest_text
 from engine.body import GPU_CHUNKS, SPAN, round_up
@@ -125,10 +126,10 @@ def _weights(folder: Path, dtype: torch.dtype | None) -> dict[str, tuple[torch.d
 def _folders(drafting: Drafting, checkpoint: Path) -> list[Path]:
     """Of what drafts, the folders that are there. Whoever loads them says what is missing."""
     names = [name for name in drafting.method.split("+") if METHODS[name] and not METHODS[name].headless]
-    named = "draft-model" if "draft-model" in names else names[0] if names else None
+    named = of_draft(names, drafting.draft)
     folders = (
-        Path(drafting.draft) if drafting.draft and name == named
-        else checkpoint / {"eagle2": "eagle"}.get(name, name) for name in names
+        Path(drafting.draft) if drafting.draft and name in named else checkpoint / kind_of(name)
+        for name in names
     )
     return [folder for folder in folders if folder.is_dir()]
 

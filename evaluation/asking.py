@@ -1,47 +1,14 @@
-"""Question sets, the order in which they are asked, and asking one question."""
+"""The order in which questions are asked, and asking one."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
-from common.errors import InputError
 from engine.text_decoder import TextDecoder
 from evaluation.answers import Turn
-from tokens.dataset import read_questions
 from tokens.spelling import TooLong
 
-OWN = Path(__file__).resolve().parent / "questions"
-
 Item = TypeVar("Item")
-
-
-def read_sets(path: str | Path | None, limit: int | None) -> dict[str, list[dict]]:
-    """Read the questions of a file, of every question file in a folder, or (None) our own, by set.
-
-    A file names its set, SET/question.jsonl (the layout of EAGLE's and Spec-Bench's data) is named by its
-    folder. limit: take only the first so many questions of each set. Raises InputError if there are none, or
-    if names or ids are not unique.
-    """
-    place = Path(path) if path else OWN
-    files = sorted((*place.glob("*.jsonl"), *place.glob("*/question.jsonl"))) if place.is_dir() else [place]
-    if not files:
-        raise InputError(f"{place}: holds no question files (*.jsonl, */question.jsonl)")
-    sets = {}
-    for file in files:
-        name = file.resolve().parent.name if file.name == "question.jsonl" else file.stem
-        if name == "mean" or name in sets:
-            raise InputError(
-                f"{file}: a set cannot be named {name} here (it is the table's own, or taken); rename it"
-            )
-        sets[name] = read_questions(file)[:limit]
-        ids = [question["question_id"] for question in sets[name]]
-        double = next((i for i in ids if ids.count(i) > 1), None)
-        if double is not None:
-            raise InputError(
-                f"{file}: question_id {double} is there twice (rows without one are numbered from 0)"
-            )
-    return sets
 
 
 def rotated(items: list[Item], turn: int) -> list[Item]:

@@ -51,8 +51,10 @@ class Scheme:
         mode, group, lm_head = (quantization[f.name] for f in fields(cls))
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None
-        if {mode, lm_head} & {*FOUR_BITS} and not group:
-            raise Wrong("quantization.group", group, f"{', '.join(map(str, GROUPS))} beside {FOUR_BITS}")
+        if bool({mode, lm_head} & {*FOUR_BITS}) != bool(group):
+            groups, names = (" or ".join(map(str, words)) for words in (GROUPS, FOUR_BITS))
+            wanted = "0" if group else groups
+            raise Wrong("quantization.group", group, f"{wanted}: {names} has groups of inputs, others none")
         return cls(mode, group, lm_head)
 
     def of(self, name: str) -> tuple[str, int]:

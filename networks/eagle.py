@@ -13,15 +13,6 @@ from networks.head import Head, HeadArgs
 from networks.markov import Markov, MarkovArgs
 
 
-def eagle3_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The layers whose inputs feed an EAGLE-3 head unless its config says otherwise: low, middle, high.
-
-    Inputs of layers 2, L//2 and L-3 (SafeAILab/EAGLE, modeling_llama_kv.py); SpecForge writes the same states
-    as "outputs of layers 1, L//2-1, L-4".
-    """
-    return 2, num_layers // 2, num_layers - 3
-
-
 class Eagle3Block(Block):
     """The first layer of an EAGLE-3 head.
 

@@ -8,7 +8,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, List, Text, Whole, Wrong, key
-from model import IDS, WIDTH, KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies, move
+from common.sizes import IDS, WIDTH
+from model import KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies, move
 
 
 @dataclass(frozen=True)

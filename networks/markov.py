@@ -14,7 +14,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.schema import Flag, Whole, Wrong, key
-from model import IDS, Linear, project
+from common.sizes import IDS
+from model import Linear, project
 from networks.head import HeadArgs
 
 

@@ -13,7 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.schema import Flag, Whole, Wrong, key
+from common.schema import Flag, Wrong, key
+from common.sizes import GUESSES
 from model import Linear, Transformer, project
 from networks.head import Head, HeadArgs
 
@@ -22,8 +23,8 @@ from networks.head import Head, HeadArgs
 class MultiTokenArgs(HeadArgs):
     """Shape of Medusa or Hydra heads; sizes of attention and MLP are those of Hydra++'s layer."""
 
-    guesses: int = key(Whole(1, 64), 4)  # K
-    blocks: int = key(Whole(1, 64), 1)  # residual blocks of each guess; Hydra's first block narrows
+    guesses: int = key(GUESSES, 4)  # K
+    blocks: int = key(GUESSES, 1)  # residual blocks of each guess; Hydra's first block narrows
     # All blocks (Hydra: all but the first) are the same one, applied again and again.
     repeated: bool = key(Flag(), False)
     # Every guess has an lm_head, else all share one: own (`own_lm_head`) or the target's.

@@ -41,7 +41,9 @@ import generate  # noqa: E402
 import quantize  # noqa: E402
 from checkpoint.convert import convert  # noqa: E402
 from common.cli import Options, positive, run_command  # noqa: E402
+from drafters import rest  # noqa: E402
 from engine.calibration import Calibration  # noqa: E402
+from tokens.dataset import check_dataset, read_chats, read_conversations  # noqa: E402
 from training.state import load_state, save_state  # noqa: E402
 
 BATCH, SECONDS, MEMORY = 50, 5, 1 << 20  # inputs of a process; most of each: seconds, and KiB
@@ -204,6 +206,13 @@ def make_good(place: Path) -> None:
     }))
     (place / "work").mkdir()
     save_state(place / "work", {"options": {"a": 1}, "step": 3, "weights": {"w": torch.zeros(9)}})
+    (place / "texts").mkdir()
+    (place / "texts" / "prompts.jsonl").write_text(
+        '{"prompt": "a"}\n{"turns": ["b", "c"]}\n{"messages": [{"role": "user", "content": "d"}]}\n')
+    talk = '[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]'
+    (place / "texts" / "conversations.jsonl").write_text(f'{{"conversations": {talk}}}\n' * 3)
+    text = str(place / "texts" / "prompts.jsonl")
+    assert rest.main(["build", "--checkpoint", str(target), "--out", str(place / "store"), text]) == 0
     (place / "questions").mkdir()
     (place / "questions" / "q.jsonl").write_text(
         '{"question_id": 1, "turns": ["a?"]}\n{"question_id": 2, "turns": ["b?"]}\n')
@@ -246,6 +255,11 @@ def read(action: Callable[[], object]) -> int:
     return run_command(lambda: action() and None)
 
 
+def judged(place: Path, reader: Callable, name: str) -> int:
+    """A file of text to train on, as train.py judges it."""
+    return read(lambda: check_dataset("--text", place / "texts" / name, reader))
+
+
 GOOD = Path()
 # What is asked, of which file, changed in which way.
 CASES: tuple[tuple[str, str, Callable, Callable[[Path], int]], ...] = (
@@ -277,6 +291,11 @@ CASES: tuple[tuple[str, str, Callable, Callable[[Path], int]], ...] = (
      lambda p: read(lambda: load_state(p / "work", {"a": 1}, torch.device("cpu")))),
     ("run", "answers.jsonl", lines_file, lambda p: evaluate.main(evaluation(GOOD, p / "run"))),
     ("run", "options.json", text_file, lambda p: evaluate.main(evaluation(GOOD, p / "run"))),
+    ("store", "store.json", text_file, lambda p: decode(
+        GOOD / "target", "--prompt-ids", "1,2", "--speculate", "rest", "--datastore", str(p / "store"))),
+    ("texts", "prompts.jsonl", lines_file, lambda p: judged(p, read_chats, "prompts.jsonl")),
+    ("texts", "conversations.jsonl", lines_file,
+     lambda p: judged(p, read_conversations, "conversations.jsonl")),
     ("questions", "q.jsonl", lines_file, lambda p: evaluate.main(evaluation(p, p / "out"))),
 )
 

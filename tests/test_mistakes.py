@@ -16,6 +16,8 @@ LONGEST = 1.0  # seconds of processor time that a mistake may take
 RUN = """
 import contextlib, importlib, io, json, sys, time
 command, lines = sys.argv[1], json.loads(sys.stdin.read())
+import common.gpus
+common.gpus.why_no_gpu = lambda: "NO-GPU"  # whatever this machine has
 main, found = importlib.import_module(command).main, []
 for argv in lines:
     said, began = io.StringIO(), time.process_time()
@@ -47,7 +49,7 @@ MISTAKES = (
     (DECODING, "--max-seq-len 2e3", "invalid int value: '2e3'; see --help"),
     (DECODING, "--max-seq-len " + "9" * 5000, "invalid int value: '9999"),
     (DECODING, "--threads 0", "--threads 0: must be 1 to 1,024"),
-    (DECODING, "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    (DECODING, "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
     (DECODING, "--isa avx9", "--isa avx9: unknown; choose from amx"),
     (DECODING, "--dtype int3", "dtype 'int3': unknown; choose from bf16"),
     (DECODING, "--kv int4", "argument --kv: invalid choice: 'int4'"),
@@ -55,13 +57,30 @@ MISTAKES = (
     (DECODING, "--offload all", "'all' is neither auto nor a whole number of at least 3"),
     (DECODING, "--offload 9", "--offload 9: TARGET has 8 layers"),
     (DECODING, "--offload 4 --device cpu", "--offload 4: keeps weights in the host's memory, where --device"),
+    (DECODING, "--offload 3", "--offload 3: needs a GPU, and NO-GPU; leave it out"),
+    (DECODING, "--offload auto", "--offload auto: needs a GPU, and NO-GPU; leave it out"),
+    (DECODING, "--device cuda:1", "--device cuda:1: needs a GPU, and NO-GPU; leave it out"),
+    (DECODING, "--device mps", "--device mps: models run on cpu, cuda and cuda:N; name one of these"),
     (DECODING, "--speculate magic", "magic"),
+    (DECODING, "--speculate rest", "--speculate rest: name a store with --datastore; python -m drafters"),
+    (DECODING, "--speculate rest --datastore NOWHERE", "--datastore NOWHERE: no store, it holds no store"),
+    (DECODING, "--speculate lookup+rest --datastore TEXT", "--datastore TEXT: no store, it holds no store"),
+    (DECODING, "--speculate rest --datastore STORE", "STORE/suffixes.bin: is 5 bytes; expected 40, as store"),
+    (DECODING, "--speculate rest --datastore OTHERS", "OTHERS: made for a vocabulary of 7, the target has"),
+    (DECODING, "--speculate rest --datastore DAMAGED", "DAMAGED/store.json: tokens is 0; expected a whole"),
+    (DECODING, "--speculate rest --draft-tokens 1", "--draft-tokens 1: must be 2 to 1,024"),
     (DECODING, "--speculate eagle3+eagle3", "two different methods that draft can be joined"),
     (DECODING, "--speculate eagle3 --draft NOWHERE", "--draft NOWHERE: not a folder"),
     (DECODING, "--speculate eagle3 --tree 9999999,7,10", "9999999 nodes, but depth 7 and width 10 only"),
     (DECODING, "--speculate eagle3 --tree 5000,1000,5000", "tree: 5,000 nodes on 1,001 levels, at most"),
     (DECODING, "--speculate eagle3 --tree NOWHERE", "--tree NOWHERE: none of auto, paper, T,D,K or"),
     (DECODING, "--speculate eagle3 --tree FIFO", "FIFO: is a pipe; expected a file"),
+    (DECODING, "--speculate medusa", "TARGET/medusa: no medusa head there; convert one into it, name it"),
+    (DECODING, "--speculate lookup+eagle2", "TARGET/eagle: no eagle head there; convert one into it"),
+    (DECODING, "--speculate draft-model", "--speculate draft-model: name a smaller converted model of the"),
+    (DECODING, "--speculate draft-model --draft HEAD", "HEAD: holds a eagle3 checkpoint where a target was"),
+    (DECODING, "--speculate eagle3 --draft TARGET", "TARGET: holds a target checkpoint where a eagle3 was"),
+    (DECODING, "--speculate lookahead --level 2", "--level 2: must be 3 to 1,024"),
     (DECODING, "--speculate lookahead --window 0", "--window 0: must be 1 to 1,024"),
     (DECODING, "--speculate eagle3 --window 3", "--window belongs to --speculate lookahead"),
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
@@ -78,6 +97,11 @@ MISTAKES = (
     ("generate", "--top-k 4294967296", "--top-k 4294967296: must be 0 to 2,147,483,647"),
     ("generate", "--logit-bias 1=nan", "'1=nan' is no ID=X"),
     ("generate", "--logit-bias 1=1000", "'1=1000' is no ID=X"),
+    ("generate", "--logit-bias 5=1 --logit-bias 300=1", "--logit-bias 300: no token id of the target, which"),
+    ("generate", "--system x --raw", "--system: is written by the chat template, which --raw leaves out"),
+    ("generate serve", "--speculate eagle3+medusa --draft HEAD", "--draft HEAD: both take a head; convert"),
+    ("generate", "--prompt-ids 299,300", "--prompt-ids 300: no token id of the target, which has 0 to 299"),
+    ("generate", "--prompt-ids 1,-1", "--prompt-ids -1: no token id of the target, which has 0 to 299"),
     ("generate", "--prompt-ids 1,x", "--prompt-ids '1,x': expected numbers separated by commas"),
     ("generate", "--prompt-ids 99999999999", "--prompt-ids '99999999999': a token id is below 2^31"),
     ("generate", "--prompt-file NOWHERE", "--prompt-file NOWHERE: no such file"),
@@ -88,6 +112,7 @@ MISTAKES = (
     ("generate", "--prompt-file LATIN1", "LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
     ("generate", "--json-schema FIFO", "FIFO: is a pipe; expected a file"),
     ("generate", "--json-schema LATIN1", "LATIN1: cannot be read, it is no UTF-8"),
+    ("generate", "--json-schema BADSCHEMA", "--json-schema BADSCHEMA: the JSON schema cannot be used"),
     ("generate", "--json-schema DEEP", "DEEP: cannot be read as JSON"),
     ("generate", "--trace /dev/full", "--trace /dev/full: cannot be written"),
     ("generate", "--trace NOWHERE/file", "--trace NOWHERE/file: not a file that can be written"),
@@ -100,9 +125,44 @@ MISTAKES = (
     ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
     ("evaluate", "--questions FIFO", "--questions FIFO: is a pipe; expected a file"),
     ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
+    ("evaluate", "--questions TEXT", "TEXT: line 1 is no JSON object"),
+    ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--accept eagle3=all", "--accept eagle3=all: choose from equal"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
-    ("train", "--device gpu", "--device gpu: unknown; cpu, cuda and cuda:N are known"),
+    ("train", "--checkpoint ROUNDED", "ROUNDED: is quantised already; name the checkpoint before quant"),
+    ("train", "--checkpoint UNSIZED", "UNSIZED/config.json: hidden_size is missing; expected a whole number"),
+    ("train", "--device mps", "--device mps: models run on cpu, cuda and cuda:N; name one of these"),
+    ("train", "--device cuda", "--device cuda: needs a GPU, and NO-GPU; leave it out"),
+    ("train", "--seed 1.5", "'1.5' is no whole number from -2^63 to 2^64 - 1"),
+    ("train", "--prompts EMPTY", "--prompts EMPTY: holds no prompts"),
+    ("train", "--prompts ROWS", "--prompts ROWS: line 1: no conversation; a row needs"),
+    ("train", "--prompts TEXT", "--prompts TEXT: line 1 is no JSON object"),
+    ("train", "--prompts LATIN1", "--prompts LATIN1: cannot be read, line 1 is no UTF-8 (byte 3)"),
+    ("train", "--prompts DEEP", "--prompts DEEP: begins like a JSON array and is none"),
+    ("train", "--conversations PROMPTS", "--conversations PROMPTS: line 1: no conversation; a row needs"),
+    ("train", "--conversations EMPTY", "--conversations EMPTY: holds no conversation with an assistant's"),
+    ("train", "--openings EMPTY", "--openings EMPTY: holds no lines"),
+    ("train", "--openings LATIN1", "--openings LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
+    ("train", "--shards FOLDER", "--shards FOLDER: holds no shards (*.jsonl); it is the data folder of"),
+    ("train", "--shards SHARDS", "SHARDS/a.jsonl: line 1 is no row of this target's token ids and answers"),
+    ("train", "--out TARGET", "TARGET: holds something else than a trained head of this kind; choose"),
+    ("train", "--max-len 1", "--max-len 1: must be at least 4"),
+    ("train", "--max-new-tokens 2", "--max-new-tokens 2: must be at least 3"),
+    ("train", "--max-prompt-tokens 300", "--max-prompt-tokens 300 and --max-new-tokens 256 are 556 toge"),
+    ("train", "--kind medusa --guesses 65", "--guesses 65: must be 1 to 64"),
+    ("train", "--kind hydra --blocks 1000", "--blocks 1000: must be 1 to 64"),
+    ("train", "--heads 7 --kv-heads 3", "--kv-heads: num_kv_heads is 3; expected a divisor of num_heads, 7"),
+    ("train", "--heads 7", "--kv-heads: num_kv_heads is 2; expected a divisor of num_heads, 7"),
+    ("train", "--head-dim 7", "--head-dim: head_dim is 7; expected an even number"),
+    ("train", "--hidden-size 99999999", "--hidden-size: hidden_size is 99999999; expected a whole number"),
+    ("train", "--kind dflash --layers 99999", "--layers: num_layers is 99999; expected a whole number from"),
+    ("train", "--states 9", "9 states of a target of 8 layers: at most"),
+    ("train", "--kind eagle --hidden-size 32", "--hidden-size: an EAGLE-1 head predicts the target's"),
+    ("train", "--draft-vocab 301", "--draft-vocab 301: the target has 300 token ids"),
+    ("train", "--start TARGET", "--start: a head of kind eagle3 cannot begin as one of kind target"),
+    ("train", "--kind dflash --start HEAD", "--start: a head of kind dflash cannot begin as one of"),
+    ("train", "--writer HEAD", "--writer HEAD: holds a eagle3 checkpoint where a target was expected"),
+    ("train", "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
     ("train", "--feature-memory nan", "--feature-memory nan: must be 0 to 1,000,000"),
     ("train", "--save-seconds -1", "--save-seconds -1.0: must be 0 to 1,000,000"),
     ("train", "--lr nan", "--lr nan: must be above 0 and below 1,000,000"),
@@ -117,10 +177,21 @@ MISTAKES = (
     ("train", "--checkpoint-gradients --compile-loss", "--checkpoint-gradients: runs without --compile-loss"),
     ("train", "--writer NOWHERE", "--writer NOWHERE: not a folder"),
     ("quantize", "--checkpoint NOWHERE", "NOWHERE: not a folder"),
+    ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
+    ("quantize", "--checkpoint PARTLY", "PARTLY/eagle3: is quantised already; name the checkpoint before"),
+    ("quantize", "--out /dev/null", "--out /dev/null: not a folder that can be written to"),
+    ("quantize", "--out TEXT", "--out TEXT: not a folder that can be written to"),
+    ("quantize", "--out FOLDER", "FOLDER: exists and is not one of our checkpoint folders; choose another"),
+    ("quantize", "--out HEAD --force", "HEAD: holds a 'eagle3' checkpoint, a target may not replace it"),
+    ("quantize", "--mode int8 --group 64", "--group 64: is for int4 and w4a8; --mode int8 has no groups"),
+    ("quantize", "--mode fp8 --group 32", "--group 32: is for int4 and w4a8; --mode fp8 has no groups"),
+    ("quantize", "--mode int4 --calibrate LATIN1", "--calibrate LATIN1: cannot be read, it is no UTF-8"),
+    ("quantize", "--text LATIN1", "--text LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
     ("quantize", "--group 33", "argument --group: invalid choice: 33"),
     ("quantize", "--text FIFO", "--text FIFO: is a pipe; expected a file"),
     ("quantize", "--mode int4 --calibrate /dev/zero", "--calibrate /dev/zero: is a device"),
     ("convert_checkpoint", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder"),
+    ("convert_checkpoint", "--out TEXT", "--out TEXT: not a folder that can be written to"),
     ("convert_checkpoint", "--target NOWHERE", "--target NOWHERE: not a folder"),
     ("convert_checkpoint", "--aux-layers 1,,2", "takes layer numbers such as 2,15,27, got '1,,2'"),
     ("convert_checkpoint", "--aux-layers " + "9" * 5000, "takes layer numbers such as 2,15,27, got"),
@@ -146,13 +217,28 @@ def place(tmp_path_factory) -> Path:
     """The folder in which commands are run, with what the table names. No weights: nothing may be loaded."""
     folder = tmp_path_factory.mktemp("mistakes")
     config = {"format": 2, "kind": "target", "max_seq_len": 512, "vocab_size": 300, "stop_ids": []}
-    config |= {"num_layers": 8}
-    for name, kind in (("TARGET", "target"), ("HEAD", "eagle3")):
+    config |= {"num_layers": 8, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4}
+    config |= {"num_kv_heads": 2, "head_dim": 16}
+    for name, kind in (("TARGET", "target"), ("HEAD", "eagle3"), ("TARGET/eagle3", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
     (folder / "QUANTISED").mkdir()
-    config |= {"kind": "eagle3", "quantization": {}}
+    config |= {"quantization": {}}
+    (folder / "ROUNDED").mkdir()
+    (folder / "ROUNDED" / "config.json").write_text(json.dumps(config))
+    (folder / "UNSIZED").mkdir()
+    (folder / "UNSIZED" / "config.json").write_text('{"format": 2, "kind": "target"}')
+    config |= {"kind": "eagle3"}
     (folder / "QUANTISED" / "config.json").write_text(json.dumps(config))
+    (folder / "PARTLY" / "eagle3").mkdir(parents=True)
+    (folder / "PARTLY" / "config.json").write_bytes((folder / "TARGET" / "config.json").read_bytes())
+    (folder / "PARTLY" / "eagle3" / "config.json").write_text(json.dumps(config))
+    about = {"vocab_size": 300, "tokenizer": "0" * 64, "tokens": 10, "suffixes": "int32"}
+    for name, changed in (("STORE", {}), ("OTHERS", {"vocab_size": 7}), ("DAMAGED", {"tokens": 0})):
+        (folder / name).mkdir()
+        (folder / name / "store.json").write_text(json.dumps(about | changed))
+        (folder / name / "tokens.bin").write_bytes(bytes(40))
+        (folder / name / "suffixes.bin").write_bytes(b"short")
     (folder / "WRITTEN").mkdir()
     (folder / "WRITTEN" / "model.safetensors").touch()
     (folder / "FOLDER").mkdir()
@@ -162,6 +248,12 @@ def place(tmp_path_factory) -> Path:
     (folder / "LATIN1").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "DEEP").write_text("[" * 100_000)
     (folder / "TEXT").write_text("some words")
+    (folder / "EMPTY").touch()
+    (folder / "BADSCHEMA").write_text('{"type": "objec"}')
+    (folder / "ROWS").write_text('{"text": "no chat"}\n')
+    (folder / "PROMPTS").write_text('{"prompt": "x"}\n')
+    (folder / "SHARDS").mkdir()
+    (folder / "SHARDS" / "a.jsonl").write_text('{"ids": [1, 2, 300], "answers": [[0, 3]]}\n')
     return folder
 
 
@@ -183,14 +275,21 @@ def test_mistakes_answer_at_once(command, place):
 
 
 def test_a_negative_seed_is_a_seed():
-    """64 bits count: it is what it is taken for, and no random one."""
+    """64 bits count: it is what it is taken for, and no random one. In all commands."""
     import torch
 
+    import evaluate
+    import generate
+    import train
     from common.cli import seed
     from sampling.noise import seed_keys
 
     assert torch.equal(seed_keys([seed("-1")]), seed_keys([seed(str(2**64 - 1))]))
     assert not torch.equal(seed_keys([seed("-1")]), seed_keys([1]))
+    for command in (evaluate, generate, train):
+        options = ["--checkpoint", "x", "--out", "x"][: 2 if command is generate else 4]
+        assert command.parser().parse_args([*options, "--seed", "-1"]).seed == 2**64 - 1
+    assert torch.Generator().manual_seed(seed("-1")).initial_seed() == 2**64 - 1
 
 
 def test_what_trains_and_what_is_chosen_from_are_the_same():

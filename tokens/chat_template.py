@@ -13,34 +13,40 @@ from jinja2.ext import Extension
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json
+from common.schema import in_words
 from common.texts import read_text
 from tokens.bounds import BoundedEnvironment, Bounds, template_error
 
 LONGEST = 4 << 20  # of a template
 
 
-def read_template(folder: Path, config: dict) -> str | None:
-    """The chat template of a checkpoint's folder and its tokenizer_config.json, None if it has none.
+def read_template(folder: Path, config: dict) -> tuple[str | None, Path]:
+    """The chat template of a checkpoint's folder and its tokenizer_config.json, None if it has none, and the
+    file that it is in.
 
     Raises ValueError, KeyError, TypeError, OSError or InputError if it is damaged.
     """
-    if (folder / "chat_template.jinja").is_file():
-        return read_text(folder / "chat_template.jinja", LONGEST)
-    if (folder / "chat_template.json").is_file():
-        config = read_json(folder / "chat_template.json")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return read_text(file, LONGEST), file
+    file = folder / "chat_template.json"
+    if file.is_file():
+        config = read_json(file)
+    else:
+        file = folder / "tokenizer_config.json"
     template = config.get("chat_template")
     if isinstance(template, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default", next(iter(by_name.values()), None))
     if not isinstance(template, (str, type(None))):
-        raise ValueError("chat_template is no text")
+        raise InputError(f"{file}: chat_template is {in_words(template)}; expected a text")
     if template is not None and len(template) > LONGEST:
-        raise ValueError(f"chat_template has {len(template):,} characters, at most {LONGEST:,}")
-    return template
+        raise InputError(f"{file}: chat_template has {len(template):,} characters, at most {LONGEST:,}")
+    return template, file
 
 
-def render_template(template: str, messages: list[dict], variables: dict) -> str:
-    """The text of a conversation.
+def render_template(template: str, messages: list[dict], variables: dict, where: str | Path) -> str:
+    """The text of a conversation. where: the file that the template is in, for errors.
 
     Raises InputError if the template is damaged, refuses the messages, or does too much: `tokens.bounds`.
     """
@@ -51,7 +57,7 @@ def render_template(template: str, messages: list[dict], variables: dict) -> str
         compiled.environment.bounds = Bounds(sum(map(len, texts_of([messages, variables]))))
         return compiled.render({**context, "messages": messages})
     except Exception as e:  # a template is a program of the checkpoint's author: it can raise anything
-        raise InputError(f"chat template: {one_line(template_error(e))}") from None
+        raise InputError(f"{where}: chat template: {one_line(template_error(e))}") from None
 
 
 def texts_of(value: object) -> Iterator[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.files import HALF, check_characters
-from common.texts import MOST_OF_DATA, read_lines
+from common.texts import MOST_OF_DATA, check_readable, read_lines, read_text
 
 # The names that files give the roles.
 ROLES = {
@@ -27,6 +27,7 @@ ROLES = {
     "assistant": "assistant", "model": "assistant",
 }
 TOOL_ROLES = ("tool", "function", "observation", "function_call")
+SOON = 8 << 20  # bytes that are read and judged in a fraction of a second
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
 
@@ -113,6 +114,27 @@ def read_conversations(path: str | Path, say: Callable[[str], None] | None = Non
     if left_out and say:
         say(f"{path}: {left_out:,} rows are left out: no user turn with an answer, or tools or images")
     return conversations
+
+
+def read_openings(path: str | Path) -> tuple[str, ...]:
+    """The lines of a text file that are not empty. Raises InputError if there are none."""
+    openings = tuple(line.strip() for line in read_text(path).splitlines() if line.strip())
+    if not openings:
+        raise InputError(f"{path}: holds no lines")
+    return openings
+
+
+def check_dataset(flag: str, path: str | Path, read: Callable[[str | Path], object]) -> None:
+    """Raise InputError, naming the option, unless one of the readers here can read a file.
+
+    Of one of more than SOON bytes, and of a pipe, only that it can be opened is judged.
+    """
+    check_readable(flag, path)
+    if Path(path).is_file() and Path(path).stat().st_size <= SOON:
+        try:
+            read(path)
+        except InputError as e:
+            raise InputError(f"{flag} {e}") from None
 
 
 def row_texts(where: str, row: dict) -> list[str]:

@@ -31,8 +31,8 @@ class Encoder:
     template: the chat template, None if there is none. bos_id, adds_bos, control: see `tokens.tokenizer`.
     """
 
-    def __init__(self, backend: Backend, config: dict, template: str | None):
-        self.backend, self.template = backend, template
+    def __init__(self, backend: Backend, config: dict, template: str | None, template_file: Path):
+        self.backend, self.template, self._template_file = backend, template, template_file
         self.special_tokens_map = backend.special_tokens_map | special_tokens_map(config)
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
@@ -62,7 +62,7 @@ class Encoder:
             if (folder / name).is_file():
                 config |= {k: v for k, v in read_json(folder / name).items() if v is not None}
         try:
-            return cls(ENCODERS[encoder](folder / encoder, config), config, read_template(folder, config))
+            return cls(ENCODERS[encoder](folder / encoder, config), config, *read_template(folder, config))
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OSError) as e:
             raise InputError(f"{folder}: the tokenizer's files are damaged ({one_line(e)})") from None
 
@@ -101,7 +101,8 @@ class Encoder:
         """The text of a conversation, control tokens spelled out. Raises InputError as `Tokenizer.chat`."""
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
-        return render_template(self.template, messages, self.special_tokens_map | variables)
+        names = self.special_tokens_map | variables
+        return render_template(self.template, messages, names, self._template_file)
 
     @cached_property
     def _shape(self) -> Shape | None:

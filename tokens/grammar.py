@@ -4,7 +4,8 @@ The masks are llguidance's. A `Guide` stands where its text ends; for a tree it 
 """
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from common.errors import InputError, first_line, is_panic
 from tokens.schema import LONGEST
 from tokens.tokenizer import Tokenizer
 
+Result = TypeVar("Result")
 # Small models that may write any amount of white space sometimes write nothing else.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
 
@@ -59,6 +61,35 @@ class Guide:
                 self._matcher.rollback(1)
 
 
+def grammar_of(schema: str, tokenizer=None) -> str:
+    """llguidance's grammar of a JSON schema, which it has judged. Raises InputError if it cannot be used.
+
+    tokenizer: a `llguidance.LLTokenizer`; without one all is judged that does not depend on it.
+    """
+    from llguidance import LLMatcher  # which few requests need
+
+    if len(schema) > LONGEST:
+        raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST:,}")
+    grammar = _within_llguidance(lambda: LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE))
+    if problem := _within_llguidance(lambda: LLMatcher.validate_grammar(grammar, tokenizer)):
+        raise _unusable(problem)
+    return grammar
+
+
+def _within_llguidance(action: Callable[[], Result]) -> Result:
+    """What an action returns. Raises InputError where llguidance refuses, or panics."""
+    try:
+        return action()
+    except BaseException as e:
+        if not isinstance(e, ValueError) and not is_panic(e):
+            raise
+        raise _unusable(str(e)) from None
+
+
+def _unusable(problem: str) -> InputError:
+    return InputError(f"the JSON schema cannot be used ({first_line(ValueError(problem))})")
+
+
 class Grammars:
     """Makes guides for the texts of one tokenizer.
 
@@ -88,19 +119,10 @@ class Grammars:
 
     def guide(self, schema: str) -> Guide:
         """A guide for a text in JSON that fits a schema. Raises InputError if the schema is none."""
-        if len(schema) > LONGEST:
-            raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST:,}")
-        try:
-            grammar = self._matcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
-            problem = self._matcher.validate_grammar(grammar, self._tokenizer)
-            matcher = self._matcher(self._tokenizer, grammar, log_level=0)
-        except BaseException as e:
-            if not isinstance(e, ValueError) and not is_panic(e):
-                raise
-            raise InputError(f"the JSON schema cannot be used ({first_line(e)})") from None
-        if problem or matcher.is_error():
-            problem = first_line(ValueError(problem or matcher.get_error()))
-            raise InputError(f"the JSON schema cannot be used ({problem})")
+        grammar = grammar_of(schema, self._tokenizer)
+        matcher = _within_llguidance(lambda: self._matcher(self._tokenizer, grammar, log_level=0))
+        if matcher.is_error():
+            raise _unusable(matcher.get_error())
         guide = Guide(matcher, self._stop_ids)
         # Some schemas, such as one that refers to itself alone, show only here that nothing can follow them.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))

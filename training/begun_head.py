@@ -14,13 +14,11 @@ from model import Transformer
 from networks.block import BlockArgs
 from networks.eagle import PEagleArgs
 from networks.head import Head, HeadArgs
-from training.choices import BLOCK_KINDS
-from training.new_head import DRAFTS, Shape, join, lend_new
+from training.choices import check_start
+from training.new_head import DRAFTS, join, lend_new
+from training.shapes import Shape
 
 RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
-
-# What a head may begin as, and become.
-BEGINNINGS = {(kind, kind) for kind in ("eagle3", *BLOCK_KINDS)} | {("eagle3", "p-eagle")}
 
 
 class Start(NamedTuple):
@@ -43,8 +41,7 @@ def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> 
 
     Raises ValueError where it cannot begin so.
     """
-    if (start.kind, kind) not in BEGINNINGS:
-        raise ValueError(f"--start: a head of kind {kind} cannot begin as one of kind {start.kind}")
+    check_start(start.kind, kind)
     given = replace(start.head.args, draft_vocab_size=draft_vocab_size)
     layers = max(given.num_layers, shape.num_layers)
     if given.recycle_normed or (kind == "eagle3" and layers > 1):

@@ -10,16 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-
-import torch
 
 from common.errors import InputError
 from common.files import read_text
+from common.texts import read_lines
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
-
-SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
+from training.choices import SHORTEST
 
 
 def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) -> tuple[dict | None, dict]:
@@ -82,14 +81,6 @@ def digest(prompt: list[int]) -> str:
     return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
 
 
-def unused(rows: list[dict], vocabulary: int) -> int:
-    """An id of the vocabulary that the text does not hold, or holds least often: the last of these."""
-    counts = torch.zeros(vocabulary, dtype=torch.int64)
-    for row in rows:
-        counts += torch.bincount(torch.tensor(row["ids"]), minlength=vocabulary)
-    return int((counts == counts.min()).nonzero()[-1])
-
-
 def hold_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
     """(held out, training): a twentieth of the prompts, at most 64, with all rows that answer them.
 
@@ -121,12 +112,7 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
     for path in paths:
         lines = read_text(path, most=1 << 40).splitlines()
         for number, line in enumerate(lines, 1):
-            row = _parse(line, vocab_size)
-            if row is None:
-                raise InputError(
-                    f"{path}: line {number} is no row of this target's token ids and answers;"
-                    " --shards takes the data folder of a run"
-                )
+            row = _read(path, number, line, vocab_size)
             if "left_out" in row:
                 left_out += row["left_out"]
                 continue
@@ -142,14 +128,26 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
     return rows, left_out, cut
 
 
-def _parse(line: str, vocab_size: int) -> dict | None:
-    """A line of a shard: a row, or {"left_out": number of prompts}; None if it is neither."""
+def check_shards(folder: Path, vocab_size: int) -> None:
+    """Raise InputError unless a folder holds shards, of which the first begins with a row of such a target.
+    """
+    path = shards_in(folder)[0]
+    for line in islice(read_lines(path), 1):
+        _read(path, 1, line, vocab_size)
+
+
+def _read(path: Path, number: int, line: str, vocab_size: int) -> dict:
+    """A line of a shard: a row, or {"left_out": number of prompts}. Raises InputError if it is neither."""
     try:
         row = json.loads(line)
-        if "left_out" in row:
-            return row if type(row["left_out"]) is int else None
+        if type(row.get("left_out")) is int:
+            return row
         edges = [0, *(edge for begin, end in row["answers"] for edge in (begin, end)), len(row["ids"])]
-        valid = all(0 <= i < vocab_size for i in row["ids"]) and edges == sorted(edges)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return row if valid else None
+        if all(0 <= i < vocab_size for i in row["ids"]) and edges == sorted(edges):
+            return row
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise InputError(
+        f"{path}: line {number} is no row of this target's token ids and answers; --shards takes the data"
+        " folder of a run"
+    )

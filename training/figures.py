@@ -26,6 +26,14 @@ def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> tuple[Tenso
     return torch.tensor(sorted(ranked)), covered(counts, ranked)
 
 
+def unused(rows: list[dict], vocabulary: int) -> int:
+    """An id of the vocabulary that the text does not hold, or holds least often: the last of these."""
+    counts = torch.zeros(vocabulary, dtype=torch.int64)
+    for row in rows:
+        counts += torch.bincount(torch.tensor(row["ids"]), minlength=vocabulary)
+    return int((counts == counts.min()).nonzero()[-1])
+
+
 def covered(counts: Counter, ids: Iterable[int]) -> float:
     """The share of the answer tokens that are among these ids."""
     return sum(counts[t] for t in ids) / max(1, counts.total())

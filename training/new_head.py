@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,45 +11,14 @@ from torch import Tensor
 from checkpoint.loading import HEADS
 from model import ModelArgs, Transformer
 from networks.block import BlockArgs
-from networks.eagle import PEagleArgs, PEagleHead, eagle3_aux_layers
+from networks.eagle import PEagleArgs, PEagleHead
 from networks.head import Head, HeadArgs
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads, MultiTokenArgs
 from training.choices import BLOCK_KINDS
+from training.shapes import Shape, head_sizes
 
 DRAFTS = 7  # tokens that a block drafts
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a user may choose about a head; None takes the target's, or what is usual for its kind."""
-
-    hidden_size: int | None = None
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
-    num_layers: int = 1
-    states: int | None = None  # of the target that it reads
-    drafts: int | None = None  # tokens that a block drafts (DRAFTS, or those of the head that it begins as)
-    mask_id: int = 0
-    markov_rank: int = 0
-    confidence: bool = False
-
-
-
-def spread_layers(num_layers: int, states: int) -> tuple[int, ...]:
-    """The layers whose inputs a block head reads: evenly from the third to the last but one.
-
-    They are those of the published heads: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises
-    ValueError if there are not so many.
-    """
-    first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
-    steps = max(states - 1, 1)
-    layers = tuple(sorted({round(first - 1 + i * (last - first) / steps) + 1 for i in range(states)}))
-    if len(layers) < states:
-        raise ValueError(f"{states} states of a target of {num_layers} layers: at most {len(layers)}")
-    return layers
 
 
 def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> HeadArgs:
@@ -58,29 +26,12 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> H
 
     Raises ValueError on a shape that cannot be.
     """
-    hidden = shape.hidden_size or a.hidden_size
-    if hidden != a.hidden_size and kind == "eagle":
-        raise ValueError("--hidden-size: an EAGLE-1 head predicts the target's features and has their width")
-    num_heads = shape.num_heads or a.num_heads
-    aux_layers: tuple[int, ...] = (a.num_layers,)
-    if kind in ("eagle3", "p-eagle"):
-        if a.num_layers < 4:
-            raise ValueError(
-                f"an EAGLE-3 head reads three states of its target, which has {a.num_layers} layers:"
-                " use --kind eagle"
-            )
-        low, middle, high = eagle3_aux_layers(a.num_layers)
-        aux_layers = low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
-    if kind in ("dflash", "dspark") or (shape.states and kind != "eagle"):
-        aux_layers = spread_layers(a.num_layers, shape.states or min(5, max(1, a.num_layers - 3)))
+    sizes = head_sizes(vars(a), kind, shape)
     args = {
-        "vocab_size": a.vocab_size, "hidden_size": hidden,
-        "intermediate_size": shape.intermediate_size or a.intermediate_size, "num_layers": shape.num_layers,
-        "num_heads": num_heads, "num_kv_heads": shape.num_kv_heads or min(a.num_kv_heads, num_heads),
-        "head_dim": shape.head_dim or a.head_dim, "norm_eps": a.norm_eps, "rope_base": a.rope_base,
+        **sizes, "vocab_size": a.vocab_size, "norm_eps": a.norm_eps, "rope_base": a.rope_base,
         "rope_scaling": None, "max_seq_len": a.max_seq_len, "draft_vocab_size": draft_vocab_size,
-        "target_hidden_size": a.hidden_size, "own_embedding": hidden != a.hidden_size,
-        "own_lm_head": kind != "eagle", "aux_layers": aux_layers,
+        "target_hidden_size": a.hidden_size, "own_embedding": sizes["hidden_size"] != a.hidden_size,
+        "own_lm_head": kind != "eagle",
     }
     if kind not in BLOCK_KINDS:
         made = HeadArgs(**args)

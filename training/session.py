@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.exporting import ARCHITECTURES, write_head
+from checkpoint.exporting import write_head
 from checkpoint.folder import check_config
 from checkpoint.loading import identity, identity_of, load_model
 from checkpoint.names import CALIBRATION, CONFIG, WEIGHTS
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
-from common.files import read_json, write_text
+from common.files import write_text
 from engine.calibration import Calibration
 from engine.dealing import prepare
 from engine.runtime import Runtime, check_compiler, check_device
@@ -40,7 +40,7 @@ from training.choices import BLOCK_KINDS, MULTI_TOKEN
 from training.collect import Collector
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
-from training.new_head import Shape, head_args, new_head, new_multi_token_heads
+from training.new_head import head_args, new_head, new_multi_token_heads
 from training.objective import (
     BlockObjective,
     Eagle1Objective,
@@ -51,39 +51,18 @@ from training.objective import (
 from training.plan import Plan
 from training.precision import training_copy
 from training.processes import Processes
-from training.state import FILE
+from training.shapes import shape_of
 from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
-MARKOV_RANK, DRAFT_VOCAB = 128, 8192  # of a DSpark head; ids that heads draft
+DRAFT_VOCAB = 8192  # ids that heads draft
 CURVES, CARD, SPECULATORS = "curves.png", "README.md", "speculators"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
 
 
-def check_out(out: Path, kind: str, work: Path) -> None:
-    """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
-    out = out.resolve()  # "new/.." names something else once "new" is there
-    if not out.is_dir() or not any(out.iterdir()):
-        return
-    try:
-        architecture = read_json(out / "config.json")["architectures"][0]
-    except (InputError, KeyError, TypeError, IndexError):
-        architecture = None
-    if architecture not in ARCHITECTURES[kind]:
-        raise InputError(
-            f"--out {out}: holds something else than a trained head of this kind; choose another folder"
-        )
-    if not (work / FILE).exists():
-        raise InputError(
-            f"--out {out}: holds a head that was not trained in --work {work};"
-            " choose another folder or delete it"
-        )
-
-
 def check_machine(o: argparse.Namespace) -> None:
-    """Raise InputError unless the folder, the device and the compiler can be used. Nothing slow is done."""
-    check_out(Path(o.out), o.kind, Path(o.work))
+    """Raise InputError unless the device and the compiler can be used. Nothing slow is done."""
     check_device(o.device)
     if torch.device(o.device).type == "cpu" and o.compile_loss:
         check_compiler()
@@ -114,19 +93,7 @@ class Session:
             prepare(Path(o.checkpoint), runtime, self.say, ranks)
         loaded, self.config = load_model(o.checkpoint, o.device, runtime.torch_dtype, ranks)
         self.target = learnt_from(loaded, check_config(self.config)) if ranks else loaded
-        if "quantization" in self.config:
-            raise InputError(
-                f"{o.checkpoint}: a head is trained on unquantised weights;"
-                " name the checkpoint before quantisation"
-            )
-        rank = o.markov_rank
-        if rank is None:
-            rank = MARKOV_RANK if o.kind == "dspark" and not o.start else 0
-        self.shape = Shape(
-            o.hidden_size, o.intermediate_size, o.heads, o.kv_heads, o.head_dim, o.layers or 1, o.states,
-            o.drafts, markov_rank=rank,
-            confidence=rank > 0 if o.confidence is None else o.confidence,
-        )
+        self.shape = shape_of(o)
         self.start = load_start(o.start, self.target) if o.start else None
         if self.start:  # what cannot be shows before anything slow is done
             begun_args(self.start, o.kind, len(self.start.head.draft_ids), self.shape)
@@ -199,7 +166,7 @@ class Session:
             draft_ids = self.start.head.draft_ids.cpu()
             covered = figures.covered(figures.counts_of(rows), draft_ids.tolist())
         elif o.kind != "eagle":
-            size = min(o.draft_vocab or DRAFT_VOCAB, vocab_size)
+            size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
             draft_ids, covered = figures.draft_vocabulary(figures.counts_of(rows), size, vocab_size)
         if o.learn == "text":
             rows = list(map(corpus.whole, rows))
@@ -208,7 +175,8 @@ class Session:
         self.say(figures.report(described))
         self.say(f"{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover"
                  f" {covered:.2%}")
-        return Text(rows, held_out, described, draft_ids, covered, corpus.unused(rows + held_out, vocab_size))
+        mask = figures.unused(rows + held_out, vocab_size)
+        return Text(rows, held_out, described, draft_ids, covered, mask)
 
     # -- train -----------------------------------------------------------------------------------------------
 

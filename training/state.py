@@ -7,13 +7,12 @@ import torch
 
 from common.errors import InputError, first_line
 from common.files import atomic_path, check_file
-
-FILE = "state.pt"
+from training.out import STATE
 
 
 def save_state(folder: Path, state: dict) -> None:
     """Write FOLDER/state.pt, all of it or nothing. Raises InputError if it cannot be written."""
-    path = folder / FILE
+    path = folder / STATE
     try:
         with atomic_path(path) as part, open(part, "wb") as file:
             torch.save(state, file)
@@ -31,7 +30,7 @@ def load_state(folder: Path, options: dict, device: torch.device) -> dict | None
 
     Raises InputError if it is damaged, or if its "options" are not the ones given.
     """
-    path = folder / FILE
+    path = folder / STATE
     if not path.exists():
         return None
     check_file(path)

@@ -10,12 +10,12 @@ import torch
 
 from common.cli import note
 from common.errors import InputError
-from common.texts import read_text
 from engine.seats import Seats
 from model import Transformer
-from tokens.dataset import read_chats, read_conversations
+from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import corpus
+from training.choices import SHORTEST
 from training.collect import Collector
 from training.copies import load_copy
 from training.processes import Processes
@@ -73,7 +73,7 @@ def collect_text(
     if not rows:
         raise InputError(
             f"no usable answers: {left_out} prompts or conversations were left out ({reasons}), and all"
-            f" answers are shorter than {corpus.SHORTEST} tokens or after --max-len {o.max_len}"
+            f" answers are shorter than {SHORTEST} tokens or after --max-len {o.max_len}"
         )
     return rows
 
@@ -85,15 +85,6 @@ def draw_prompts(path: str, seed: int, limit: int | None, say: Callable[[str], N
     return [chats[i] for i in order][:limit]
 
 
-def read_openings(path: str) -> tuple[str, ...]:
-    """The lines of a text file that are not empty. Raises InputError if there are none."""
-    lines = read_text(path, what="--openings").splitlines()
-    openings = tuple(line.strip() for line in lines if line.strip())
-    if not openings:
-        raise InputError(f"--openings {path}: holds no lines")
-    return openings
-
-
 def _collector(
     o: argparse.Namespace, target: Transformer, name: str, stop_ids: list[int], processes: Processes,
     decodes: bool, say: Callable[[str], None],
@@ -103,11 +94,6 @@ def _collector(
     if o.writer:
         target, writer = load_copy(o, "--writer", o.writer, target, processes.ranks)
     longest, room = target.args.max_seq_len, o.max_prompt_tokens + o.max_new_tokens
-    if decodes and room > longest:
-        raise InputError(
-            f"--max-prompt-tokens {o.max_prompt_tokens} and --max-new-tokens {o.max_new_tokens} are {room}"
-            f" together, the target's context is {longest}"
-        )
     tokenizer = Tokenizer.load(o.checkpoint)
     if tokenizer is None or not tokenizer.has_template:
         raise InputError(

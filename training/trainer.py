@@ -20,9 +20,10 @@ from training.features import Features
 from training.log import TrainingLog
 from training.objective import Objective
 from training.optimizer import make_optimizers
+from training.out import STATE
 from training.plan import Plan
 from training.processes import Processes
-from training.state import FILE, load_state, save_state
+from training.state import load_state, save_state
 from training.validate import Validator
 
 SAMPLE = 16  # rows that the scale of the features is learnt from
@@ -203,7 +204,7 @@ class Trainer:
         if all(bool(p.isfinite().all()) for p in self.parameters.values()):
             self.save()
         starts = "; ".join(str(self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6]) for p in places[:3])
-        state, last_state = self.work / FILE, ""
+        state, last_state = self.work / STATE, ""
         if state.exists():
             last_state = f" The last good state is in {state}, but going on from there leads here again."
         raise InputError(
@@ -306,6 +307,6 @@ class Trainer:
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             # Its options are those of this run: whoever wrote the rest was no train.py.
             raise InputError(
-                f"{self.work / FILE}: holds no state of this head; delete it to start again"
+                f"{self.work / STATE}: holds no state of this head; delete it to start again"
             ) from None
         return True

@@ -39,7 +39,7 @@ def test_a_small_draft_of_the_target(golden, shards, tmp_path, capsys, refused):
 
 def test_what_it_refuses(golden, int8, shards, tmp_path, refused):
     out = ("--out", tmp_path / "small", "--device", "cpu", "--layers", "0")
-    words = "is quantised; name the checkpoint before quantisation"
+    words = "is quantised already; name the checkpoint before quantisation"
     refused(small_draft.main, "--checkpoint", int8, "--shards", shards, *out, words=words)
     argv = ("--checkpoint", golden, "--shards", shards, *out)
     refused(small_draft.main, *argv, "--limit", "0", words="hold no usable answers")

@@ -21,7 +21,8 @@ from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from quantize import main as quantize
 from sampling.options import Sampling
-from training.new_head import Shape, new_head
+from training.new_head import new_head
+from training.shapes import Shape
 from tree import TreeShape
 
 

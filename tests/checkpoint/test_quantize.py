@@ -34,7 +34,8 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 PROMPT = [256, *b"Once upon a time there was"]
-INT4 = ("--mode", "int4", "--group", 32)
+GROUPED = ("--group", "32")
+INT4 = ("--mode", "int4", *GROUPED)
 
 
 @pytest.fixture(scope="module")
@@ -159,8 +160,8 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode, dtype, temperature):
     """In int4 and w4a8 its layers are calibrated, its lm_head and the head are int8 and w8a8."""
     out = tmp_path / "q"
-    command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-    assert quantize.main(command + (["--calibrate", str(text)] if mode in BESIDE else [])) == 0
+    command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode]
+    assert quantize.main(command + ([*GROUPED, "--calibrate", str(text)] if mode in BESIDE else [])) == 0
     from kernels.cpu import load_kernels
     from kernels.packed import pack_models
 
@@ -196,8 +197,8 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     monkeypatch.setitem(families.TARGETS["Qwen3-MoE"][1], "head_dim", 32)
     families.make_target(tmp_path / "in", "Qwen3-MoE")
     target = convert(tmp_path / "in", tmp_path / "t", quiet=True)
-    options = ("--out", tmp_path / "q", "--mode", mode, "--group", 32)
-    options += ("--method", "nearest") if mode in BESIDE else ()
+    options = ("--out", tmp_path / "q", "--mode", mode)
+    options += (*GROUPED, "--method", "nearest") if mode in BESIDE else ()
     code, printed = run(capsys, "--checkpoint", target, *options)
     assert code == 0 and "w_gate_up" in printed.out
     exact, model = load_model(target)[0], load_model(tmp_path / "q")[0]
@@ -444,8 +445,8 @@ def test_scales_of_another_type_are_refused(golden, tmp_path):
     """Kernels read them as what they ought to be."""
     for mode, wrong in (("int8", torch.bfloat16), ("int4", torch.float32)):
         out = tmp_path / mode
-        command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode, "--group", "32"]
-        assert quantize.main(command + (["--method", "nearest"] if mode == "int4" else [])) == 0
+        command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode]
+        assert quantize.main(command + ([*GROUPED, "--method", "nearest"] if mode == "int4" else [])) == 0
         state = load_file(out / "model.safetensors")
         state = {k: t.to(wrong) if k.endswith(".scale") else t for k, t in state.items()}
         save_file(state, out / "model.safetensors")

@@ -27,13 +27,14 @@ from common.schema import (
     Null,
     Number,
     Record,
+    Sha256,
     Text,
     Whole,
     Wrong,
     in_words,
     record_of,
 )
-from drafters.retrieval import STORE
+from drafters.rest_store import STORE
 from engine.costs import KEPT
 from evaluation.answers import Answer
 from kernels.quantized import Scheme
@@ -77,6 +78,8 @@ def values(kind: Kind) -> st.SearchStrategy:
             return st.sampled_from(kind.choices)
         case Text():
             return st.sampled_from(kind.choices) if kind.choices else st.text(max_size=min(kind.most, 20))
+        case Sha256():
+            return st.text("0123456789abcdef", min_size=64, max_size=64)
         case Name():
             return st.sampled_from(("mt_bench", "lookup+eagle3", "Größe", "a" * 200))
         case Either():
@@ -207,6 +210,26 @@ def test_ids_are_below_the_vocabulary():
         assert error is None or error.key.startswith(("stop_ids[", "bos_id"))
 
     drawn(st.lists(st.integers(0, 12), max_size=3), st.none() | st.integers(0, 12))(check)()
+
+
+@pytest.mark.parametrize("value", ("a" * 63, "a" * 65, "A" * 64, "g" * 64, "\u0661" * 64, " " + "a" * 63, 64))
+def test_what_is_no_sha256(value):
+    Sha256().check("0123456789abcdef" * 4, "sha256")
+    with pytest.raises(Wrong, match=r"^sha256 is .*; expected a sha256, 64 of the digits 0 to 9 and a to f$"):
+        Sha256().check(value, "sha256")
+
+
+@pytest.mark.parametrize("scheme, words", [
+    (("w8a8", 64, "w8a8"), "group is 64; expected 0: int4 or w4a8 has groups of inputs, others none"),
+    (("int8", 32, None), "group is 32; expected 0:"), (("fp8", 128, True), "group is 128; expected 0:"),
+    (("int4", 0, "int8"), "group is 0; expected 32 or 64 or 128: int4 or w4a8 has groups"),
+    (("int8", 0, "w4a8"), "group is 0; expected 32 or 64 or 128:"), (("int8", 32, "int4"), None),
+    (("w4a8", 64, None), None), (("w8a8", 0, False), None),
+])
+def test_groups_of_a_quantisation(scheme, words):
+    config = dict(zip(("mode", "group", "lm_head"), scheme))
+    error = refusal(Scheme.read, config)
+    assert (error and str(error).startswith(f"quantization.{words}")) or error is words
 
 
 @pytest.mark.parametrize("value, words", [

@@ -73,7 +73,7 @@ def test_what_a_request_may_ask_for(golden, capsys):
 @pytest.mark.parametrize("bad, words", [
     (("--logprobs", 3), "--logprobs 3: log-probabilities are printed with --json"),
     (("--stop", ""), "stop must be"),
-    (("--logit-bias", "99999999=1"), "logit_bias holds token id 99999999"),
+    (("--logit-bias", "99999999=1"), "--logit-bias 99999999: no token id"),
 ])
 def test_bad_requests_are_one_line(golden, capsys, bad, words):
     code, out, err = cli(capsys, "--checkpoint", golden, "--prompt", "Hello", *bad)

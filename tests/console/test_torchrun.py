@@ -15,6 +15,7 @@ from helpers import ROOT
 
 import evaluate
 import generate
+import train
 from common.errors import InputError
 from kernels.ranks import Ranks, joined
 
@@ -94,6 +95,38 @@ def test_what_ranks_refuse(golden, capsys, monkeypatch, checkpoint, args, words)
     out, err = capsys.readouterr()
     (line,) = (line for line in err.splitlines() if line.startswith("error: "))
     assert not out and words in line
+
+
+@pytest.mark.parametrize("local_rank, lines", [(0, ["interrupted"]), (1, [])])
+def test_ctrl_c_is_said_once(golden, local_rank, lines):
+    """It comes from the terminal, while torch is imported, and once more from torchrun."""
+    group = {"WORLD_SIZE": "2", "RANK": str(local_rank), "LOCAL_RANK": str(local_rank)}
+    run = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "generate.py", "--checkpoint", str(golden), "--prompt", "x"],
+        cwd=ROOT, env={**ENVIRONMENT, **group}, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of a shell ignores it
+    )
+    while " torch." not in run.stderr.readline():
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    err = run.communicate(timeout=60)[1]
+    assert run.returncode == 130, err[-3000:]
+    assert [line for line in err.splitlines() if not line.startswith("import time:")] == lines
+
+
+def test_a_mistake_of_a_training_is_said_once(golden, capsys, monkeypatch, tmp_path):
+    """By the process that is the first to say one."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    asked = iter((True, False))
+    monkeypatch.setattr("common.torchrun._is_first_to_say", lambda: next(asked))
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        out = ("--out", str(tmp_path / "head"), "--prompts", str(tmp_path / "none"))
+        assert train.main(["--checkpoint", str(golden), *out]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"error: --prompts {tmp_path / 'none'}: no such file" and next(asked, None) is None
 
 
 def children(pid: int) -> list[int]:

@@ -16,7 +16,8 @@ from drafters.p_eagle import PEagle
 from engine.decoder import Decoder
 from networks.eagle import PEagleHead
 from sampling.options import Sampling
-from training.new_head import Shape, new_head
+from training.new_head import new_head
+from training.shapes import Shape
 from tree import TreeShape
 
 PROMPT = [256, *range(97, 120)]

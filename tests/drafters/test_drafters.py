@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 import evaluate
 import generate
-from drafters import METHODS, Method
+from drafters import METHODS, Flag, Method
 
 MINE = '''
 import torch
@@ -46,16 +46,15 @@ def test_traces_and_labels_of_trees_that_are_no_eagles(golden, tmp_path, capsys)
     said = json.loads(capsys.readouterr().out)
     assert said["accept"] == "typical" and said["lossy"] is True
     assert generate.main([*common, "--speculate", "lookahead", "--level", "100000"]) == 1
-    assert "must be 1 to 1,024" in capsys.readouterr().err
+    assert "must be 3 to 1,024" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_file_and_a_line(golden, tmp_path, monkeypatch, capsys):
     (tmp_path / "again_drafter.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(
-        METHODS, "again", Method("again_drafter", "the last tokens again", {"again-length": (3, "how many")})
-    )
+    own = {"again-length": Flag(3, "how many")}
+    monkeypatch.setitem(METHODS, "again", Method("again_drafter", "the last tokens again", own))
     common = [
         "--checkpoint", str(golden), "--no-compile", "--max-new-tokens", "40", "--speculate", "again",
         "--again-length", "2"

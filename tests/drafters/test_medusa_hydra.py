@@ -329,8 +329,8 @@ def test_likely_trees():
 
 
 BAD_INPUT = {  # id: what the error says, and the options
-    "no medusa heads": ("no medusa heads there", "--speculate medusa"),
-    "no hydra heads": ("no hydra heads there", "--speculate hydra"),
+    "no medusa heads": ("no medusa head there", "--speculate medusa"),
+    "no hydra heads": ("no hydra head there", "--speculate hydra"),
     "typed 12,3,4 with medusa": (
         "takes a static tree", "--speculate medusa --draft {folder}/ours --tree 12,3,4"
     ),

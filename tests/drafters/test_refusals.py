@@ -97,9 +97,10 @@ def refused(request: Request, words: str) -> None:
       for method in ("lookup", "lookahead", "rest")),
     *((method, {"tree": TREE}, f"--speculate {method}: has no use for --tree")
       for method in ("lookup", "lookahead", "rest")),
-    *((method, {"draft": Path("nowhere")}, "nowhere: no draft head there") for method in ("eagle", "eagle3")),
+    *((method, {"draft": Path("nowhere")}, f"nowhere: no {method} head there")
+      for method in ("eagle", "eagle3")),
     ("eagle3", {"tree": TreeShape(60, 2, 97)}, "width 97 exceeds"),
-    ("medusa", {}, "medusa: no medusa heads there"), ("hydra", {}, "hydra: no hydra heads there"),
+    ("medusa", {}, "medusa: no medusa head there"), ("hydra", {}, "hydra: no hydra head there"),
     ("medusa", {"draft": Path("/"), "tree": TREE}, "--speculate medusa: takes a static tree"),
     ("hydra", {"draft": Path("/"), "tree": "auto"}, "--speculate hydra: takes a static tree"),
     ("draft-model", {}, "name a smaller converted model"),
@@ -112,7 +113,7 @@ def refused(request: Request, words: str) -> None:
     ("draft-model", {"draft": Path("/nowhere")}, "/nowhere"),
     ("lookahead", {"flags": {"window": 0, "level": 5, "guess-set": 7}}, "at least 1, 3 and 1"),
     ("rest", {}, "name a store with --datastore"),
-    ("rest", {"flags": {"datastore": "/nowhere", "draft-tokens": 8}}, "/nowhere/store.json: no such file"),
+    ("rest", {"flags": {"datastore": "/nowhere", "draft-tokens": 8}}, "--datastore /nowhere: no store, it"),
 ], ids=str)
 def test_requests_that_cannot_be_met(request_for, method, changes, words):
     refused(request_for(method, **changes), words)

@@ -148,7 +148,7 @@ def damaged(built) -> Path:
     suffixes = (folder / "store" / "suffixes.bin").stat().st_size
     for name, file, content in (
         ("vocabulary", "store.json", json.dumps(about | {"vocab_size": 7}).encode()),
-        ("tokenizer", "store.json", json.dumps(about | {"tokenizer": "x"}).encode()),
+        ("tokenizer", "store.json", json.dumps(about | {"tokenizer": "0" * 64}).encode()),
         ("fewer", "store.json", json.dumps(about | {"suffixes": ["int32"]}).encode()),
         ("random", "suffixes.bin", random.Random(0).randbytes(suffixes)),
         ("short", "tokens.bin", b"123"),
@@ -190,13 +190,13 @@ def check_refused(main, argv: list[str], words: str, capsys) -> None:
 
 @pytest.mark.parametrize("words, options", [
     pytest.param("with --datastore", "", id="no-store-named"),
-    pytest.param("no such file", "--datastore {folder}/nothing", id="folder-without-a-store"),
-    pytest.param("at least 2", "--datastore {folder}/store --draft-tokens 1", id="one-draft-token"),
+    pytest.param("holds no store.json", "--datastore {folder}/nothing", id="folder-without-a-store"),
+    pytest.param("1: must be 2 to 1,024", "--datastore {folder}/store --draft-tokens 1", id="one-node"),
     pytest.param("vocabulary of 7", "--datastore {folder}/vocabulary", id="other-vocabulary"),
     pytest.param("another tokenizer", "--datastore {folder}/tokenizer", id="other-tokenizer"),
     pytest.param("suffixes is ['int32']; expected", "--datastore {folder}/fewer", id="fewer-suffix-files"),
     pytest.param("damaged", "--datastore {folder}/random", id="random-suffixes"),
-    pytest.param("not of the size", "--datastore {folder}/short", id="short-tokens"),
+    pytest.param("as store.json says", "--datastore {folder}/short", id="short-tokens"),
 ])
 def test_stores_that_are_refused(golden, damaged, capsys, words, options):
     options = [word.format(folder=damaged) for word in options.split()]

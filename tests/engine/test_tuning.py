@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers.refusals import refused
 
 from checkpoint.loading import load_head, load_model
 from drafters import base, eagle
@@ -433,21 +434,29 @@ def costs_file(models, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rows, words", DAMAGE.items(), ids=DAMAGE)
-def test_damaged_costs_are_measured_anew(costs_file, rows, words):
+def test_damaged_costs_are_refused(costs_file, rows, words):
+    """As a damaged calibration is. What was measured under other conditions is not looked at."""
     file, read = costs_file
     (made_by, kept), = json.loads(file.read_text()).items()
     (context,) = kept["verify_ms"]
-    file.write_text(json.dumps({made_by: kept | {"verify_ms": {context: json.loads(rows)}}, "other": 1}))
-    line, measuring = read()
-    assert line.startswith(f"{file}: damaged, not used (") and words in line and "measuring" in measuring
-    assert json.loads(file.read_text()).keys() == {made_by, "other"} and not read()
+    damaged = kept | {"verify_ms": {context: json.loads(rows)}}
+    file.write_text(json.dumps({made_by: kept, "other": damaged}))
+    assert not read()
+    file.write_text(json.dumps({made_by: damaged}))
+    with refused(f"{file}: damaged: ") as e:
+        read()
+    assert words in str(e.value) and str(e.value).endswith("; delete it")
+    file.unlink()
+    assert "measuring" in read()[0] and not read()
 
 
 @pytest.mark.parametrize("content", (b"", b"{", b"[]", b"\xff\0"))
-def test_a_damaged_file_of_costs_is_written_anew(costs_file, content):
+def test_a_file_that_is_no_file_of_costs_is_refused(costs_file, content):
     file, read = costs_file
     file.write_bytes(content)
-    assert "costs.json: damaged, not used" in read()[0] and not read()
+    with refused(f"{file}: ") as e:
+        read()
+    assert str(e.value).endswith("; delete it")
 
 
 @pytest.mark.parametrize("turn, turns", ((0.1, 15), (0.3, 7), (0.9, 3), (2.1, 1)))

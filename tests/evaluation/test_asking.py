@@ -2,8 +2,9 @@
 import pytest
 
 from common.errors import InputError
-from evaluation.asking import read_sets, rotated, rounds
+from evaluation.asking import rotated, rounds
 from evaluation.methods import read_draftings
+from evaluation.sets import read_sets
 from evaluation.settings import by_method
 from tree import TreeShape
 

@@ -136,7 +136,7 @@ def test_a_run_that_fails_prints_what_it_has(run, monkeypatch, capsys):
 
     monkeypatch.setattr(evaluate, "load", stops)
     assert go(out="failed") == 130
-    assert capsys.readouterr().err.splitlines()[-1] == "stopped before the first question"
+    assert capsys.readouterr().err.splitlines()[-1] == "stopped (the same command goes on)"
 
 
 def test_a_text_that_differs_fails_the_run(run, capsys):

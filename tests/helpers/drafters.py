@@ -16,7 +16,8 @@ from drafters.p_eagle import PEagle
 from drafters.retrieval import Rest
 from model import Transformer
 from networks.head import Head
-from training.new_head import Shape, new_head, new_multi_token_heads
+from training.new_head import new_head, new_multi_token_heads
+from training.shapes import Shape
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (

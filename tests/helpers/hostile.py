@@ -41,7 +41,8 @@ TARGET = [
     ("stop_ids", "a list; in it a whole number from 0 to 2,147,483,647", (..., None, 3, "x", {})),
     ("bos_id", "an id below vocab_size, 96", (96, 2**31 - 1)),
     ("kind", "'target' or 'eagle' or 'eagle3' or", ([], {}, None, "eagle9", 3)),
-    ("quantization", "an object", (None, 3, [], "int8")), ("sha256", "a text of at most 64", (3, None, [])),
+    ("quantization", "an object", (None, 3, [], "int8")),
+    ("sha256", "a sha256, 64 of the digits 0 to 9 and a to f", (3, None, [], "", "ab12", "sha256:ab12")),
     ("name", "a text", (3, None, ["x"])),
 ]
 # config.json of a converted EAGLE-3 head.

@@ -91,7 +91,7 @@ def test_a_template_that_does_too_much(copy, template, words):
         chat()
         return
     line = said(chat)
-    assert line.startswith("chat template: ") and words in line, line
+    assert line.startswith(f"{copy / 'chat_template.jinja'}: chat template: ") and words in line, line
 
 
 def test_a_long_conversation_is_not_too_much(copy):
@@ -158,7 +158,7 @@ CONFIGS = {
     "no JSON": ("{", "cannot be read as JSON"),
     "a token that is a number": ('{"bos_token": 5}', "the tokenizer's files are damaged"),
     "a token without content": ('{"bos_token": {"x": 1}}', "the tokenizer's files are damaged"),
-    "a template that is a number": ('{"chat_template": 5}', "chat_template is no text"),
+    "a template that is a number": ('{"chat_template": 5}', "config.json: chat_template is 5; expected"),
     "templates without names": ('{"chat_template": [{"x": 1}]}', "the tokenizer's files are damaged"),
     "a template of megabytes": (json.dumps({"chat_template": "x" * (5 << 20)}), "at most 4,194,304"),
 }

@@ -193,9 +193,9 @@ def test_copy_and_load(bpe, tmp_path):
     ("tokenizer_config.json", "[]", "expected a JSON object"),
     ("tokenizer_config.json", '{"bos_token": 7}', "files are damaged"),
     ("tokenizer_config.json", '{"chat_template": [1]}', "files are damaged"),
-    ("tokenizer_config.json", '{"chat_template": 7}', "files are damaged (chat_template is no text)"),
-    ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": {}}]}', "is no text"),
-    ("chat_template.json", '{"chat_template": true}', "files are damaged (chat_template is no text)"),
+    ("tokenizer_config.json", '{"chat_template": 7}', "config.json: chat_template is 7; expected a text"),
+    ("tokenizer_config.json", '{"chat_template": [{"name": "default", "template": {}}]}', "is {}; expected"),
+    ("chat_template.json", '{"chat_template": true}', "chat_template.json: chat_template is true; expected"),
     ("chat_template.json", "oops", "cannot be read as JSON"),
 ])
 def test_damage_is_one_line(bpe, tmp_path, name, content, words):

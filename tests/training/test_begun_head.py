@@ -14,8 +14,9 @@ from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from training.begun_head import Start, begun_args, begun_head, load_start
 from training.features import Features
-from training.new_head import Shape, new_head
+from training.new_head import new_head
 from training.objective import BlockObjective, Eagle3Objective
+from training.shapes import Shape
 
 MARKOV = Shape(num_layers=2, drafts=4, markov_rank=4, confidence=True)
 

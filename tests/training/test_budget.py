@@ -9,8 +9,9 @@ from model import ModelArgs
 from networks.eagle import Eagle3Head
 from training.budget import SIZES, Budget, Size, main, table
 from training.features import StoredFeatures
-from training.new_head import Shape, head_args
+from training.new_head import head_args
 from training.processes import Processes
+from training.shapes import Shape
 
 
 def args_of(size: Size) -> ModelArgs:

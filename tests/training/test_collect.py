@@ -12,12 +12,12 @@ from engine.decoder import Decoder
 from engine.run import Output
 from engine.seats import Seats
 from sampling.options import Sampling
+from tokens.dataset import read_openings
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
 from training import collect, corpus
 from training.collect import Collector, user_end, user_header
 from training.processes import Processes
-from training.text import read_openings
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
@@ -118,7 +118,7 @@ def test_openings_that_cannot_be_used(tmp_path):
     ):
         if content:
             file.write_bytes(content)
-        with pytest.raises(InputError, match=f"--openings .*openings.txt: {words}"):
+        with pytest.raises(InputError, match=f"openings.txt: {words}"):
             read_openings(str(file))
     file.write_text("Write \n\nSum\n")
     assert read_openings(str(file)) == ("Write", "Sum")

@@ -10,7 +10,8 @@ from checkpoint.loading import load_head
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from sampling.options import Sampling
-from training.new_head import Shape, head_args, new_head
+from training.new_head import head_args, new_head
+from training.shapes import Shape
 from tree import TreeShape
 
 PROMPT = list(b"u:question 3\na:")

@@ -9,8 +9,9 @@ from model import KVCache
 from networks.eagle import PEagleHead
 from training.batches import Draw
 from training.features import Features, TargetStates
-from training.new_head import Shape, new_head
+from training.new_head import new_head
 from training.objective import DECAY, TOKEN_LOSS, BlockObjective, Eagle1Objective, Eagle3Objective
+from training.shapes import Shape
 
 
 def chain_steps(head, features, row: dict, steps: int):

@@ -23,6 +23,10 @@ REFUSED = (
     ((*TEXT, "--limit", "3"), "--limit: belongs to --prompts; leave it out"),
     (("--prompts", "p", "--turns", "3"), "--turns: belongs to --synthesize; leave it out"),
     (("--prompts", "p", "--openings", "o"), "--openings: belongs to --synthesize; leave it out"),
+    ((*TEXT, "--max-new-tokens", "2"), "--max-new-tokens 2: must be at least 3"),
+    ((*TEXT, "--max-len", "3"), "--max-len 3: must be at least 4"),
+    ((*MEDUSA, "--guesses", "65"), "--guesses 65: must be 1 to 64"),
+    ((*MEDUSA, "--blocks", "65"), "--blocks 65: must be 1 to 64"),
     ((*TEXT, "--guesses", "3"), "--guesses: belongs to --kind medusa and hydra; leave it out"),
     ((*EAGLE1, "--blocks", "3"), "--blocks: belongs to --kind medusa and hydra; leave it out"),
     ((*MEDUSA, "--prefix"), "--prefix: belongs to --kind hydra; leave it out"),
@@ -60,7 +64,7 @@ REFUSED = (
     ((*EAGLE1, "--layout", "speculators"), "--layout speculators: has no place for a head of --kind eagle"),
 )
 ALLOWED = (
-    TEXT, MEDUSA, ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
+    TEXT, MEDUSA, (*TEXT, "--seed", "-1"), ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
     ("--shards", "a", "--shards", "b"), (*TEXT, "--turns", "2", "--openings", "o"),
     (*MEDUSA, "--guesses", "3", "--blocks", "2"),
     (*TEXT, "--kind", "dspark", "--layers", "2", "--drafts", "5", "--markov-rank", "0", "--states", "4"),
@@ -74,7 +78,7 @@ ALLOWED = (
 EXITS = (
     ("--tree", "1,2"), ("--tree", "x"), ("--tree", "60,1,2"), ("--kind", "rest"), ("--dtype", "fp16"),
     ("--dtype", "float16"), ("--dtype", "int8"), ("--layout", "none"), ("--schedule", "none"),
-    ("--seed", "-1"), ("--steps", "0"),
+    ("--seed", "1.5"), ("--steps", "0"),
 )
 
 

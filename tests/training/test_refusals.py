@@ -10,7 +10,7 @@ import train
 from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from kernels.quantized import Scheme
-from training.session import check_out
+from training.out import check_out
 
 FILES = {
     "file": b"",
@@ -76,7 +76,7 @@ def test_a_quantised_target_is_refused(golden, prompt_file, tmp_path, capsys):
     quantize_folder(golden, tmp_path / "int8", Scheme("int8", 0, "int8"))
     shutil.copyfile(golden / "tokenizer_config.json", tmp_path / "int8" / "tokenizer_config.json")
     assert train.main(options(tmp_path / "int8", prompt_file, tmp_path)) == 1
-    assert "a head is trained on unquantised weights" in capsys.readouterr().err.splitlines()[-1]
+    assert "is quantised already; name the checkpoint before" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "work").exists()
 
 
