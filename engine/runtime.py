@@ -83,7 +83,7 @@ class Runtime:
                 " --no-kernels and --no-compile"
             )
         if self.kv == "fp8":
-            self._check_fp8()
+            self.check_fp8()
         if not self.compile:
             return
         if self.autotune:
@@ -94,7 +94,7 @@ class Runtime:
         if torch.device(self.device_name).type == "cpu" and not self.kernels:
             check_compiler()
 
-    def _check_fp8(self) -> None:
+    def check_fp8(self) -> None:
         """Raise InputError if caches cannot be in fp8 here."""
         if self.on_kernels:
             raise InputError(NO_FP8)

@@ -3,7 +3,7 @@
 Each number is rounded to the nearest of e4m3's (Micikevicius et al. 2022, FP8 Formats for Deep Learning): a
 sign, 4 bits of exponent, 3 of mantissa, up to 448. There is no scale, as in vLLM by default (its page
 "Quantized KV Cache"): each number has an exponent of its own. What is larger than 448 becomes 448. A scale
-for each head of a token was tried and changes little (docs/benchmarks.md, "Attention over context").
+for each head of a token was tried and changes little (docs/benchmarks.md, "Caches in fp8").
 """
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_gpus_that_are_too_old(monkeypatch, capability, options, fits):
     monkeypatch.setattr(here, "_wanted", options.get("kernels", True))
     runtime = Runtime("cuda", kv="fp8", **options)
     if fits:
-        runtime._check_fp8()
+        runtime.check_fp8()
         return
     with pytest.raises(InputError, match=r"--kv fp8: torch\.compile has fp8 on GPUs .* 8\.9 and"):
-        runtime._check_fp8()
+        runtime.check_fp8()
