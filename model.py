@@ -287,7 +287,10 @@ class KVCache(nn.Module):
         self.v.index_put_((rows, slots), v)
 
     def live(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `count` slots, [B, nkv, count, hd] each, in `dtype`, the model's."""
+        """Keys and values of the first `count` slots, [B, nkv, count, hd] each.
+
+        dtype: the model's, in which they are wanted. They are held in it here; a subclass may hold another.
+        """
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
 
 

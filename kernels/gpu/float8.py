@@ -1,7 +1,7 @@
 """e4m3 in registers: how our kernels read and write the bytes of a cache in float8 (`kernels.float8`).
 
-GPUs of compute capability 8.9 and later have an instruction that makes other numbers of e4m3. On older ones,
-and where Triton's interpreter is asked to, it is done bit by bit, to the same numbers.
+GPUs of compute capability 8.9 and later have instructions for it. On older ones, and in Triton's interpreter,
+the same is done bit by bit.
 """
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
     found = {name: texts(target, drafter, **mode) for name, mode in MODES.items()}
     target.Cache = Float8Cache
-    found["caches in float8"] = texts(target, drafter)
+    found["caches in float8"] = texts(target, drafter, **MODES["min-p"])
     target.Cache, drafter.rule = KVCache, "typical"
     return found | {"typical": texts(target, drafter, temperature=1.0, seed=4)}
 
