@@ -122,6 +122,7 @@ def test_what_is_too_large_is_the_largest():
     assert from_bytes(to_bytes(x), x.dtype)[5].isnan()
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 def test_compiled():
     """Written and read in one graph."""
