@@ -178,7 +178,7 @@ def load(o, asked: Asked, ranks=None):
             say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
     contenders = load_contenders(target, draftings, o.max_seq_len)
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight
-    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks)
+    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks, o.kv)
     book = Book(Path(o.out), {
         "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed,
         "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,

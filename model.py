@@ -280,6 +280,13 @@ class KVCache(nn.Module):
         self.k.index_put_((rows, slots), k)
         self.v.index_put_((rows, slots), v)
 
+    def live(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `count` slots, [B, nkv, count, hd] each.
+
+        dtype: the model's, in which they are wanted. They are held in it here; a subclass may hold another.
+        """
+        return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
+
 
 def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
     """The same module over other buffers."""
@@ -339,7 +346,7 @@ def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor
     B, T, nh, hd = q.shape
     nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype)
     q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
-    k, v = (x[:, : bias.shape[-1]].transpose(1, 2) for x in (cache.k, cache.v))
+    k, v = cache.live(bias.shape[-1], q.dtype)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
 

@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     add = p.add_argument
     add("--checkpoint", required=True, help="converted target")
     add("--isa", nargs="+", metavar="NAME", help="instruction sets of our CPU kernels (default: the best)")
-    add("--kv", nargs="+", choices=KV_DTYPES, default=["auto"],
+    add("--kv", nargs="+", choices=[kv for kv in KV_DTYPES if kv != "fp8"], default=["auto"],
         help="keys and values: auto (bf16, the default), int8, or both")
     add("--rows", nargs="+", type=int, default=[1, 4, 8, 12], metavar="T")
     add("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")

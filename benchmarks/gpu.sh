@@ -9,6 +9,7 @@
 #             compute-sanitizer
 #   step      a step of 1, 8, 32 and 60 rows, and where its time goes
 #   context   1 and 60 rows after 128 to 32,768 tokens; attention against torch's
+#   kv        the same steps over caches in fp8
 #   batch     1, 16 and 60 rows of 1 to 32 texts
 #   quant     int8, fp8 and int4; their products alone
 #   offload   a step with more and more layers in the host's memory, and the rate of copies from there
@@ -25,7 +26,7 @@
 
 set -u
 cd "$(dirname "$0")/.." || exit 1
-STAGES="probe correct step context batch quant offload peers smollm2 batches train"
+STAGES="probe correct step context kv batch quant offload peers smollm2 batches train"
 SHAPE=${SHAPE:-llama-3.1-8b}
 CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
 OPTIONS=${OPTIONS:-}
@@ -103,6 +104,11 @@ context() {
     measure 130 attention gpu_attention --shape "$SHAPE"
     measure 400 context step --shape "$SHAPE" --rows 1 60 \
         --context 128 1024 4096 8192 16384 32768 --limit 310 $OPTIONS
+}
+
+kv() {
+    measure 520 kv step --shape "$SHAPE" --kv fp8 --rows 1 60 \
+        --context 128 1024 4096 8192 16384 32768 --limit 430 $OPTIONS
 }
 
 batch() {

@@ -6,7 +6,7 @@ One layer's attention, from queries, keys and values that are rotated and in the
 which does both too. Every call is a captured graph that takes turns over the caches of 32 layers, so that
 long contexts' keys come from memory; those of short ones stay in the GPU's cache. A way that does not run
 here is left out, with its reason. Microseconds of one layer, and the share of the memory's bandwidth at which
-ours reads keys and values. Raw figures go to benchmarks/results/NAME.json.
+ours reads keys and values; of ours over caches in fp8 too. Raw figures go to benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from shapes import shape_of
 from common.cli import note, positive
 from common.errors import InputError, first_line
 from engine.compiling import compile_graph
+from kernels.float8 import to_bytes
 from kernels.gpu import here
 from model import ModelArgs
 from tree import visible_slots
 
 LAYERS = 32  # whose caches take turns
+WAYS = "ours", "fp8", "masked", "flex"
 
 
 class Case:
@@ -45,18 +47,26 @@ class Case:
         self.q = torch.randn(1, nkv, self.groups * rows, hd, device=device).to(dtype)
         visible = visible_slots(torch.arange(self.slots, device=device), self.length, self.local)
         self.visible = visible.repeat(1, self.groups, 1)[:, None]  # [1, 1, G*T, n]
-        self.bytes = self.kv[0].numel() * self.kv.element_size()
 
-    def ours(self) -> Callable[[], object]:
+    def ours(self, fp8: bool = False) -> Callable[[], object]:
         """Our kernel in place of all that stands between a layer's two products."""
         if not here.runs_on(self.qkv):
             raise InputError("our kernels do not run here")
         from kernels.gpu.attention import attend
 
+        kv = to_bytes(self.kv) if fp8 else self.kv
         return lambda: [
-            attend(self.qkv, self.cos, self.cos, None, None, 0.0, self.kv, i, self.length, self.local)
+            attend(self.qkv, self.cos, self.cos, None, None, 0.0, kv, i, self.length, self.local)
             for i in range(LAYERS)
         ]
+
+    def fp8(self) -> Callable[[], object]:
+        """The same over caches in fp8."""
+        return self.ours(fp8=True)
+
+    def read(self, way: str) -> int:
+        """Bytes of a layer's keys and values, as `ours` or `fp8` reads them."""
+        return self.kv[0].numel() * (1 if way == "fp8" else self.kv.element_size())
 
     def masked(self) -> Callable[[], object]:
         """`scaled_dot_product_attention` with a mask, as `model.attention` calls it."""
@@ -86,25 +96,29 @@ def run(o) -> None:
     dtype = torch.bfloat16 if torch.device(o.device).type == "cuda" else torch.float32
     roof = max(bench.memory_rates(o.device).values())
     print(record["device"])
-    print(f"| {o.shape}, {dtype}: context, rows | ours, us | masked, us | flex, us | ours, of memory |")
-    print("|---" * 5 + "|")
+    print(
+        f"| {o.shape}, {dtype}: context, rows | ours, us | ours over fp8, us | masked, us | flex, us"
+        " | ours, of memory | over fp8 |"
+    )
+    print("|---" * 7 + "|")
     for context in o.context:
         for rows in o.rows:
             torch.compiler.reset()  # or torch gives up after a few shapes
             case, row = Case(args, rows, context, dtype, o.device), {"context": context, "tokens": rows}
-            for name in ("ours", "masked", "flex"):
+            for name in WAYS:
                 try:
                     call = captured(getattr(case, name)(), o.device)
                     row[name] = median_seconds(call, o.device) / LAYERS * 1e6
                 except Exception as e:  # a way runs here or not, and libraries raise what they like
                     note(f"{name}, {rows} rows, context {context}: left out ({first_line(e)})")
-            row["share"] = case.bytes / row["ours"] * 1e6 / roof if "ours" in row else None
+            for share, name in (("share", "ours"), ("fp8_share", "fp8")):
+                row[share] = case.read(name) / row[name] * 1e6 / roof if name in row else None
             record["rows"].append(row)
-            cells = [f"{row[name]:.1f}" if name in row else "" for name in ("ours", "masked", "flex")]
-            share = f"{row['share']:.2f}" if row["share"] else ""
-            print(f"| {context}, {rows} | {' | '.join(cells)} | {share} |", flush=True)
+            cells = [f"{row[name]:.1f}" if name in row else "" for name in WAYS]
+            cells += [f"{row[share]:.2f}" if row[share] else "" for share in ("share", "fp8_share")]
+            print(f"| {context}, {rows} | {' | '.join(cells)} |", flush=True)
             write(o.name, record)
-    if not any(name in row for row in record["rows"] for name in ("ours", "masked", "flex")):
+    if not any(name in row for row in record["rows"] for name in WAYS):
         raise InputError("no way runs here; see above")
 
 

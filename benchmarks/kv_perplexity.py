@@ -1,9 +1,10 @@
-"""What an int8 cache of keys and values costs in quality: perplexity of a text read through caches.
+"""What caches of keys and values in int8 and fp8 cost in quality: perplexity of a text read through them.
 
     python benchmarks/kv_perplexity.py --checkpoint checkpoints/smollm2-135m --text docs/*.md
 
-The text is read in windows, 64 tokens a pass as prompts are, on the CPU kernels. Besides perplexity: how
-often the likeliest next token is that of the first line, and the mean KL divergence from it in nats.
+The text is read in windows, 64 tokens a pass as prompts are, on the CPU kernels; for fp8 by PyTorch, which
+also reads it with the model's own caches. Besides perplexity: how often the likeliest next token is that of
+the first line, and the mean KL divergence from it in nats.
 """
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ from common.errors import InputError
 from engine.api import load_target
 from engine.runtime import Runtime
 from kernels import cpu
+from kernels.packed import threads_for
 from model import Transformer
 
 CHUNK = 64  # tokens of a pass
+PYTORCH = "PyTorch"  # in the place of an instruction set
 
 
 def read(target: Transformer, windows: Tensor) -> Iterator[Tensor]:
@@ -36,7 +39,7 @@ def read(target: Transformer, windows: Tensor) -> Iterator[Tensor]:
         for first in range(0, length, CHUNK):
             own = slots[None, first : first + CHUNK]
             visible = slots[: first + CHUNK] <= own[..., None]
-            with cpu.alone():
+            with threads_for(target):
                 x, _ = target(window[own], own, own, visible, caches)
                 logits = target.logits(x)[0]
             yield logits.log_softmax(-1)
@@ -46,14 +49,17 @@ def read(target: Transformer, windows: Tensor) -> Iterator[Tensor]:
 def run(o) -> None:
     """Measure, print, write. Raises InputError."""
     text = "\n".join(Path(file).read_text(encoding="utf-8") for file in o.text)
+    on_kernels = [(isa, kv) for isa in o.isa or [None] for kv in o.kv if kv != "fp8"]
+    runtimes = [Runtime("cpu", o.dtype, isa=isa, kv=kv) for isa, kv in on_kernels]
+    if "fp8" in o.kv:
+        runtimes += [Runtime("cpu", o.dtype, compile=False, kv=kv) for kv in ("auto", "fp8")]
     models, names = [], []
-    for isa in o.isa or [None]:
-        for kv in o.kv:
-            target = load_target(o.checkpoint, Runtime("cpu", o.dtype, isa=isa, kv=kv), note)
-            if target.tokenizer is None:
-                raise InputError(f"{o.checkpoint}: has no tokenizer")
-            names.append((cpu.isa_in_use(), kv))
-            models.append(target)
+    for runtime in runtimes:
+        target = load_target(o.checkpoint, runtime, note)
+        if target.tokenizer is None:
+            raise InputError(f"{o.checkpoint}: has no tokenizer")
+        names.append((cpu.isa_in_use() if target.model.on_kernels else PYTORCH, runtime.kv))
+        models.append(target)
     ids = torch.tensor(models[0].tokenizer.encode(text))
     length = o.window // CHUNK * CHUNK
     count = min(o.windows, (len(ids) - 1) // length)
@@ -67,7 +73,8 @@ def run(o) -> None:
     for after in following:
         first = None
         for i, ((isa, _), reader) in enumerate(zip(names, readers)):
-            cpu.load_kernels(isa=isa)
+            if isa != PYTORCH:
+                cpu.load_kernels(isa=isa)
             found = next(reader)
             first = found if first is None else first
             loss[i] -= float(found.gather(1, after[:, None]).sum())

@@ -19,6 +19,7 @@ from shapes import blank_models
 from drafters.base import Drafter
 from drafters.eagle import Eagle
 from engine.memory import bytes_per_step
+from kernels.float8 import Float8Cache
 from model import KVCache, ModelArgs
 from tree import TreeShape
 
@@ -27,12 +28,10 @@ HOST_CHUNK, DEVICE_CHUNK = 64, 512  # rows of a pass over a prompt, see engine/b
 
 
 def kv_bytes(args: ModelArgs, slots: int, kv: str) -> int:
-    """Of the keys and values of all layers in so many slots. kv: bf16, int8, or fp8 without scales."""
-    in_bf16 = KVCache.bytes(1, slots, args, torch.bfloat16) * args.num_layers
-    if kv == "bf16":
-        return in_bf16
-    numbers = in_bf16 // 2
-    return numbers + (numbers // args.head_dim * SCALE if kv == "int8" else 0)
+    """Of the keys and values of all layers in so many slots. kv: bf16, int8 or fp8, which has no scales."""
+    cache = KVCache if kv == "bf16" else Float8Cache
+    size = cache.bytes(1, slots, args, torch.bfloat16) * args.num_layers
+    return size + (size // args.head_dim * SCALE if kv == "int8" else 0)
 
 
 def layer_weights(target) -> int:

@@ -46,7 +46,7 @@ from common.dtypes import DTYPES
 from common.errors import InputError, first_line
 from drafters.base import Drafter
 from drafters.eagle import Eagle
-from engine.api import Drafting, Target
+from engine.api import Drafting, Target, float8_cache
 from engine.compiling import compile_graph, unguarded
 from engine.decoder import Decoder
 from engine.memory import bytes_per_step
@@ -188,17 +188,20 @@ def measure(steps: list[HeldStep], n: int, repeat: int, roof: float) -> list[dic
     return rows
 
 
-def models_for(o, mode: str, stored: str | None) -> tuple[Transformer, Head]:
+def models_for(o, mode: str, stored: str | None, kv: str = "auto") -> tuple[Transformer, Head]:
     """Target and head as a decoder would run them: on our kernels when compiling. stored: the mode of a
-    quantised checkpoint.
+    quantised checkpoint. kv: see `Runtime`, which says why it may not be: InputError.
     """
     torch_dtype = getattr(torch, DTYPES[o.dtype]) if o.dtype else None
     target, head = models_of(o.checkpoint, o.shape, torch_dtype, o.device, None if mode == "none" else mode)
-    runtime = Runtime(o.device, compile=o.compile)
+    runtime = Runtime(o.device, compile=o.compile, kv=kv)
     if runtime.on_kernels:
         load_kernels(note)
     loaded = Target(Path(o.checkpoint or o.shape), runtime, target, {}, None, note)
     loaded.put_on_kernels(target)
+    if kv == "fp8":
+        runtime.check_fp8()
+        target.Cache = float8_cache(target)
     loaded.put_on_kernels(head, int8=Drafting().int8 and mode == "none" and not stored)
     return target, head
 
@@ -263,11 +266,12 @@ def run(o) -> None:
         mark_verified()
     roof = bandwidth(torch.device(o.device))
     model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
-    record = describe(o.threads) | {"model": model, "gigabytes_per_second": roof / 1e9, "rows": []}
+    record = describe(o.threads) | {"model": model, "kv": o.kv, "gigabytes_per_second": roof / 1e9}
+    record["rows"] = []
     print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
     print(" ".join(f"{column:>8}" for column in COLUMNS))
     for mode in o.modes:
-        models = models_for(o, mode, stored)
+        models = models_for(o, mode, stored, o.kv)
         contexts = contexts_of(o, models[0].args.max_seq_len)
         for batch in o.batch:
             steps = held_steps(o, limit, models, batch, contexts)
@@ -306,6 +310,7 @@ def main(argv: list[str] | None = None) -> int:
     choices = ("none", *MODES)
     add("--modes", nargs="+", default=["none"], choices=choices, help="quantisation of target and head")
     default_rows = [1, 8, 16, 32, 60]
+    add("--kv", choices=("auto", "fp8"), default="auto", help="the target's keys and values, see generate.py")
     add("--rows", nargs="+", type=int, default=default_rows, choices=TREES, metavar="T", help="tree sizes")
     add("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
     add("--batch", nargs="+", type=int, default=[1], metavar="B")

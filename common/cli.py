@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from common.dtypes import KV_DTYPES, short_dtype
+from common.dtypes import KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, escaped, is_panic
 from common.torchrun import several
 
@@ -224,9 +224,12 @@ class Options(argparse.ArgumentParser):
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),
                     lambda o: f"--isa {o.isa}: is for the kernels; leave out --no-kernels and --no-compile")
         add("--kv", choices=KV_DTYPES, default="auto",
-            help="the target's keys and values: auto, in its dtype (default), or int8, on the kernels")
+            help="the target's keys and values: auto, in its dtype (default); int8, on a CPU's kernels; fp8,"
+                 " on GPUs and in PyTorch")
         self.refuse(lambda o: o.kv == "int8" and not (o.compile and o.kernels),
                     lambda o: "--kv int8: is for the kernels; leave out --no-kernels and --no-compile")
+        self.refuse(lambda o: o.kv == "fp8" and o.device == "cpu" and o.compile and o.kernels,
+                    lambda o: NO_FP8)
         add("--offload", type=layers, metavar="N",
             help="the target's last N layers stay in the host's memory and come to the GPU in every pass;"
                  " auto: as many as do not fit there")

@@ -43,6 +43,7 @@ from engine.seats import Seats
 from engine.text_decoder import Prompt, TextDecoder, encode
 from engine.tuning import Plan, make_plan
 from kernels.cpu import try_kernels
+from kernels.float8 import Float8Cache
 from kernels.gpu import here
 from kernels.offload import offload
 from kernels.packed import ByteCache, pack_models
@@ -126,7 +127,18 @@ def load_target(
                 " leave it out"
             )
         model.Cache = ByteCache
+    elif runtime.kv == "fp8":
+        model.Cache = float8_cache(model)
     return target
+
+
+def float8_cache(model: Transformer) -> type:
+    """The class of a target's caches in float8: that of our GPU kernels, if the target is on them."""
+    if not model.reads_length:
+        return Float8Cache
+    from kernels.gpu.cache import Float8LayerCache  # imports Triton
+
+    return Float8LayerCache
 
 
 def longest_text(longest: int, max_seq_len: int | None) -> int:

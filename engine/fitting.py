@@ -47,11 +47,12 @@ class Needs:
     @classmethod
     def of(
         cls, checkpoint: Path, dtype: torch.dtype | None, draftings: Iterable[Drafting], batch: int,
-        max_seq_len: int | None,
+        max_seq_len: int | None, kv: str = "auto",
     ) -> Needs:
         """What a decoder for each way of drafting takes, with `batch` texts at a time.
 
-        dtype: that weights are loaded in; None: as they are stored. Raises InputError on damaged folders.
+        dtype: that weights are loaded in; None: as they are stored. kv: `Runtime.kv`. Raises InputError on
+        damaged folders.
         """
         config = read_config(checkpoint, "target")
         args, weights = check_config(config), _weights(checkpoint, dtype)
@@ -65,7 +66,7 @@ class Needs:
                 layers[layer_of(name)] += size
         drafting = caches = 0
         for one in draftings:
-            caches += _cached(args, batch, slots, own)
+            caches += _cached(args, batch, slots, torch.float8_e4m3fn if kv == "fp8" else own)
             held = Ring(one.window).count(slots, room) if one.window else slots
             for folder in _folders(one, checkpoint):
                 drafting += sum(size for _, size in _weights(folder, own).values())
@@ -163,7 +164,7 @@ def settle(
     if asked is None:
         return runtime
     check_offload(runtime.device_name)
-    needs = Needs.of(checkpoint, runtime.torch_dtype, draftings, batch, max_seq_len)
+    needs = Needs.of(checkpoint, runtime.torch_dtype, draftings, batch, max_seq_len, runtime.kv)
     free = free_memory(torch.device(runtime.device_name))
     count, most = needs.least(free) if asked == "auto" else asked, len(needs.layers)
     if count > most:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from common.dtypes import DTYPES, KV_DTYPES, short_dtype
+from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.threads import use_threads
 from engine.saved_graph import READ_ONLY
@@ -32,7 +32,8 @@ class Runtime:
     kernels: bool = True  # when compiling: our own kernels, see kernels/; on GPUs for the whole process
     autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
-    kv: str = "auto"  # keys and values of the target: "auto", in its dtype, or "int8", on our CPU kernels
+    # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
+    kv: str = "auto"
     offload: int = 0  # so many of the target's last layers stay in the host's memory, see `kernels.offload`
 
     @property
@@ -81,6 +82,8 @@ class Runtime:
                 "--kv int8: only our CPU kernels have an int8 cache; add --device cpu, and leave out"
                 " --no-kernels and --no-compile"
             )
+        if self.kv == "fp8":
+            self.check_fp8()
         if not self.compile:
             return
         if self.autotune:
@@ -90,6 +93,22 @@ class Runtime:
         keep_compiled()
         if torch.device(self.device_name).type == "cpu" and not self.kernels:
             check_compiler()
+
+    def check_fp8(self) -> None:
+        """Raise InputError if caches cannot be in fp8 here."""
+        if self.on_kernels:
+            raise InputError(NO_FP8)
+        device = torch.device(self.device_name)
+        try:
+            torch.zeros(1, device=device).to(torch.float8_e4m3fn)
+        except (RuntimeError, TypeError) as e:
+            raise InputError(f"--kv fp8: not on this device ({first_line(e)}); leave it out") from None
+        compiled = device.type == "cuda" and self.compile and not here.run_on(device)
+        if compiled and torch.cuda.get_device_capability(device) < (8, 9):
+            raise InputError(
+                "--kv fp8: torch.compile has fp8 on GPUs of compute capability 8.9 and later only; add"
+                " --no-compile, or leave out --no-kernels, which need 8.0"
+            )
 
 
 def check_device(device: str) -> None:

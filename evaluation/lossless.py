@@ -22,7 +22,8 @@ from tokens.ids import common_prefix
 # How far rounding may move a logit, as a share of the largest one: twice the unit of the dtype. The
 # differences that occur are a tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
-# These modes round activations too: a small difference may move one to the next of few values.
+# These modes, and caches in fp8, round more than weights: a small difference may move a number to the next of
+# few values.
 ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5}
 
 
@@ -61,16 +62,17 @@ class Judge:
 
     def __init__(
         self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
-        ranks: Ranks | None = None,
+        ranks: Ranks | None = None, kv: str = "auto",
     ):
-        """dtype, device: those the answers were computed in.
+        """dtype, device, kv: those the answers were computed in, as `engine.runtime.Runtime` has them.
 
         exact: the rows of a pass do not depend on each other (on our kernels), so no difference is a tie.
         ranks: that the target is dealt among, which all judge the same texts.
         """
         self.checkpoint, self.device, self.ranks = checkpoint, device, ranks
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
-        self.share = 0.0 if exact else ROUNDED_TIE.get(mode, TIE[dtype])
+        bounds = [ROUNDED_TIE.get(of, TIE[dtype]) for of in (mode, kv)]
+        self.share = 0.0 if exact else max(bounds)
         self._target: Transformer | None = None
 
     @torch.no_grad()

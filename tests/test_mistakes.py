@@ -53,6 +53,7 @@ MISTAKES = (
     (DECODING, "--isa avx9", "--isa avx9: unknown; choose from amx"),
     (DECODING, "--dtype int3", "dtype 'int3': unknown; choose from bf16"),
     (DECODING, "--kv int4", "argument --kv: invalid choice: 'int4'"),
+    (DECODING, "--kv fp8 --device cpu", "--kv fp8: our CPU kernels have int8 caches and none in fp8; take"),
     (DECODING, "--offload 2", "'2' is neither auto nor a whole number of at least 3: two layers have"),
     (DECODING, "--offload all", "'all' is neither auto nor a whole number of at least 3"),
     (DECODING, "--offload 9", "--offload 9: TARGET has 8 layers"),

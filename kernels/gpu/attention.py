@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.gpu.float8 import converts, loaded, stored
 from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
 from kernels.gpu.launch import begin, options
 from kernels.gpu.scratch import counters
@@ -55,12 +56,14 @@ def attend_kernel(
     qkv, cos, sin, q_norm, k_norm, k, v, length, local, out, parts, marks, arrived, T, M, S, eps, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
-    NORM: tl.constexpr, OLD: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, OLD: tl.constexpr, PRECISION: tl.constexpr, CONVERTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One block of ROWS rows of one key/value head of one sequence, over one split of the keys.
 
-    qkv [B, T, (HEADS*GROUP + 2*HEADS) * HEAD]; cos, sin [B, T, HEAD/2]; k, v [B, HEADS, S, HEAD]; length [B];
-    local [B, T, M], M >= T: the pass's own rows are the last T columns, the others (if OLD) are in the cache.
+    qkv [B, T, (HEADS*GROUP + 2*HEADS) * HEAD]; cos, sin [B, T, HEAD/2]; k, v [B, HEADS, S, HEAD], float8 if
+    they are uint8 (CONVERTS: see `kernels.gpu.float8`); length [B]; local [B, T, M], M >= T: the pass's own
+    rows are the last T columns, the others (if OLD) are in the cache.
     parts, marks: scratch, of SPLITS for each block; arrived: zeros, and zeros again afterwards.
     """
     begin(EARLY)
@@ -111,9 +114,11 @@ def attend_kernel(
             n = start + key
             old = n < tl.minimum(end, cached)
             kept, slot = old[:, None] & in_half, n[:, None] * HEAD
-            ka = tl.load(k + slot + half[None], mask=kept, other=0.0).to(qa.dtype)
-            kb = tl.load(k + slot + HEAD // 2 + half[None], mask=kept, other=0.0).to(qa.dtype)
-            values = tl.load(v + slot + depth[None], mask=old[:, None] & in_head, other=0.0).to(qa.dtype)
+            ka = tl.load(k + slot + half[None], mask=kept, other=0)
+            kb = tl.load(k + slot + HEAD // 2 + half[None], mask=kept, other=0)
+            values = tl.load(v + slot + depth[None], mask=old[:, None] & in_head, other=0)
+            ka, kb = loaded(ka, qa.dtype, CONVERTS), loaded(kb, qa.dtype, CONVERTS)
+            values = loaded(values, qa.dtype, CONVERTS)
             seen = old[None]
             if OLD:
                 drafted = there[:, None] & (old & (n >= committed))[None]
@@ -139,19 +144,20 @@ def attend_kernel(
                 qkv + own + HEADS * HEAD + depth[None], mask=new[:, None] & in_head, other=0.0
             )
             # What is read later is what is read now: rounded as the cache holds it.
-            stored_ka, stored_kb = new_ka.to(k.dtype.element_ty), new_kb.to(k.dtype.element_ty)
-            stored = new_values.to(v.dtype.element_ty)
+            held_ka = stored(new_ka, k.dtype.element_ty, CONVERTS)
+            held_kb = stored(new_kb, k.dtype.element_ty, CONVERTS)
+            held = stored(new_values, v.dtype.element_ty, CONVERTS)
             if block == 0:
                 to = place[:, None] * HEAD
-                tl.store(k + to + half[None], stored_ka, mask=brought)
-                tl.store(k + to + HEAD // 2 + half[None], stored_kb, mask=brought)
-                tl.store(v + to + depth[None], stored, mask=new[:, None] & in_head)
+                tl.store(k + to + half[None], held_ka, mask=brought)
+                tl.store(k + to + HEAD // 2 + half[None], held_kb, mask=brought)
+                tl.store(v + to + depth[None], held, mask=new[:, None] & in_head)
             visible = new[None] & (tl.load(
                 sees + (M - T + i)[None], mask=there[:, None] & new[None], other=0
             ) != 0)
             most, weight, sums = take_in(
-                qa, qb, stored_ka.to(qa.dtype), stored_kb.to(qa.dtype), stored.to(qa.dtype), visible, most,
-                weight, sums, scale, PRECISION,
+                qa, qb, loaded(held_ka, qa.dtype, CONVERTS), loaded(held_kb, qa.dtype, CONVERTS),
+                loaded(held, qa.dtype, CONVERTS), visible, most, weight, sums, scale, PRECISION,
             )
 
         group = pair * tl.num_programs(0) + block
@@ -214,9 +220,9 @@ def attend(
     """qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd].
 
     Query and key heads are RMS-normed (if there are weights [hd]) and rotated by cos, sin [B, T, hd/2]. Keys
-    and values go to slots length [B] + M - T ... of this layer of the caches kv [L, 2, B, nkv, S, hd]. Every
-    row sees the first `length` slots, and of the M after them what local [B, T, M] says. Scores and sums are
-    float32.
+    and values go to slots length [B] + M - T ... of this layer of the caches kv [L, 2, B, nkv, S, hd], which
+    hold float8 if they are uint8. Every row sees the first `length` slots, and of the M after them what local
+    [B, T, M] says. Scores and sums are float32.
     """
     B, T, width = qkv.shape
     _, _, _, nkv, S, hd = kv.shape
@@ -241,7 +247,7 @@ def attend(
         HEADS=nkv, GROUP=nh // nkv, HEAD=hd, HALF=max(16, triton.next_power_of_2(hd // 2)), VALUES=values,
         ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
         NORM=q_norm is not None, OLD=M > T, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        num_warps=warps, num_stages=stages, **options(qkv.device),
+        CONVERTS=converts(qkv.device), num_warps=warps, num_stages=stages, **options(qkv.device),
     )
     return out
 

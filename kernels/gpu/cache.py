@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.float8 import InFloat8
 from kernels.gpu.launch import begin, options
 from model import KVCache, ModelArgs
 
@@ -33,7 +34,7 @@ class LayerCache(nn.Module):
     def rows(caches: nn.ModuleList, first: int, count: int) -> nn.ModuleList:
         """As `KVCache.rows`; the layers share one tensor here too."""
         kv = caches[0].kv.narrow(2, first, count)
-        return nn.ModuleList(LayerCache(kv, i) for i in range(len(caches)))
+        return nn.ModuleList(type(cache)(kv, i) for i, cache in enumerate(caches))
 
     @staticmethod
     def take(caches: nn.ModuleList, place: int, slots: int) -> list[Tensor]:
@@ -45,17 +46,22 @@ class LayerCache(nn.Module):
         """As `KVCache.put`."""
         caches[0].kv[:, :, place, :, : taken[0].shape[3]] = taken[0]
 
-    write = KVCache.write
+    write, live = KVCache.write, KVCache.live
     bytes = KVCache.bytes
 
-    @staticmethod
+    @classmethod
     def of_layers(
-        layers: int, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
+        cls, layers: int, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype,
+        device: torch.device | str
     ) -> nn.ModuleList:
         """As `KVCache.of_layers`."""
         shape = (layers, 2, batch, args.num_kv_heads, slots, args.head_dim)
         kv = torch.zeros(shape, dtype=dtype, device=device)
-        return nn.ModuleList(LayerCache(kv, i) for i in range(layers))
+        return nn.ModuleList(cls(kv, i) for i in range(layers))
+
+
+class Float8LayerCache(InFloat8, LayerCache):
+    """`LayerCache` in float8: kv [L, 2, B, nkv, S, hd] as bytes."""
 
 
 @triton.jit

@@ -40,11 +40,16 @@ def digest() -> str:
 
 def runs_on(x: Tensor) -> bool:
     """Whether our kernels take what lies where this tensor does, as on a GPU of capability 8.0 or later."""
+    return run_on(x.device)
+
+
+def run_on(device: torch.device) -> bool:
+    """`runs_on` of what lies on this device."""
     if not (CAN and _wanted):
         return False
-    if x.is_cuda:  # they are written for tensor cores that know bfloat16
-        return torch.cuda.get_device_capability(x.device) >= (8, 0)
-    return INTERPRETED and x.device.type == "cpu"
+    if device.type == "cuda":  # they are written for tensor cores that know bfloat16
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return INTERPRETED and device.type == "cpu"
 
 
 @cache

@@ -58,6 +58,7 @@ def test_attention_in_the_interpreter(tmp_path):
     assert done.returncode == 0, done.stderr
     (row,) = json.loads((tmp_path / "out" / "gpu-attention.json").read_text())["rows"]
     assert row["ours"] > 0 and row["masked"] > 0 and row["share"] > 0
+    assert row["fp8"] > 0 and row["fp8_share"] > 0
 
 
 def test_the_ways_attend_to_the_same_slots():

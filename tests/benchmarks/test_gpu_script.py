@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-STAGES = ["probe", "correct", "step", "context", "batch", "quant", "offload", "peers", "smollm2"]
+STAGES = ["probe", "correct", "step", "context", "kv", "batch", "quant", "offload", "peers", "smollm2"]
 STAGES += ["batches", "train"]
 # `parts.py join` makes the checkpoint.
 STUB = """#!/bin/sh

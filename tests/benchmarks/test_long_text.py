@@ -8,6 +8,7 @@ from helpers import ROOT
 from helpers.decoding import prompts, speculative
 from shapes import SHAPES
 
+from kernels.float8 import Float8Cache
 from model import KVCache
 from sampling.options import Sampling
 from tree import TreeShape
@@ -19,13 +20,14 @@ def test_the_table_in_the_docs_is_what_is_computed():
 
 
 def test_what_is_computed_is_what_is_allocated():
-    """A cache in bf16, and one number a value and a scale for each head in int8; windows save what is cut."""
+    """A cache in bf16 and one in fp8, and a byte a value and a scale for each head in int8."""
     args = SHAPES["tiny"][0]
-    caches = KVCache.of_layers(args.num_layers, 1, 100, args, torch.bfloat16, "cpu")
-    allocated = sum(b.nbytes for b in caches.buffers())
-    assert long_text.kv_bytes(args, 100, "bf16") == allocated == 2 * long_text.kv_bytes(args, 100, "fp8")
+    for kv, cache in (("bf16", KVCache), ("fp8", Float8Cache)):
+        caches = cache.of_layers(args.num_layers, 1, 100, args, torch.bfloat16, "cpu")
+        allocated = sum(b.nbytes for b in caches.buffers())
+        assert long_text.kv_bytes(args, 100, kv) == allocated
     heads = 2 * args.num_layers * args.num_kv_heads * 100
-    assert long_text.kv_bytes(args, 100, "int8") == allocated // 2 + 4 * heads
+    assert long_text.kv_bytes(args, 100, "int8") == allocated + 4 * heads
     # One token after another: a product of n queries with the keys before each is n * n / 2 of them.
     flops = sum(4 * args.num_layers * args.num_heads * args.head_dim * (i + 0.5) for i in range(50))
     assert long_text.attention_flops(args, 50) == flops

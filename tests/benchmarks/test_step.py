@@ -104,9 +104,14 @@ def test_what_step_refuses(int8, refused, monkeypatch, words, argv):
 
 
 def test_contexts_that_do_not_fit_are_left_out(results, capsys):
-    assert step.main([*TINY, "--rows", "1", "--context", "32", "4000"]) == 0
+    """With caches in fp8, which PyTorch has and the kernels have not."""
+    options = [*TINY, "--rows", "1", "--kv", "fp8", "--dtype", "bf16"]
+    assert step.main([*options, "--context", "32", "4000"]) == 0
     assert "longer than the model's 4096 tokens: --context 4000" in capsys.readouterr().err
     assert {row["context"] for row in json.loads((results / "step.json").read_text())["rows"]} == {32}
+    assert json.loads((results / "step.json").read_text())["kv"] == "fp8"
+    assert step.main([*options, "--context", "32", "--compile"]) == 1
+    assert "error: --kv fp8: our CPU kernels have int8 caches" in capsys.readouterr().err
 
 
 @pytest.mark.compile

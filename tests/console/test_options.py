@@ -61,6 +61,7 @@ REFUSED = (
     ((*PROMPT, "--isa", "avx2", "--no-kernels"), "--isa avx2: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--isa", "avx2", "--no-compile"), "--isa avx2: is for the kernels; leave out --no-kernels"),
     ((*PROMPT, "--kv", "int8", "--no-kernels"), "--kv int8: is for the kernels; leave out --no-kernels"),
+    ((*PROMPT, "--kv", "fp8", "--device", "cpu"), "--kv fp8: our CPU kernels have int8 caches and"),
     ((*PROMPT, "--offload", "4", "--device", "cpu"), "--offload 4: keeps weights in the host's memory"),
     ((*PROMPT, "--kv", "int8", "--no-compile"), "--kv int8: is for the kernels; leave out --no-kernels"),
     ((*EAGLE3, "--shard-head"), "--shard-head: deals what drafts among ranks; add --speculate, and start"),
@@ -77,7 +78,8 @@ ALLOWED = (
     (*PROMPT, "--min-p", "1", "--presence-penalty", "-2", "--frequency-penalty", "2", "--stop", "x"),
     (*PROMPT, "--logprobs", "0", "--json", "--logit-bias", "5=-1.5", "--repetition-penalty", "1.1"),
     (*PROMPT, "--offload", "3"), (*PROMPT, "--offload", "auto", "--device", "cuda:1"),
-    (*PROMPT, "--kv", "int8"), (*PROMPT, "--kv", "auto", "--no-kernels"),
+    (*PROMPT, "--kv", "int8"), (*PROMPT, "--kv", "auto", "--no-kernels"), (*PROMPT, "--kv", "fp8"),
+    (*PROMPT, "--kv", "fp8", "--device", "cpu", "--no-kernels"), (*PROMPT, "--kv", "fp8", "--device", "cuda"),
     (*EAGLE3, "--draft", "folder", "--tree", "auto"), (*EAGLE3, "--tree-nodes", "8", "--tree-width", "3"),
     ("--interactive", "--system", "be brief", "--speculate", "eagle3"),
 )

@@ -117,7 +117,7 @@ def test_the_command_line(golden, capsys):
     ) == 0
     assert json.loads(capsys.readouterr().out)["equal"]
     for options, message in (
-        (["--speculate", "lookahead", "--level", "2"], "at least 1, 3 and 1"),
+        (["--speculate", "lookahead", "--level", "2"], "--level 2: must be 3 to"),
         (["--speculate", "lookup", "--level", "4"], "belongs to"),
         (["--speculate", "lookahead", "--tree", "4,1,2"], "no use for --tree"),
     ):

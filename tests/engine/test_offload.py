@@ -275,6 +275,8 @@ def test_what_fits_is_known_beforehand(golden):
                 for drafter in (Eagle(head, TREE), None)]
     taken = sum(d.cache_bytes * (d.slots + 64) // d.slots for d in decoders)
     assert needs.caches == taken
+    plain, in_fp8 = (Needs.of(golden, None, (Drafting(),), 2, 300, kv).caches for kv in ("auto", "fp8"))
+    assert plain == 4 * in_fp8 > 0
     assert Needs.of(golden, torch.bfloat16, (), 1, 300).weights(0) * 2 == needs.weights(0)
 
     layer = needs.layers[0]

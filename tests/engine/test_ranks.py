@@ -120,9 +120,11 @@ def test_heads_that_are_dealt_too(alone, dealt, name):
         assert dealt["heads"][what] == alone["heads"][what]
 
 
-@pytest.mark.parametrize("name", [*MODES, "typical"])
+@pytest.mark.parametrize("name", [*MODES, "typical", "caches in float8"])
 def test_modes(alone, between_two, name):
     assert between_two["modes"][name] == alone["modes"][name]
+    if name == "caches in float8":
+        assert alone["modes"][name] != alone["modes"]["min-p"]
 
 
 def test_a_step_is_one_graph_with_two_sums_a_layer(alone, between_two):

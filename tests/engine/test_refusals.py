@@ -41,7 +41,7 @@ def test_a_dtype_without_a_name():
 
 
 def test_caches_that_there_are_not():
-    with pytest.raises(InputError, match="--kv int4: unknown; choose from auto, int8"):
+    with pytest.raises(InputError, match="--kv int4: unknown; choose from auto, int8, fp8"):
         Runtime("cpu", kv="int4").prepare()
     for options in ({"compile": False}, {"kernels": False}):
         with pytest.raises(InputError, match="--kv int8: only our CPU kernels have an int8 cache"):

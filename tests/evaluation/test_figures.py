@@ -7,7 +7,7 @@ import torch
 from checkpoint.loading import load_model
 from engine.decoder import Decoder
 from evaluation.answers import Answer, Turn
-from evaluation.lossless import TIE, Judge, first_difference
+from evaluation.lossless import ROUNDED_TIE, TIE, Judge, first_difference
 from evaluation.table import as_csv, markdown, summarise
 from sampling.options import Sampling
 
@@ -82,4 +82,6 @@ def test_ties_and_errors(golden, temperature):
     assert judged(judge, [*ids[:3], ids[3] + 1, *ids[4:]]).tie
     exact = Judge(str(golden), torch.bfloat16, "cpu", exact=True)
     assert not judged(exact, [*ids[:3], ids[3] + 1, *ids[4:]]).tie  # on our kernels nothing is excused
+    shares = [Judge(str(golden), torch.float32, "cpu", kv=kv).share for kv in ("auto", "int8", "fp8")]
+    assert shares == [TIE[torch.float32], TIE[torch.float32], ROUNDED_TIE["fp8"]]  # int8: on our kernels only
     assert not judged(judge, ids[:3]).tie and set(TIE) == {torch.bfloat16, torch.float16, torch.float32}

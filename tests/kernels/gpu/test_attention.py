@@ -2,8 +2,9 @@
 import pytest
 import torch
 
+from kernels.float8 import Float8Cache, from_bytes, to_bytes
 from kernels.gpu import attention
-from kernels.gpu.cache import LayerCache, move, move_slots
+from kernels.gpu.cache import Float8LayerCache, LayerCache, move, move_slots
 from kernels.gpu.scratch import counters
 from model import Block, KVCache, ModelArgs, Pass, inverse_frequencies, rope_table
 from model import attention as defined
@@ -74,6 +75,29 @@ def test_attention(device, monkeypatch, dtype, limit, B, T, nh, nkv, hd, M, leng
     assert torch.equal(found, again)
 
 
+@pytest.mark.parametrize("dtype, limit", DTYPES)
+@pytest.mark.parametrize("B, T, nh, nkv, hd, M, lengths, norm", [CASES[i] for i in (0, 4, 6)])
+def test_attention_over_float8(device, monkeypatch, dtype, limit, B, T, nh, nkv, hd, M, lengths, norm):
+    """Numbers that are rounded like those of the definition, or to the next one, if they were nearly so."""
+    monkeypatch.setattr(attention, "programs_at_once", lambda device: 16)
+    args, block, qkv, kv, length, local = case(device, dtype, B, T, nh, nkv, hd, M, lengths, norm)
+    own = length[:, None] + M - T + torch.arange(T, device=device)
+    inverse, slots = inverse_frequencies(args).to(device), torch.arange(kv.shape[4], device=device)
+    shared = Pass(args, inverse, own + 3, own, visible_slots(slots, length, local))
+    kv = to_bytes(kv)
+    mine, norms = kv.clone(), (block.q_norm.weight, block.k_norm.weight) if norm else (None, None)
+    found = attention.attend(
+        qkv, *rope_table(args, inverse, own + 3), *norms, args.norm_eps, mine, 1, length, local
+    )
+    want = defined(block, qkv, Float8LayerCache(kv, 1), shared)
+    steps = (mine.int() - kv.int()).abs()
+    assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3 and torch.equal(mine[0], kv[0])
+    near = limit if torch.equal(mine, kv) else 0.1
+    torch.testing.assert_close(found, want, rtol=near, atol=near)
+    exact = defined(block, qkv, LayerCache(from_bytes(kv, dtype), 1), shared)
+    assert (found - exact).abs().max() > 10 * limit or dtype != torch.float32  # its own keys are rounded
+
+
 def test_counters_are_zeros_again(device):
     """After passes whose keys are split among programs."""
     args, _, qkv, kv, length, local = case(device, torch.float32, 1, 1, 4, 2, 16, 1, [190])
@@ -94,12 +118,13 @@ def test_move_in_a_cache_of_gigabytes(device):
 
 
 @pytest.mark.parametrize("W", (1, 3, 9))
-def test_move(device, W):
+@pytest.mark.parametrize("ours, defined", [(LayerCache, KVCache), (Float8LayerCache, Float8Cache)])
+def test_move(device, W, ours, defined):
     draw = torch.Generator().manual_seed(W)
     args = ModelArgs(32, 64, 32, 3, 4, 2, 20)
-    caches = LayerCache.of_layers(3, 2, 40, args, torch.float32, device)
-    caches[0].kv.copy_(torch.randn(caches[0].kv.shape, generator=draw))
-    single = KVCache.of_layers(3, 2, 40, args, torch.float32, device)
+    caches = ours.of_layers(3, 2, 40, args, torch.float32, device)
+    caches[0].kv.copy_(torch.randint(0, 100, caches[0].kv.shape, generator=draw))
+    single = defined.of_layers(3, 2, 40, args, torch.float32, device)
     for ours, theirs in zip(single, caches):
         ours.k.copy_(theirs.k)
         ours.v.copy_(theirs.v)

@@ -7,8 +7,9 @@ from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.loading import load_head, load_model
 from engine.decoder import Decoder
+from kernels.float8 import Float8Cache
 from kernels.gpu import here
-from kernels.gpu.cache import LayerCache
+from kernels.gpu.cache import Float8LayerCache, LayerCache
 from kernels.gpu.models import put_on_kernels
 from sampling.options import Sampling
 
@@ -62,3 +63,19 @@ def test_same_seed_same_text(on_kernels, texts, name):
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":
         assert ids(decoder, given, RESTRICTED) == restricted
+
+
+def test_caches_in_float8(golden, on_kernels, monkeypatch):
+    """Drafted text on the kernels is plain text by PyTorch."""
+    given, sampling = prompts(1, seed=7, longest=LONGEST), [Sampling(TOKENS // 2, 1.0, seed=3)]
+    here.want(False)
+    target, _ = load_model(golden)
+    target.Cache = Float8Cache
+    written = ids(plain((target, None)), given, sampling)
+    here.want(True)
+    monkeypatch.setattr(on_kernels[0], "Cache", Float8LayerCache)
+    drafter = make_drafter("eagle3", *on_kernels, put_on_kernels)
+    decoder = Decoder(on_kernels[0], drafter, max_seq_len=300, compile=False, chunks=CHUNKS)
+    assert isinstance(decoder.caches[0], Float8LayerCache)
+    assert type(decoder.drafter.caches[0]) is LayerCache
+    assert ids(decoder, given, sampling) == written

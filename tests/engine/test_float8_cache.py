@@ -1,0 +1,168 @@
+"""--kv fp8 on PyTorch, from end to end: text, memory, and each thing that is done with a cache."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.decoding import prompts
+
+from common.errors import InputError
+from drafters.eagle import Eagle
+from engine.api import Drafting, float8_cache, load_target
+from engine.compiling import compile_graph
+from engine.costs import conditions
+from engine.runtime import Runtime
+from kernels.float8 import Float8Cache, from_bytes, to_bytes
+from kernels.gpu import here
+from model import KVCache, ModelArgs, move
+from sampling.options import Sampling
+from tree import TreeShape
+
+ARGS = ModelArgs(32, 64, 32, 3, 4, 2, 20)
+
+
+@pytest.fixture(scope="module", params=("bf16", "fp32"))
+def targets(request, golden):
+    """The target with a cache in float8 and with one in its dtype."""
+    runtimes = [Runtime("cpu", request.param, compile=False, kv=kv) for kv in ("fp8", "auto")]
+    return [load_target(golden, runtime) for runtime in runtimes]
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_text_is_plain_text(targets, temperature):
+    """Two texts at a time, with accepted paths that leave gaps; the cache is in float8, and that shows."""
+    drafting = Drafting("eagle3", tree=TreeShape(12, 2, 4))
+    plain, fast, usual = (
+        target.decoder(drafting, batch=2, max_seq_len=220).decoder
+        for target, drafting in zip((*targets[:1] * 2, targets[1]), (Drafting(), drafting, Drafting()))
+    )
+    assert all(type(cache) is Float8Cache for cache in fast.caches)
+    given, sampling = prompts(2, seed=3), [Sampling(90, temperature, seed=seed) for seed in (1, 2)]
+    paths = []
+    with fast.observe(lambda tree, path: paths.append(path)):
+        texts = [output.ids for output in fast.generate(given, sampling)]
+    assert texts == [output.ids for output in plain.generate(given, sampling)]
+    assert texts != [output.ids for output in usual.generate(given, sampling)]
+    assert any((path.diff(dim=1) > 1).any() for path in paths)  # what is moved is not side by side
+
+
+def test_memory_is_what_the_caches_take(targets):
+    taken = []
+    for target in targets:
+        decoder = target.decoder(batch=2, max_seq_len=300).decoder
+        taken.append(decoder.cache_bytes)
+        assert decoder.cache_bytes == sum(b.nbytes for b in decoder.caches.buffers())
+    assert taken[1] == taken[0] * targets[1].model.embed.weight.dtype.itemsize
+
+
+def test_a_head_keeps_its_dtype_and_costs_are_kept_apart(targets):
+    drafters = [t.decoder(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).decoder.drafter for t in targets]
+    assert all(isinstance(d, Eagle) and type(d.caches[0]) is KVCache for d in drafters)
+    ours, theirs = (conditions(t.model, d, False, (128,)) for t, d in zip(targets, drafters))
+    assert {name for name in ours if ours[name] != theirs[name]} == {"cache"}
+
+
+def test_seats_go_on_with_what_they_kept(targets):
+    """A request that begins as an earlier one did reads the rest alone, and says what it says alone."""
+    seats = targets[0].seats(places=1, max_seq_len=200)
+    whole = targets[0].decoder(max_seq_len=200).decoder
+    (text,), (more,) = prompts(1, seed=8, shortest=40), prompts(1, seed=9)
+    for prompt in (text, [*text, *more], more, [*text, *more[:3]]):
+        found, alone = (of.generate([prompt], [Sampling(20)])[0] for of in (seats, whole))
+        assert found.ids == alone.ids
+
+
+def filled(kind: type, seed: int = 1):
+    """Caches of three layers with 40 slots, written once with random numbers; and these, as rounded."""
+    draw = torch.Generator().manual_seed(seed)
+    caches, slots = kind.of_layers(3, 2, 40, ARGS, torch.float32, "cpu"), torch.arange(40).expand(2, 40)
+    for cache in caches:
+        k, v = (torch.randn(2, 40, 2, 20, generator=draw) * 9 for _ in range(2))
+        rounded = [from_bytes(to_bytes(x), torch.float32) for x in (k, v)]
+        cache.write(*(rounded if kind is KVCache else (k, v)), slots)
+    return caches
+
+
+def same(ours, defined) -> bool:
+    """Whether caches hold what those of the definition do, and give it in their dtype."""
+    return all(
+        torch.equal(a, b) for one, other in zip(ours, defined)
+        for a, b in zip(one.live(33, torch.float32), other.live(33, torch.float32))
+    )
+
+
+@pytest.mark.parametrize("on_gpu", (False, True))
+def test_each_thing_that_is_done_with_a_cache(on_gpu):
+    """As with `KVCache`, whose numbers are rounded before they are written. So with the cache of our GPU
+    kernels, whose layers share a tensor.
+    """
+    if on_gpu:
+        pytest.importorskip("triton", reason="Triton is not installed")
+    kind = float8_cache(SimpleNamespace(reads_length=on_gpu))
+    both = ours, defined = [filled(kind) for kind in (kind, KVCache)]
+    assert same(*both) and ours[0].k.dtype == torch.uint8 and (kind is Float8Cache) != on_gpu
+    source, target = torch.tensor([[9, 5, 7], [30, 31, 4]]), torch.tensor([[5, 6, 7], [31, 4, 5]])
+    for caches in both:
+        move(caches, source, target)
+    assert same(*both) and not same(ours, filled(KVCache))
+    parts = [type(caches[0]).rows(caches, 1, 1) for caches in both]
+    for caches in parts:
+        move(caches, source[:1], target[:1])
+    assert same(*parts) and same(*both) and type(parts[0][0]) is kind
+    for caches in both:
+        type(caches[0]).put(caches, 0, type(caches[0]).take(caches, 1, 21))
+    assert same(*both)
+    size = kind.bytes(2, 40, ARGS, torch.float32)
+    assert 4 * size == KVCache.bytes(2, 40, ARGS, torch.float32)
+    assert 3 * size == sum(b.nbytes for b in ours.buffers())
+
+
+def test_what_is_too_large_is_the_largest():
+    x = torch.tensor([449.0, -1e9, torch.inf, 0.001, 2**-10, torch.nan])
+    assert from_bytes(to_bytes(x), x.dtype)[:5].tolist() == [448, -448, 448, 2**-9, 0]
+    assert from_bytes(to_bytes(x), x.dtype)[5].isnan()
+
+
+@pytest.mark.slow
+@pytest.mark.compile
+def test_compiled():
+    """Written and read in one graph."""
+    eager, compiled = filled(Float8Cache), filled(Float8Cache)
+    k, v = (torch.randn(2, 3, 2, 20) for _ in range(2))
+
+    def renewed(cache, k, v, slots):
+        cache.write(k, v, slots)
+        return cache.live(30, torch.float32)[0] * 2
+
+    slots = torch.tensor([[1, 3, 5], [9, 2, 1]])
+    assert torch.equal(compile_graph(renewed)(compiled[0], k, v, slots), renewed(eager[0], k, v, slots))
+    assert same(eager, compiled)
+
+
+def test_where_there_is_none(monkeypatch):
+    with pytest.raises(InputError, match="--kv fp8: our CPU kernels have int8 caches and none in fp8; take"):
+        Runtime("cpu", kv="fp8").prepare()
+    with pytest.raises(InputError, match=r"--kv fp8: not on this device \(no such dtype\); leave it out"):
+        monkeypatch.setattr(torch, "zeros", lambda *a, **k: SimpleNamespace(item=int, to=unknown))
+        Runtime("cpu", compile=False, kv="fp8").prepare()
+
+
+def unknown(dtype):
+    raise TypeError("no such dtype")
+
+
+@pytest.mark.parametrize("capability, options, fits", [
+    ((7, 5), {}, False), ((7, 5), {"compile": False}, True), ((8, 0), {}, True),
+    ((8, 0), {"kernels": False}, False), ((8, 9), {"kernels": False}, True),
+])
+def test_gpus_that_are_too_old(monkeypatch, capability, options, fits):
+    """Our kernels take 8.0 and later, torch.compile 8.9; PyTorch's operators any."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: torch.ones(1))
+    monkeypatch.setattr(here, "CAN", True)
+    monkeypatch.setattr(here, "_wanted", options.get("kernels", True))
+    runtime = Runtime("cuda", kv="fp8", **options)
+    if fits:
+        runtime.check_fp8()
+        return
+    with pytest.raises(InputError, match=r"--kv fp8: torch\.compile has fp8 on GPUs .* 8\.9 and"):
+        runtime.check_fp8()

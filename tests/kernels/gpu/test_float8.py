@@ -1,0 +1,51 @@
+"""e4m3 in registers against PyTorch's: every byte, and numbers between and beyond what bytes hold."""
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from kernels import float8 as defined
+from kernels.gpu import float8
+
+WAYS = [False]  # with the device's instruction?
+if torch.cuda.is_available() and float8.converts(torch.device("cuda")):
+    WAYS += [True]
+
+
+@triton.jit
+def read_kernel(x, out, N: tl.constexpr, CONVERTS: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, float8.loaded(tl.load(x + i), out.dtype.element_ty, CONVERTS))
+
+
+@triton.jit
+def write_kernel(x, out, N: tl.constexpr, CONVERTS: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, float8.stored(tl.load(x + i), out.dtype.element_ty, CONVERTS))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("converts", WAYS)
+def test_every_byte_is_read(device, dtype, converts):
+    x = torch.arange(256, device=device).to(torch.uint8)
+    out = torch.empty(256, dtype=dtype, device=device)
+    read_kernel[(1,)](x, out, 256, converts)
+    torch.testing.assert_close(out, defined.from_bytes(x, dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
+@pytest.mark.parametrize("converts", WAYS)
+def test_every_number_is_written(device, dtype, converts):
+    """Every byte's own, those half way between two (ties), the next ones to them, the largest, and NaN."""
+    own = defined.from_bytes(torch.arange(127, dtype=torch.uint8), torch.float32)
+    half = (own[1:] + own[:-1]) / 2
+    near = [torch.nextafter(half, torch.full_like(half, to)) for to in (0, 1e9)]
+    odd = torch.tensor([449.0, 464.0, 480.0, 5e4, torch.inf, torch.nan, 2e-45, 1e-38])
+    x = torch.cat((own, half, *near, odd))
+    x = torch.cat((x, -x, torch.randn(2048 - 2 * len(x), generator=torch.Generator().manual_seed(1)) * 2))
+    x = x.to(device, dtype)
+    out = torch.empty(2048, dtype=torch.uint8, device=device)
+    write_kernel[(1,)](x, out, 2048, converts)
+    want = defined.to_bytes(x)
+    assert torch.equal(out & 0x7F, want & 0x7F)
+    assert torch.equal((out >> 7)[~x.isnan()], (want >> 7)[~x.isnan()])  # NaN has a sign, or none
