@@ -54,8 +54,9 @@ def parser() -> Options:
         help="of pages that may call the server from a browser; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="the model is called so in requests (default: the folder's name); may be repeated")
-    add("--grace", type=float, default=30.0, metavar="SECONDS",
-        help="that running requests get to end after SIGTERM or Ctrl-C (default 30)")
+    # torchrun kills its processes 30 seconds after it has told them to end.
+    add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
+        help="that running requests get to end after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
     p.within("--port", 0, 65535)
     p.within("--grace", 0, 1e6)
 

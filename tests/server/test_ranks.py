@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from helpers.serving import serving
 
+import serve
+
 httpx = pytest.importorskip("httpx")
 
 pytestmark = pytest.mark.slow
@@ -76,3 +78,10 @@ def test_a_rank_that_dies_ends_the_server(golden, tmp_path, busy):
         began = time.monotonic()
         assert server.process.wait(60) != 0 and time.monotonic() - began < 30
         assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+@pytest.mark.parametrize("ranks, seconds", [("1", 30), ("2", 20)])
+def test_requests_end_before_torchrun_kills(monkeypatch, ranks, seconds):
+    """It does so 30 seconds after it has told its processes to end."""
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert serve.parser().parse_args(["--checkpoint", "one"]).grace == seconds
