@@ -32,6 +32,7 @@ NAMES = {
     "eagle3": "EAGLE-3", "eagle2": "EAGLE-2", "eagle": "EAGLE-1", "hydra": "Hydra++", "medusa": "Medusa",
     "lookup": "prompt lookup", "rest": "REST", "lookahead": "Lookahead", "draft-model": "draft model (SpS)",
     "p-eagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "lookup+eagle3": "lookup + EAGLE-3",
+    "ours": "EAGLE-3, our head", "lookup+ours": "lookup + our head",  # trained for longer than the others
 }
 PRECISIONS = {"none": "bf16", "int8": "int8", "w8a8": "w8a8"}
 
@@ -80,7 +81,8 @@ def sets() -> None:
 
 def drafters() -> None:
     """All drafters and plain decoding on the papers' six sets, and what Spec-Bench published."""
-    rows = {(r["temperature"], r["method"], r["set"]): r for r in read("drafters")["rows"]}
+    record = read("drafters")
+    rows = {(r["temperature"], r["method"], r["set"]): r for r in record["rows"]}
     cells = {(method, name): row for (temperature, method, name), row in rows.items() if temperature == 0}
     ranked = sorted({method for method, _ in cells}, key=lambda m: -cells[m, "mean"]["speedup"])
     head = ["temperature", "method", *(f"{name} {what}" for name in SETS for what in ("speedup", "tau"))]
@@ -119,7 +121,8 @@ def drafters() -> None:
         published.tick_params(axis="y", length=0)
         published.set(xlim=(0, 2.9), title="speedup here and published")
         published.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
-        figure.suptitle(f"SmolLM2-135M-Instruct, greedy, {MACHINE}; Spec-Bench: Vicuna-7B, one RTX 3090")
+        machine = _machine(record)
+        figure.suptitle(f"SmolLM2-135M-Instruct, greedy, {machine}; Spec-Bench: Vicuna-7B, one RTX 3090")
 
 
 def steps() -> None:

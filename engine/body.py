@@ -128,14 +128,14 @@ class Body:
         self.say, self.guide = say or (lambda line: None), guide
 
         planned = tuple(dict.fromkeys(shape for plan in plans for shape in plan.shapes))
-        shapes = [self.drafter.shape, *planned]
-        self.window = max(shape.window for shape in shapes)
-        # Each tree is drafted after a catch-up of as many rows as the widest window has.
-        drafters = [self.drafter, *map(self.drafter.with_tree, planned)] if planned else [self.drafter]
+        drafters = [self.drafter, *(self.drafter.with_tree(shape) for shape in planned)]
         # On a CPU, where asking for a guess costs no synchronisation.
         headless = None if on_cuda else copy.copy(self.drafter.headless)
         if headless:
-            shapes.append(headless.shape), drafters.append(headless)
+            drafters.append(headless)
+        # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
+        # many rows as the widest window has.
+        self.window = max(one.shape.window for one in drafters)
         self.extra = max(one.extra_slots_after(self.window) for one in drafters)
         room = max(self.extra, self.chunks[-1]) + 1
         self.slots = round_up(max_seq_len + room, SPAN)
@@ -150,7 +150,7 @@ class Body:
         tokens = self.slots + self.chunks[-1] + 1
         self.state = State(
             batch, tokens, self.window, width, stop_ids, dtype, self.device, room=self.unread,
-            vocabulary=target.args.vocab_size, nodes=max(shape.nodes for shape in shapes),
+            vocabulary=target.args.vocab_size, nodes=max(one.shape.nodes for one in drafters),
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}

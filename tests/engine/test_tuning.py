@@ -271,7 +271,8 @@ class Every(Switch):
 
     def begin(self, temperatures, goes_on=False):
         super().begin(temperatures, goes_on)
-        self.turns = iter([LARGE, *[None] * 3, SMALL, *[None] * (2 * UNREAD), SMALL, LARGE, None] * 9)
+        small, large = self.trees[0], self.trees[-1]
+        self.turns = iter([large, *[None] * 3, small, *[None] * (2 * UNREAD), small, large, None] * 9)
 
     def next(self, context):
         return next(self.turns)
@@ -325,6 +326,26 @@ def test_where_the_head_rests_the_other_drafter_goes_on(either, little_room, tem
     plain = Decoder(target, batch=2, max_seq_len=400, compile=False).generate(prompts, sampling)
     assert [o.ids for o in outputs] == [o.ids for o in plain]
     assert decoder.taken[decoder.headless] > 9 and decoder.taken[decoder.trees[LARGE]] > 0
+
+
+@pytest.mark.parametrize("trees", [(SMALL,), (SMALL, TreeShape(7, 1, 2))], ids=len)
+def test_there_is_room_for_the_deepest_of_all_steps(either, little_room, trees):
+    """A joint tree is deeper than the head's own of as many nodes, and prompt lookup alone drafts deeper
+    ones.
+    """
+    target, head = either
+    calibration = Calibration({t: dict.fromkeys(trees, 1.8) for t in TEMPERATURES}, (1.0,))
+    plan = Plan(calibration, flat(), 1, {False: trees, True: trees})
+    decoder = Decoder(
+        target, Mixed(Lookup(shortest=1), Eagle(head, SMALL)), max_seq_len=400, compile=False, plan=plan
+    )
+    kinds = [decoder.usual, decoder.headless, *decoder.trees.values()]
+    assert {kind.drafter.shape.window for kind in kinds} == {4, 8, *(tree.nodes for tree in trees)}
+    assert decoder.window == decoder.state.window == 8
+    decoder.switch = Every(plan)
+    (output,) = decoder.generate([PROMPT * 3], Sampling(200))
+    (plain,) = Decoder(target, max_seq_len=400, compile=False).generate([PROMPT * 3], Sampling(200))
+    assert output.ids == plain.ids and decoder.taken[decoder.headless] > 9
 
 
 def test_a_head_rests_where_the_text_itself_drafts_better():
