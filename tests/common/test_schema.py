@@ -109,7 +109,7 @@ def drawn(*strategies: st.SearchStrategy):
         def run(*known) -> None:
             end, count = time.monotonic() + SECONDS, 0
 
-            @settings(max_examples=400, derandomize=True, deadline=None, database=None,
+            @settings(max_examples=200, derandomize=True, deadline=None, database=None,
                       suppress_health_check=list(HealthCheck))
             @given(st.tuples(*strategies))
             def once(values) -> None:

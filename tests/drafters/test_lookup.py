@@ -68,15 +68,13 @@ def test_equal_paths_side_by_side_are_one():
     assert count.tolist() == [4] and path.tolist() == [[0, 1, 3, 5, *[0] * (drafter.shape.window - 4)]]
 
 
-@pytest.mark.parametrize("temperature, compiled", [
-    (0.0, False), (1.0, False), pytest.param(0.0, True, marks=(pytest.mark.compile, pytest.mark.slow)),
-])
-def test_text_is_plain_text(models, temperature, compiled):
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
+def test_text_is_plain_text(models, temperature):
     target, _ = models
     prompts = [list(b"abcabcabcabc"), list(b"u:why\na:"), list(b"the cat and the cat and the")]
     sampling = [Sampling(60, temperature, seed=i) for i in range(3)]
     plain = Decoder(target, batch=3, max_seq_len=200, compile=False).generate(prompts, sampling)
-    decoder = Decoder(target, Lookup(), batch=3, max_seq_len=200, compile=compiled)
+    decoder = Decoder(target, Lookup(), batch=3, max_seq_len=200, compile=False)
     fast = decoder.generate(prompts, sampling)
     assert [o.ids for o in fast] == [o.ids for o in plain]
     lengths = [n for o in fast for n in o.accept_lengths]

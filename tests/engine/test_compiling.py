@@ -179,7 +179,7 @@ def test_code_that_cannot_be_recognised_later_is_not_saved(cache, tmp_path, monk
     assert times_compiled(of_a_user.function) == 1
 
 
-@pytest.mark.parametrize("drafter", ["plain", "eagle", "lookahead", "rest"])
+@pytest.mark.parametrize("drafter", ["eagle", "lookahead", "rest"])
 def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     """Same texts, same trees for the observer, nothing compiled; another tree is another step."""
     target, _ = load_model(golden)
@@ -190,8 +190,7 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
 
     def decode(shape, said: list[str]):
         made = {
-            "plain": None, "eagle": Eagle(head, shape),
-            "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2),
+            "eagle": Eagle(head, shape), "lookahead": Lookahead(target.args.vocab_size, 2, 3, 2),
             "rest": Rest(store, order, target.args.vocab_size, 6, 3, 2, 2, 8),
         }[drafter]
         decoder, trees = Decoder(target, made, max_seq_len=100, say=said.append), []

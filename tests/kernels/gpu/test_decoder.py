@@ -17,7 +17,7 @@ TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
 COUPLED = [name for name in NAMES if name != "residual"]  # whose text is that of the seed
 if here.INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
-    COUPLED = ("plain", "eagle3", "eagle1", "hydra++", "draft-model", "lookahead", "eagle3 window")
+    COUPLED = ("eagle3", "hydra++", "lookahead", "eagle3 window")
     TRACES = [path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"]
     BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
 SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)][:BATCH]
