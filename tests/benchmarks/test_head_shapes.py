@@ -15,6 +15,7 @@ def test_shapes_are_measured_beside_todays(golden, tmp_path, results, monkeypatc
     monkeypatch.setattr(head_shapes, "SHAPES", kinds | {"two": ("eagle3", 32, Shape(num_layers=2))})
     checkpoint = tmp_path / "target"
     shutil.copytree(golden, checkpoint)
+    (checkpoint / "eagle3/calibration.json").unlink(missing_ok=True)  # another test's
     options = ["--checkpoint", str(checkpoint), "--threads", "1", "--repeat", "1", "--tree", "5,2,2"]
     assert head_shapes.main(options) == 1
     assert "no calibration.json" in capsys.readouterr().err

@@ -167,7 +167,7 @@ def test_generate_names_two(golden, tmp_path, capsys):
     assert generate.main([*both, "--draft", str(moved)]) == 0
     capsys.readouterr()
     for options, words in (
-        (["--speculate", "lookup+rest", "--tree", "6,1,3"], "has no use for --tree"),
+        (["--speculate", "lookup+lookahead", "--tree", "6,1,3"], "has no use for --tree"),
         (["--speculate", "eagle2+eagle3", "--draft", str(moved)], "both take a head"),
         (["--speculate", "lookup+eagle3", "--accept", "typical"], "accepted by equality"),
         (["--speculate", "lookup+eagle3", "--datastore", "x"], "belongs to --speculate rest"),

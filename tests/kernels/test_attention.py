@@ -60,6 +60,9 @@ class Written:
         rows = torch.arange(len(slots))[:, None]
         self.k[rows, slots], self.v[rows, slots] = self.keep(k), self.keep(v)
 
+    def live(self, count, dtype):
+        return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @SHAPES
