@@ -37,6 +37,7 @@ from common.texts import check_readable
 from common.torchrun import one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
 from drafters.early import judge_method
+from evaluation.answers import check_out
 from evaluation.sets import read_sets
 from evaluation.settings import read_settings
 from kernels.isa import choose
@@ -130,14 +131,15 @@ def judge(o) -> Asked:
     flags = read_flags(o, methods)
     config = check_target(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
-    drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
+    drafts, trees, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)
     for name in methods:
-        judge_method(o.checkpoint, config, name, drafts.get(name), flags[name])
+        judge_method(o.checkpoint, config, name, drafts.get(name), trees.get(name), flags[name])
     if o.isa:
         choose(o.isa)
     check_folder("--out", o.out)
+    check_out(Path(o.out))
     if o.questions and not Path(o.questions).is_dir():
         check_readable("--questions", o.questions)
     return Asked(methods, temperatures, flags, read_sets(o.questions, o.limit))

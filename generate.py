@@ -43,7 +43,7 @@ def parser() -> Options:
     add("--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line")
     add("--raw", action="store_true", help="no chat template")
-    add("--system", help="system message for the chat template")
+    add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /reset starts over, /exit or end of input leaves")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
     add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
@@ -136,14 +136,22 @@ def parser() -> Options:
            lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with torchrun")
     refuse(lambda o: o.draft and o.speculate == "none",
            lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
-    refuse(lambda o: o.tree and (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None),
+    numbers = "tree_nodes", "tree_depth", "tree_width"
+
+    def first_number(o) -> str:
+        """The first of the three that is given, as it was; nothing if none is."""
+        given = ((name, getattr(o, name)) for name in numbers)
+        return next((f"--{name} {n}".replace("_", "-") for name, n in given if n is not None), "")
+
+    refuse(lambda o: o.tree and first_number(o),
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
+    refuse(lambda o: first_number(o) and o.speculate == "none",
+           lambda o: f"{first_number(o)}: plain decoding drafts no tree; add --speculate")
     refuse(lambda o: o.tree and o.speculate == "none",
            lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
     p.within("--tree-nodes", 2, MOST_NODES)
     p.within("--tree-depth", 0, MOST_NODES)
     p.within("--tree-width", 1, MOST_NODES)
-    numbers = "tree_nodes", "tree_depth", "tree_width"
     # Where one is left out it depends on the machine.
     p.judge(lambda o: None in (n := [getattr(o, name) for name in numbers]) or within_limits(TreeShape(*n)))
 
@@ -173,7 +181,10 @@ def judge(o) -> Asked:
     config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
-    judge_method(o.checkpoint, config, o.speculate, o.draft, read_flags(o, [o.speculate])[o.speculate])
+    tree = read_tree(o.tree)
+    shaped = tree or (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None)
+    flags = read_flags(o, [o.speculate])[o.speculate]
+    judge_method(o.checkpoint, config, o.speculate, o.draft, shaped, flags)
     check_ids("--logit-bias", (token for token, _ in o.logit_bias), config)
     if o.isa:
         choose(o.isa)
@@ -188,7 +199,6 @@ def judge(o) -> Asked:
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
     )
-    tree = read_tree(o.tree)
     GUARD.begin()  # while torch is imported
     return Asked(prompts, sampling, tree)
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
 import time
@@ -85,6 +86,17 @@ def parser() -> Options:
     return p
 
 
+def key_of(o) -> str | None:
+    """The key that requests have to bring, None if they need none. Raises InputError on one that no header
+    can hold.
+    """
+    key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
+    if key and not (key.isascii() and key.isprintable() and key == key.strip()):
+        where = "--api-key" if o.api_key else "EAGLE_API_KEY"
+        raise InputError(f"{where}: holds what a header of HTTP cannot; take signs of ASCII")
+    return key
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises InputError if the address cannot be had."""
     try:
@@ -93,6 +105,8 @@ def listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)
+    except UnicodeError:  # of the encoding of host names
+        raise InputError(f"--host {host}: is no name of a machine and no address") from None
     except OSError as e:
         why = "another process listens there" if e.errno == 98 else e.strerror or str(e)
         raise InputError(f"--host {host} --port {port}: {why}; choose another port with --port") from None
@@ -109,10 +123,11 @@ def run(o) -> int:
     config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
-    judge_method(o.checkpoint, config, o.speculate, o.draft, read_flags(o, [o.speculate])[o.speculate])
+    tree = read_tree(o.tree)
+    judge_method(o.checkpoint, config, o.speculate, o.draft, tree, read_flags(o, [o.speculate])[o.speculate])
     if o.isa:
         choose(o.isa)
-    tree = read_tree(o.tree)
+    key_of(o)
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
     if not several():
         return start(o, tree, listener)
@@ -125,10 +140,6 @@ def run(o) -> int:
 
 def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     """Load and serve, alone or as one of several ranks, of which the first listens. As `run` otherwise."""
-    import os
-
-    key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
-
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
     from checkpoint.verifying import verify
@@ -175,7 +186,7 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     names = tuple(o.model_name) or (Path(checkpoint).resolve().name,)
     metrics = Metrics(names[0], places, seats.window)
     worker = Worker(seats, target.tokenizer, metrics, o.queue)
-    settings = Settings(names, seats.max_seq_len, key, tuple(o.cors), o.max_body, o.time_limit)
+    settings = Settings(names, seats.max_seq_len, key_of(o), tuple(o.cors), o.max_body, o.time_limit)
     app = make_app(Server(worker, metrics, target.tokenizer, settings, target.guide))
     host, port = listener.getsockname()[:2]
     where = f"[{host}]" if ":" in host else host

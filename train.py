@@ -36,8 +36,18 @@ from common.torchrun import one_voice, several
 from common.tree_shapes import PAPER_TREE, TreeShape
 from drafters.tree_spec import within_limits
 from tokens.dataset import check_dataset, read_chats, read_conversations, read_openings
-from training.choices import BLOCK_KINDS, KINDS, LOSSES, MULTI_TOKEN, OPTIMIZERS, SHORTEST, check_start
+from training.choices import (
+    BLOCK_KINDS,
+    DRAFT_VOCAB,
+    KINDS,
+    LOSSES,
+    MULTI_TOKEN,
+    OPTIMIZERS,
+    SHORTEST,
+    check_start,
+)
 from training.corpus import check_shards
+from training.layouts import layout_of
 from training.out import check_out
 from training.plan import SHORT
 from training.shapes import head_sizes, shape_of
@@ -230,8 +240,7 @@ def parser() -> Options:
     add("--cache-features", nargs="?", const="", metavar="FOLDER",
         help="compute the target's features once, to disk (default WORK/features); later runs on the same"
         " text find them")
-    refuse(lambda o: o.cache_features and Path(o.cache_features).is_file(),
-           lambda o: f"--cache-features {o.cache_features}: is no folder")
+    p.judge(lambda o: o.cache_features and check_folder("--cache-features", o.cache_features))
     add("--reader", metavar="CHECKPOINT",
         help="a quantised copy of the target that computes them: nearly the same, sooner")
     add("--feature-memory", type=float, default=6, metavar="GB",
@@ -258,7 +267,7 @@ def parser() -> Options:
     add("--tree", type=tree, default=PAPER_TREE, metavar="T,D,K", help="of the validation (default 60,7,10)")
     add("--layout", choices=(*LAYOUTS, "both"),
         help="of --out (default sglang; for DFlash and DSpark speculators, which alone has a place for draft"
-        " vocabularies); both: speculators in OUT/speculators")
+        " vocabularies of theirs); both: sglang, and speculators in OUT/speculators")
     refuse(lambda o: o.kind not in ("eagle3", *BLOCK_KINDS) and o.layout not in (None, "sglang"),
            lambda o: f"--layout {o.layout}: has no place for a head of --kind {o.kind}")
     return p
@@ -280,12 +289,15 @@ def judge(o: argparse.Namespace) -> None:
     TARGET.require(config, Path(o.checkpoint) / CONFIG, ADVICE)
     for flag in ("--writer", "--reader"):
         check_head(flag, getattr(o, flag.removeprefix("--")), "target")
-    if o.start:
-        check_start(check_head("--start", o.start)["kind"], o.kind)
+    start = check_head("--start", o.start)
+    if start:
+        check_start(start["kind"], o.kind)
     elif o.kind not in MULTI_TOKEN:
         judge_shape(o, config)
     if o.draft_vocab and o.draft_vocab > config["vocab_size"]:
         raise InputError(f"--draft-vocab {o.draft_vocab}: the target has {config['vocab_size']} token ids")
+    size = o.draft_vocab or start.get("draft_vocab_size") or min(DRAFT_VOCAB, config["vocab_size"])
+    layout_of(o.layout, o.kind, {**start, "draft_vocab_size": size}, config["vocab_size"])
     room, longest = o.max_prompt_tokens + o.max_new_tokens, config["max_seq_len"]
     if (o.prompts or o.synthesize) and room > longest:
         raise InputError(

@@ -21,10 +21,9 @@ from checkpoint.early import check_out
 from checkpoint.folder import MEASURED, read_config
 from checkpoint.head_layouts import Answers, kind_of
 from checkpoint.medusa_layouts import MEDUSA2
-from checkpoint.names import CALIBRATION, CONFIG, FORMAT, WEIGHTS
+from checkpoint.names import CALIBRATION, CONFIG, FORMAT, WEIGHTS, is_gguf
 from checkpoint.opening import open_source, resolve_source
 from checkpoint.planning import plan_head, plan_target
-from checkpoint.source import is_gguf
 from checkpoint.writer import write_folder
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpoint.names import CONFIG, glance
+from checkpoint.names import CONFIG, glance, is_gguf
 from common.errors import InputError
 from common.files import read_json
 from common.schema import in_words
@@ -17,6 +17,11 @@ def check_source(checkpoint: str, what: str = "--checkpoint") -> bool:
         there = Path(checkpoint).exists()
     except (OSError, ValueError):
         there = False
+    path = Path(checkpoint)
+    if there and not (path.is_dir() or (is_gguf(path) and path.is_file())):
+        raise InputError(f"{what} {checkpoint}: not a folder, nor a .gguf file")
+    if there and path.is_dir() and not (path / CONFIG).exists():
+        raise InputError(f"{what} {checkpoint}: holds no {CONFIG}; name the folder of a checkpoint")
     hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", checkpoint)
     if not there and not hub_id:
         raise InputError(

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from checkpoint.names import CONFIG
-from checkpoint.published import GENERATION, INDEX, PUBLISHED, TOKENIZER, TOKENIZER_CONFIG
+from checkpoint.published import GENERATION, INDEX, PUBLISHED, TOKENIZER
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from checkpoint.weights import Stored, listed, opened
 from common.errors import InputError, first_line, printable
 from common.files import check_file, read_json
 from common.schema import Record, in_words
+from tokens.files import TOKENIZER_CONFIG
 
 # In the order of preference: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
@@ -76,8 +77,6 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
     eos = config.get("eos_token")
     eos = eos["content"] if isinstance(eos, dict) else eos
     decoder = config.get("added_tokens_decoder") or {}
-    if wrong := next((i for i in decoder if not (i.isascii() and i.isdecimal())), None):
-        raise InputError(f"{file}: added_tokens_decoder has a name {in_words(wrong)}; expected token ids")
     added = [{"id": int(i), **token} for i, token in decoder.items()]
     tokenizer = _read_if_there(path / "tokenizer.json", TOKENIZER)
     added += tokenizer.get("added_tokens") or []

@@ -23,6 +23,11 @@ ARCHITECTURES = {
 ADVICE = "convert the checkpoint again"
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path names a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
 def glance(folder: str | Path, kind: str | None = None) -> dict:
     """The config.json of one of our folders, of which only the format is judged.
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from checkpoint.gguf import open_gguf
 from checkpoint.huggingface import WEIGHT_FILES, open_folder, shards
-from checkpoint.names import CONFIG
-from checkpoint.source import Source, is_gguf
+from checkpoint.names import CONFIG, is_gguf
+from checkpoint.source import Source
 from common.errors import InputError, first_line
 
 SMALL_FILES = (

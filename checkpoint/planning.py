@@ -15,8 +15,8 @@ from checkpoint.folder import check_config, read_config
 from checkpoint.head_layouts import Answers, read_layout
 from checkpoint.layout import NameTable
 from checkpoint.loading import build_module, check_head_fits
-from checkpoint.names import CONFIG, WEIGHTS
-from checkpoint.source import Entry, Source, is_gguf
+from checkpoint.names import CONFIG, WEIGHTS, is_gguf
+from checkpoint.source import Entry, Source
 from checkpoint.target_families import family_of, target_fields
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned

@@ -4,6 +4,7 @@ from __future__ import annotations
 from common.schema import Either, Flag, List, Map, Null, Number, Record, Text, Whole, maybe
 from common.sizes import IDS, LAYERS, MANY, WIDTH
 from model import LENGTH
+from tokens.files import ADDED
 
 TOKEN = Either(Null(), Whole(-1, IDS.high), List(Whole(-1, IDS.high), most=4096))  # -1: none
 LAYER_IDS = maybe(List(Whole(-1, LAYERS.high), most=1000))
@@ -43,14 +44,8 @@ PUBLISHED = Record(optional=CONFIG_KEYS | dict.fromkeys(
     ("eagle_config", "dflash_config", "transformer_layer_config", "model"), NESTED
 ))
 GENERATION = Record(optional={"eos_token_id": TOKEN, "bos_token_id": TOKEN})
-_TOKEN_TEXT = Either(Null(), Text(most=1 << 16), Record({"content": Text(most=1 << 16)}))
-_ADDED = {"content": Text(most=1 << 16)}
-TOKENIZER_CONFIG = Record(optional={
-    "eos_token": _TOKEN_TEXT,
-    "added_tokens_decoder": maybe(Map(Record(_ADDED, {"special": Flag()}), keys=Text(most=9))),
-})
 TOKENIZER = Record(optional={
-    "added_tokens": maybe(List(Record({"id": Whole(0, IDS.high), **_ADDED}, {"special": Flag()}))),
+    "added_tokens": maybe(List(Record({"id": Whole(0, IDS.high), **ADDED}, {"special": Flag()}))),
     "model": maybe(Record(optional={"vocab": Either(Map(Whole(0, IDS.high)), List(List(maybe(Either(
         Text(most=1 << 16), Number()))))), })),
 })

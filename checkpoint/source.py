@@ -56,11 +56,6 @@ class Source:
     keys: dict[str, str] = field(default_factory=dict)  # how the container calls keys of config, if otherwise
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a path names a GGUF file."""
-    return path.suffix.lower() == ".gguf"
-
-
 def unique_ids(*groups: int | list[int] | None) -> list[int]:
     """Flatten token ids and lists of them into one list in order of appearance, without repetitions."""
     flat = [i for group in groups for i in (group if isinstance(group, list) else [group])]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checkpoint.layout import NameTable
-from checkpoint.names import CONFIG
-from checkpoint.source import Source, is_gguf
+from checkpoint.names import CONFIG, is_gguf
+from checkpoint.source import Source
 from common.errors import InputError, printable
 from common.schema import Record, Wrong
 from common.sizes import IDS, LAYERS, MANY, WIDTH

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common.dtypes import KV_DTYPES, NO_FP8, short_dtype
-from common.errors import InputError, escaped, is_panic
+from common.errors import InputError, escaped, is_panic, not_utf8
 from common.torchrun import several
 
 MOST_THREADS = 1024
@@ -178,15 +178,36 @@ class Options(argparse.ArgumentParser):
         note(f"{self.prog}: error: {on_one_line(message)}; see --help")
         sys.exit(2)
 
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but for texts that no file and no answer can hold, and for values that are empty,
+        as a shell's variable that is not set: only what is called a TEXT may be.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            if not_utf8(word):
+                self.error(f"argument {word}: is no UTF-8")
+        o = super().parse_args(words, namespace)
+        for action in self._actions:
+            value = getattr(o, action.dest, None)
+            empty = value == "" or (isinstance(value, list) and "" in value)
+            if empty and action.nargs is None and action.metavar != "TEXT":
+                name = "/".join(action.option_strings) or action.dest
+                self.error(f"argument {name}: is empty; give a value")
+        return o
+
     def within(self, flag: str, low: float, high: float) -> None:
-        """Add a rule: the number that `flag` takes is None or between low and high, both included."""
+        """Add a rule: the number that `flag` takes is None or between low and high, both included.
+
+        Where there is no other bound, it is below 2^31.
+        """
         name = flag.removeprefix("--").replace("-", "_")
+        most = 2**31 - 1 if high == float("inf") else high
 
         def outside(o: argparse.Namespace) -> bool:
             value = getattr(o, name)
-            return value is not None and not low <= value <= high
+            return value is not None and not low <= value <= most
 
-        span = f"at least {low:,}" if high == float("inf") else f"{low:,} to {high:,}"
+        span = f"at least {low:,} and below 2^31" if most < high else f"{low:,} to {high:,}"
         self.refuse(outside, lambda o: f"{flag} {getattr(o, name)}: must be {span}")
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:
@@ -245,7 +266,7 @@ def layers(value: str) -> int | str:
     """An argparse type: how many layers are offloaded, or auto."""
     if value == "auto":
         return value
-    if not value.isdecimal() or not LEAST_OFFLOADED <= int(value) < 2**31:
+    if not value.isdecimal() or len(value) > 10 or not LEAST_OFFLOADED <= int(value) < 2**31:
         raise argparse.ArgumentTypeError(
             f"{value!r} is neither auto nor a whole number of at least {LEAST_OFFLOADED}: two layers have"
             " room on the GPU in any case"
@@ -255,8 +276,8 @@ def layers(value: str) -> int | str:
 
 def positive(value: str) -> int:
     """An argparse type: a whole number of at least 1."""
-    if not value.isdecimal() or not 1 <= int(value) < 2**63:
-        raise argparse.ArgumentTypeError(f"{value!r} is no whole number of at least 1 (and below 2^63)")
+    if not value.isdecimal() or len(value) > 10 or not 1 <= int(value) < 2**31:
+        raise argparse.ArgumentTypeError(f"{value!r} is no whole number of at least 1 (and below 2^31)")
     return int(value)
 
 

@@ -25,3 +25,12 @@ def printable(text: str, most: int = 120) -> str:
 def escaped(text: str) -> str:
     """A text in which what moves a cursor, changes colours or cannot be printed is escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def not_utf8(text: str) -> bool:
+    """Whether a text has parts that UTF-8 cannot hold: bytes of a command line, halves of a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -109,6 +109,15 @@ class Text(Kind):
         )
 
 
+class Digits(Kind):
+    """A whole number in quotes, as a name has to be: of at most 8 digits."""
+
+    words = "a whole number of at most 8 digits"
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 8
+
+
 class Sha256(Kind):
     """A sha256 in hexadecimal, as hashlib gives it."""
 

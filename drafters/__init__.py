@@ -63,7 +63,7 @@ METHODS: dict[str, Method | None] = {
         "window": Flag(7, "columns guessed side by side"),
         "level": Flag(5, "tokens of an n-gram", 3),
         "guess-set": Flag(7, "n-grams tried at a time"),
-    }, headless=True),
+    }, headless=True, early="drafters.lookahead_sizes:judge_rows"),
     "lookup": Method(
         "drafters.lookup", "what followed the same words earlier in the text (prompt lookup)", headless=True
     ),
@@ -98,6 +98,11 @@ def _methods(name: str) -> list[Method]:
 def grows(name: str) -> bool:
     """Whether a method, or one of two, has a head whose trees can be measured."""
     return any(method.grows for method in _methods(name))
+
+
+def headless(name: str) -> bool:
+    """Whether a method, or both of two, take neither --draft nor --tree."""
+    return all(method.headless for method in _methods(name)) and name != "none"
 
 
 def check_window(names: list[str], window: int) -> None:

@@ -5,16 +5,21 @@ import importlib
 from pathlib import Path
 
 from checkpoint.names import HEAD_KINDS, glance
-from drafters import METHODS
+from drafters import METHODS, headless
 from drafters.folders import head_folder, kind_of, model_folder, of_draft
+from drafters.no_use import refuse
 
 
-def judge_method(checkpoint: str, config: dict, name: str, draft: str | None, flags: dict) -> None:
+def judge_method(
+    checkpoint: str, config: dict, name: str, draft: str | None, tree: object, flags: dict
+) -> None:
     """Judge a value of --speculate and what it needs, as far as that goes without torch.
 
-    config: the target's config.json, empty if it is still to be converted. flags: of the method. Raises
-    InputError.
+    config: the target's config.json, empty if it is still to be converted. draft, tree: what --draft and
+    --tree say, nothing if they say nothing. flags: of the method. Raises InputError.
     """
+    if headless(name):
+        refuse(name, draft=draft, tree=tree)
     parts = {part: METHODS[part] for part in name.split("+") if METHODS[part]}
     named = of_draft([part for part, method in parts.items() if not method.headless], draft)
     for part, method in parts.items():

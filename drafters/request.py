@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.errors import InputError
+from drafters.no_use import refuse
 from drafters.tree_spec import TreeSpec
 from model import Transformer
 from tokens.tokenizer import Tokenizer
@@ -31,6 +31,4 @@ class Request:
 
     def refuse(self, **options) -> None:
         """Raise InputError if any of these options, which mean nothing to the method, has a value."""
-        for name, value in options.items():
-            if value:
-                raise InputError(f"--speculate {self.method}: has no use for --{name}; leave it out")
+        refuse(self.method, **options)

@@ -53,7 +53,9 @@ def read_tree(text: str | None) -> TreeSpec:
     """
     if text in (None, "auto", "paper"):
         return text
-    if re.fullmatch(r"\d+,\d+,\d+", text):
+    if re.fullmatch(r"[0-9]+,[0-9]+,[0-9]+", text):
+        if len(text) > 30:
+            raise InputError(f"--tree {text:.30}...: numbers of so many digits; at most {MOST_NODES:,} nodes")
         return within_limits(TreeShape.parse(text))
     try:
         paths = parse_json(read_text(text, MOST_TREE).encode(), text)

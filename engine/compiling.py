@@ -28,7 +28,8 @@ def compile_graph(function: Callable, **options) -> Callable:
 
     # torch.compile keeps its results per code object and checks their guards one by one: each function gets a
     # code object of its own.
-    graph.__code__ = graph.__code__.replace(co_name=function.__name__)
+    name = getattr(function, "func", function).__name__  # a partial has none of its own
+    graph.__code__ = graph.__code__.replace(co_name=name)
     return torch.compile(graph, fullgraph=True, **options)
 
 

@@ -14,6 +14,7 @@ from common.schema import Either, List, Name, Number, Text, Whole, record_of
 from common.schema import key as held
 
 SECONDS = Number(0, 1e9)
+OPTIONS = "options.json"  # of the first run, in its folder
 ADVICE = "delete it, or choose another --out"
 
 
@@ -86,7 +87,7 @@ class Book:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
-        _check_options(folder / "options.json", options)
+        _check_options(folder / OPTIONS, options)
         self.answers = {answer.key: answer for answer in self._read()}
         self._write()
 
@@ -150,6 +151,12 @@ class Book:
         for path, lines in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, "\n".join(lines) + "\n")
+
+
+def check_out(folder: Path) -> None:
+    """Raise InputError if a folder holds something else than the answers of an evaluation."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / OPTIONS).exists():
+        raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
 
 
 def _check_options(path: Path, options: dict) -> None:

@@ -41,6 +41,9 @@ ASKED = {
 DECODING = "generate serve evaluate"
 MISTAKES = (
     ("generate serve", "--checkpoint NOWHERE", "--checkpoint NOWHERE: no such file or folder; name a"),
+    ("generate serve convert_checkpoint", "--checkpoint TEXT", "--checkpoint TEXT: not a folder, nor a .g"),
+    ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER: holds no config.json; name the"),
+    ("generate serve convert_checkpoint", "--checkpoint /dev/zero", "/dev/zero: not a folder, nor a .gguf"),
     ("drafters.rest", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
     ("evaluate train", "--checkpoint NOWHERE", "NOWHERE: not a folder; convert a"),
     (DECODING, "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
@@ -87,6 +90,12 @@ MISTAKES = (
     (DECODING, "--speculate eagle3 --draft-window -1", "--draft-window -1: must be at least 1 token, or 0"),
     (DECODING, "--speculate lookup --draft-window 9", "--draft-window 9: is for heads with attention (eagle"),
     (DECODING, "--speculate none --draft-window 9", "--draft-window 9: is for heads with attention (eagle"),
+    (DECODING, "--speculate lookahead --level 1024", "guess set 7: 14322 rows a pass, at most 1024"),
+    (DECODING, "--speculate lookup --tree 8,2,4", "--speculate lookup: has no use for --tree; leave it out"),
+    (DECODING, "--speculate lookup+lookahead --draft HEAD", "lookahead: has no use for --draft; leave"),
+    (DECODING, "--speculate eagle3 --tree " + "9" * 5000 + ",1,1", "...: numbers of so many digits; at most"),
+    (DECODING, "--device ", "argument --device: is empty; give a value"),
+    (DECODING, "--tree \udcff", "argument \\udcff: is no UTF-8"),
     (DECODING, "--no-such-flag", "unrecognized arguments: --no-such-flag; see --help"),
     (DECODING, "--no\x1b[31mred", "unrecognized arguments: --no\\x1b[31mred"),
     ("generate evaluate", "--temperature nan", "nan"),
@@ -94,6 +103,11 @@ MISTAKES = (
     ("generate evaluate", "--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
     ("generate evaluate", "--seed 1.5", "'1.5' is no whole number from -2^63 to 2^64 - 1"),
     ("generate evaluate", "--seed " + "9" * 30, "is no whole number from -2^63 to 2^64 - 1"),
+    ("generate evaluate", "--max-new-tokens " + "9" * 30, "must be at least 1 and below 2^31"),
+    ("generate", "--json-schema ", "argument --json-schema: is empty; give a value"),
+    ("generate", "--trace ", "argument --trace: is empty; give a value"),
+    ("generate", "--tree-width 2", "--tree-width 2: plain decoding drafts no tree; add --speculate"),
+    ("generate", "--speculate lookup --tree-nodes 8", "--speculate lookup: has no use for --tree; leave it"),
     ("generate", "--top-p nan", "--top-p nan: must be above 0 and at most 1"),
     ("generate", "--top-k 4294967296", "--top-k 4294967296: must be 0 to 2,147,483,647"),
     ("generate", "--logit-bias 1=nan", "'1=nan' is no ID=X"),
@@ -123,6 +137,11 @@ MISTAKES = (
     ("serve", "--grace inf", "--grace inf: must be 0 to"),
     ("serve", "--queue -1", "'-1' is no whole number of at least 1"),
     ("serve", "--slots 0", "--slots 0: must be 1 to 256"),
+    ("serve", "--api-key k\u00e9y", "--api-key: holds what a header of HTTP cannot; take signs of ASCII"),
+    ("serve", "--api-key ", "argument --api-key: is empty; give a value"),
+    ("serve", "--host a..b", "--host a..b: is no name of a machine and no address"),
+    ("evaluate", "--out FOLDERS", "--out FOLDERS: holds something else than an evaluation; choose another"),
+    ("evaluate", "--questions ", "argument --questions: is empty; give a value"),
     ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
     ("evaluate", "--questions FIFO", "--questions FIFO: is a pipe; expected a file"),
     ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
@@ -160,6 +179,11 @@ MISTAKES = (
     ("train", "--states 9", "9 states of a target of 8 layers: at most"),
     ("train", "--kind eagle --hidden-size 32", "--hidden-size: an EAGLE-1 head predicts the target's"),
     ("train", "--draft-vocab 301", "--draft-vocab 301: the target has 300 token ids"),
+    ("train", "--kind dspark --layout sglang --draft-vocab 64", "--layout sglang: the layout sglang is for"),
+    ("train", "--start RENORMED --layout both", "has no place for recycle_normed, which the head of --start"),
+    ("train", "--cache-features TEXT/x", "--cache-features TEXT/x: not a folder that can be written to"),
+    ("train", "--cache-features /proc/x", "--cache-features /proc/x: cannot be written to"),
+    ("train", "--max-len 9999999999", "'9999999999' is no whole number of at least 1 (and below 2^31)"),
     ("train", "--start TARGET", "--start: a head of kind eagle3 cannot begin as one of kind target"),
     ("train", "--kind dflash --start HEAD", "--start: a head of kind dflash cannot begin as one of"),
     ("train", "--writer HEAD", "--writer HEAD: holds a eagle3 checkpoint where a target was expected"),
@@ -243,6 +267,10 @@ def place(tmp_path_factory) -> Path:
     (folder / "WRITTEN").mkdir()
     (folder / "WRITTEN" / "model.safetensors").touch()
     (folder / "FOLDER").mkdir()
+    (folder / "FOLDERS" / "inside").mkdir(parents=True)
+    (folder / "RENORMED").mkdir()
+    normed = {"format": 2, "kind": "eagle3", "draft_vocab_size": 64, "recycle_normed": True}
+    (folder / "RENORMED" / "config.json").write_text(json.dumps(normed))
     os.mkfifo(folder / "FIFO")
     with open(folder / "SPARSE", "wb") as file:
         file.truncate(1 << 40)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from common.cli import one_line
 from common.errors import InputError
+from tokens.files import ENDS, FLAGS
 from tokens.spelling import SPACE, Shape, fallback_byte
 
 # Pre-tokenizers that cut a text and leave nothing out of it.
@@ -151,8 +152,7 @@ class SentencePieceBackend:
         self.added = {}
         for key, token in config.get("added_tokens_decoder", {}).items():
             if int(key) >= pieces or token.get("special"):
-                flags = ("special", "lstrip", "rstrip", "single_word")
-                self.added[int(key)] = AddedToken(token["content"], **{f: bool(token.get(f)) for f in flags})
+                self.added[int(key)] = AddedToken(token["content"], **{f: bool(token.get(f)) for f in FLAGS})
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in range(pieces):
             if self.model.is_control(i) or self.model.is_unknown(i):
@@ -193,5 +193,5 @@ class SentencePieceBackend:
 
 def special_tokens_map(config: dict) -> dict[str, str]:
     """Name -> text of bos_token, eos_token, ...; the files spell them "<s>" or {"content": "<s>", ...}."""
-    tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    tokens = {name: config.get(name) for name in ENDS}
     return {name: t if isinstance(t, str) else t["content"] for name, t in tokens.items() if t}

@@ -13,33 +13,30 @@ from jinja2.ext import Extension
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json
-from common.schema import in_words
 from common.texts import read_text
 from tokens.bounds import BoundedEnvironment, Bounds, template_error
+from tokens.files import TOKENIZER_CONFIG
 
 LONGEST = 4 << 20  # of a template
 
 
 def read_template(folder: Path, config: dict) -> tuple[str | None, Path]:
-    """The chat template of a checkpoint's folder and its tokenizer_config.json, None if it has none, and the
-    file that it is in.
+    """The chat template of a checkpoint's folder, None if it has none, and the file that it is in.
 
-    Raises ValueError, KeyError, TypeError, OSError or InputError if it is damaged.
+    config: its tokenizer_config.json, which has been judged. Raises OSError or InputError if it is damaged.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return read_text(file, LONGEST), file
     file = folder / "chat_template.json"
     if file.is_file():
-        config = read_json(file)
+        config = TOKENIZER_CONFIG.require(read_json(file), file)
     else:
         file = folder / "tokenizer_config.json"
     template = config.get("chat_template")
     if isinstance(template, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
         by_name = {entry["name"]: entry["template"] for entry in template}
         template = by_name.get("default", next(iter(by_name.values()), None))
-    if not isinstance(template, (str, type(None))):
-        raise InputError(f"{file}: chat_template is {in_words(template)}; expected a text")
     if template is not None and len(template) > LONGEST:
         raise InputError(f"{file}: chat_template has {len(template):,} characters, at most {LONGEST:,}")
     return template, file

@@ -17,12 +17,11 @@ from common.errors import InputError
 from common.files import read_json
 from tokens.backends import Backend, JsonBackend, SentencePieceBackend, special_tokens_map
 from tokens.chat_template import ControlTokenMask, read_template, render_template
-from tokens.files import FILES
+from tokens.files import FILES, TOKENIZER_CONFIG, file_of
 from tokens.spelling import Shape, TooLong
 
 LONGEST = 256 << 20  # bytes of a file
-# The first that exists is used.
-ENCODERS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
+BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 
 
 class Encoder:
@@ -52,7 +51,7 @@ class Encoder:
     def load(cls, folder: str | Path) -> Encoder | None:
         """The tokenizer in this folder, None if it has none. Raises InputError if its files are damaged."""
         folder, config = Path(folder), {}
-        encoder = next((name for name in ENCODERS if (folder / name).is_file()), None)
+        encoder = file_of(folder)
         if encoder is None:
             return None
         for name in FILES:
@@ -60,9 +59,10 @@ class Encoder:
                 raise InputError(f"{folder / name}: has {size:,} bytes, at most {LONGEST:,} are read")
         for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second has the last word
             if (folder / name).is_file():
-                config |= {k: v for k, v in read_json(folder / name).items() if v is not None}
+                told = TOKENIZER_CONFIG.require(read_json(folder / name), folder / name)
+                config |= {k: v for k, v in told.items() if v is not None}
         try:
-            return cls(ENCODERS[encoder](folder / encoder, config), config, *read_template(folder, config))
+            return cls(BACKENDS[encoder](folder / encoder, config), config, *read_template(folder, config))
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OSError) as e:
             raise InputError(f"{folder}: the tokenizer's files are damaged ({one_line(e)})") from None
 

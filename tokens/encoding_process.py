@@ -60,7 +60,8 @@ class Answers:
     def answer(self, request: dict) -> None:
         """Answer one request, whatever happens: libraries raise what is no Exception, too."""
         from common.cli import one_line
-        from common.errors import InputError
+        from common.errors import InputError, is_panic
+        from tokens.files import file_of
         from tokens.spelling import TooLong
 
         Allowance.of(request, request.pop("size")).apply()
@@ -76,9 +77,10 @@ class Answers:
             what = "the tokenizer or the chat template needs too much memory"
             self._send({"refused": f"{request['named']}: {what}"})
         except BaseException as e:
-            kind = type(e).__name__
-            words = "panicked" if kind == "PanicException" else "cannot be used: " + kind
-            self._send({"refused": f"{request['named']}: the tokenizer {words} ({one_line(e)})"})
+            words = "made its library panic" if is_panic(e) else "cannot be used"
+            file = file_of(Path(request["folder"]))
+            where = f"{Path(request['named']) / file}:" if file else f"{request['named']}: its tokenizer"
+            self._send({"refused": f"{where} {words} ({one_line(e)})"})
 
     def _do(
         self, do: str, number: int, folder: str, named: str, forget: list[int], arguments: dict | None = None

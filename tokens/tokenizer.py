@@ -16,7 +16,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from common.errors import InputError
-from tokens.files import ENCODERS, FILES, GGUF_ADVICE
+from tokens.files import FILES, GGUF_ADVICE, file_of
 from tokens.guard import GUARD, Guarded
 from tokens.spelling import spelled
 
@@ -27,7 +27,7 @@ def copy_files(source: Path, target: Path) -> bool:
     Returns False, and copies nothing, if the folder has no tokenizer. Raises InputError if its files do not
     load.
     """
-    if not any((source / name).is_file() for name in ENCODERS):
+    if not file_of(source):
         return False
     Tokenizer.load(source)  # better now than at the first prompt
     for name in FILES:
@@ -74,7 +74,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
         """The tokenizer in this folder, None if it has none. Raises InputError if its files are damaged."""
-        if not any((Path(folder) / name).is_file() for name in ENCODERS):
+        if not file_of(Path(folder)):
             return None
         return cls(GUARD.load(Path(folder)))
 

@@ -36,10 +36,11 @@ from training.batches import Draw
 from training.begun_head import begun_args, begun_head, load_start
 from training.card import write_card
 from training.chains import eagle3_outputs
-from training.choices import BLOCK_KINDS, MULTI_TOKEN
+from training.choices import BLOCK_KINDS, DRAFT_VOCAB, MULTI_TOKEN
 from training.collect import Collector
 from training.copies import load_copy
 from training.features import Features, Reader, StoredFeatures
+from training.layouts import layout_of
 from training.new_head import head_args, new_head, new_multi_token_heads
 from training.objective import (
     BlockObjective,
@@ -56,7 +57,6 @@ from training.text import collect_text
 from training.trainer import Trainer
 from training.validate import Validator, decoding_copy
 
-DRAFT_VOCAB = 8192  # ids that heads draft
 CURVES, CARD, SPECULATORS = "curves.png", "README.md", "speculators"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
 
@@ -274,13 +274,14 @@ class Session:
         if accuracy is not None and accuracy < 0.01:
             note(f"warning: the head guesses {accuracy:.1%} of the target's choices in held-out text:"
                  " it has learnt nothing; try a smaller --lr")
-        both, usual = o.layout == "both", "speculators" if o.kind in ("dflash", "dspark") else "sglang"
+        both = o.layout == "both"
+        layout = layout_of(o.layout, o.kind, vars(head.args), self.config["vocab_size"])
         launch = ["python"]
         if self.processes.count > 1:
             launch = ["torchrun", "--nproc-per-node", str(self.processes.count)]
         size = 2 * sum(t.numel() for t in head.own_state().values()) * (1 + both)
         with staging(out, size, kept=lambda old: old.name not in WRITTEN) as folder:
-            write_head(head, folder, usual if o.layout in (None, "both") else o.layout, self.config)
+            write_head(head, folder, layout, self.config)
             write_card(
                 folder, command=shlex.join([*launch, "train.py", *command]), head=head, kind=o.kind,
                 target=self.config["name"], figures=text.figures, covered=text.covered, plan=trainer.plan,

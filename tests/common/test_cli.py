@@ -101,7 +101,7 @@ def test_rules_are_checked_in_their_order():
 
 
 @pytest.mark.parametrize("kind, value, number", [
-    (positive, "1", 1), (positive, "9223372036854775807", 2**63 - 1), (count, "0", 0), (count, "7", 7),
+    (positive, "1", 1), (positive, "2147483647", 2**31 - 1), (count, "0", 0), (count, "7", 7),
     (positive, "0", None), (positive, "-1", None), (positive, "1.5", None), (positive, "", None),
     (positive, "9223372036854775808", None), (count, "-1", None), (count, "x", None), (dtype, "int8", None),
 ])

@@ -41,6 +41,7 @@ REFUSED = (
     ((*PROMPT, "--draft-window", "8"), "--draft-window 8: is for heads with attention"),
     ((*PROMPT, "--accept", "typical"), "--accept typical: plain decoding drafts nothing to accept"),
     ((*EAGLE3, "--accept", "residual"), "--accept residual: is for --speculate draft-model"),
+    ((*PROMPT, "--tree-depth", "2"), "--tree-depth 2: plain decoding drafts no tree; add --speculate"),
     ((*EAGLE3, "--tree-nodes", "1025"), "--tree-nodes 1025: must be 2 to 1,024"),
     ((*EAGLE3, "--tree-depth", "-1"), "--tree-depth -1: must be 0 to 1,024"),
     ((*EAGLE3, "--tree-width", "0"), "--tree-width 0: must be 1 to 1,024"),

@@ -91,13 +91,18 @@ def test_many_at_once(models, counts):
     assert len({o.finish for o in found}) > 1 and not seats.busy
 
 
+@pytest.fixture(scope="module")
+def thirty(models):
+    """Requests, and what each emits alone."""
+    made = requests(30, seed=3)
+    return made, alone(models, made)
+
+
 @pytest.mark.parametrize("lag", (0, 1, 2))
 @pytest.mark.parametrize("places", (1, 2, 5))
-def test_whatever_else_is_running(models, places, lag):
+def test_whatever_else_is_running(models, thirty, places, lag):
     """Also where the host learns late what was emitted, and texts are left in the middle."""
-    target, head = models
-    made = requests(30, seed=3)
-    expected = alone(models, made)
+    (target, head), (made, expected) = models, thirty
     seats = Seats(target, Eagle(head, SHAPE), places=places, max_seq_len=300, compile=False, lag=lag)
     for turn, leaving in enumerate((0.0, 0.03)):
         found = decode(seats, made, random.Random(turn), leaving)

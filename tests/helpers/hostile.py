@@ -220,7 +220,7 @@ SOURCES = {
         "generation_config.json: eos_token_id is 'x'"),
     "tokens without ids": (
         text_of("tokenizer_config.json", b'{"added_tokens_decoder": {"x": {"content": "a"}}}'),
-        "tokenizer_config.json: added_tokens_decoder has a name 'x'; expected token ids"),
+        "tokenizer_config.json: a name in added_tokens_decoder is 'x'; expected"),
     "tokens without text": (
         text_of("tokenizer_config.json", b'{"added_tokens_decoder": {"1": {}}}'),
         "tokenizer_config.json: added_tokens_decoder.1.content is missing; expected a text"),

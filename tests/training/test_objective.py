@@ -1,4 +1,6 @@
 """The losses are those of the heads run as the decoder runs them."""
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from model import KVCache
 from networks.eagle import PEagleHead
 from training.batches import Draw
+from training.chains import eagle3_outputs
 from training.features import Features, TargetStates
 from training.new_head import new_head
 from training.objective import DECAY, TOKEN_LOSS, BlockObjective, Eagle1Objective, Eagle3Objective
@@ -121,7 +124,10 @@ def test_a_compiled_loss_is_the_loss(models):
     """Compiled and not, over batches of several shapes."""
     target, head = models
     head = head.twin(target, torch.float32)
-    objectives = [Eagle3Objective(target, head, 3, compiled) for compiled in (False, True)]
+    outputs = partial(eagle3_outputs, again=False)  # as train.py has it
+    objectives = [
+        Eagle3Objective(target, head, 3, compiled, outputs=outputs) for compiled in (False, True)
+    ]
     for rows in (ROWS, ROWS[1:], ROWS[2:]):
         states = Features(target, objectives[0].aux_layers).read(rows)
         (plain, _), (compiled, _) = (

@@ -19,7 +19,7 @@ REFUSED = (
     ((*TEXT, "--work", "file/work"), "--work file/work: not a folder that can be written to"),
     ((*TEXT, "--out", "file"), "--out file: not a folder that can be written to"),
     ((*TEXT, "--out", "file/head/"), "--out file/head/: not a folder that can be written to"),
-    ((*TEXT, "--cache-features", "file"), "--cache-features file: is no folder"),
+    ((*TEXT, "--cache-features", "file"), "--cache-features file: not a folder that can be"),
     ((*TEXT, "--limit", "3"), "--limit: belongs to --prompts; leave it out"),
     (("--prompts", "p", "--turns", "3"), "--turns: belongs to --synthesize; leave it out"),
     (("--prompts", "p", "--openings", "o"), "--openings: belongs to --synthesize; leave it out"),
