@@ -92,7 +92,7 @@ def shards(index: Path) -> dict[str, str]:
     if not weight_map:
         raise InputError(f"{index}: has no weight_map")
     for file in dict.fromkeys(weight_map.values()):
-        if Path(file).name != file or "\0" in file:
+        if not file or Path(file).name != file or "\0" in file:
             raise InputError(f"{index}: {in_words(file)} is not the name of a file beside it")
     return weight_map
 
