@@ -296,7 +296,9 @@ def judge(o: argparse.Namespace) -> None:
         judge_shape(o, config)
     if o.draft_vocab and o.draft_vocab > config["vocab_size"]:
         raise InputError(f"--draft-vocab {o.draft_vocab}: the target has {config['vocab_size']} token ids")
-    size = o.draft_vocab or start.get("draft_vocab_size") or min(DRAFT_VOCAB, config["vocab_size"])
+    begins = start.get("draft_vocab_size")  # which is judged when the head is read
+    begins = begins if isinstance(begins, int) else min(DRAFT_VOCAB, config["vocab_size"])
+    size = o.draft_vocab or begins
     layout_of(o.layout, o.kind, {**start, "draft_vocab_size": size}, config["vocab_size"])
     room, longest = o.max_prompt_tokens + o.max_new_tokens, config["max_seq_len"]
     if (o.prompts or o.synthesize) and room > longest:

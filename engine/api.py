@@ -49,7 +49,7 @@ from kernels.offload import offload
 from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
 from kernels.ranks import Ranks
-from model import Transformer
+from model import ModelArgs, Transformer
 from networks.head import Head
 from sampling.rules import RULES
 from tokens.grammar import Grammars, Guide
@@ -154,7 +154,8 @@ def check_prompts(
 ) -> None:
     """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded."""
     config, prompts = read_config(checkpoint, "target"), list(prompts)
-    room, tokenizer = longest_text(config["max_seq_len"], max_seq_len), Tokenizer.load(checkpoint)
+    longest, tokenizer = ModelArgs.from_config(config).max_seq_len, Tokenizer.load(checkpoint)
+    room = longest_text(longest, max_seq_len)
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
         ids = encode(tokenizer, prompt, raw=raw, system=system, room=room, name=name)

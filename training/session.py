@@ -284,7 +284,8 @@ class Session:
             write_head(head, folder, layout, self.config)
             write_card(
                 folder, command=shlex.join([*launch, "train.py", *command]), head=head, kind=o.kind,
-                target=self.config["name"], figures=text.figures, covered=text.covered, plan=trainer.plan,
+                target=self.config.get("name", Path(o.checkpoint).name), figures=text.figures,
+                covered=text.covered, plan=trainer.plan,
                 steps=trainer.objective.steps, log=log, seconds=seconds,
             )
             if (self.work / CURVES).exists():
