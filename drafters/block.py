@@ -100,7 +100,9 @@ class BlockDrafter(HeadDrafter):
         if not head.args.markov_rank:
             if level_logits is not None:
                 level_logits += logits.split(1, 1)
-            return grow_crossed(logits, noise, self._names, shape)
+            rows = last[:, : shape.window - 1]
+            trust = F.logsigmoid(head.doubt(rows)) if head.args.confidence else None
+            return grow_crossed(logits, noise, self._names, shape, trust)
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """The k best after tokens [B, R]: scores and target ids, both [B, R, k]."""

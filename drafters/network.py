@@ -17,16 +17,20 @@ from tree import Growth, PathTree, TreeShape, pick
 
 
 def grow_crossed(
-    logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape
+    logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape,
+    trust: Tensor | None = None,
 ) -> Growth:
     """A tree of levels that know nothing of each other: every node of a level has the same children.
 
     Best first by the sum of log-probabilities, over nodes among the k best of their level (DDTree, arXiv
     2604.12989, where k is the number of nodes). logits [B, L, Vd] of L levels; noise [B, >=L, Vd] or None;
-    names [Vd]: the target id of each draft id, if it is another.
+    names [Vd]: the target id of each draft id, if it is another. trust [B, L]: what is added to the scores of
+    a level.
     """
     k, levels = shape.width, logits.shape[1]
     scores, tokens = rank(logits, None if noise is None else noise[:, :levels], k, names)
+    if trust is not None:
+        scores = scores + trust[..., None]
     grown = Growth(shape, scores[:, 0], tokens[:, 0])
     for level in range(1, levels):
         if level > 1:

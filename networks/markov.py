@@ -66,10 +66,10 @@ class Markov(nn.Module):
         """What is added to the logits of drafts that follow tokens: float32 [..., Vd]. See `markov_reads`."""
         return project(self.markov_out, self.markov_reads(row, tokens))
 
-    def doubt(self, row: Tensor, tokens: Tensor) -> Tensor:
+    def doubt(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:
         """The logit of how often drafts are accepted [...], float32.
 
-        The arguments are those of `markov_reads`.
+        The arguments are those of `markov_reads`; tokens may be left out unless `confidence_reads_markov`.
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)

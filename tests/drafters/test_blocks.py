@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.blocks import LABELS, Reference, published
+from helpers.blocks import LABELS, Reference, published, sharpened
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
@@ -15,6 +15,7 @@ from drafters.dflash import DFlash
 from drafters.p_eagle import PEagle
 from engine.decoder import Decoder
 from networks.eagle import PEagleHead
+from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
 from training.new_head import new_head
 from training.shapes import Shape
@@ -23,9 +24,10 @@ from tree import TreeShape
 PROMPT = [256, *range(97, 120)]
 
 
-def converted(label: str, golden, target, folder, **more):
+def converted(label: str, golden, target, folder, sharp: bool = False, **more):
     """(Published tensors, config, the head after conversion)."""
     tensors, config = published(label, target, **more)
+    tensors = sharpened(tensors) if sharp else tensors
     write_head(folder / "published", tensors, config)
     out = convert(folder / "published", folder / "ours", golden, quiet=True, dtype="fp32")
     return tensors, config, load_head(out, target)
@@ -45,21 +47,28 @@ def paths(tree) -> set[tuple[int, ...]]:
     return {path(node) for node in range(1, len(tokens))}
 
 
+@pytest.mark.parametrize("temperature", (0.0, 1.0))
 @pytest.mark.parametrize("label,draft", (*((label, None) for label in LABELS), ("p-eagle", 90)))
-def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft):
-    """Node for node, at every step, so that what is kept of earlier steps counts too."""
+def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, temperature):
+    """Node for node, at every step, so that what is kept of earlier steps counts too. At temperature 1 with
+    the target's noise at the place of each level.
+    """
     target, _ = models
-    tensors, config, head = converted(label, golden, target, tmp_path, draft=draft)
-    reference, nodes = Reference(tensors, config, target), 12
-    shape = TreeShape(nodes, head.args.drafts - 1, nodes - 1)
+    tensors, config, head = converted(label, golden, target, tmp_path, sharp=True, draft=draft)
+    reference, nodes, levels = Reference(tensors, config, target), 12, head.args.drafts
+    shape = TreeShape(nodes, levels - 1, nodes - 1)
     decoder, seen = Decoder(target, drafter_of(head, shape), max_seq_len=200, chunks=(8,), compile=False), []
     with decoder.observe(lambda tree, path: seen.append(tree)):
-        out = decoder.generate([PROMPT], Sampling(16))[0]
-    n = 1
+        out = decoder.generate([PROMPT], Sampling(16, temperature, seed=7))[0]
+    n, noise = 1, None
     for tree, count in zip(seen, out.accept_lengths):
-        assert paths(tree) == reference.tree(PROMPT + out.ids[:n], nodes, head.args.drafts)
+        ids = PROMPT + out.ids[:n]
+        if temperature:
+            places = torch.arange(len(ids), len(ids) + levels)[None]
+            noise = temperature * gumbel(seed_keys([7]), places, target.args.vocab_size)[0]
+        assert paths(tree) == reference.tree(ids, nodes, levels, noise)
         n += count
-    assert len(seen) > 5
+    assert len(seen) > 5 and sum(int(tree.depth.max()) > 1 for tree in seen) > 1
 
 
 @pytest.mark.parametrize("label", LABELS)

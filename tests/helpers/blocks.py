@@ -89,6 +89,12 @@ def published(label: str, target: Transformer, block: int = 5, draft: int | None
     return tensors, config
 
 
+def sharpened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same head, surer of what it says, so that trees are deep; its confidences are of all sizes."""
+    times = {"norm.weight": 12.0, "markov_head.markov_w1.weight": 6.0, "confidence_head.proj.weight": 0.1}
+    return tensors | {name: tensors[name] * by for name, by in times.items() if name in tensors}
+
+
 class Reference:
     """What a published head drafts after a text, one text at a time."""
 
@@ -181,9 +187,10 @@ class Reference:
             x = x + self.mlp(x, i)
         return self.norm(x, "norm")[n - 1 :]
 
-    def children(self, row: Tensor, before: int) -> Tensor:
-        """How likely each draft id is to follow the token `before`, logarithms [Vd]."""
-        logits, weight = self.lm_head @ row, 0.0
+    def children(self, row: Tensor, before: int, noise: Tensor | None = None) -> Tensor:
+        """How likely each draft id is to follow the token `before`, logarithms [Vd]. noise [V]: of its place.
+        """
+        logits, weight, both = self.lm_head @ row, 0.0, row
         if "markov_head.markov_w1.weight" in self.t:
             e = self.t["markov_head.markov_w1.weight"][before]
             if "markov_head.gate_proj.weight" in self.t:
@@ -192,18 +199,26 @@ class Reference:
                 read = e * gate.sigmoid()
             else:
                 read = e
-            logits = logits + self.t["markov_head.markov_w2.weight"] @ read
-            doubt = self.t["confidence_head.proj.weight"][0] @ torch.cat((row, e))
+            logits, both = logits + self.t["markov_head.markov_w2.weight"] @ read, torch.cat((row, e))
+        if "confidence_head.proj.weight" in self.t:
+            doubt = self.t["confidence_head.proj.weight"][0] @ both
             weight = F.logsigmoid(doubt + self.t["confidence_head.proj.bias"][0])
+        if noise is not None:
+            logits = logits + noise[self.ids]
         return logits.log_softmax(-1) + weight
 
-    def tree(self, ids: list[int], nodes: int, levels: int) -> set[tuple[int, ...]]:
+    def tree(
+        self, ids: list[int], nodes: int, levels: int, noise: Tensor | None = None
+    ) -> set[tuple[int, ...]]:
         """The paths below the root, best first; a heap holds the next sibling and first child of each taken.
+
+        noise [levels, V]: what the target is sampled with at the places of the levels.
         """
         rows = self.rows(ids)[:levels]
 
         def ranked(path: tuple[int, ...]) -> tuple[list[float], list[int]]:
-            scores = self.children(rows[len(path)], path[-1] if path else ids[-1])
+            here = None if noise is None else noise[len(path)]
+            scores = self.children(rows[len(path)], path[-1] if path else ids[-1], here)
             best = scores.sort(descending=True)
             return best.values.tolist(), self.ids[best.indices].tolist()
 
