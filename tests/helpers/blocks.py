@@ -90,8 +90,8 @@ def published(label: str, target: Transformer, block: int = 5, draft: int | None
 
 
 def sharpened(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same head, surer of what it says, so that trees are deep; its confidences are of all sizes."""
-    times = {"norm.weight": 12.0, "markov_head.markov_w1.weight": 6.0, "confidence_head.proj.weight": 0.1}
+    """The same head, surer of what it says, so that trees are deep; its confidences differ."""
+    times = {"norm.weight": 12.0, "markov_head.markov_w1.weight": 6.0, "confidence_head.proj.weight": 0.02}
     return tensors | {name: tensors[name] * by for name, by in times.items() if name in tensors}
 
 
