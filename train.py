@@ -165,6 +165,9 @@ def parser() -> Options:
         help="of the Markov head; 0 is none (default 128 for DSpark, else 0)")
     p.within("--markov-rank", 0, 4096)
     belongs("--markov-rank", block, lambda o: o.markov_rank and o.kind not in BLOCK_KINDS)
+    refuse(lambda o: o.markov_rank and o.kind == "dflash",
+           lambda o: f"--markov-rank {o.markov_rank}: a DFlash head with a Markov head is one of DSpark; take"
+                     " --kind dspark")
     add("--confidence", action=on_off,
         help="a head that says how often a draft is accepted (default: with a Markov head)")
     belongs("--confidence", block, lambda o: o.confidence is not None and o.kind not in BLOCK_KINDS)
@@ -292,6 +295,7 @@ def judge(o: argparse.Namespace) -> None:
     start = check_head("--start", o.start)
     if start:
         check_start(start["kind"], o.kind)
+        judge_start(o, start)
     elif o.kind not in MULTI_TOKEN:
         judge_shape(o, config)
     if o.draft_vocab and o.draft_vocab > config["vocab_size"]:
@@ -318,6 +322,17 @@ def judge(o: argparse.Namespace) -> None:
         if not Path(folder).is_dir():
             raise InputError(f"--shards {folder}: not a folder")
         check_shards(Path(folder), config["vocab_size"])
+
+
+def judge_start(o: argparse.Namespace, start: dict) -> None:
+    """Raise InputError if an option takes away what the head of --start has. start: its config.json."""
+    layers = start.get("num_layers")
+    if o.layers and isinstance(layers, int) and o.layers < layers:
+        raise InputError(f"--layers {o.layers}: the head of --start has {layers}, and keeps them")
+    if o.markov_rank == 0 and start.get("markov_rank"):
+        raise InputError("--markov-rank 0: the head of --start has a Markov head, and keeps it; leave it out")
+    if o.confidence is False and start.get("confidence"):
+        raise InputError("--no-confidence: the head of --start has a confidence head, and keeps it")
 
 
 def judge_shape(o: argparse.Namespace, config: dict) -> None:

@@ -283,7 +283,8 @@ def _p_eagle_config(head: Head) -> dict:
 def _speculators_config(head: Head, target: dict) -> dict:
     a = head.args
     proposal = {
-        "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0
+        "proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0,
+        "speculative_tokens": min(5, getattr(a, "drafts", 5)),  # a block head drafts no more
     }
     kind = _kind(head)
     algorithm = kind.replace("-", "")

@@ -181,6 +181,9 @@ MISTAKES = (
     ("train", "--draft-vocab 301", "--draft-vocab 301: the target has 300 token ids"),
     ("train", "--kind dspark --layout sglang --draft-vocab 64", "--layout sglang: the layout sglang is for"),
     ("train", "--start RENORMED --layout both", "has no place for recycle_normed, which the head of --start"),
+    ("train", "--kind dspark --start SURE --layers 1", "--layers 1: the head of --start has 2, and keeps"),
+    ("train", "--kind dspark --start SURE --markov-rank 0", "--markov-rank 0: the head of --start has a"),
+    ("train", "--kind dspark --start SURE --no-confidence", "--no-confidence: the head of --start has a"),
     ("train", "--cache-features TEXT/x", "--cache-features TEXT/x: not a folder that can be written to"),
     ("train", "--cache-features /proc/x", "--cache-features /proc/x: cannot be written to"),
     ("train", "--max-len 9999999999", "'9999999999' is no whole number of at least 1 (and below 2^31)"),
@@ -268,6 +271,9 @@ def place(tmp_path_factory) -> Path:
     (folder / "WRITTEN" / "model.safetensors").touch()
     (folder / "FOLDER").mkdir()
     (folder / "FOLDERS" / "inside").mkdir(parents=True)
+    (folder / "SURE").mkdir()
+    sure = {"format": 2, "kind": "dspark", "num_layers": 2, "markov_rank": 4, "confidence": True}
+    (folder / "SURE" / "config.json").write_text(json.dumps(sure))
     (folder / "RENORMED").mkdir()
     normed = {"format": 2, "kind": "eagle3", "draft_vocab_size": 64, "recycle_normed": True}
     (folder / "RENORMED" / "config.json").write_text(json.dumps(normed))

@@ -107,7 +107,7 @@ class Session:
         if ranks and self.decoding.embed.weight.device.type == "cpu":
             o.compile = o.compile and self.decoding.on_kernels  # torch.compile is not for ranks on CPUs
         self.reader = Reader(*load_copy(o, "--reader", o.reader, loaded, ranks)) if o.reader else None
-        self.learning = training_copy(self.target, processes.first_says)
+        self.learning = training_copy(self.target, self.work, processes.first_says)
         if ranks:  # a part of the target has another identity than all of it
             casts = runtime.torch_dtype, self.learning.embed.weight.dtype
             self.name = identity_of(o.checkpoint, casts[0])

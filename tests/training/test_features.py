@@ -74,14 +74,22 @@ def test_memory_is_bounded(models):
     assert Features(target, head.args.aux_layers).cached == {}
 
 
-def test_a_copy_in_floats_where_they_are_faster(golden, monkeypatch):
+def test_a_copy_in_floats_where_they_are_faster(golden, tmp_path, monkeypatch):
+    """As it was measured when a training began, whatever is measured when it goes on."""
     target, _ = load_model(golden, dtype=torch.bfloat16)
+    works = [tmp_path / "slower", tmp_path / "faster"]
+    for i, work in enumerate(works):
+        work.mkdir()
+        monkeypatch.setattr(precision, "float32_is_faster", lambda dtype, i=i: bool(i))
+        assert (precision.training_copy(target, work) is target) == (i == 0)
+    assert precision.training_copy(target, works[0]) is target
     monkeypatch.setattr(precision, "float32_is_faster", lambda dtype: False)
-    assert precision.training_copy(target) is target
-    monkeypatch.setattr(precision, "float32_is_faster", lambda dtype: True)
-    copy = precision.training_copy(target)
+    copy = precision.training_copy(target, works[1])
     assert copy.embed.weight.dtype == torch.float32 and target.embed.weight.dtype == torch.bfloat16
-    assert precision.training_copy(copy) is copy
+    assert precision.training_copy(copy, works[0]) is copy
+    (works[1] / precision.CHOICE).write_text('{"float32": 1}')
+    with pytest.raises(InputError, match=r"precision.json: float32 is 1; expected true or false; delete it"):
+        precision.training_copy(target, works[1])
     states = Features(copy, (1, 2, 3), dtype=torch.bfloat16)
     assert states.compute([(1, 2, 3)]).normed.dtype == torch.bfloat16
     assert states.read(ROWS[:1]).features.dtype == torch.float32

@@ -40,6 +40,7 @@ REFUSED = (
     ((*TEXT, "--layers", "2"), f"--layers: belongs to {BLOCK}"),
     ((*TEXT, "--drafts", "2"), f"--drafts: belongs to {BLOCK}"),
     ((*TEXT, "--markov-rank", "2"), f"--markov-rank: belongs to {BLOCK}"),
+    ((*TEXT, "--kind", "dflash", "--markov-rank", "2"), "--markov-rank 2: a DFlash head with a Mark"),
     ((*TEXT, "--no-confidence"), f"--confidence: belongs to {BLOCK}"),
     ((*TEXT, "--anchors", "1"), f"--anchors: belongs to {BLOCK}"),
     ((*TEXT, "--kind", "dflash", "--anchors", "0"), "--anchors 0.0: must be 0.001 to 1"),
