@@ -357,7 +357,6 @@ BAD = {
     "target as draft": (["--speculate", "eagle3", "--draft", "SELF", "--prompt", "x"], "target"),
     "words as ids": (["--prompt-ids", "1,two"], "1,two"),
     "id out of range": (["--prompt-ids", "1,320"], "320"),
-    "empty ids": (["--prompt-ids", ""], "prompt-ids"),
     "missing file": (["--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
     "temperature": (["--prompt", "x", "--temperature", "-1"], "temperature"),
     "top-p": (["--prompt", "x", "--top-p", "0"], "--top-p 0.0: must be"),
