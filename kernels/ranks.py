@@ -106,6 +106,11 @@ def own_device(device: str) -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
+def is_loss(error: RuntimeError) -> bool:
+    """Whether an error says that another rank is lost."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST)
+
+
 @contextlib.contextmanager
 def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     """The ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
@@ -131,7 +136,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
         with _ended_by_a_signal(this):
             yield ranks
     except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and not any(words in str(e) for words in LOST):
+        if not is_loss(e):
             raise
         raise InputError(
             f"{this} has lost another one ({first_line(e)}), so all end; torchrun's report says which, the"

@@ -6,13 +6,17 @@ call is the same everywhere, as no rank goes by time.
 """
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from engine.seats import Event, Seats, Text
+from kernels.ranks import is_loss
 from sampling.options import Sampling
+from server.worker import Gone
 from tokens.grammar import Guide
 
 IDLE = timedelta(days=365)  # the others wait as long as nobody asks for anything
@@ -35,8 +39,21 @@ class Orders:
         return heard[0]
 
 
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """A context in which an error that says that another rank is lost is a `Gone`."""
+    try:
+        yield
+    except RuntimeError as e:
+        if not is_loss(e):
+            raise
+        raise Gone("another rank of this server has died") from None
+
+
 class Leader:
-    """The seats of the first rank, which the others follow. Arguments and errors are those of `Seats`."""
+    """The seats of the first rank, which the others follow. Arguments and errors are those of `Seats`; where
+    another rank is lost, Gone.
+    """
 
     def __init__(self, seats: Seats, orders: Orders):
         self.seats, self.orders = seats, orders
@@ -55,19 +72,22 @@ class Leader:
         if sampling.json_schema is not None and guide is None:
             guide = self.seats.guide(sampling.json_schema)
         self.admitted += 1
-        self.orders.tell("admit", self.admitted, prompt, sampling, None, watch, score_prompt, plain)
-        text = self.seats.admit(prompt, sampling, guide, watch, score_prompt, plain)
+        with _together():
+            self.orders.tell("admit", self.admitted, prompt, sampling, None, watch, score_prompt, plain)
+            text = self.seats.admit(prompt, sampling, guide, watch, score_prompt, plain)
         self.numbers[text] = self.admitted
         return text
 
     def leave(self, text: Text) -> None:
         if (number := self.numbers.pop(text, None)) is not None:
-            self.orders.tell("leave", number)
-            self.seats.leave(text)
+            with _together():
+                self.orders.tell("leave", number)
+                self.seats.leave(text)
 
     def advance(self) -> list[Event]:
-        self.orders.tell("advance")
-        return self.seats.advance()
+        with _together():
+            self.orders.tell("advance")
+            return self.seats.advance()
 
     def end(self) -> None:
         """Let the others go."""

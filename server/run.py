@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import signal
 import socket
 import threading
@@ -33,7 +34,8 @@ class Uvicorn(uvicorn.Server):
         if self.should_exit:  # a second signal: at once
             self.worker.stop()
         else:
-            note("going down: requests that run are ended first")
+            if not self.worker.failed:
+                note("going down: requests that run are ended first")
             self.worker.close()
             # Who is not done by then hears why, in the form of other errors, and has a moment to read it.
             ending = threading.Timer(self.grace, self.worker.stop)
@@ -54,6 +56,7 @@ def serve(app, worker: Worker, listener: socket.socket, grace: float, ready: Cal
     server = Uvicorn(config, worker, ready, grace)
     # Uvicorn raises a signal again when its work is done: SIGTERM is then to end no less orderly than Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    worker.on_gone = lambda: os.kill(os.getpid(), signal.SIGTERM)
     worker.start()
     try:
         asyncio.run(server.serve(sockets=[listener]))

@@ -34,6 +34,10 @@ class Closing(Exception):
     """The server takes no more requests."""
 
 
+class Gone(Exception):
+    """What decodes is lost, and nothing can be decoded any more."""
+
+
 class Failure(NamedTuple):
     """Why a job ended without an answer, and what is at fault: the request, the server, time, or its end."""
 
@@ -101,6 +105,7 @@ class Worker(threading.Thread):
         self.seats, self.tokenizer, self.metrics, self.queue = seats, tokenizer, metrics, queue
         self.stop_ids = set(seats.state.stop_ids.tolist())
         self.failed: str | None = None  # why nothing can be decoded any more
+        self.on_gone: Callable[[], None] = lambda: None  # called once if what decodes is lost
         self._change = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._cancelled: list[Job] = []
@@ -165,11 +170,16 @@ class Worker(threading.Thread):
     # -- in the thread ------------------------------------------------------------------------
 
     def run(self) -> None:
-        failures = 0
-        while self._prepare():
+        failures, gone = 0, False
+        while True:
             try:
+                if not self._prepare():
+                    break
                 self._round()
                 failures = 0
+            except Gone as e:
+                self.failed, gone = f"the server is going down: {e}", True
+                break
             except Exception as e:  # a fault of ours: whoever is here hears of it, the others go on
                 traceback.print_exc()
                 failures += 1
@@ -177,7 +187,10 @@ class Worker(threading.Thread):
                 if failures == FAILURES:
                     self.failed = f"decoding has failed {FAILURES} times in a row; see the server's log"
                     note(f"error: {self.failed}")
-        self._fail_all(self.failed or "the server is going down", "server" if self.failed else "closing")
+        down = gone or not self.failed
+        self._fail_all(self.failed or "the server is going down", "closing" if down else "server")
+        if gone:
+            self.on_gone()
 
     def _prepare(self) -> bool:
         """Wait for something to do; drop what nobody wants. Returns whether to go on."""
@@ -271,7 +284,7 @@ class Worker(threading.Thread):
 
     def _leave(self, job: Job) -> None:
         """Free a job's place, if it has one."""
-        if job.text and self._jobs.pop(job.text, None):
+        if job.text and self._jobs.pop(job.text, None) and not self.failed:
             self.seats.leave(job.text)
 
     def _fail_all(self, why: str, fault: str = "server") -> None:
