@@ -34,7 +34,7 @@ from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
 from common.gpus import check_gpu
 from common.texts import check_readable
-from common.torchrun import one_voice, several
+from common.torchrun import command_in_words, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
 from drafters.early import judge_method
 from evaluation.answers import check_out
@@ -239,7 +239,8 @@ def run_together(o, asked: Asked) -> int:
             if Path(o.out).is_dir():
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
-        ranks.agree("the folder is read", own_device(Runtime(o.device).device_name))
+        # Also a moment in which all have read the folder.
+        ranks.agree_on(command_in_words(o, asked), own_device(Runtime(o.device).device_name))
         evaluation = load(o, asked, ranks)
         evaluation.answer()
         return finish(o, evaluation)

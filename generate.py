@@ -15,7 +15,7 @@ from checkpoint.early import check_checkpoint, check_head, check_ids
 from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
 from common.gpus import check_gpu
-from common.torchrun import one_voice, several
+from common.torchrun import command_in_words, one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
@@ -265,9 +265,11 @@ def run(o) -> int:
     if o.interactive:
         raise InputError("--interactive: ranks have one terminal together; start it without torchrun")
     from engine.runtime import Runtime
-    from kernels.ranks import joined
+    from kernels.ranks import joined, own_device
 
-    with joined(Runtime(o.device).device_name, o.shard_head) as ranks:
+    device = Runtime(o.device).device_name
+    with joined(device, o.shard_head) as ranks:
+        ranks.agree_on(command_in_words(o, asked), own_device(device))
         return decode(o, asked, ranks)
 
 

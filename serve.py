@@ -17,7 +17,7 @@ from checkpoint.early import check_checkpoint, check_head
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.gpus import check_gpu
-from common.torchrun import is_first, one_voice, several
+from common.torchrun import command_in_words, is_first, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.early import judge_method
 from drafters.tree_spec import TreeSpec, read_tree
@@ -132,9 +132,11 @@ def run(o) -> int:
     if not several():
         return start(o, tree, listener)
     from engine.runtime import Runtime
-    from kernels.ranks import joined
+    from kernels.ranks import joined, own_device
 
-    with joined(Runtime(o.device).device_name, o.shard_head) as ranks:
+    device = Runtime(o.device).device_name
+    with joined(device, o.shard_head) as ranks:
+        ranks.agree_on(command_in_words(o, tree), own_device(device))
         return start(o, tree, listener, ranks)
 
 

@@ -1,6 +1,7 @@
 """Commands that torchrun starts several times: which process this is, and that they speak with one voice."""
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -24,6 +25,19 @@ def several() -> bool:
 def is_first() -> bool:
     """Whether this is the only process, or the first of several."""
     return not several() or os.environ.get("RANK", "0") == "0"
+
+
+# Options of which each machine may have its own; what is read from their files is told apart from them.
+OF_A_MACHINE = {
+    "checkpoint", "draft", "datastore", "prompt_file", "json_schema", "questions", "out", "trace", "device",
+    "threads", "host", "port", "api_key",
+}
+
+
+def command_in_words(o: argparse.Namespace, *read: object) -> str:
+    """The options on which all processes have to agree, and what was read from files: one line."""
+    asked = {name: value for name, value in sorted(vars(o).items()) if name not in OF_A_MACHINE}
+    return repr((asked, *read))
 
 
 def check_group() -> None:

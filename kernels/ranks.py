@@ -92,6 +92,16 @@ class Ranks:
                 f" {what:.300})"
             )
 
+    def agree_on(self, command: str, device: torch.device | str) -> None:
+        """Raise InputError unless all ranks were started alike. command: see `common.torchrun`."""
+        said = self.every(_digest(command, device)).tolist()
+        if len(set(said)) > 1:
+            others = ", ".join(str(i) for i, one in enumerate(said) if one != said[0])
+            raise InputError(
+                f"{self.count} ranks with different options, prompts or questions (rank {others} has not"
+                " those of rank 0): start all with one command"
+            )
+
     def name(self, what: str, device: torch.device | str) -> str:
         """A digest of what rank 0 says."""
         return f"{self.first(_digest(what, device)).item():x}"

@@ -84,12 +84,13 @@ def test_what_ranks_refuse_is_said_once(golden):
     ("source", ("--prompt-ids", "1,2"), "not converted yet; run python convert_checkpoint.py"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_what_ranks_refuse(golden, capsys, monkeypatch, checkpoint, args, words):
-    """Each of them does it before it asks another one, so one does here. `--tree auto` is in
+    """Each of them does it by itself, so one does here, that is told that all have one command. `--tree auto` is in
     tests/engine/test_dealing.py.
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setattr("kernels.ranks.joined", lambda *_: contextlib.nullcontext(Ranks(0, 2, "")))
+    monkeypatch.setattr(Ranks, "agree_on", lambda *_: None)
     folder = {"golden": golden, "source": ROOT / "tests" / "golden" / "target"}[checkpoint]
     assert generate.main(["--checkpoint", str(folder), *args, "--no-compile"]) == 1
     out, err = capsys.readouterr()
@@ -221,6 +222,17 @@ def test_an_environment_that_is_none(monkeypatch, name, value, words):
     with pytest.raises(InputError, match=words), joined("cpu"):
         pass
 
+
+
+@pytest.mark.parametrize("words", ["--prompt Hello$RANK", "--prompt x --top-k 1$RANK"])
+def test_ranks_with_different_options_do_not_decode(golden, words):
+    one = f"exec {sys.executable} generate.py --checkpoint {golden} --no-compile {words}"
+    run = subprocess.run(
+        [*LAUNCH, "--no-python", "bash", "-c", one], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert run.returncode and not run.stdout
+    assert ours(run.stderr) == ["error: 2 ranks with different options, prompts or questions (rank 1 has not"
+                                " those of rank 0): start all with one command"]
 
 
 def test_ranks_that_differ_do_not_decode():
