@@ -84,8 +84,8 @@ def test_what_ranks_refuse_is_said_once(golden):
     ("source", ("--prompt-ids", "1,2"), "not converted yet; run python convert_checkpoint.py"),
 ], ids=lambda x: x if isinstance(x, str) else "")
 def test_what_ranks_refuse(golden, capsys, monkeypatch, checkpoint, args, words):
-    """Each of them does it by itself, so one does here, that is told that all have one command. `--tree auto` is in
-    tests/engine/test_dealing.py.
+    """Each of them does it by itself, so one does here, that is told that all have one command. `--tree auto`
+    is in tests/engine/test_dealing.py.
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
