@@ -352,6 +352,7 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 
     from common.threads import use_threads
     from engine.runtime import Runtime
+    from kernels.ranks import is_loss
     from training.processes import Processes
     from training.session import Session, check_machine
 
@@ -360,7 +361,15 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     check_machine(o)
     processes = Processes.from_environment(o.device, o.target_ranks)
     o.device = processes.own_device(o.device)
-    Session(o, processes).run(words)
+    try:
+        Session(o, processes).run(words)
+    except RuntimeError as e:
+        if processes.count == 1 or not is_loss(e):
+            raise
+        raise InputError(
+            f"process {processes.rank} of {processes.count} has lost another one, so all end; run the same"
+            " command again to go on"
+        ) from None
     processes.leave()  # not after an error: others may wait for this one, and leaving would wait for them
 
 

@@ -54,7 +54,9 @@ def test_a_run_that_loses_processes_twice_and_goes_on_with_others(golden, prompt
     assert all(launch.end()[0])
     launch = Launch(command, machines=2, each=1)
     launch.kill_one(lambda: log.exists() and log.read_text().count("\n") > 2)
-    assert all(launch.end()[0]) and not (many / "head").exists()
+    codes, said = launch.end()
+    assert all(codes) and not (many / "head").exists()
+    assert "has lost another one, so all end; run the same command again to go on" in said
     launch = Launch([*command, "--target-ranks", "2"], machines=1, each=4)
     codes, said = launch.end()
     assert codes == [0], said
