@@ -154,8 +154,12 @@ class Book:
 
 
 def check_out(folder: Path) -> None:
-    """Raise InputError if a folder holds something else than the answers of an evaluation."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / OPTIONS).exists():
+    """Raise InputError if a folder holds something else than the answers of an evaluation.
+
+    Hidden files are none of anybody's: a run that was killed at its first write has left one.
+    """
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if any(not name.startswith(".") for name in names) and OPTIONS not in names:
         raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
 
 

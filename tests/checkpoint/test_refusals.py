@@ -81,7 +81,7 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
 BAD_TARGETS = {
     "no such path": (lambda f: f / "nothing" / "at" / "all", "no such"),
     "a file": (plain_file, "not a folder"),
-    "no config": (overwritten("config.json", None), "config.json: no such file"),
+    "no config": (overwritten("config.json", None), "in: holds no config.json; name the folder"),
     "config is no JSON": (overwritten("config.json", b"{"), "JSON"),
     "no weights": (overwritten("model.safetensors", None), "no weights"),
     "unknown architecture": (edit(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
@@ -355,6 +355,7 @@ def test_malformed_in_an_unknown_way(tmp_path, capsys, monkeypatch):
         raise KeyError("rows")
 
     monkeypatch.setattr(checkpoint.convert, "convert", broken)
+    (tmp_path / "config.json").touch()
     code, err = run(capsys, "--checkpoint", tmp_path)
     assert code == 1 and err == [
         f"error: {tmp_path}: malformed in a way this program does not know (KeyError: 'rows')"
