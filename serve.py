@@ -188,6 +188,8 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     names = tuple(o.model_name) or (Path(checkpoint).resolve().name,)
     metrics = Metrics(names[0], places, seats.window)
     worker = Worker(seats, target.tokenizer, metrics, o.queue)
+    if ranks:
+        worker.lost = orders.lost
     settings = Settings(names, seats.max_seq_len, key_of(o), tuple(o.cors), o.max_body, o.time_limit)
     app = make_app(Server(worker, metrics, target.tokenizer, settings, target.guide))
     host, port = listener.getsockname()[:2]

@@ -17,6 +17,11 @@ import torch.nn as nn
 
 from engine.saved_graph import SavedGraph, saved_places, variant_of
 
+# Numbers of a model, such as the eps of its norms, are constants. Where one process compiles models that
+# differ in one, Dynamo would make it an input, which a region that is compiled once for all layers cannot
+# have.
+torch._dynamo.config.specialize_float = True
+
 
 def compile_graph(function: Callable, **options) -> Callable:
     """torch.compile as one graph, or not at all."""

@@ -7,7 +7,9 @@ call is the same everywhere, as no rank goes by time.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -27,6 +29,13 @@ class Orders:
 
     def __init__(self):
         self.group = dist.new_group(backend="gloo", timeout=IDLE)
+        self.processes: list = [None] * dist.get_world_size()
+        dist.all_gather_object(self.processes, (socket.gethostname(), os.getpid()), group=self.group)
+
+    def lost(self) -> bool:
+        """Whether a process of this machine has died."""
+        here = [pid for host, pid in self.processes if host == socket.gethostname()]
+        return not all(map(_lives, here))
 
     def tell(self, *order) -> None:
         """On the first rank: send an order, which may be empty."""
@@ -48,6 +57,14 @@ def _together() -> Iterator[None]:
         if not is_loss(e):
             raise
         raise Gone("another rank of this server has died") from None
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 class Leader:
@@ -90,7 +107,9 @@ class Leader:
             return self.seats.advance()
 
     def end(self) -> None:
-        """Let the others go."""
+        """Let the others go. Raises RuntimeError if one is lost."""
+        if self.orders.lost():
+            raise dist.DistError("its process has ended")
         self.orders.tell()
 
 

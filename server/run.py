@@ -15,6 +15,7 @@ from common.cli import note
 from server.worker import Worker
 
 LAST_WORDS = 3  # seconds to tell those whose requests are not done by the end of the grace
+NOTICE = 2  # seconds in which a rank that decodes notices that another one is lost, if it ever does
 IDLE = 75  # seconds that a connection is kept: longer than clients keep theirs, which would meet a closed one
 
 
@@ -38,9 +39,10 @@ class Uvicorn(uvicorn.Server):
                 note("going down: requests that run are ended first")
             self.worker.close()
             # Who is not done by then hears why, in the form of other errors, and has a moment to read it.
-            ending = threading.Timer(self.grace, self.worker.stop)
-            ending.daemon = True
-            ending.start()
+            for seconds, end in ((NOTICE, self.worker.abandon), (self.grace, self.worker.stop)):
+                ending = threading.Timer(seconds, end)
+                ending.daemon = True
+                ending.start()
         super().handle_exit(sig, frame)
 
 

@@ -106,6 +106,7 @@ class Worker(threading.Thread):
         self.stop_ids = set(seats.state.stop_ids.tolist())
         self.failed: str | None = None  # why nothing can be decoded any more
         self.on_gone: Callable[[], None] = lambda: None  # called once if what decodes is lost
+        self.lost: Callable[[], bool] = lambda: False  # whether that is so, as far as others can tell
         self._change = threading.Condition()
         self._waiting: deque[Job] = deque()
         self._cancelled: list[Job] = []
@@ -151,6 +152,13 @@ class Worker(threading.Thread):
         with self._change:
             self._closing = self._stopped = True
             self._change.notify()
+
+    def abandon(self) -> None:
+        """If what decodes is lost, tell all jobs so: this thread may wait for it without an end."""
+        if self.lost() and not self.failed:
+            self.failed = "the server is going down: what decodes is lost"
+            self._fail_all(self.failed, "closing")
+            self.stop()
 
     @property
     def most(self) -> int:
