@@ -4,13 +4,20 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.serving import serving
 
 import serve
+from sampling.options import Sampling
+from server.metrics import Metrics
+from server.worker import Closing, Job, Worker
+from tokens.tokenizer import Tokenizer
 
 httpx = pytest.importorskip("httpx")
 
@@ -90,3 +97,40 @@ def test_requests_end_before_torchrun_kills(monkeypatch, ranks, seconds):
     """It does so 30 seconds after it has told its processes to end."""
     monkeypatch.setenv("WORLD_SIZE", ranks)
     assert serve.parser().parse_args(["--checkpoint", "one"]).grace == seconds
+
+
+class Waiting:
+    """Seats whose step waits for ever for another rank, as some do."""
+
+    batch, state = 1, SimpleNamespace(stop_ids=torch.tensor([2]))
+
+    def __init__(self):
+        self.free, self.busy, self.waits = 1, 0, threading.Event()
+
+    def check(self, _):
+        pass
+
+    check_request = check
+
+    def admit(self, *_):
+        self.free, self.busy = 0, 1
+        return SimpleNamespace(cached=0)
+
+    def advance(self):
+        self.waits.set()
+        threading.Event().wait()
+
+
+def test_nobody_waits_for_a_rank_that_is_lost(golden):
+    worker, heard = Worker(Waiting(), Tokenizer.load(golden), Metrics("x", 1, 1)), []
+    worker.start()
+    worker.submit(Job([1], Sampling(4), heard.append))
+    assert worker.seats.waits.wait(30)
+    worker.abandon()
+    assert not heard  # nothing is lost yet
+    worker.lost = lambda: True
+    worker.abandon()
+    assert heard[-1].failure.fault == "closing" and "what decodes is lost" in heard[-1].failure.why
+    with pytest.raises(Closing, match="what decodes is lost"):
+        worker.submit(Job([1], Sampling(4), heard.append))
+    assert len(heard) == 1
