@@ -114,7 +114,7 @@ class Waiting:
 
     def admit(self, *_):
         self.free, self.busy = 0, 1
-        return SimpleNamespace(cached=0)
+        return type("Text", (), {"cached": 0})()
 
     def advance(self):
         self.waits.set()
