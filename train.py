@@ -182,6 +182,7 @@ def parser() -> Options:
 
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, default=7, help="EAGLE-3: unrolled draft steps (default 7)")
+    belongs("--steps", "--kind eagle3", lambda o: o.steps != 7 and o.kind != "eagle3")
     add("--loss", choices=LOSSES, default="ce",
         help="ce: cross-entropy with the target's distribution (default). lk: how often a draft is accepted"
         " by rejection. coupled: how often by the rule of this decoder, where both draw with one noise")

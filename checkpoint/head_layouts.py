@@ -68,8 +68,15 @@ def _eagle_kind(source: Source, tensors: dict[str, Entry]) -> str | None:
 def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     """Everything about a head but its embedding, lm_head and vocabulary map: those need the target's weights.
 
-    Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
+    Raises InputError if the head is a variant that we cannot run, if it was made for a target of another
+    depth, or if it takes an answer that is missing.
     """
+    depth = source.config.get("num_target_layers")
+    if depth is not None and depth != target.num_layers:
+        raise InputError(
+            f"{source.path}: config: num_target_layers is {depth}; expected {target.num_layers}, as many"
+            " layers as the converted target has; is the head another model's?"
+        )
     if medusa_kind(source):
         return read_medusa_layout(source, target)
     if block_kind(source):

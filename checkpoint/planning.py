@@ -98,6 +98,8 @@ def _is_targets(entry: Entry, target: Path, name: str) -> bool:
             return False
         matrix = file.get_tensor(name)
     own = entry.read()  # which may be a copy in bfloat16 of what the target has in float32
+    if not own.is_floating_point():
+        return False
     return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
 
 

@@ -21,7 +21,7 @@ CONFIG_KEYS = {
     **_all(Text(), "model_type", "hidden_act", "speculators_model_type", "markov_head_type", "_name_or_path"),
     **_all(IDS, "vocab_size", "draft_vocab_size"),
     **_all(WIDTH, "hidden_size", "intermediate_size", "moe_intermediate_size", "target_hidden_size"),
-    **_all(LAYERS, "num_hidden_layers"),
+    **_all(LAYERS, "num_hidden_layers", "num_target_layers"),
     **_all(MANY, "num_attention_heads", "num_key_value_heads", "head_dim"),
     **_all(Number(above=0, high=1), "rms_norm_eps"), **_all(Number(above=1, high=1e15), "rope_theta"),
     **_all(Map(Either(Record(), Text(), Number(), Flag(), Null(), List(Number()))),

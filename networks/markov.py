@@ -70,7 +70,8 @@ class Markov(nn.Module):
         """The logit of how often drafts are accepted [...], float32.
 
         The arguments are those of `markov_reads`; tokens may be left out unless `confidence_reads_markov`.
+        In training it changes nothing that it reads (arXiv 2607.05147, section 3).
         """
         if self.args.confidence_reads_markov:
             row = torch.cat((row, self.markov_in(tokens).to(row.dtype)), -1)
-        return project(self.confidence, row)[..., 0]
+        return project(self.confidence, row.detach())[..., 0]

@@ -133,7 +133,7 @@ class Distillation(Objective):
         loss, choices, accepted = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.losses)
         if getattr(self.head.args, "confidence", False):
             with self.autocast():
-                doubt = self.head.doubt(rows.detach(), batch.before())
+                doubt = self.head.doubt(rows, batch.before())
             errors = F.binary_cross_entropy_with_logits(doubt, accepted, reduction="none")
             loss = loss + (errors * weight).sum()
         return loss, self.hits(batch, self.head.draft_ids[choices], states.greedy)

@@ -165,6 +165,7 @@ def test_copies_of_the_target_are_not_stored(golden, models, tmp_path):
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
     ("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
     ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_token_id is"),
+    ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
     ("dflash", {"block_size": 1}, "drafts nothing"),
     ("dflash", {"block_size": "8"}, "block_size"),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),

@@ -37,6 +37,8 @@ def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list
         "batch-tokens": 512, "synthesize": 4, "seed": 1, "validate-prompts": 2, "validate-tokens": 12,
         "tree": "12,3,4", **changes,
     }
+    if values.get("kind", "eagle3") != "eagle3":
+        del values["steps"]
     pairs = ((f"--{flag}", str(value)) for flag, value in values.items() if value is not None)
     return ["--no-compile", "--dtype", "fp32", *(word for pair in pairs for word in pair)]
 

@@ -1,4 +1,5 @@
 """The losses are those of the heads run as the decoder runs them."""
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,8 +14,10 @@ from training.batches import Draw
 from training.chains import eagle3_outputs
 from training.features import Features, TargetStates
 from training.new_head import new_head
-from training.objective import DECAY, TOKEN_LOSS, BlockObjective, Eagle1Objective, Eagle3Objective
+from training.objective import TOKEN_LOSS, BlockObjective, Eagle1Objective, Eagle3Objective
 from training.shapes import Shape
+
+DECAY = 0.8  # of draft steps, as in traineagle3 of SafeAILab/EAGLE
 
 
 def chain_steps(head, features, row: dict, steps: int):
@@ -178,7 +181,25 @@ BLOCKS = {
     "p-eagle": Shape(num_layers=2, drafts=3, mask_id=7), "dflash": Shape(num_layers=2, drafts=3, states=2),
     "dspark": Shape(drafts=4, markov_rank=6, confidence=True, states=2),
     "p-eagle+markov": Shape(drafts=3, markov_rank=6, confidence=True),
+    "dflash+causal": Shape(num_layers=2, drafts=3, states=2),
 }
+
+
+def block_head(target, name: str, ids):
+    """A head of BLOCKS from nothing; JetSpec's is DFlash's with a causal block, which --start may bring."""
+    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
+    if "causal" in name:
+        head.args = replace(head.args, causal=True)
+    return head
+
+
+def shaken(head):
+    """The head with some of every weight changed at random: parts that begin as nothing count too."""
+    torch.manual_seed(4)
+    for p in head.own_state().values():  # the table is the target's
+        if p.is_floating_point():
+            p.data.add_(0.05 * torch.randn_like(p))
+    return head
 
 
 @torch.no_grad()
@@ -187,11 +208,7 @@ def test_block_losses_are_the_drafters_rows(models, name):
     """All positions; cross-entropy, what the Markov head adds and what the confidence head costs."""
     target, _ = models
     ids = torch.arange(0, 320, 2)
-    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
-    torch.manual_seed(4)
-    for p in head.own_state().values():  # the table is the target's
-        if p.is_floating_point():
-            p.add_(0.05 * torch.randn_like(p))
+    head = shaken(block_head(target, name, ids))
     objective, steps = BlockObjective(target, head, False), head.args.drafts
     batch = objective.batch(ROWS, steps)
     states = Features(target, objective.aux_layers).read(ROWS)
@@ -242,7 +259,7 @@ def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
 def test_every_weight_of_a_block_head_learns(models, name):
     """And the target's, which it borrows, do not."""
     target, _ = models
-    head = new_head(target, name.split("+")[0], torch.arange(320), BLOCKS[name], 0)
+    head = block_head(target, name, torch.arange(320))
     objective = BlockObjective(target, head, False, (("ce", 0.1), ("coupled", 0.9)), Draw(0.7, 0.8))
     states, steps = Features(target, objective.aux_layers).read(ROWS), head.args.drafts
     for _ in range(2):  # the Markov head begins where nothing reads it
@@ -256,3 +273,22 @@ def test_every_weight_of_a_block_head_learns(models, name):
     own = {name: p for name, p in head.named_parameters() if p.requires_grad}
     assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
     assert target.embed.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ("dspark", "p-eagle+markov"))
+def test_only_the_confidence_head_learns_how_sure_it_is(models, name):
+    """What else there is to learn gets the same gradient without it (arXiv 2607.05147, section 3)."""
+    target, found = models[0], []
+    for confidence in (True, False):
+        head = shaken(block_head(target, name, torch.arange(320)))
+        head.args = replace(head.args, confidence=confidence)
+        objective = BlockObjective(target, head, False)
+        states = Features(target, objective.aux_layers).read(ROWS)
+        batch = objective.batch(ROWS, head.args.drafts)
+        objective.loss(batch, states, batch.scored, [0] * 4)[0].backward()
+        found.append({n: p.grad for n, p in head.named_parameters() if p.grad is not None})
+    learnt, without = found
+    alone = learnt.keys() - without.keys()
+    assert alone and all("confidence" in name for name in alone), alone
+    off = {n: float((learnt[n] - gradient).abs().max()) for n, gradient in without.items()}
+    assert max(off.values()) < 1e-6, off

@@ -44,6 +44,7 @@ REFUSED = (
     ((*TEXT, "--no-confidence"), f"--confidence: belongs to {BLOCK}"),
     ((*TEXT, "--anchors", "1"), f"--anchors: belongs to {BLOCK}"),
     ((*TEXT, "--kind", "dflash", "--anchors", "0"), "--anchors 0.0: must be 0.001 to 1"),
+    ((*TEXT, "--kind", "dflash", "--steps", "3"), "--steps: belongs to --kind eagle3; leave it out"),
     ((*TEXT, "--kind", "dflash", "--keep", "0.5"), "--keep: belongs to --kind p-eagle; leave it out"),
     ((*TEXT, "--ce-share", "0.5"), "--ce-share: belongs to --loss lk and coupled; leave it out"),
     ((*TEXT, "--loss", "lk", "--ce-share", "2"), "--ce-share 2.0: must be 0 to 1"),
