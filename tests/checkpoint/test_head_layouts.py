@@ -317,6 +317,9 @@ REFUSED = {
         "only one"
     ),
     "a missing fc_norm": ("eagle3", {"fc_norm.0.weight": torch.ones(H)}, {}, "fc_norm.1.weight"),
+    "an lm_head in whole numbers, as which the target's would be zeros": (
+        "eagle", {"lm_head.weight": torch.zeros(V, H, dtype=torch.int8)}, {}, "not stored as floating point"
+    ),
     "a left-over tensor": (
         "eagle3", {"verifier.weight": torch.ones(3)}, {}, "unexpected tensor verifier.weight"
     ),
