@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -15,6 +16,7 @@ from common.errors import InputError
 
 PATIENCE = timedelta(seconds=5)  # for the store that torchrun keeps
 PR_SET_PDEATHSIG = 1  # prctl(2)
+QUIET = 15.0  # seconds in which processes that torchrun starts find each other
 
 
 def several() -> bool:
@@ -53,6 +55,29 @@ def check_group() -> None:
                 f"{name}={os.environ[name][:40]!r} in the environment: must be {low} to {high}; torchrun sets"
                 " it"
             )
+
+
+@contextlib.contextmanager
+def waiting_for_others(patience: timedelta) -> Iterator[None]:
+    """A context in which this process waits for the others of its group; after some seconds it says so.
+
+    One that was started by hand with another port or number of processes would wait in silence. patience: how
+    long torch waits.
+    """
+    env = os.environ
+    line = (
+        f"rank {env.get('RANK')} of {env.get('WORLD_SIZE')} waits for the others at {env.get('MASTER_ADDR')}:"
+        f"{env.get('MASTER_PORT')}, {patience.seconds // 60} minutes at most; all need the same WORLD_SIZE,"
+        " MASTER_ADDR and MASTER_PORT"
+    )
+    # Not to sys.stderr, which is muted in all but the first.
+    timer = threading.Timer(QUIET, lambda: print(line, file=sys.__stderr__, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def end_with_torchrun() -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group, end_with_torchrun
+from common.torchrun import check_group, end_with_torchrun, waiting_for_others
 
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
@@ -137,7 +137,8 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
     try:
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        with waiting_for_others(PATIENCE):
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)

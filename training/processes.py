@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group, end_with_torchrun
+from common.torchrun import check_group, end_with_torchrun, waiting_for_others
 from engine.runtime import use_device
 from kernels.ranks import Ranks
 
@@ -60,12 +60,12 @@ class Processes:
         end_with_torchrun()
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         try:
-            store, rank, count = next(dist.rendezvous("env://"))
-            # The store may outlive processes that torchrun starts again (--max-restarts).
-            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-            dist.init_process_group(
-                backend, store=dist.PrefixStore("group", store), rank=rank, world_size=count, timeout=PATIENCE
-            )
+            with waiting_for_others(PATIENCE):
+                store, rank, count = next(dist.rendezvous("env://", timeout=PATIENCE))
+                # The store may outlive processes that torchrun starts again (--max-restarts).
+                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+                group = dist.PrefixStore("group", store)
+                dist.init_process_group(backend, store=group, rank=rank, world_size=count, timeout=PATIENCE)
         except (RuntimeError, ValueError) as e:
             raise InputError(f"the processes do not find each other: {first_line(e)}") from None
         return cls(rank, count, team_size, dist.PrefixStore("queue", store))

@@ -7,17 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT
+from helpers.launching import free_port
 
 import evaluate
 import generate
 import train
+from common import torchrun
 from common.errors import InputError
+from kernels import ranks
 from kernels.ranks import Ranks, joined
+from training import processes
+from training.processes import Processes
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -222,6 +228,22 @@ def test_an_environment_that_is_none(monkeypatch, name, value, words):
     with pytest.raises(InputError, match=words), joined("cpu"):
         pass
 
+
+@pytest.mark.parametrize(
+    "join", (lambda: joined("cpu").__enter__(), lambda: Processes.from_environment("cpu")),
+)
+def test_a_process_that_nobody_joins_says_so(monkeypatch, capfd, join):
+    port = str(free_port())
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun, "QUIET", 0.1)
+    for module in (ranks, processes):
+        monkeypatch.setattr(module, "PATIENCE", timedelta(seconds=3))
+    with pytest.raises(InputError, match="do not find each other"):
+        join()
+    said = f"rank 0 of 2 waits for the others at 127.0.0.1:{port}, 0 minutes at most"
+    assert said in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--prompt Hello$RANK", "--prompt x --top-k 1$RANK"])
