@@ -14,7 +14,7 @@ import re
 import sys
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_head, check_source
+from checkpoint.early import check_head, check_unconverted
 from common.cli import Options, check_replaceable, command
 from common.dtypes import DTYPES
 from common.errors import InputError
@@ -67,7 +67,7 @@ def parser() -> Options:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
-    check_source(o.checkpoint)
+    check_unconverted(o.checkpoint)
     check_head("--target", o.target, "target")
     if o.out:
         check_replaceable("--out", o.out)

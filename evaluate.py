@@ -37,7 +37,7 @@ from common.texts import check_readable
 from common.torchrun import command_in_words, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
 from drafters.early import judge_method
-from evaluation.answers import check_out
+from evaluation.answers import check_options, check_out
 from evaluation.sets import read_sets
 from evaluation.settings import read_settings
 from kernels.isa import choose
@@ -140,9 +140,18 @@ def judge(o) -> Asked:
         choose(o.isa)
     check_folder("--out", o.out)
     check_out(Path(o.out))
+    check_options(Path(o.out), asked_options(o))
     if o.questions and not Path(o.questions).is_dir():
         check_readable("--questions", o.questions)
     return Asked(methods, temperatures, flags, read_sets(o.questions, o.limit))
+
+
+def asked_options(o) -> dict:
+    """Of what decides about answers that which is known before torch is there, as OUT/options.json has it."""
+    return {
+        "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed,
+        "dtype": o.dtype, "kernels": o.kernels, **({"max_seq_len": o.max_seq_len} if o.max_seq_len else {}),
+    }
 
 
 def load(o, asked: Asked, ranks=None):
@@ -182,10 +191,9 @@ def load(o, asked: Asked, ranks=None):
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight
     judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks, o.kv)
     book = Book(Path(o.out), {
-        "checkpoint": os.path.abspath(o.checkpoint), "max_new_tokens": o.max_new_tokens, "seed": o.seed,
-        "dtype": o.dtype, "threads": torch.get_num_threads(), "torch": torch.__version__,
+        **asked_options(o), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
-        "kernels": o.kernels, **({"kv": o.kv} if o.kv != "auto" else {}),
+        **({"kv": o.kv} if o.kv != "auto" else {}),
         **({"ranks": ranks.count} if ranks else {}),
         **({"offload": runtime.offload} if runtime.offload else {}),
     })

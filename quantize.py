@@ -145,6 +145,7 @@ def judge(o) -> Asked:
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
+    check_replaceable("--out", str(out))
     for_targets = {"--text": o.text, "--calibrate": o.calibrate, "--method gptq": o.method == "gptq"}
     for flag, given in for_targets.items():
         if given and not is_target:
@@ -159,7 +160,6 @@ def judge(o) -> Asked:
             f"{out}: holds heads that {source} has not ({', '.join(stale)}); delete them or choose another"
             " --out"
         )
-    check_replaceable("--out", str(out))
     for name, kind in kinds.items():
         check_out(out / name, kind, o.force)
     text, calibrate = (

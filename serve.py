@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from drafters.early import judge_method
 from drafters.tree_spec import TreeSpec, read_tree
 
 STARTED = time.perf_counter()
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
 
 
 def parser() -> Options:
@@ -55,6 +57,8 @@ def parser() -> Options:
         help="of pages that may call the server from a browser; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="the model is called so in requests (default: the folder's name); may be repeated")
+    p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
+             lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or http://host:8080")
     # torchrun kills its processes 30 seconds after it has told them to end.
     add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
         help="that running requests get to end after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
@@ -108,6 +112,8 @@ def listen(host: str, port: int) -> socket.socket:
     except UnicodeError:  # of the encoding of host names
         raise InputError(f"--host {host}: is no name of a machine and no address") from None
     except OSError as e:
+        if isinstance(e, socket.gaierror):
+            raise InputError(f"--host {host}: {e.strerror}; give an address of this machine") from None
         why = "another process listens there" if e.errno == 98 else e.strerror or str(e)
         raise InputError(f"--host {host} --port {port}: {why}; choose another port with --port") from None
     return listener

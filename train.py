@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_exact, check_head, check_target
+from checkpoint.early import check_copy, check_exact, check_head, check_target
 from checkpoint.names import ADVICE, CONFIG, LAYOUTS
 from common.cli import Options, check_folder, check_replaceable, command, count, dtype, positive, seed
 from common.errors import InputError
@@ -82,7 +82,7 @@ def parser() -> Options:
     add("--out", required=True, help="folder for the head, in Hugging Face layout")
     add("--work", help="text, state, log and curves (default: OUT-work)")
     refuse(lambda o: Path(work_of(o)).resolve().is_relative_to(Path(o.out).resolve()),
-           lambda o: f"--work {o.work}: is --out or lies in it; they need a folder each")
+           lambda o: f"--out {o.out}: --work {work_of(o)} is the same or lies in it; they need a folder each")
     p.judge(lambda o: check_replaceable("--out", o.out))
     p.judge(lambda o: check_folder("--work", work_of(o)))
     add("--kind", choices=KINDS, default="eagle3",
@@ -101,6 +101,7 @@ def parser() -> Options:
     add("--synthesize", type=count, default=0, metavar="N",
         help="N conversations of which the target writes both parts")
     add("--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)")
+    within("--turns", 1, 1000)
     belongs("--turns", "--synthesize", lambda o: o.turns != 1 and not o.synthesize)
     add("--openings", metavar="FILE", help="their first user turns begin with these lines, in turns")
     belongs("--openings", "--synthesize", lambda o: o.openings and not o.synthesize)
@@ -119,6 +120,7 @@ def parser() -> Options:
     add("--max-len", type=positive, default=1024, help="conversations are cut to this many tokens")
     within("--max-len", SHORTEST + 1, float("inf"))  # a prompt and an answer
     add("--decode-batch", type=positive, default=48, help="answers decoded together")
+    within("--decode-batch", 1, 4096)
     add("--writer", metavar="CHECKPOINT",
         help="a quantised copy of the target that writes the text: nearly the same text, sooner")
     add("--queue", choices=("torchrun", "ray"), default="torchrun",
@@ -182,6 +184,7 @@ def parser() -> Options:
 
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, default=7, help="EAGLE-3: unrolled draft steps (default 7)")
+    within("--steps", 1, 64)
     belongs("--steps", "--kind eagle3", lambda o: o.steps != 7 and o.kind != "eagle3")
     add("--loss", choices=LOSSES, default="ce",
         help="ce: cross-entropy with the target's distribution (default). lk: how often a draft is accepted"
@@ -292,7 +295,8 @@ def judge(o: argparse.Namespace) -> None:
     check_exact(o.checkpoint, config)
     TARGET.require(config, Path(o.checkpoint) / CONFIG, ADVICE)
     for flag in ("--writer", "--reader"):
-        check_head(flag, getattr(o, flag.removeprefix("--")), "target")
+        if copy := check_head(flag, getattr(o, flag.removeprefix("--")), "target"):
+            check_copy(f"{flag} {getattr(o, flag.removeprefix('--'))}", copy, o.checkpoint, config)
     start = check_head("--start", o.start)
     if start:
         check_start(start["kind"], o.kind)

@@ -46,6 +46,13 @@ def check_target(
     return config
 
 
+def check_unconverted(checkpoint: str) -> None:
+    """Raise InputError if a folder to convert is one of ours. What is damaged in it shows later."""
+    path = Path(checkpoint) / CONFIG
+    if check_source(checkpoint) and path.is_file() and {"format", "kind"} <= read_json(path).keys():
+        raise InputError(f"--checkpoint {checkpoint}: is already converted")
+
+
 def check_checkpoint(
     checkpoint: str, max_seq_len: int | None = None, offload: int | str | None = None
 ) -> dict:
@@ -73,6 +80,19 @@ def check_exact(folder: str | Path, config: dict) -> None:
     """Raise InputError if a folder of this config.json is quantised."""
     if "quantization" in config:
         raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
+
+
+def check_copy(what: str, copy: dict, checkpoint: str, config: dict) -> None:
+    """Raise InputError if a folder with the config.json `copy` is no quantised copy of the target with
+    `config`.
+    """
+    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
+    for key in (*sizes, "head_dim", "stop_ids"):
+        if copy.get(key) != config.get(key):
+            raise InputError(
+                f"{what}: no copy of {checkpoint}: its {key} is {in_words(copy.get(key))}; expected"
+                f" {in_words(config.get(key))}"
+            )
 
 
 def check_out(out: Path, kind: str, force: bool) -> None:

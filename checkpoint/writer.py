@@ -24,6 +24,7 @@ from checkpoint.folder import check_config
 from checkpoint.names import CONFIG, WEIGHTS
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
+from common.dtypes import DTYPES
 from common.errors import InputError
 from common.files import exchange, held, left_behind, sync
 from common.schema import Wrong
@@ -164,7 +165,8 @@ def write_safetensors(
                 bad = 0
                 for block in part.blocks():
                     bad += count_nonfinite(block)
-                    data = _cast(t.name, block, t.dtype).contiguous().flatten().view(torch.uint8).numpy()
+                    block = _cast(f"{where}: tensor {name}", block, t.dtype)
+                    data = block.contiguous().flatten().view(torch.uint8).numpy()
                     write(data)
                     progress(data.nbytes)
                 if bad:
@@ -180,11 +182,17 @@ def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
     print(f"warning: {found}", file=sys.stderr)
 
 
-def _cast(name: str, block: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
     cast = block.to(dtype)
     if dtype.is_floating_point and dtype != block.dtype and count_nonfinite(cast) > count_nonfinite(block):
-        short, more = ("fp16", "bf16 or fp32") if dtype == torch.float16 else (str(dtype)[6:], "fp32")
-        raise InputError(f"tensor {name} overflows {short}; use --dtype {more}")
+        largest = block[block.isfinite()].abs().max().item()
+        most = torch.finfo(dtype).max
+        others = [name for name, other in DTYPES.items() if torch.finfo(getattr(torch, other)).max >= largest]
+        advice = f"use --dtype {' or '.join(others)}" if others else "no --dtype can hold that"
+        raise InputError(
+            f"{what} overflows {str(dtype)[6:]}: it holds {largest:.3g}; expected at most {most:.3g};"
+            f" {advice}"
+        )
     return cast
 
 

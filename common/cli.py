@@ -19,6 +19,8 @@ from pathlib import Path
 
 from common.dtypes import KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, escaped, is_panic, not_utf8
+from common.files import is_device
+from common.gpus import why_no_gpu
 from common.torchrun import several
 
 MOST_THREADS = 1024
@@ -249,7 +251,8 @@ class Options(argparse.ArgumentParser):
                  " on GPUs and in PyTorch")
         self.refuse(lambda o: o.kv == "int8" and not (o.compile and o.kernels),
                     lambda o: "--kv int8: is for the kernels; leave out --no-kernels and --no-compile")
-        self.refuse(lambda o: o.kv == "fp8" and o.device == "cpu" and o.compile and o.kernels,
+        self.refuse(lambda o: o.kv == "fp8" and o.compile and o.kernels
+                    and (o.device == "cpu" or (o.device is None and why_no_gpu())),
                     lambda o: NO_FP8)
         add("--offload", type=layers, metavar="N",
             help="the target's last N layers stay in the host's memory and come to the GPU in every pass;"
@@ -322,17 +325,16 @@ def check_writable(flag: str, file: str) -> None:
     """Raise InputError unless a file of this name can be written, and a little more fits on its disk."""
     path = Path(os.path.realpath(file))
     folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise InputError(f"{flag} {file}: not a file that can be written")
     try:
-        if path.is_char_device():  # is written directly, see common/files.py
+        if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+            raise InputError(f"{flag} {file}: not a file that can be written")
+        if is_device(path, f"{flag} {file}"):  # is written directly, see common/files.py
             with open(path, "ab", buffering=0) as device:
                 device.write(b"" if device.isatty() else b"\0")
-        if path.exists() and not path.is_file():
             return
         _try_out(folder)
     except OSError as e:
-        raise InputError(f"{flag} {file}: cannot be written ({one_line(e)})") from None
+        raise InputError(f"{flag} {file}: cannot be written ({e.strerror or one_line(e)})") from None
 
 
 def check_folder(flag: str, folder: str) -> None:
@@ -343,22 +345,25 @@ def check_folder(flag: str, folder: str) -> None:
 def check_replaceable(flag: str, folder: str) -> None:
     """Raise InputError unless a folder can be made, or replaced by another one, which is made beside it."""
     place = Path(folder).resolve()
-    if place.exists() and not place.is_dir():
-        raise InputError(f"{flag} {folder}: not a folder that can be written to")
+    try:
+        if place.exists() and not place.is_dir():
+            raise InputError(f"{flag} {folder}: not a folder that can be written to")
+    except OSError as e:  # a name may be too long
+        raise InputError(f"{flag} {folder}: cannot be written to ({e.strerror})") from None
     if os.path.ismount(place):
         raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
     _check_place(f"{flag} {folder}", place.parent)
 
 
 def _check_place(what: str, place: Path) -> None:
-    while not place.exists() and not place.is_symlink():
-        place = place.parent
     try:
+        while not place.exists() and not place.is_symlink():
+            place = place.parent
         if not place.is_dir() or not os.access(place, os.W_OK):
             raise InputError(f"{what}: not a folder that can be written to")
         _try_out(place)
     except OSError as e:
-        raise InputError(f"{what}: cannot be written to ({one_line(e)})") from None
+        raise InputError(f"{what}: cannot be written to ({e.strerror or one_line(e)})") from None
 
 
 def _try_out(folder: Path) -> None:

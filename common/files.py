@@ -103,11 +103,12 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to. At the end the file takes the place of `path`.
 
     After an error the temporary file is gone and `path` is as before. What a killed process left of the
-    same file is removed. If `path` is a link, what it leads to is replaced. A device or a pipe is written
-    directly. Raises OSError.
+    same file is removed. If `path` is a link, what it leads to is replaced. A device such as /dev/null is
+    written directly. Raises OSError, InputError on what is neither: a pipe that nobody reads would wait for
+    ever.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():
+    if is_device(path):
         with writing(path):
             yield path
         return
@@ -135,6 +136,14 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text file in UTF-8, all of it or nothing. Raises OSError."""
     with atomic_path(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def is_device(path: Path, name: str = "") -> bool:
+    """Whether there is a device of characters here. Raises InputError if it is anything but that or a file.
+
+    name: what the error calls it.
+    """
+    return path.exists() and not stat.S_ISREG(_status(name or str(path), path, (stat.S_IFCHR,)).st_mode)
 
 
 def check_file(path: str | Path) -> int:

@@ -87,7 +87,8 @@ class Book:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
-        _check_options(folder / OPTIONS, options)
+        check_options(folder, options, all_of_them=True)
+        write_text(folder / OPTIONS, json.dumps(options, indent=1) + "\n")
         self.answers = {answer.key: answer for answer in self._read()}
         self._write()
 
@@ -163,16 +164,15 @@ def check_out(folder: Path) -> None:
         raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
 
 
-def _check_options(path: Path, options: dict) -> None:
-    """Write the options, or raise InputError if they are not those of the folder's first run."""
+def check_options(folder: Path, options: dict, all_of_them: bool = False) -> None:
+    """Raise InputError if a folder's first run had other options than these, of which some may be missing,
+    unless it is said that they are `all_of_them`.
+    """
     try:
-        first = read_json(path) if path.exists() else options
+        first = read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else options
     except InputError as e:
         raise InputError(f"{e}; {ADVICE}") from None
-    if first != options:
-        names = sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n))
-        words = printable(", ".join(names))
-        raise InputError(
-            f"{path.parent}: holds answers made with other options ({words}); choose another --out"
-        )
-    write_text(path, json.dumps(options, indent=1) + "\n")
+    names = first.keys() | options.keys() if all_of_them else options.keys()
+    if other := sorted(n for n in names if first.get(n) != options.get(n)):
+        words = printable(", ".join(other))
+        raise InputError(f"{folder}: holds answers made with other options ({words}); choose another --out")

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
-from common.errors import InputError
+from common.errors import InputError, printable
 from engine.text_decoder import encode
 from sampling.options import Sampling
 from server.answers import Answer, ChatAnswer, TextAnswer, Tokens
@@ -70,7 +70,7 @@ class Server:
         """The name of the model that is asked for. Raises Refusal if it is another one."""
         if name is not None and name not in self.settings.models:
             known = ", ".join(self.settings.models)
-            words = f"there is no model {name!r} here; there is {known}"
+            words = f"there is no model {printable(name)!r} here; there is {known}"
             raise Refusal(404, words, "model_not_found", "model")
         return name or self.settings.models[0]
 
@@ -220,7 +220,7 @@ async def _gone(http: Request) -> None:
 
 
 def _event(data: dict) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
 def make_app(server: Server) -> FastAPI:

@@ -1,6 +1,7 @@
 """What a request hears that is not answered: refusals in OpenAI's form, and the gate before the routes."""
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Mapping
 
@@ -12,6 +13,8 @@ from starlette.exceptions import HTTPException
 from server.worker import Failure
 
 RETRY_AFTER = "2"  # seconds, for those who do not fit
+SLOWEST = 60.0  # seconds in which a body has to be there
+MOST_HELD = 256 << 20  # bytes of all bodies that are being sent; one as long as allowed has room in any case
 
 
 class Refusal(Exception):
@@ -32,13 +35,15 @@ class Refusal(Exception):
 
 
 class Gate:
-    """ASGI: refuses requests without the key, and bodies that are too long, before the routes see them.
+    """ASGI: refuses requests without the key, and bodies that are too long, too slow, or together too large,
+    before the routes see them.
 
     open_to_all: paths that need no key.
     """
 
     def __init__(self, app, key: str | None, most_bytes: int, open_to_all: tuple[str, ...]):
         self.app, self.key, self.most, self.open_to_all = app, key, most_bytes, open_to_all
+        self.held = 0  # bytes of bodies that are not complete yet
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
@@ -53,26 +58,49 @@ class Gate:
                     scope, receive, send
                 )
                 return
-        long = Refusal(413, f"the request is longer than {most:,} bytes", "request_too_large")
         length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > most:
-            await long.response()(scope, receive, send)
+        try:
+            if length.isdigit() and int(length) > most:
+                raise _too_long(most)
+            body = await asyncio.wait_for(self._body(receive), SLOWEST)
+        except asyncio.TimeoutError:
+            slow = Refusal(408, f"the request was not there after {SLOWEST:.0f} s", "request_timeout")
+            await slow.response()(scope, receive, send)
             return
-        body, more = b"", True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > most:
-                await long.response()(scope, receive, send)
-                return
+        except Refusal as e:
+            await e.response()(scope, receive, send)
+            return
+        if body is None:
+            return
         whole = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay():
             return whole.pop() if whole else await receive()
 
         await self.app(scope, replay, send)
+
+    async def _body(self, receive) -> bytes | None:
+        """The body of a request; None if its client has gone. Raises Refusal."""
+        parts, size, more = [], 0, True
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part, more = message.get("body", b""), message.get("more_body", False)
+                parts.append(part)
+                size, self.held = size + len(part), self.held + len(part)
+                if size > self.most:
+                    raise _too_long(self.most)
+                if more and self.held > max(MOST_HELD, self.most):
+                    raise Refusal(503, "too many requests are being sent at once", "overloaded")
+        finally:
+            self.held -= size
+        return b"".join(parts)
+
+
+def _too_long(most: int) -> Refusal:
+    return Refusal(413, f"the request is longer than {most:,} bytes", "request_too_large")
 
 
 def refusal_of(failure: Failure) -> Refusal:

@@ -5,6 +5,7 @@ any thread; a job hears by its `deliver`, called in this one.
 """
 from __future__ import annotations
 
+import math
 import threading
 import time
 import traceback
@@ -36,6 +37,9 @@ class Closing(Exception):
 
 class Gone(Exception):
     """What decodes is lost, and nothing can be decoded any more."""
+
+
+NOT_FINITE = "the model's scores are no finite numbers: its weights hold nan or infinite ones"
 
 
 class Failure(NamedTuple):
@@ -256,6 +260,9 @@ class Worker(threading.Thread):
         if event.error:
             self._end(job, Failure(event.error, "request"))  # its grammar cannot be followed
             return
+        if not all(map(_is_finite, (*(job.text.prompt_scores or ()), *event.emitted.scores))):
+            self._end(job, Failure(NOT_FINITE))  # which no JSON can hold
+            return
         found = job.stream.push(event.emitted.ids)
         ids, finish = event.emitted.ids[: found.ids], None
         job.tokens += len(ids)
@@ -306,3 +313,7 @@ class Worker(threading.Thread):
 
     def _gauge(self) -> None:
         self.metrics.load(len(self._jobs), len(self._waiting))
+
+
+def _is_finite(score: Score) -> bool:
+    return math.isfinite(score.logprob) and all(math.isfinite(logprob) for _, logprob in score.top)

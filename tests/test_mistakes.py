@@ -34,7 +34,7 @@ ASKED = {
     "generate": ("--checkpoint", "TARGET", "--prompt", "x"), "serve": ("--checkpoint", "TARGET"),
     "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
     "train": ("--checkpoint", "TARGET", "--out", "OUT", "--synthesize", "2"),
-    "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "TARGET"),
+    "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "PUBLISHED"),
     "drafters.rest": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
     "checkpoint.export": ("--checkpoint", "TARGET", "--head", "HEAD", "--out", "OUT"),
 }
@@ -167,6 +167,18 @@ MISTAKES = (
     ("train", "--shards SHARDS", "SHARDS/a.jsonl: line 1 is no row of this target's token ids and answers"),
     ("train", "--out TARGET", "TARGET: holds something else than a trained head of this kind; choose"),
     ("train", "--max-len 1", "--max-len 1: must be at least 4"),
+    ("train", "--decode-batch 1000000000", "--decode-batch 1000000000: must be 1 to 4,096"),
+    ("train", "--turns 1000000000", "--turns 1000000000: must be 1 to 1,000"),
+    ("train", "--steps 1000000000", "--steps 1000000000: must be 1 to 64"),
+    ("train", "--writer OTHER", "--writer OTHER: no copy of TARGET: its num_layers is 3; expected 8"),
+    ("train", "--out /", "--out /: --work -work is the same or lies in it"),
+    ("train quantize evaluate", "--out " + "x" * 300, "cannot be written to (File name too long)"),
+    ("generate", "--trace FIFO", "--trace FIFO: is a pipe; expected a file"),
+    ("generate", "--trace /proc/x", "--trace /proc/x: cannot be written (No such file or directory)"),
+    ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options (max_new"),
+    ("convert_checkpoint", "--checkpoint TARGET", "--checkpoint TARGET: is already converted"),
+    ("serve", "--cors nonsense", "--cors nonsense: an origin is *, or such as https://host or"),
+    (DECODING, "--kv fp8", "--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8"),
     ("train", "--max-new-tokens 2", "--max-new-tokens 2: must be at least 3"),
     ("train", "--max-prompt-tokens 300", "--max-prompt-tokens 300 and --max-new-tokens 256 are 556 toge"),
     ("train", "--kind medusa --guesses 65", "--guesses 65: must be 1 to 64"),
@@ -250,6 +262,13 @@ def place(tmp_path_factory) -> Path:
     for name, kind in (("TARGET", "target"), ("HEAD", "eagle3"), ("TARGET/eagle3", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
+    (folder / "OTHER").mkdir()
+    (folder / "OTHER" / "config.json").write_text(json.dumps(config | {"num_layers": 3}))
+    (folder / "PUBLISHED").mkdir()
+    (folder / "PUBLISHED" / "config.json").write_text("{}")
+    (folder / "RUN").mkdir()
+    asked = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
+    (folder / "RUN" / "options.json").write_text(json.dumps(asked | {"kernels": True}))
     (folder / "QUANTISED").mkdir()
     config |= {"quantization": {}}
     (folder / "ROUNDED").mkdir()

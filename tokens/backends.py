@@ -14,6 +14,7 @@ from tokenizers import AddedToken
 
 from common.cli import one_line
 from common.errors import InputError
+from common.files import read_bytes
 from tokens.files import ENDS, FLAGS
 from tokens.spelling import SPACE, Shape, fallback_byte
 
@@ -54,8 +55,9 @@ class JsonBackend:
     """
 
     def __init__(self, path: Path, config: dict):
+        content = read_bytes(path)
         try:
-            model = tokenizers.Tokenizer.from_file(str(path))
+            model = tokenizers.Tokenizer.from_buffer(content)
         except Exception as e:  # the library raises bare Exceptions
             raise InputError(f"{path}: cannot be read as a tokenizer ({one_line(e)})") from None
         model.no_truncation()  # some files carry the settings of their training
@@ -135,11 +137,12 @@ class SentencePieceBackend:
     """
 
     def __init__(self, path: Path, config: dict):
+        content = read_bytes(path)
         try:
             # Few checkpoints need the package.
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
-            proto = sentencepiece_model_pb2.ModelProto.FromString(path.read_bytes())
+            proto = sentencepiece_model_pb2.ModelProto.FromString(content)
             self.model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
             self._rewrites = bool(proto.normalizer_spec.precompiled_charsmap)

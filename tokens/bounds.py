@@ -242,4 +242,5 @@ def _short(number: int) -> str:
 
 def template_error(error: BaseException) -> BaseException:
     """What an error of a template comes down to."""
-    return jinja2.TemplateError("it is nested too deeply") if isinstance(error, RecursionError) else error
+    words = {RecursionError: "it is nested too deeply", MemoryError: "it needs too much memory"}
+    return jinja2.TemplateError(words[type(error)]) if type(error) in words else error

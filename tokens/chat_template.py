@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+import re
+from collections.abc import Collection
 from datetime import datetime
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 
 import jinja2
@@ -15,7 +17,8 @@ from common.errors import InputError
 from common.files import read_json
 from common.texts import read_text
 from tokens.bounds import BoundedEnvironment, Bounds, template_error
-from tokens.files import TOKENIZER_CONFIG
+from tokens.files import TOKENIZER_CONFIG, has
+from tokens.messages import texts_of
 
 LONGEST = 4 << 20  # of a template
 
@@ -26,10 +29,10 @@ def read_template(folder: Path, config: dict) -> tuple[str | None, Path]:
     config: its tokenizer_config.json, which has been judged. Raises OSError or InputError if it is damaged.
     """
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    if has(folder, file.name):
         return read_text(file, LONGEST), file
     file = folder / "chat_template.json"
-    if file.is_file():
+    if has(folder, file.name):
         config = TOKENIZER_CONFIG.require(read_json(file), file)
     else:
         file = folder / "tokenizer_config.json"
@@ -57,20 +60,6 @@ def render_template(template: str, messages: list[dict], variables: dict, where:
         raise InputError(f"{where}: chat template: {one_line(template_error(e))}") from None
 
 
-def texts_of(value: object) -> Iterator[str]:
-    """Every text in lists and dictionaries."""
-    waiting = [value]
-    while waiting:
-        found = waiting.pop()
-        if isinstance(found, str):
-            yield found
-        elif isinstance(found, dict):
-            waiting += found.keys()
-            waiting += found.values()
-        elif isinstance(found, (list, tuple)):
-            waiting += found
-
-
 class ControlTokenMask:
     """Hides control tokens in messages from the search for the control tokens of the template.
 
@@ -81,14 +70,15 @@ class ControlTokenMask:
     """
 
     def __init__(self, control: Collection[str], messages: list[dict], template: str | None):
-        texts = [template or "", *texts_of(messages)]
+        used = set().union(template or "", *texts_of(messages))
         # From the last private character of Unicode down.
-        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if not any(chr(c) in text for text in texts))
-        self._control: dict[str, tuple[str, ...]] = {}
-        for token in control:
-            self._control[token[0]] = (*self._control.get(token[0], ()), token)
-        self._masks = {first: next(free) for first in sorted(self._control)}
+        free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
+        self._control = tuple(control)
+        self._masks = {first: next(free) for first in sorted({token[0] for token in control})}
         self._longest = max(map(len, control), default=0)
+        # Sorted, those that begin alike stand together: what they share is looked at once.
+        groups = ("|".join(map(re.escape, words)) for _, words in groupby(sorted(control), lambda t: t[0]))
+        self._token = re.compile("(?=" + ("|".join(f"(?:{words})" for words in groups) or "(?!)") + ")")
 
     def hide(self, value):
         """`value` (a text, or lists and dictionaries of texts) with its control tokens masked."""
@@ -98,14 +88,11 @@ class ControlTokenMask:
             return [self.hide(v) for v in value]
         if not isinstance(value, str):
             return value
-        places, end = [], len(value.rstrip())
-        for first, tokens in self._control.items():
-            at = value.find(first)
-            while at >= 0:
-                begins = at >= end - self._longest and any(t.startswith(value[at:end]) for t in tokens)
-                if begins or value.startswith(tokens, at):
-                    places.append(at)
-                at = value.find(first, at + 1)
+        end = len(value.rstrip())
+        places = {found.start() for found in self._token.finditer(value)}
+        for at in range(max(0, end - self._longest), end):
+            if value[at] in self._masks and any(t.startswith(value[at:end]) for t in self._control):
+                places.add(at)
         # One character takes the place of one: positions stay.
         parts, done = [], 0
         for at in sorted(places):

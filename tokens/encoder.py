@@ -17,7 +17,7 @@ from common.errors import InputError
 from common.files import read_json
 from tokens.backends import Backend, JsonBackend, SentencePieceBackend, special_tokens_map
 from tokens.chat_template import ControlTokenMask, read_template, render_template
-from tokens.files import FILES, TOKENIZER_CONFIG, file_of
+from tokens.files import FILES, TOKENIZER_CONFIG, file_of, has
 from tokens.spelling import Shape, TooLong
 
 LONGEST = 256 << 20  # bytes of a file
@@ -55,10 +55,10 @@ class Encoder:
         if encoder is None:
             return None
         for name in FILES:
-            if (folder / name).is_file() and (size := (folder / name).stat().st_size) > LONGEST:
+            if has(folder, name) and (size := (folder / name).stat().st_size) > LONGEST:
                 raise InputError(f"{folder / name}: has {size:,} bytes, at most {LONGEST:,} are read")
         for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the second has the last word
-            if (folder / name).is_file():
+            if has(folder, name):
                 told = TOKENIZER_CONFIG.require(read_json(folder / name), folder / name)
                 config |= {k: v for k, v in told.items() if v is not None}
         try:

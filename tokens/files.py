@@ -1,8 +1,10 @@
 """The files of a tokenizer in a checkpoint's folder."""
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from common.files import check_file
 from common.schema import Digits, Either, Flag, List, Map, Null, Record, Text, maybe
 
 GGUF_ADVICE = "convert the Hugging Face folder instead"  # of a GGUF whose tokenizer cannot be rebuilt
@@ -25,6 +27,15 @@ TOKENIZER_CONFIG = Record(optional={
 })
 
 
+def has(folder: Path, name: str) -> bool:
+    """Whether a folder has this file. Raises InputError if it has something of this name that is no file."""
+    path = folder / name
+    if not os.path.lexists(path):
+        return False
+    check_file(path)
+    return True
+
+
 def file_of(folder: Path) -> str | None:
-    """The name of the file in a folder that text is encoded with, None if there is none."""
-    return next((name for name in ENCODERS if (folder / name).is_file()), None)
+    """The name of the file in a folder that text is encoded with, None if there is none. Raises as `has`."""
+    return next((name for name in ENCODERS if has(folder, name)), None)

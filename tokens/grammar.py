@@ -9,7 +9,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.errors import InputError, first_line, is_panic
+from common.cli import one_line
+from common.errors import InputError, is_panic
 from tokens.schema import LONGEST
 from tokens.tokenizer import Tokenizer
 
@@ -30,7 +31,7 @@ class Guide:
         """Why the text cannot be kept to the grammar any more, such as that this takes too long; one line."""
         if not self._matcher.is_error():
             return None
-        return f"the JSON schema cannot be followed ({first_line(ValueError(self._matcher.get_error()))})"
+        return f"the JSON schema cannot be followed ({one_line(ValueError(self._matcher.get_error()))})"
 
     def take(self, ids: Iterable[int]) -> None:
         """The text goes on with these ids."""
@@ -87,7 +88,7 @@ def _within_llguidance(action: Callable[[], Result]) -> Result:
 
 
 def _unusable(problem: str) -> InputError:
-    return InputError(f"the JSON schema cannot be used ({first_line(ValueError(problem))})")
+    return InputError(f"the JSON schema cannot be used ({one_line(ValueError(problem))})")
 
 
 class Grammars:
@@ -127,5 +128,5 @@ class Grammars:
         # Some schemas, such as one that refers to itself alone, show only here that nothing can follow them.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))
         if guide.error:
-            raise InputError(guide.error)
+            raise InputError(f"{guide.error}; no text fits one that refers to itself alone")
         return guide

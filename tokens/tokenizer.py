@@ -16,9 +16,12 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from common.errors import InputError
-from tokens.files import FILES, GGUF_ADVICE, file_of
+from tokens.files import FILES, GGUF_ADVICE, file_of, has
 from tokens.guard import GUARD, Guarded
-from tokens.spelling import spelled
+from tokens.messages import texts_of
+from tokens.spelling import TooLong, spelled
+
+MUCH = 1 << 20  # characters
 
 
 def copy_files(source: Path, target: Path) -> bool:
@@ -31,7 +34,7 @@ def copy_files(source: Path, target: Path) -> bool:
         return False
     Tokenizer.load(source)  # better now than at the first prompt
     for name in FILES:
-        if (source / name).is_file() and source.resolve() != target.resolve():
+        if has(source, name) and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
     return True
 
@@ -70,6 +73,8 @@ class Tokenizer:
         )
         self._added = {i: b"" if special else text.encode() for i, text, special in facts["added"]}
         self.control = {text: i for i, text, special in facts["added"] if special and text}
+        spellings = facts["tokens"], (text for _, text, _ in facts["added"])
+        self._longest = max((len(text) for texts in spellings for text in texts), default=1)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
@@ -88,6 +93,7 @@ class Tokenizer:
         at_most: raise `tokens.spelling.TooLong` before the work is done if there are certainly more. Raises
         InputError if the tokenizer fails.
         """
+        self._check_length([text], at_most)
         return self._guarded.ask("encode", text=text, bos=bos, special=special, at_most=at_most)
 
     @cached_property
@@ -124,7 +130,18 @@ class Tokenizer:
         the messages contain never becomes a control token. at_most: see `encode`. Raises InputError if there
         is no template, the template refuses the messages, or it does too much (see `tokens.bounds`).
         """
+        self._check_length(texts_of(messages), at_most)
         return self._guarded.ask("chat", messages=messages, variables=variables, at_most=at_most)
+
+    def _check_length(self, texts: Iterable[str], at_most: int | None) -> None:
+        """Raise TooLong if texts are too long for `at_most` tokens, were they all the longest there is.
+
+        Nothing is read for that. A template may leave a part out, so there has to be much of it.
+        """
+        size = sum(map(len, texts))
+        if at_most is not None and size > max(MUCH, at_most * self._longest):
+            fewest = -(-size // self._longest)
+            raise TooLong(f"has at least {fewest:,} tokens ({size:,} characters)")
 
     def render(self, messages: list[dict], **variables) -> str:
         """The text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""

@@ -143,7 +143,9 @@ def _read(path: Path, number: int, line: str, vocab_size: int) -> dict:
         if type(row.get("left_out")) is int:
             return row
         edges = [0, *(edge for begin, end in row["answers"] for edge in (begin, end)), len(row["ids"])]
-        if all(0 <= i < vocab_size for i in row["ids"]) and edges == sorted(edges):
+        numbers = all(type(i) is int for i in (*row["ids"], *edges))
+        words = all(isinstance(row.get(key, ""), str) for key in ("source", "chat", "target"))
+        if numbers and words and all(0 <= i < vocab_size for i in row["ids"]) and edges == sorted(edges):
             return row
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass

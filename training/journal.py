@@ -11,10 +11,12 @@ import os
 import time
 from pathlib import Path
 
+from common.files import read_bytes
 from engine.run import Output
 from sampling.options import Sampling
 
 SUFFIX = ".answers"
+MOST = 1 << 34  # bytes of a file
 LOST = 1.0  # seconds of work that a power cut may take; a kill takes none
 
 
@@ -35,14 +37,11 @@ class Journal:
         return sorted(self.shard.parent.glob(f"{self.shard.stem}.*{SUFFIX}"))
 
     def read(self) -> dict[str, tuple[list[int], str]]:
-        """Know what has been left, and return it."""
+        """Know what has been left, and return it. Raises InputError on what is no file."""
         for path in self._left():
-            for line in path.read_text(errors="replace").splitlines():
-                try:
-                    key, ids, finish = json.loads(line)
-                except ValueError:
-                    continue  # cut off when the run was killed
-                self.known.setdefault(key, (ids, finish))
+            for line in read_bytes(path, MOST).splitlines():
+                if found := _read(line):
+                    self.known.setdefault(*found)
         return self.known
 
     def add(self, key: str, output: Output) -> None:
@@ -63,3 +62,13 @@ class Journal:
             self._file = None
         for path in self._left():
             path.unlink(missing_ok=True)
+
+
+def _read(line: bytes) -> tuple[str, tuple[list[int], str]] | None:
+    """An answer by its key; None of a line that is none, as where the run was killed."""
+    try:
+        key, ids, finish = json.loads(line)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    known = isinstance(key, str) and isinstance(finish, str) and isinstance(ids, list)
+    return (key, (ids, finish)) if known and all(type(i) is int and i >= 0 for i in ids) else None

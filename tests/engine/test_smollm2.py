@@ -57,7 +57,7 @@ def test_eagle3_text_is_plain_text(temperature):
     for seed, prompt in enumerate(
         ("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")
     ):
-        settings = {"max_new_tokens": 40, "temperature": temperature, "seed": seed}
+        settings = {"max_new_tokens": 24, "temperature": temperature, "seed": seed}
         a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
         assert a.ids == b.ids
         taus.append(b.tau)
@@ -86,13 +86,13 @@ def drafters(target) -> dict:
     }
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_drafters_text_is_plain_text(temperature):
+def test_every_drafters_text_is_plain_text():
+    """At temperature 1: what is sampled alike is alike greedily."""
     target, _ = load_model(FOLDER, dtype=torch.float32)
     prompt = load(FOLDER, compile=False).encode(
         "def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n"
     )
-    sampling = Sampling(32, temperature, seed=5)
+    sampling = Sampling(24, 1.0, seed=5)
     plain = Decoder(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
     for name, drafter in drafters(target).items():
         fast = Decoder(target, drafter, max_seq_len=160, compile=False).generate([prompt], sampling)[0]
