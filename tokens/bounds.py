@@ -20,7 +20,7 @@ LONGEST = 4 << 20  # characters of a text, beside eight times what the template 
 NUMBER = 1_000_000  # that a function is called with: a width, a count
 DIGITS = 10_000  # bits of a number that is computed
 INDENT = 64  # of JSON
-WIDTHS = re.compile(r"%[-+ #0]*(\d+)?(?:\.(\d+))?|\{[^{}:]*:[^{}]*?(\d+)(?:\.(\d+))?")
+WIDTHS = re.compile(r"%(?:\([^()]*\))?[-+ #0]*(\d+)?(?:\.(\d+))?|\{[^{}:]*:[^{}]*?(\d+)(?:\.(\d+))?")
 
 
 class TooMuch(Exception):

@@ -308,12 +308,18 @@ def test_unsafe_pickle_is_not_executed(tmp_path, capsys):
     assert (tmp_path / "executed").exists()
 
 
-def test_fp16_overflow(tmp_path, capsys):
-    state = target_state()
-    state["model.layers.3.mlp.up_proj.weight"][0, 0] = 1e5
-    source = write_source(tmp_path / "in", state)
-    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out", "--dtype", "fp16")
-    assert code == 1 and len(err) == 1 and "layers.3.mlp.w_gate_up" in err[0]
+@pytest.mark.parametrize("dtype, stored, number, words", (
+    ("fp16", torch.float32, 3e38, "overflows float16: it holds 3e+38; expected at most 6.55e+04; use --dty"),
+    ("fp32", torch.float64, 1e300, "overflows float32: it holds 1e+300; expected at most 3.4e+38; no --dty"),
+))
+def test_overflow_names_the_tensor_of_the_file(tmp_path, capsys, dtype, stored, number, words):
+    """Not ours, in which several of the file's are joined."""
+    name = "model.layers.0.mlp.up_proj.weight"
+    state = {n: t.to(stored) for n, t in target_state().items()}
+    state[name][3, 4] = number
+    source = write_source(tmp_path / "in", state, CONFIG)
+    code, err = run(capsys, "--checkpoint", source, "--out", tmp_path / "out", "--dtype", dtype)
+    assert code == 1 and len(err) == 1 and f"tensor {name} {words}" in err[0]
     assert not (tmp_path / "out").exists()
 
 
@@ -355,7 +361,7 @@ def test_malformed_in_an_unknown_way(tmp_path, capsys, monkeypatch):
         raise KeyError("rows")
 
     monkeypatch.setattr(checkpoint.convert, "convert", broken)
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     code, err = run(capsys, "--checkpoint", tmp_path)
     assert code == 1 and err == [
         f"error: {tmp_path}: malformed in a way this program does not know (KeyError: 'rows')"

@@ -42,7 +42,7 @@ def test_two_writers(tmp_path):
     assert (tmp_path / "it").read_text() in ("a" * 1000, "b" * 1000) and os.listdir(tmp_path) == ["it"]
 
 
-def test_links_and_pipes_stay_what_they_are(tmp_path):
+def test_links_and_devices_stay_what_they_are(tmp_path):
     (tmp_path / "there").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "there")
     with atomic_path(tmp_path / "link") as part:
@@ -51,6 +51,13 @@ def test_links_and_pipes_stay_what_they_are(tmp_path):
     with atomic_path(os.devnull) as part:
         part.write_text("nothing")
     assert not os.path.isfile(os.devnull)
+
+
+def test_a_pipe_is_not_written_to(tmp_path):
+    """It would wait for somebody who reads it, for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="pipe: is a pipe; expected a file"):
+        write_text(tmp_path / "pipe", "text")
 
 
 @FULL

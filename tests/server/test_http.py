@@ -9,8 +9,10 @@ import sys
 import time
 
 import pytest
+import torch
 from helpers import ROOT
 from helpers.serving import serving
+from safetensors.torch import load_file, save_file
 
 httpx = pytest.importorskip("httpx")
 
@@ -246,6 +248,29 @@ def test_a_key_is_asked_for(golden, tmp_path):
         with httpx.stream("POST", path, json=stream, headers=right) as events:
             *_, told, end = (line for line in events.iter_lines() if line)
         assert end == "data: [DONE]" and "0.5 seconds" in json.loads(told[6:])["error"]["message"]
+
+
+def test_scores_that_are_no_numbers_are_an_error(golden, tmp_path):
+    """No JSON can hold nan. Whoever asks for no scores gets a text all the same."""
+    for file in golden.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["norm.weight"].fill_(torch.nan)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with serving(tmp_path, tmp_path / "log", "--no-verify") as server:
+        few = {**CHAT, "max_tokens": 2}
+        assert post(server, **few).status_code == 200
+        for body in ({**few, "logprobs": True}, {**few, "logprobs": True, "top_logprobs": 2}):
+            found = post(server, **body)
+            assert found.status_code == 500 and "nan or infinite" in found.json()["error"]["message"]
+        text = {"prompt": "x", "max_tokens": 2, "logprobs": 1}
+        for body in (text, {**text, "echo": True, "max_tokens": 0}):
+            assert post(server, "/v1/completions", **body).status_code == 500
+        with httpx.stream("POST", f"{server.url}/v1/completions", json={**text, "stream": True}) as events:
+            *_, told, end = (line for line in events.iter_lines() if line)
+        assert end == "data: [DONE]" and "nan or infinite" in json.loads(told[6:])["error"]["message"]
+        assert "Traceback" not in server.said()
 
 
 def test_a_second_server_says_why_it_does_not_start(server, golden):

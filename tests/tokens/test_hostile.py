@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import InputError
+from tokens.files import FILES
 from tokens.guard import GUARD
 from tokens.tokenizer import Tokenizer
 
@@ -29,6 +30,7 @@ TEMPLATES = (
     ("{{ 'a'.center(10**10) }}", NUMBER), ("{{ 'a' | center(10**10) }}", NUMBER),
     ("{{ 'a'.zfill(10**10) }}", NUMBER), ("{{ 'a'.ljust(width=10**10) }}", NUMBER),
     ("{{ '%9999999999d' | format(1) }}", GROWS), ("{{ '%9999999999d' % 1 }}", GROWS),
+    ("{{ '%(a)9999999999d' % {'a': 1} }}", GROWS),
     ("{{ '%.9999999999f' % 1 }}", GROWS), ("{{ '%*d' % (10**10, 1) }}", NUMBER),
     ("{{ '%*d' | format(10**10, 1) }}", NUMBER), ("{{ '{:>9999999999}'.format(1) }}", GROWS),
     ("{{ '{:>{}}'.format(1, 10**10) }}", NUMBER), ("{{ lipsum(n=10**8) }}", NUMBER),
@@ -183,6 +185,30 @@ def test_others_are_served_after_one_was_stopped(copy, bpe):
     assert good.chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_file_is_no_file_that_is_missing(copy, name):
+    """A pipe, a device and a dangling link are refused by name; nothing else takes their place."""
+    for make, words in (
+        (os.mkfifo, "is a pipe; expected a file"),
+        (partial(os.symlink, "/dev/zero"), "is a device; expected a file"),
+        (partial(os.symlink, "nowhere"), "no such file"),
+    ):
+        (copy / name).unlink(missing_ok=True)
+        make(copy / name)
+        with pytest.raises(InputError, match=f"{name}: {words}"):
+            Tokenizer.load(copy)
+
+
+@pytest.mark.skipif(not Path("/proc/kmsg").exists(), reason="no file of the kernel that waits")
+def test_a_file_that_waits_is_not_waited_for(copy):
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").symlink_to("/proc/kmsg")
+    began = time.monotonic()
+    with pytest.raises(InputError, match=r"tokenizer\.json"):
+        Tokenizer.load(copy)
+    assert time.monotonic() - began < 5
+
+
 def test_a_tokenizer_whose_files_change_is_not_loaded_again(copy):
     tokenizer = Tokenizer.load(copy)
     config = json.loads((copy / "tokenizer_config.json").read_text())
@@ -233,8 +259,9 @@ def test_a_prompt_is_refused_only_if_it_cannot_fit(bpe, sp, text):
 
 
 def test_a_prompt_of_megabytes_is_refused_without_the_work(bpe):
-    tokenizer = Tokenizer.load(bpe)
-    for text in ("The quick brown fox. " * 500_000, "1" * 10**7):
+    """Also one that is full of what control tokens begin with, or of the characters that could hide them."""
+    tokenizer, private = Tokenizer.load(bpe), "".join(map(chr, range(0x10FFFD, 0x100000, -1)))
+    for text in ("The quick brown fox. " * 500_000, "1" * 10**7, "<" * 10**7, private * 160):
         began = os.times()
         with pytest.raises(InputError, match=r"has at least [\d,]+ tokens \(10,\d+,\d+ characters\)"):
             tokenizer.chat([{"role": "user", "content": text}], at_most=2047)
