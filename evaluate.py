@@ -140,10 +140,11 @@ def judge(o) -> Asked:
         choose(o.isa)
     check_folder("--out", o.out)
     check_out(Path(o.out))
-    check_options(Path(o.out), asked_options(o))
     if o.questions and not Path(o.questions).is_dir():
         check_readable("--questions", o.questions)
-    return Asked(methods, temperatures, flags, read_sets(o.questions, o.limit))
+    sets = read_sets(o.questions, o.limit)
+    check_options(Path(o.out), asked_options(o))
+    return Asked(methods, temperatures, flags, sets)
 
 
 def asked_options(o) -> dict:

@@ -48,9 +48,19 @@ def check_target(
 
 def check_unconverted(checkpoint: str) -> None:
     """Raise InputError if a folder to convert is one of ours. What is damaged in it shows later."""
-    path = Path(checkpoint) / CONFIG
-    if check_source(checkpoint) and path.is_file() and {"format", "kind"} <= read_json(path).keys():
+    if check_source(checkpoint) and _is_ours(Path(checkpoint)):
         raise InputError(f"--checkpoint {checkpoint}: is already converted")
+
+
+def check_foreign(what: str, folder: str) -> None:
+    """Raise InputError if a folder to export to is one of ours."""
+    if _is_ours(Path(folder)):
+        raise InputError(f"{what} {folder}: holds a converted checkpoint; choose another folder")
+
+
+def _is_ours(folder: Path) -> bool:
+    path = folder / CONFIG
+    return path.is_file() and {"format", "kind"} <= read_json(path).keys()
 
 
 def check_checkpoint(

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_head, check_target
+from checkpoint.early import check_foreign, check_head, check_target
 from checkpoint.names import LAYOUTS, WEIGHTS, glance
 from common.cli import Options, check_replaceable, command
 
@@ -33,6 +33,7 @@ def parser() -> Options:
     p.refuse(lambda o: (Path(o.out).resolve() / WEIGHTS).exists() and not o.force,
              lambda o: f"{o.out}: holds a {WEIGHTS}; replace it with --force or choose another --out")
     p.judge(lambda o: check_replaceable("--out", o.out))
+    p.judge(lambda o: check_foreign("--out", o.out))
     p.judge(lambda o: check_target(o.checkpoint))
     p.judge(lambda o: check_head("--head", o.head))
     p.refuse(lambda o: glance(o.head)["kind"] == "target",

@@ -65,6 +65,11 @@ def open_gguf(path: Path) -> Source:
     tensors = {}
     for name, tensor in stored.items():
         if len(tensor.shape) == 3:  # one matrix for each expert
+            if tensor.shape[2] != config["num_experts"]:
+                raise InputError(
+                    f"{path}: tensor {printable(name)} has {tensor.shape[2]:,} matrices; expected"
+                    f" {config['num_experts']:,}, {arch}.expert_count"
+                )
             experts = range(tensor.shape[2])
             tensors |= {f"{name}[{e}]": _entry(path, tensor, expert=e) for e in experts}
         else:
@@ -153,6 +158,8 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
             scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
         return {"rope_type": "yarn", **scaling}
     if divisors is not None:  # llama3 scaling is stored as one divisor per frequency
+        if (count := math.prod(divisors.shape)) > MANY.high:
+            raise InputError(f"{path}: rope_freqs.weight has {count:,} numbers; expected one per frequency")
         numbers = _numbers(divisors.data, divisors).flatten().tolist()
         return {"rope_type": "divisors", "divisors": numbers}
     return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None

@@ -20,7 +20,7 @@ SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # GGUF's number of a type: struct's letter
 TEXT, ARRAY = 8, 9
-MOST_VALUES = 1 << 22  # of an array: tokens, merges
+MOST_VALUES = 1 << 22  # of all arrays together: tokens, merges
 MOST_NAME, MOST_TEXT = 1 << 16, 1 << 26  # bytes
 MOST_TENSORS = 1 << 18
 
@@ -41,6 +41,7 @@ class _Cursor:
 
     def __init__(self, path: Path, content):
         self.path, self.content, self.at, self.order = path, content, 0, "<"
+        self.values_left = MOST_VALUES
 
     def damaged(self, what: str) -> InputError:
         return InputError(f"{self.path}: truncated or damaged: {what}")
@@ -78,6 +79,8 @@ class _Cursor:
         if kind != ARRAY:
             raise self.damaged(f"{key} is of type {kind}; expected 0 to 12")
         kind, count = self.number("I", key), self.number("Q", key)
+        self.room(key, count, 1, self.values_left)
+        self.values_left -= count
         if kind == TEXT:
             self.room(key, count, 8, MOST_VALUES)
             return [self.text(key, MOST_TEXT) for _ in range(count)]

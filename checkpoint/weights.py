@@ -35,7 +35,9 @@ def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Itera
         file = safe_open(path, framework="pt", device=str(device)).__enter__()
     except InputError as e:
         raise InputError(f"{e}; {advice}") from None
-    except (SafetensorError, OSError) as e:
+    except OSError as e:
+        raise InputError(f"{path}: cannot be read ({e.strerror or first_line(e)})") from None
+    except SafetensorError as e:
         raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
     try:
         yield file

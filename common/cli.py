@@ -334,7 +334,7 @@ def check_writable(flag: str, file: str) -> None:
             return
         _try_out(folder)
     except OSError as e:
-        raise InputError(f"{flag} {file}: cannot be written ({e.strerror or one_line(e)})") from None
+        raise InputError(f"{flag} {file}: cannot be written ({_reason(e)})") from None
 
 
 def check_folder(flag: str, folder: str) -> None:
@@ -363,7 +363,13 @@ def _check_place(what: str, place: Path) -> None:
             raise InputError(f"{what}: not a folder that can be written to")
         _try_out(place)
     except OSError as e:
-        raise InputError(f"{what}: cannot be written to ({e.strerror or one_line(e)})") from None
+        raise InputError(f"{what}: cannot be written to ({_reason(e)})") from None
+
+
+def _reason(error: OSError) -> str:
+    """Why something cannot be written, without the names of our own that an error may have."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return one_line(error) if full or not error.strerror else error.strerror
 
 
 def _try_out(folder: Path) -> None:

@@ -100,7 +100,7 @@ class Text(Kind):
 
     def __init__(self, *choices: str, most: int = 1 << 20):
         self.choices, self.most = choices, most
-        size = "" if most >= 1 << 16 else f" of at most {most:,} characters"
+        size = "" if most == 1 << 20 else f" of at most {most:,} characters"
         self.words = " or ".join(map(repr, choices)) if choices else f"a text{size}"
 
     def holds(self, value: Any) -> bool:

@@ -67,10 +67,11 @@ class Rest(Drafter):
         return sum(t.numel() * t.element_size() for t in (self.tokens, self.suffixes))
 
     def follow(self, at: Tensor, count: int) -> Tensor:
-        """The `count` tokens from places at [...] -> [..., count]; -1 after the store's end."""
+        """The `count` tokens from places at [...] -> [..., count]; -1 outside the store."""
         place = at[..., None] + torch.arange(count, device=at.device)
-        tokens = self.tokens[place.clamp(max=self.tokens.shape[0] - 1)].long()
-        return torch.where(place < self.tokens.shape[0], tokens, -1)
+        last = self.tokens.shape[0] - 1
+        tokens = self.tokens[place.clamp(0, last)].long()
+        return torch.where((place >= 0) & (place <= last), tokens, -1)
 
     def damaged(self, probes: int = 1024) -> bool:
         """Whether the suffix array is out of order or points nowhere, in a sample of `probes` neighbours."""

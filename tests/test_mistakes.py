@@ -248,6 +248,8 @@ MISTAKES = (
     ("checkpoint.export", "--head QUANTISED", "QUANTISED: quantised; export the head before quantisation"),
     ("checkpoint.export", "--layout vllm", "argument --layout: invalid choice: 'vllm'"),
     ("checkpoint.export", "--out WRITTEN", "WRITTEN: holds a model.safetensors; replace it with --force"),
+    ("checkpoint.export", "--out TARGET --force", "--out TARGET: holds a converted checkpoint; choose"),
+    ("checkpoint.export", "--out HEAD --force", "--out HEAD: holds a converted checkpoint; choose another"),
     ("checkpoint.export", "--out TEXT", "--out TEXT: not a folder that can be written to"),
 )
 

@@ -21,6 +21,7 @@ from tokens.files import TOKENIZER_CONFIG, has
 from tokens.messages import texts_of
 
 LONGEST = 4 << 20  # of a template
+JOINED = 64  # characters, at most, of a control token whose end is looked for where a text begins
 
 
 def read_template(folder: Path, config: dict) -> tuple[str | None, Path]:
@@ -63,18 +64,24 @@ def render_template(template: str, messages: list[dict], variables: dict, where:
 class ControlTokenMask:
     """Hides control tokens in messages from the search for the control tokens of the template.
 
-    Where a message holds a control token, or ends in what could be the beginning of one, the character that
-    the token starts with is replaced by a private one while the template is rendered and control tokens are
-    searched for. Templates trim, split and test the messages. A single character survives that, and `restore`
-    puts the original in its place.
+    Where a text holds a control token, or ends in what could be the beginning of one, the character that the
+    token starts with is replaced by a private one while the template is rendered and control tokens are
+    searched for; so is the first character of a text that begins with the end of one. Templates trim, split
+    and test the messages. A single character survives that, and `restore` puts the original in its place.
+    What a template itself makes of a text, by taking words out of its middle or by writing it in other
+    letters, is the template's.
+
+    given: all that the template is given.
     """
 
-    def __init__(self, control: Collection[str], messages: list[dict], template: str | None):
-        used = set().union(template or "", *texts_of(messages))
+    def __init__(self, control: Collection[str], given: object, template: str | None):
+        used = set().union(template or "", *control, *texts_of(given))
         # From the last private character of Unicode down.
         free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
         self._control = tuple(control)
-        self._masks = {first: next(free) for first in sorted({token[0] for token in control})}
+        self._ends = {t[i:] for t in control if len(t) <= JOINED for i in range(1, len(t))}
+        firsts = {text[0] for texts in (control, self._ends) for text in texts}
+        self._masks = {first: next(free) for first in sorted(firsts)}
         self._longest = max(map(len, control), default=0)
         # Sorted, those that begin alike stand together: what they share is looked at once.
         groups = ("|".join(map(re.escape, words)) for _, words in groupby(sorted(control), lambda t: t[0]))
@@ -83,7 +90,7 @@ class ControlTokenMask:
     def hide(self, value):
         """`value` (a text, or lists and dictionaries of texts) with its control tokens masked."""
         if isinstance(value, dict):
-            return {key: self.hide(v) for key, v in value.items()}
+            return {self.hide(key): self.hide(v) for key, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.hide(v) for v in value]
         if not isinstance(value, str):
@@ -93,6 +100,9 @@ class ControlTokenMask:
         for at in range(max(0, end - self._longest), end):
             if value[at] in self._masks and any(t.startswith(value[at:end]) for t in self._control):
                 places.add(at)
+        begin = len(value) - len(value.lstrip())
+        if any(value[begin:to] in self._ends for to in range(begin + 1, min(end, begin + JOINED) + 1)):
+            places.add(begin)
         # One character takes the place of one: positions stay.
         parts, done = [], 0
         for at in sorted(places):

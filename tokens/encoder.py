@@ -44,6 +44,7 @@ class Encoder:
         # pattern for rendered templates has all added tokens, because the leftmost and longest match wins
         # whatever its kind. A match without an id is left to the backend, which finds it by itself.
         unmatched = {token.content: i for i, token in added.items() if i in backend.unmatched}
+        self._lstrip = {token.content for token in added.values() if token.lstrip}
         self._cut_rendered = _pattern(added.values()), self.control | unmatched
         self._cut_plain = _pattern(t for t in added.values() if t.content in unmatched), unmatched
 
@@ -90,8 +91,8 @@ class Encoder:
     ) -> list[int]:
         """Token ids of a conversation. doing: is told what begins. Errors as for `Tokenizer.chat`."""
         doing("the chat template")
-        mask = ControlTokenMask(self.control, messages, self.template)
-        rendered = self.render(mask.hide(messages), variables)
+        mask = ControlTokenMask(self.control, [messages, variables], self.template)
+        rendered = self.render(mask.hide(messages), mask.hide(variables))
         doing("the tokenizer")
         parts = [p if isinstance(p, int) else mask.restore(p) for p in self._cut(rendered, special=True)]
         self._check_size(parts, at_most)
@@ -125,10 +126,12 @@ class Encoder:
         pattern, ids = self._cut_rendered if special else self._cut_plain
         parts, start = [], 0
         for m in pattern.finditer(text):
-            # The pattern may have taken in spaces (lstrip, rstrip).
-            token = ids.get(m[0], ids.get(m[0].strip()))
+            # The pattern may have taken in spaces (rstrip).
+            content = m[0] if m[0] in ids else m[0].rstrip()
+            token = ids.get(content)
             if token is not None:
-                parts += [text[start : m.start()], token]
+                before = text[start : m.start()]
+                parts += [before.rstrip() if content in self._lstrip else before, token]
                 start = m.end()
         return [p for p in (*parts, text[start:]) if p != ""]
 
@@ -138,6 +141,6 @@ def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern:
     def pattern_of(token: AddedToken) -> str:
         text = re.escape(token.content)
         word = rf"(?<!\w){text}(?!\w)" if token.single_word else text
-        return r"\s*" * token.lstrip + word + r"\s*" * token.rstrip
+        return word + r"\s*" * token.rstrip  # spaces before it are looked for backwards, where there is one
     longest_first = sorted(tokens, key=lambda token: -len(token.content))
     return re.compile("|".join(map(pattern_of, longest_first)) or r"(?!)")

@@ -137,6 +137,8 @@ def rebuild(fields: dict, folder: Path, where: str = "GGUF") -> int:
         config["add_bos_token"] = write(metadata, folder, where)
     except InputError:
         raise
+    except Wrong as e:
+        raise InputError(f"{where}: {e}; {GGUF_ADVICE}") from None
     except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
         raise InputError(
             f"{where}: its tokenizer cannot be rebuilt ({first_line(e)}); {GGUF_ADVICE}"
@@ -187,15 +189,17 @@ def _write_bpe(metadata: dict, folder: Path, where: str) -> bool:
     model.normalizer = normalizers.NFC() if rule.nfc else None
     model.pre_tokenizer = pre_tokenizers.Sequence(rule.steps)
     model.decoder = decoders.ByteLevel()
-    for token, kind in zip(tokens, metadata["token_type"], strict=True):
-        if kind == CONTROL:
-            model.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-        elif kind == USER_DEFINED:
-            model.add_tokens([AddedToken(token, special=False, normalized=False)])
+    kinds = list(zip(tokens, metadata["token_type"], strict=True))
+    for special, wanted, add in (
+        (True, CONTROL, model.add_special_tokens), (False, USER_DEFINED, model.add_tokens)
+    ):  # all at once: the library goes through all that it has each time
+        add([AddedToken(token, special=special, normalized=False) for token, kind in kinds if kind == wanted])
     add_bos = "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
     if add_bos:
         bos_id = metadata["bos_token_id"]
         bos = tokens[bos_id]
+        if bos.startswith("$") or ":" in bos:  # which the library would read as something else
+            raise Wrong("tokenizer.ggml.tokens: BOS", bos, "a token without $ at its beginning and without :")
         model.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
         )

@@ -48,7 +48,11 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     own = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
     size = GUARD.rebuild(own, Path(folder), where)
-    if Tokenizer.load(folder).vocab_size != size:
+    try:
+        found = Tokenizer.load(folder).vocab_size
+    except InputError as e:  # which names a file that will not be there
+        raise InputError(f"{where}: its tokenizer: {str(e).replace(f'{folder}/', '')}") from None
+    if found != size:
         raise InputError(f"{where}: its tokenizer has repeated tokens and cannot be rebuilt; {GGUF_ADVICE}")
 
 

@@ -343,6 +343,19 @@ def test_a_file_that_changes_while_it_is_read(tmp_path):
         source.tensors[K0].read()
 
 
+def test_arrays_of_a_gguf_are_bounded_together(tmp_path, monkeypatch):
+    """Each element is a number in Python, also of keys that nobody reads."""
+    monkeypatch.setattr("checkpoint.gguf_file.MOST_VALUES", 1000)
+
+    def arrays(w) -> None:
+        for i in range(3):
+            w.add_array(f"more.{i}", [1] * 400)
+
+    file = write_gguf(tmp_path / "m.gguf", target_state(), extra=arrays)
+    with pytest.raises(InputError, match=r"more\.2 is said to be 400 long; expected at most 200"):
+        open_source(file)
+
+
 def test_gguf_needs_its_package(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "m.gguf", target_state())
     monkeypatch.setitem(sys.modules, "gguf", None)

@@ -79,7 +79,7 @@ ALLOWED = (
     (*PROMPT, "--min-p", "1", "--presence-penalty", "-2", "--frequency-penalty", "2", "--stop", "x"),
     (*PROMPT, "--logprobs", "0", "--json", "--logit-bias", "5=-1.5", "--repetition-penalty", "1.1"),
     (*PROMPT, "--offload", "3"), (*PROMPT, "--offload", "auto", "--device", "cuda:1"),
-    (*PROMPT, "--kv", "int8"), (*PROMPT, "--kv", "auto", "--no-kernels"), (*PROMPT, "--kv", "fp8"),
+    (*PROMPT, "--kv", "int8"), (*PROMPT, "--kv", "auto", "--no-kernels"),
     (*PROMPT, "--kv", "fp8", "--device", "cpu", "--no-kernels"), (*PROMPT, "--kv", "fp8", "--device", "cuda"),
     (*EAGLE3, "--draft", "folder", "--tree", "auto"), (*EAGLE3, "--tree-nodes", "8", "--tree-width", "3"),
     ("--interactive", "--system", "be brief", "--speculate", "eagle3"),

@@ -114,6 +114,14 @@ def test_text_is_plain_text(models, temperature):
     assert [o.ids for o in slow] == [o.ids for o in plain]
 
 
+def test_suffixes_that_point_before_the_store_are_no_places():
+    """A sample of them is judged where a store is opened; of the others nothing may come that is no token."""
+    tokens = torch.arange(20, dtype=torch.int32)
+    drafter = Rest(tokens, torch.arange(20, dtype=torch.int32), 64)
+    at = torch.tensor([-(2**31), -5, 3, 19, 2**31 - 1])
+    assert drafter.follow(at, 2).tolist() == [[-1, -1], [-1, -1], [3, 4], [19, -1], [-1, -1]]
+
+
 def test_more_hits_than_are_counted():
     """Evenly spread samples: the share of each continuation stays."""
     rng = random.Random(1)

@@ -11,6 +11,7 @@ import struct
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 
@@ -133,6 +134,14 @@ def state(**changes):
     def make(folder: Path) -> Path:
         tensors = target_state() | {name.replace("__", "."): t for name, t in changes.items()}
         return write_source(folder, {name: t for name, t in tensors.items() if t is not None})
+    return make
+
+
+def gguf_with(name: str, *shape: int):
+    """A GGUF that has one more tensor."""
+    def make(folder: Path) -> Path:
+        more = np.zeros(shape, np.float32)
+        return write_gguf(folder / "m.gguf", target_state(), extra=lambda w: w.add_tensor(name, more))
     return make
 
 
@@ -263,6 +272,11 @@ SOURCES = {
     "a token without a type": (
         lambda folder: write_gguf(folder / "m.gguf", target_state(), extra=few_types),
         "tokenizer.ggml.token_type is [1]; expected a list of 2, as many as there are tokens"),
+    "more experts in a GGUF than it says": (
+        gguf_with("blk.0.ffn_gate_exps.weight", 300_000, 1, 1),
+        "tensor blk.0.ffn_gate_exps.weight has 300,000 matrices; expected 0, llama.expert_count"),
+    "a rope of a GGUF that is too long": (
+        gguf_with("rope_freqs.weight", 200_000), "rope_freqs.weight has 200,000 numbers; expected one per"),
     "no GGUF": (gguf_bytes(0, b"GGML"), "it begins with b'GGML'; expected b'GGUF'"),
     "a GGUF of tomorrow": (gguf_bytes(4, U32(9)), "its version is 9; expected 2 or 3"),
     "2^62 tensors": (

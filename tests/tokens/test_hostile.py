@@ -258,6 +258,18 @@ def test_a_prompt_is_refused_only_if_it_cannot_fit(bpe, sp, text):
                     assert "has at least" in str(e)
 
 
+def test_spaces_before_a_token_that_takes_them_cost_no_more_than_others(copy):
+    content = json.loads((copy / "tokenizer.json").read_text())
+    token = {**content["added_tokens"][0], "content": "<mask>", "lstrip": True, "id": 5000}
+    content["added_tokens"].append(token)
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(copy)
+    for end, count in (("y", 0), ("<mask>y", 1)):
+        ids = tokenizer.encode("x" + " " * 300_000 + end, bos=False, special=True)
+        assert ids.count(tokenizer.control["<mask>"]) == count
+    assert tokenizer.decode(tokenizer.encode("a  <mask> b", bos=False, special=True)) == "a b"
+
+
 def test_a_prompt_of_megabytes_is_refused_without_the_work(bpe):
     """Also one that is full of what control tokens begin with, or of the characters that could hide them."""
     tokenizer, private = Tokenizer.load(bpe), "".join(map(chr, range(0x10FFFD, 0x100000, -1)))

@@ -13,8 +13,8 @@ WIDTH = "has the target's width; leave out --hidden-size and the like"
 
 REFUSED = (
     ((), "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER"),
-    ((*TEXT, "--work", "head"), "--work head: is --out or lies in it"),
-    ((*TEXT, "--work", "head/work"), "--work head/work: is --out or lies in it"),
+    ((*TEXT, "--work", "head"), "--out head: --work head is the same or lies"),
+    ((*TEXT, "--work", "head/work"), "--out head: --work head/work is the same or"),
     ((*TEXT, "--work", "file"), "--work file: not a folder that can be written to"),
     ((*TEXT, "--work", "file/work"), "--work file/work: not a folder that can be written to"),
     ((*TEXT, "--out", "file"), "--out file: not a folder that can be written to"),

@@ -89,7 +89,7 @@ def test_a_copy_of_another_target_is_refused(golden, prompt_file, tmp_path, caps
     (other / "config.json").write_text(json.dumps(config | {"stop_ids": [7]}))
     assert train.main(options(golden, prompt_file, tmp_path, **{flag: other})) == 1
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"error: --{flag} {other}: no copy of {golden}: their shapes or stop ids differ")
+    assert last.startswith(f"error: --{flag} {other}: no copy of {golden}: its stop_ids is [7]; expected")
     assert not list((tmp_path / "work").glob("data/*"))
 
 
