@@ -90,6 +90,12 @@ def convert(
 
     others = calibration if kind else tokenizer
     has_tokenizer = write_folder(out, config, plan, others, quiet, allow_nonfinite, str(source.path))
+    last = config["vocab_size"] - 1
+    if not kind and has_tokenizer and (highest := Tokenizer.load(out).highest) > last:
+        print(
+            f"warning: {checkpoint}: its tokenizer has ids up to {highest:,}, the model up to {last:,};"
+            " prompts with others are refused", file=sys.stderr,
+        )
     if not has_tokenizer:
         print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
     if not config.get("stop_ids", True):

@@ -93,6 +93,9 @@ def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) ->
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise InputError(f"{out}: no space left on the device") from None
+        name = str(e.filename or "")
+        if os.path.isfile(name) and not name.startswith((str(temporary), str(place))):
+            raise InputError(f"{name}: cannot be read ({e.strerror})") from None
         raise InputError(f"{out}: cannot be written ({e})") from None
     finally:  # also on Ctrl-C
         if not done:

@@ -60,6 +60,7 @@ class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
     vocab_size: how many ids stand for something; a model's embedding may have more rows.
+    highest: the highest id.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding takes away.
@@ -76,6 +77,7 @@ class Tokenizer:
             facts[name] for name in ("bos_id", "adds_bos", "strips_space")
         )
         self._added = {i: b"" if special else text.encode() for i, text, special in facts["added"]}
+        self.highest = max(self.vocab_size - 1, *self._added, 0)
         self.control = {text: i for i, text, special in facts["added"] if special and text}
         spellings = facts["tokens"], (text for _, text, _ in facts["added"])
         self._longest = max((len(text) for texts in spellings for text in texts), default=1)
