@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from common.errors import InputError
 from common.files import read_json, write_text
-from common.schema import Map, Number, Record, Text
+from common.schema import Digits, Map, Number, Record, Wrong
 from drafters.network import HeadDrafter
 from engine.calibration import LONG, SHORT
 from engine.capture import capture
@@ -47,8 +46,8 @@ BUDGET = 2.0  # seconds of measuring; and of each of the first MIN_REPEAT turns,
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
 PASSES = ("verify", "read", "level", "texts")  # in the order of `Costs`
-_BY_ROWS = Map(Number(above=0, high=1e9), keys=Text(most=9))
-_MILLISECONDS = Map(_BY_ROWS, keys=Text(most=9))  # by context
+_BY_ROWS = Map(Number(above=0, high=1e9), keys=Digits())
+_MILLISECONDS = Map(_BY_ROWS, keys=Digits())  # by context
 KEPT = Record(
     {f"{name}_ms": _MILLISECONDS for name in PASSES[:-1]}, {f"{PASSES[-1]}_ms": _MILLISECONDS}
 )
@@ -81,12 +80,13 @@ class Costs:
     def check(self, contexts: tuple[int, ...], device: torch.device, batches: bool) -> None:
         """Raise ValueError unless these are times of all passes that are measured, at these contexts."""
         parts = zip((self.verify, self.read, self.level, self.texts), rows_of(device, batches))
-        for part, sizes in parts:
+        for name, (part, sizes) in zip(PASSES, parts):
             wanted = contexts if part is not self.texts else contexts[:1] if batches else ()
-            if part.keys() != set(wanted) or any(by_rows.keys() != set(sizes) for by_rows in part.values()):
-                raise ValueError("it is not complete")
-            if not all(0 < t < math.inf for by_rows in part.values() for t in by_rows.values()):
-                raise ValueError("a pass cannot take such a time")
+            found = [(f"{name}_ms", part.keys(), wanted)]
+            found += [(f"{name}_ms.{context}", by_rows.keys(), sizes) for context, by_rows in part.items()]
+            for key, keys, expected in found:
+                if keys != set(expected):
+                    raise Wrong(key, sorted(keys), f"{', '.join(map(str, expected)) or 'none'}, all of them")
 
     def step(self, shape: TreeShape | None, context: int, batch: int = 1, reads: int = 0) -> float:
         """Seconds of a step with a tree of this shape, None: of plain decoding.

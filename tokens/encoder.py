@@ -21,6 +21,7 @@ from tokens.files import FILES, TOKENIZER_CONFIG, file_of, has
 from tokens.spelling import Shape, TooLong
 
 LONGEST = 256 << 20  # bytes of a file
+LONGEST_TOKEN = 4096  # characters of an added token, which are searched for in all texts
 BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 
 
@@ -63,7 +64,14 @@ class Encoder:
                 told = TOKENIZER_CONFIG.require(read_json(folder / name), folder / name)
                 config |= {k: v for k, v in told.items() if v is not None}
         try:
-            return cls(BACKENDS[encoder](folder / encoder, config), config, *read_template(folder, config))
+            backend = BACKENDS[encoder](folder / encoder, config)
+            for i, token in backend.added.items():
+                if len(token.content) > LONGEST_TOKEN:
+                    raise InputError(
+                        f"{folder / encoder}: added token {i} has {len(token.content):,} characters; expected"
+                        f" at most {LONGEST_TOKEN:,}"
+                    )
+            return cls(backend, config, *read_template(folder, config))
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, OSError) as e:
             raise InputError(f"{folder}: the tokenizer's files are damaged ({one_line(e)})") from None
 

@@ -130,5 +130,6 @@ def test_a_source_is_converted_when_it_is_used(tmp_path, monkeypatch):
 def test_what_cannot_be_read_is_not_what_cannot_be_written(tmp_path):
     (tmp_path / "in").write_text("secret")
     for name, words in (("in", "cannot be read"), ("out", "cannot be written")):
-        with pytest.raises(InputError, match=f"{tmp_path / name}: {words}"), writer.staging(tmp_path / "out", 10):
+        refusal = pytest.raises(InputError, match=f"{tmp_path / name}: {words}")
+        with refusal, writer.staging(tmp_path / "out", 10):
             raise PermissionError(13, "Permission denied", str(tmp_path / name))

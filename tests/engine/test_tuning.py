@@ -429,7 +429,10 @@ def test_costs_are_measured_once(models, tmp_path, monkeypatch):
 
 
 DAMAGE = {  # what costs.json may hold of the target's passes: what is said about it
-    '{"1": 2.0}': "not complete", "{}": "not complete", "7": "verify_ms.128 is 7; expected an object",
+    '{"1": 2.0}': "verify_ms.128 is [1]; expected 1, 3, all of them",
+    "{}": "verify_ms.128 is []; expected 1, 3, all of them",
+    '{"x": 1}': "a name in costs.verify_ms.128 is 'x'; expected a whole number of at most 8 digits",
+    "7": "verify_ms.128 is 7; expected an object",
     '{"1": 0, "3": 1}': "verify_ms.128.1 is 0; expected a number above 0",
     '{"1": NaN, "3": 1}': "verify_ms.128.1 is nan; expected", '{"1": -1, "3": 1}': "verify_ms.128.1 is -1;",
     '{"1": "x", "3": 1}': "verify_ms.128.1 is 'x'; expected",

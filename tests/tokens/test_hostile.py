@@ -199,6 +199,14 @@ def test_what_is_no_file_is_no_file_that_is_missing(copy, name):
             Tokenizer.load(copy)
 
 
+def test_a_token_that_is_too_long_is_refused(copy):
+    content = json.loads((copy / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "content": "a" * 5000, "id": 5000})
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"tokenizer\.json: added token \d+ has 5,000 characters; expected"):
+        Tokenizer.load(copy)
+
+
 @pytest.mark.skipif(not Path("/proc/kmsg").exists(), reason="no file of the kernel that waits")
 def test_a_file_that_waits_is_not_waited_for(copy):
     (copy / "tokenizer.json").unlink()
