@@ -215,6 +215,30 @@ def test_interactive_keeps_the_conversation(golden, capsys, monkeypatch):
     assert code == 0 and out == f"{first}\n{second}\n{first}\n"
 
 
+def test_ctrl_c_before_an_answer_begins_takes_back_the_turn_only(golden, capsys, monkeypatch):
+    """In the middle of its beginning, when the decoder knows the new prompt and its caches do not hold it."""
+    from engine.state import State
+
+    lines, calls = iter(["one", "never", "two", "/exit"]), iter(range(100))
+
+    def interrupted(self, *args, original=State.begin):
+        original(self, *args)
+        if next(calls) == 2:  # after a warm-up and the first turn
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    with monkeypatch.context() as m:
+        m.setattr(State, "begin", interrupted)
+        code, out, _ = cli(capsys, "--checkpoint", golden, "--interactive", "--max-new-tokens", 15)
+    model = load(golden, compile=False)
+    first = model.generate("one", max_new_tokens=15).text
+    talk = [
+        {"role": "user", "content": "one"}, {"role": "assistant", "content": first},
+        {"role": "user", "content": "two"}
+    ]
+    assert code == 0 and out == f"{first}\n\n{model.generate(talk, max_new_tokens=15).text}\n"
+
+
 def test_ctrl_c_prints_the_statistics_so_far(golden, capsys, monkeypatch):
     from engine.decoder import Decoder
 
