@@ -294,9 +294,9 @@ def judge(o: argparse.Namespace) -> None:
     check_out(Path(o.out), o.kind, Path(work_of(o)))
     check_exact(o.checkpoint, config)
     TARGET.require(config, Path(o.checkpoint) / CONFIG, ADVICE)
-    for flag in ("--writer", "--reader"):
-        if copy := check_head(flag, getattr(o, flag.removeprefix("--")), "target"):
-            check_copy(f"{flag} {getattr(o, flag.removeprefix('--'))}", copy, o.checkpoint, config)
+    for flag, folder in (("--writer", o.writer), ("--reader", o.reader)):
+        if copy := check_head(flag, folder, "target"):
+            check_copy(f"{flag} {folder}", copy, o.checkpoint, config)
     start = check_head("--start", o.start)
     if start:
         check_start(start["kind"], o.kind)

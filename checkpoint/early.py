@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from checkpoint.names import CONFIG, glance, is_gguf
+from checkpoint.names import CONFIG, glance, is_gguf, is_ours
 from common.errors import InputError
 from common.files import read_json
 from common.schema import in_words
@@ -48,19 +48,19 @@ def check_target(
 
 def check_unconverted(checkpoint: str) -> None:
     """Raise InputError if a folder to convert is one of ours. What is damaged in it shows later."""
-    if check_source(checkpoint) and _is_ours(Path(checkpoint)):
+    if check_source(checkpoint) and _holds_ours(Path(checkpoint)):
         raise InputError(f"--checkpoint {checkpoint}: is already converted")
 
 
 def check_foreign(what: str, folder: str) -> None:
     """Raise InputError if a folder to export to is one of ours."""
-    if _is_ours(Path(folder)):
+    if _holds_ours(Path(folder)):
         raise InputError(f"{what} {folder}: holds a converted checkpoint; choose another folder")
 
 
-def _is_ours(folder: Path) -> bool:
+def _holds_ours(folder: Path) -> bool:
     path = folder / CONFIG
-    return path.is_file() and {"format", "kind"} <= read_json(path).keys()
+    return path.is_file() and is_ours(read_json(path))
 
 
 def check_checkpoint(

@@ -79,15 +79,13 @@ class _Cursor:
         if kind != ARRAY:
             raise self.damaged(f"{key} is of type {kind}; expected 0 to 12")
         kind, count = self.number("I", key), self.number("Q", key)
-        self.room(key, count, 1, self.values_left)
+        if kind != TEXT and kind not in SCALARS:
+            raise self.damaged(f"{key} is an array of type {kind}; expected numbers or texts")
+        size = 8 if kind == TEXT else struct.calcsize(SCALARS[kind])  # a text begins with its length
+        self.room(key, count, size, self.values_left)
         self.values_left -= count
         if kind == TEXT:
-            self.room(key, count, 8, MOST_VALUES)
             return [self.text(key, MOST_TEXT) for _ in range(count)]
-        if kind not in SCALARS:
-            raise self.damaged(f"{key} is an array of type {kind}; expected numbers or texts")
-        size = struct.calcsize(SCALARS[kind])
-        self.room(key, count, size, MOST_VALUES)
         values = struct.unpack_from(f"{self.order}{count}{SCALARS[kind]}", self.content, self.at)
         self.at += size * count
         return list(values)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.names import CONFIG
+from checkpoint.names import CONFIG, is_ours
 from checkpoint.published import GENERATION, INDEX, PUBLISHED, TOKENIZER
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
 from checkpoint.weights import Stored, listed, opened
@@ -38,7 +38,7 @@ AGAIN = "truncated? Download it again"  # what to do about weights that are dama
 def open_folder(path: Path) -> Source:
     """Open a Hugging Face folder. Raises InputError if anything in it is missing, damaged or unsafe."""
     config = read_json(path / CONFIG)
-    if "format" in config and "kind" in config:
+    if is_ours(config):
         raise InputError(f"{path}: is already converted")
     PUBLISHED.require(config, path / CONFIG)
     name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)

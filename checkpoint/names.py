@@ -28,6 +28,11 @@ def is_gguf(path: Path) -> bool:
     return path.suffix.lower() == ".gguf"
 
 
+def is_ours(config: dict) -> bool:
+    """Whether a config.json is that of a converted checkpoint, of any version."""
+    return {"format", "kind"} <= config.keys()
+
+
 def glance(folder: str | Path, kind: str | None = None) -> dict:
     """The config.json of one of our folders, of which only the format is judged.
 
@@ -39,7 +44,7 @@ def glance(folder: str | Path, kind: str | None = None) -> dict:
             f"{folder}: not a folder; convert a checkpoint into it with convert_checkpoint.py first"
         )
     config = read_json(folder / CONFIG)
-    if "kind" not in config or "format" not in config:
+    if not is_ours(config):
         raise InputError(
             f"{folder}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR"
         )

@@ -349,7 +349,7 @@ def check_replaceable(flag: str, folder: str) -> None:
         if place.exists() and not place.is_dir():
             raise InputError(f"{flag} {folder}: not a folder that can be written to")
     except OSError as e:  # a name may be too long
-        raise InputError(f"{flag} {folder}: cannot be written to ({e.strerror})") from None
+        raise InputError(f"{flag} {folder}: cannot be written to ({_reason(e)})") from None
     if os.path.ismount(place):
         raise InputError(f"{flag} {folder}: is mounted, and cannot be replaced; name a folder in it")
     _check_place(f"{flag} {folder}", place.parent)

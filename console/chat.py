@@ -19,7 +19,7 @@ def chat(model: TextDecoder, sampling: Sampling, system: str | None) -> int:
     if model.tokenizer is None or not model.tokenizer.has_template:
         raise InputError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
     opening = [{"role": "system", "content": system}] if system is not None else []
-    messages, begun = list(opening), True
+    messages, reuse = list(opening), True
     while True:
         try:
             line = input("> " if is_terminal(sys.stdin) else "")
@@ -35,8 +35,8 @@ def chat(model: TextDecoder, sampling: Sampling, system: str | None) -> int:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            job = model.job([messages], [sampling], reuse=begun)
-            begun = True
+            job = model.job([messages], [sampling], reuse=reuse)
+            reuse = True
         except ValueError as e:
             note(f"error: {one_line(e)} (/reset starts over)")
             messages.pop()
@@ -45,7 +45,7 @@ def chat(model: TextDecoder, sampling: Sampling, system: str | None) -> int:
             # Before the answer: as if the turn had not been given. What the caches hold is not known now.
             print(flush=True)
             messages.pop()
-            begun = False
+            reuse = False
             continue
         try:
             show(job, job, label=False)

@@ -61,6 +61,22 @@ def render_template(template: str, messages: list[dict], variables: dict, where:
         raise InputError(f"{where}: chat template: {one_line(template_error(e))}") from None
 
 
+class ControlTokens:
+    """How texts may hold control tokens, or parts of them: what `ControlTokenMask` looks for.
+
+    first: characters that are hidden. ends: what a token ends with, without its beginning.
+    """
+
+    def __init__(self, control: Collection[str]):
+        self.all, self.longest = tuple(control), max(map(len, control), default=0)
+        self.ends = {t[i:] for t in control if len(t) <= JOINED for i in range(1, len(t))}
+        self.first = sorted({text[0] for texts in (control, self.ends) for text in texts})
+        self.characters = set().union(*control)
+        # Sorted, those that begin alike stand together: what they share is looked at once.
+        groups = ("|".join(map(re.escape, words)) for _, words in groupby(sorted(control), lambda t: t[0]))
+        self.pattern = re.compile("(?=" + ("|".join(f"(?:{words})" for words in groups) or "(?!)") + ")")
+
+
 class ControlTokenMask:
     """Hides control tokens in messages from the search for the control tokens of the template.
 
@@ -74,18 +90,11 @@ class ControlTokenMask:
     given: all that the template is given.
     """
 
-    def __init__(self, control: Collection[str], given: object, template: str | None):
-        used = set().union(template or "", *control, *texts_of(given))
+    def __init__(self, control: ControlTokens, given: object, template: str | None):
+        used = control.characters.union(template or "", *texts_of(given))
         # From the last private character of Unicode down.
         free = (chr(c) for c in range(0x10FFFD, 0xE000, -1) if chr(c) not in used)
-        self._control = tuple(control)
-        self._ends = {t[i:] for t in control if len(t) <= JOINED for i in range(1, len(t))}
-        firsts = {text[0] for texts in (control, self._ends) for text in texts}
-        self._masks = {first: next(free) for first in sorted(firsts)}
-        self._longest = max(map(len, control), default=0)
-        # Sorted, those that begin alike stand together: what they share is looked at once.
-        groups = ("|".join(map(re.escape, words)) for _, words in groupby(sorted(control), lambda t: t[0]))
-        self._token = re.compile("(?=" + ("|".join(f"(?:{words})" for words in groups) or "(?!)") + ")")
+        self._control, self._masks = control, {first: next(free) for first in control.first}
 
     def hide(self, value):
         """`value` (a text, or lists and dictionaries of texts) with its control tokens masked."""
@@ -95,13 +104,13 @@ class ControlTokenMask:
             return [self.hide(v) for v in value]
         if not isinstance(value, str):
             return value
-        end = len(value.rstrip())
-        places = {found.start() for found in self._token.finditer(value)}
-        for at in range(max(0, end - self._longest), end):
-            if value[at] in self._masks and any(t.startswith(value[at:end]) for t in self._control):
+        control, end = self._control, len(value.rstrip())
+        places = {found.start() for found in control.pattern.finditer(value)}
+        for at in range(max(0, end - control.longest), end):
+            if value[at] in self._masks and any(t.startswith(value[at:end]) for t in control.all):
                 places.add(at)
         begin = len(value) - len(value.lstrip())
-        if any(value[begin:to] in self._ends for to in range(begin + 1, min(end, begin + JOINED) + 1)):
+        if any(value[begin:to] in control.ends for to in range(begin + 1, min(end, begin + JOINED) + 1)):
             places.add(begin)
         # One character takes the place of one: positions stay.
         parts, done = [], 0

@@ -16,7 +16,7 @@ from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json
 from tokens.backends import Backend, JsonBackend, SentencePieceBackend, special_tokens_map
-from tokens.chat_template import ControlTokenMask, read_template, render_template
+from tokens.chat_template import ControlTokenMask, ControlTokens, read_template, render_template
 from tokens.files import FILES, TOKENIZER_CONFIG, file_of, has
 from tokens.spelling import Shape, TooLong
 
@@ -99,7 +99,7 @@ class Encoder:
     ) -> list[int]:
         """Token ids of a conversation. doing: is told what begins. Errors as for `Tokenizer.chat`."""
         doing("the chat template")
-        mask = ControlTokenMask(self.control, [messages, variables], self.template)
+        mask = ControlTokenMask(self._control_tokens, [messages, variables], self.template)
         rendered = self.render(mask.hide(messages), mask.hide(variables))
         doing("the tokenizer")
         parts = [p if isinstance(p, int) else mask.restore(p) for p in self._cut(rendered, special=True)]
@@ -112,6 +112,10 @@ class Encoder:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         names = self.special_tokens_map | variables
         return render_template(self.template, messages, names, self._template_file)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.control)
 
     @cached_property
     def _shape(self) -> Shape | None:

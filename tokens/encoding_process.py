@@ -32,6 +32,11 @@ class Allowance(NamedTuple):
             paths = (Path(request["folder"]) / name for name in FILES)
             size += min(sum(os.path.getsize(path) for path in paths if path.is_file()), 1 << 30)
             return cls(SECONDS + size // 10**6, MEMORY + 40 * size)
+        return cls.of_bytes(size)
+
+    @classmethod
+    def of_bytes(cls, size: int) -> Allowance:
+        """That of reading so many bytes, and of what is asked about a text in them."""
         return cls(SECONDS + SECONDS_PER_MB * size // 10**6, MEMORY + MEMORY_PER_BYTE * size)
 
     def apply(self) -> None:
@@ -122,5 +127,5 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     while header := sys.stdin.buffer.read(HEADER.size):
         (size,) = HEADER.unpack(header)
-        Allowance.of({"do": "read"}, size).apply()  # that of the request before may be too little to read it
+        Allowance.of_bytes(size).apply()  # that of the request before may be too little to read it
         answers.answer(json.loads(sys.stdin.buffer.read(size)) | {"size": size})

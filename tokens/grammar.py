@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from common.cli import one_line
+from common.cli import on_one_line
 from common.errors import InputError, is_panic
 from tokens.schema import LONGEST
 from tokens.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ class Guide:
         """Why the text cannot be kept to the grammar any more, such as that this takes too long; one line."""
         if not self._matcher.is_error():
             return None
-        return f"the JSON schema cannot be followed ({one_line(ValueError(self._matcher.get_error()))})"
+        return f"the JSON schema cannot be followed ({on_one_line(self._matcher.get_error())})"
 
     def take(self, ids: Iterable[int]) -> None:
         """The text goes on with these ids."""
@@ -88,7 +88,7 @@ def _within_llguidance(action: Callable[[], Result]) -> Result:
 
 
 def _unusable(problem: str) -> InputError:
-    return InputError(f"the JSON schema cannot be used ({one_line(ValueError(problem))})")
+    return InputError(f"the JSON schema cannot be used ({on_one_line(problem)})")
 
 
 class Grammars:

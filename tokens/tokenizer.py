@@ -79,8 +79,6 @@ class Tokenizer:
         self._added = {i: b"" if special else text.encode() for i, text, special in facts["added"]}
         self.highest = max(self.vocab_size - 1, *self._added, 0)
         self.control = {text: i for i, text, special in facts["added"] if special and text}
-        spellings = facts["tokens"], (text for _, text, _ in facts["added"])
-        self._longest = max((len(text) for texts in spellings for text in texts), default=1)
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
@@ -145,9 +143,15 @@ class Tokenizer:
         Nothing is read for that. A template may leave a part out, so there has to be much of it.
         """
         size = sum(map(len, texts))
-        if at_most is not None and size > max(MUCH, at_most * self._longest):
+        if at_most is not None and size > MUCH and size > at_most * self._longest:
             fewest = -(-size // self._longest)
             raise TooLong(f"has at least {fewest:,} tokens ({size:,} characters)")
+
+    @cached_property
+    def _longest(self) -> int:
+        """Characters of the longest token; few prompts ask for it."""
+        spellings = self._guarded.facts["tokens"], (text for _, text, _ in self._guarded.facts["added"])
+        return max((len(text) for texts in spellings for text in texts), default=1)
 
     def render(self, messages: list[dict], **variables) -> str:
         """The text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
