@@ -9,10 +9,9 @@ from torch import Tensor
 
 from checkpoint.loading import load_model
 from common.errors import InputError
-from engine.calibrating import PROMPTS
-from engine.decoder import Decoder
-from engine.run import Run
-from engine.text_decoder import encode
+from engine.calibrate import PROMPTS
+from engine.engine import Engine
+from engine.prompt import encode
 from kernels.cpu import try_kernels
 from kernels.packed import pack_models
 from sampling.options import Sampling
@@ -40,11 +39,8 @@ def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most:
             f" {vocab_size - 1}; the tokenizer is another model's"
         )
     try:
-        decoder = Decoder(model, batch=rows, max_seq_len=length, compile=False)
+        engine = Engine(model, batch=rows, max_seq_len=length, compile=False)
     except ValueError as e:  # the caches do not fit
         raise InputError(f"{checkpoint}: {e}") from None
-    run = Run(decoder, prompts, [Sampling(length, temperature=1.0, seed=i) for i in range(rows)])
-    for _ in run:
-        pass
-    texts = zip(prompts, run.outputs())
-    return torch.tensor([(prompt + output.ids)[:length] for prompt, output in texts])
+    samplings = [Sampling(length, temperature=1.0, seed=i) for i in range(rows)]
+    return torch.tensor([request.tokens[:length] for request in engine.generate(prompts, samplings)])

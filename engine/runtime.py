@@ -34,7 +34,6 @@ class Runtime:
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
-    offload: int = 0  # so many of the target's last layers stay in the host's memory, see `kernels.offload`
 
     @property
     def device_name(self) -> str:
@@ -69,8 +68,6 @@ class Runtime:
         """
         use_threads()
         check_device(self.device_name)
-        if self.offload:
-            check_offload(self.device_name)
         if torch.device(self.device_name).type == "cuda":
             use_device(torch.device(self.device_name), self.on_gpu_kernels)
         _ = self.torch_dtype
@@ -117,15 +114,6 @@ def check_device(device: str) -> None:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as e:
         raise InputError(f"--device {device}: {first_line(e)}") from None
-
-
-def check_offload(device: str) -> None:
-    """Raise InputError if layers cannot come to this device from the host's memory."""
-    if torch.device(device).type != "cuda":
-        raise InputError(
-            f"--offload: the weights are in the host's memory anyway, as {device} is where they are computed"
-            " with; leave it out, or take a machine with a GPU"
-        )
 
 
 def use_device(device: torch.device, kernels: bool) -> None:

@@ -1,15 +1,4 @@
-"""The Python API: load a converted target, make decoders of it, generate or stream text.
-
-    from engine.api import Drafting, load_target
-
-    target = load_target("checkpoints/smollm2-135m")
-    llm = target.decoder(Drafting("eagle3"))
-    print(llm.generate("Why is the sky blue?").text)
-    for piece in llm.stream("Tell me a story.", max_new_tokens=200, temperature=0.8, seed=1):
-        print(piece.text, end="", flush=True)
-
-`generate.py` is written on it.
-"""
+"""Loaded targets, and the engines that are made of them."""
 from __future__ import annotations
 
 import contextlib
@@ -30,22 +19,17 @@ from drafters.base import Drafter
 from drafters.eagle import StaticEagle
 from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
-from drafters.request import Request
+from drafters.request import Request as DrafterRequest
 from drafters.tree_spec import TreeSpec, default_tree, read_tree
-from engine.body import check_prompt
-from engine.calibrating import PROMPTS, calibrate
-from engine.calibration import USUAL, Calibration
-from engine.costs import measured_once
+from engine.autotune import CANDIDATES, Calibration, Tuner
+from engine.calibrate import PROMPTS, USUAL, calibrate
 from engine.dealing import prepare
-from engine.decoder import Decoder
+from engine.engine import Engine
+from engine.prompt import Prompt, check_prompt, encode
 from engine.runtime import Runtime
-from engine.seats import Seats
-from engine.text_decoder import Prompt, TextDecoder, encode
-from engine.tuning import Plan, make_plan
 from kernels.cpu import try_kernels
 from kernels.float8 import Float8Cache
 from kernels.gpu import here
-from kernels.offload import offload
 from kernels.packed import ByteCache, pack_models
 from kernels.quantized import Scheme, quantize_linears
 from kernels.ranks import Ranks
@@ -58,10 +42,10 @@ from tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Drafting:
-    """What drafts for a target, and how its drafts are accepted.
+    """How tokens are drafted for a target, and accepted.
 
-    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", measured once (see
-    `engine.tuning`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement (see
+    `engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
     `default_tree`.
     """
 
@@ -72,15 +56,13 @@ class Drafting:
     coupled: bool = True  # draft with the target's sampling noise
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
-    # The method's own, see METHODS; what is missing takes its default.
-    flags: dict = field(default_factory=dict)
+    flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
     # Prompts as ids to measure --tree auto on, where there is no tokenizer.
     tune_on: tuple[list[int], ...] = ()
     window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
 
     def __post_init__(self):
-        """Read a tree that is written as on the command line. Raises InputError or ValueError on bad values.
-        """
+        """Read a tree written as on the command line. Raises InputError or ValueError on bad values."""
         known(self.method)
         if isinstance(self.tree, str):
             object.__setattr__(self, "tree", read_tree(self.tree))
@@ -96,27 +78,21 @@ def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
     ranks: Ranks | None = None,
 ) -> Target:
-    """Load a converted target. `say` is called with one line when something slow starts or ends.
+    """Load a converted target. say: called with one line when something slow starts or ends.
 
-    Where our kernels cannot be compiled or loaded it runs without `Runtime.compile`, and `say` is told why.
-    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
-    missing, damaged or does not fit.
+    Where our kernels cannot be compiled or loaded it runs without `Runtime.compile`, and `say` gets the
+    reason. ranks: deal it among these processes, which all call this. Raises InputError, one line, if
+    anything is missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
     if ranks is not None:
         prepare(checkpoint, runtime, say, ranks)
-    if runtime.offload and ranks is not None:
-        raise InputError("--offload: a target is dealt among ranks, or offloaded, not both")
-    model, config = load_model(
-        checkpoint, runtime.device_name, runtime.torch_dtype, ranks, runtime.offload
-    )
+    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
     target.put_on_kernels(model)
-    if runtime.offload:
-        offload(model, runtime.offload)
     if ranks is not None and runtime.compile and not (model.on_kernels or model.embed.weight.is_cuda):
         say("ranks on CPUs do without torch.compile: what the kernels do not take runs on PyTorch, slower")
         target = replace(target, runtime=replace(runtime, compile=False))
@@ -133,7 +109,7 @@ def load_target(
 
 
 def float8_cache(model: Transformer) -> type:
-    """The class of a target's caches in float8: that of our GPU kernels, if the target is on them."""
+    """Return the class of a target's float8 caches: that of our GPU kernels, if the target is on them."""
     if not model.reads_length:
         return Float8Cache
     from kernels.gpu.cache import Float8LayerCache  # imports Triton
@@ -142,7 +118,8 @@ def float8_cache(model: Transformer) -> type:
 
 
 def longest_text(longest: int, max_seq_len: int | None) -> int:
-    """Most tokens of a text. Raises InputError if a model that takes `longest` cannot have so many."""
+    """Return the most tokens of a text. Raises InputError if a model that takes `longest` cannot have them.
+    """
     if max_seq_len is not None:
         check_length(max_seq_len, longest)
     return max_seq_len or min(2048, longest)
@@ -164,7 +141,7 @@ def check_prompts(
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target. Several decoders may share it; each has caches of its own."""
+    """A loaded target. Several engines may share it; each has caches of its own."""
 
     checkpoint: Path
     runtime: Runtime
@@ -173,77 +150,42 @@ class Target:
     tokenizer: Tokenizer | None
     say: Callable[[str], None]
 
-    def decoder(
-        self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None
-    ) -> TextDecoder:
-        """A decoder of up to `batch` texts at a time.
+    def engine(
+        self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None,
+        serves: bool = False,
+    ) -> Engine:
+        """Make an engine for up to `batch` requests at a time, whose trees shrink as they become more.
 
         max_seq_len: most tokens of a text, prompt included (default 2048, or the model's maximum if smaller).
-        Raises InputError, one line, if what drafts is missing, damaged or does not fit; ValueError, with the
-        numbers, if the caches do not fit in memory.
+        serves: requests come and go, so that steps for few of them are worth compiling. Raises InputError,
+        one line, if what drafts is missing, damaged or does not fit; ValueError, with the numbers, if the
+        caches do not fit in memory.
         """
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
-        max_seq_len = self._longest(max_seq_len)
+        max_seq_len = longest_text(self.model.args.max_seq_len, max_seq_len)
         drafter = self._drafter(drafting, max_seq_len, batch)
-        plan = self._plans(drafter, drafting, (batch,), max_seq_len).get(batch)
-        if plan:
-            self.say(str(plan))
-        if plan and plan.shapes:
-            drafter = drafter.with_tree(plan.shapes[0])
-        decoder = Decoder(
+        tuner = self._tuner(drafter, drafting)
+        if tuner:
+            drafter = drafter.with_tree(tuner.shapes[0])
+        on_kernels = self.model.on_kernels or not self.runtime.compile
+        return Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.say,
-            plan=plan if plan and (self._has_free_trees or not plan.shapes) else None,
-            guide=self.guide if self.tokenizer else None,
+            compile=self.runtime.compile, say=self.say, tuner=tuner,
+            counts=None if serves or on_kernels else (batch,),
+            tokenizer=self.tokenizer, guide=self.guide if self.tokenizer else None,
         )
-        return TextDecoder(decoder, self.tokenizer)
-
-    def seats(
-        self, drafting: Drafting = Drafting(), *, places: int = 4, max_seq_len: int | None = None
-    ) -> Seats:
-        """What decodes up to `places` requests, whenever they come. Arguments and errors as for `decoder`.
-
-        Unless `drafting` names a tree, those that a head grows shrink as places fill, down to plain decoding.
-        """
-        if places < 1:
-            raise ValueError(f"{places} places: must be at least 1")
-        max_seq_len = self._longest(max_seq_len)
-        drafter = self._drafter(drafting, max_seq_len, places)
-        counts = Seats.counts(places, self.model.embed.weight.device)
-        plans = self._plans(drafter, drafting, counts, max_seq_len)
-        if not self._has_free_trees:  # each tree would be compiled for each number of sequences
-            plans = {count: plan.with_one_tree() for count, plan in plans.items()}
-        for count, plan in plans.items():
-            self.say(f"{count} at a time: {plan}")
-        if shapes := [shape for plan in plans.values() for shape in plan.shapes]:
-            drafter = drafter.with_tree(shapes[0])
-        return Seats(
-            self.model, drafter, places=places, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
-            compile=self.runtime.compile, say=self.say, plans=plans,
-            guide=self.guide if self.tokenizer else None,
-        )
-
-    def _longest(self, max_seq_len: int | None) -> int:
-        """Most tokens of a text. Raises InputError if the model cannot have so many."""
-        return longest_text(self.model.args.max_seq_len, max_seq_len)
 
     @cached_property
     def _grammars(self) -> Grammars:
         return Grammars(self.tokenizer, self.model.args.vocab_size, self.config["stop_ids"])
 
     def guide(self, schema: str) -> Guide:
-        """What keeps a text to a JSON schema. Raises InputError if the schema is none."""
+        """Make the guide that keeps a text to a JSON schema. Raises InputError if the schema is none."""
         return self._grammars.guide(schema)
 
-    def default_tree(self, batch: int) -> TreeSpec:
-        """The tree of a drafter that is not told which, for so many texts at a time."""
-        return default_tree(
-            self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
-        )
-
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
-        """Put models on our kernels, if this target runs there. int8: quantise bfloat16 ones first."""
+        """Put models on our kernels, if this target runs there. int8: quantise 16-bit ones first."""
         weight = self.model.embed.weight
         on_gpu = self.runtime.on_gpu_kernels and here.runs_on(weight)
         if not (self.runtime.on_kernels or on_gpu):
@@ -263,10 +205,13 @@ class Target:
             )
 
     def _drafter(self, drafting: Drafting, max_seq_len: int, batch: int = 1) -> Drafter | None:
-        drafter = build_drafter(Request(
+        usual = default_tree(
+            self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
+        )
+        drafter = build_drafter(DrafterRequest(
             method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
             draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
-            default_tree=self.default_tree(batch), coupled=drafting.coupled, max_seq_len=max_seq_len,
+            default_tree=usual, coupled=drafting.coupled, max_seq_len=max_seq_len,
             reach=drafting.window if drafting.window < max_seq_len else 0, rule=drafting.accept,
             flags=default_flags(drafting.method) | drafting.flags,
             prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
@@ -279,8 +224,46 @@ class Target:
             ])
         return drafter
 
+    def _tuner(self, drafter: Drafter | None, drafting: Drafting) -> Tuner | None:
+        """Make what chooses among trees; None: the drafter's own tree is drafted.
+
+        Trees are chosen with --tree auto, and without --tree where one more costs nothing: on a CPU, where no
+        step is compiled. Several ranks draft one tree: each measures other times, and would choose another.
+        """
+        free = not self.model.embed.weight.is_cuda and not (
+            self.runtime.compile and not self.model.on_kernels
+        )
+        if self.model.ranks is not None:
+            if drafting.tree == "auto":
+                raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
+            return None
+        wanted = drafting.tree == "auto" or (drafting.tree is None and free)
+        grower = _grower(drafter)
+        if not wanted or grower is None:
+            return None
+        calibration = Calibration.read(grower.folder)
+        if calibration is None:
+            ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
+            prompts = ours or list(drafting.tune_on)
+            if not prompts and drafting.tree is None:
+                return None
+            if not prompts:
+                raise InputError(
+                    "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
+                )
+            self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
+            calibration = calibrate(
+                self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
+            )
+            with contextlib.suppress(OSError):  # measured again next time
+                calibration.write(grower.folder)
+        widest = grower.head.args.draft_vocab_size
+        shapes = CANDIDATES if free else CANDIDATES[-3:]  # each is compiled
+        tuner = Tuner(calibration, [shape for shape in shapes if shape.width <= widest])
+        return tuner if tuner.shapes else None
+
     def calibrate(self, drafting: Drafting, prompts: list[Prompt], tokens: int = 128) -> Path:
-        """Measure what a head's trees are accepted for, in answers of `tokens` tokens to prompts.
+        """Measure the acceptance of a head's trees in answers of `tokens` tokens to prompts.
 
         Writes calibration.json into the head's folder, and returns its path. Raises InputError, one line, if
         the method has no head that grows a tree, prompts and answers are too long or too short, or it cannot
@@ -302,64 +285,9 @@ class Target:
             raise InputError(f"{grower.folder}: {CALIBRATION} cannot be written ({e})") from None
         return grower.folder / CALIBRATION
 
-    @property
-    def _compiles(self) -> bool:
-        """Whether steps go through torch.compile."""
-        return self.runtime.compile and not self.model.on_kernels
-
-    @property
-    def _has_free_trees(self) -> bool:
-        """Whether one tree more costs a decoder nothing: on a CPU, where no step is compiled."""
-        on_cpu = self.model.embed.weight.device.type == "cpu"
-        return on_cpu and not self._compiles
-
-    def _plans(
-        self, drafter: Drafter | None, drafting: Drafting, batches: Iterable[int], longest: int
-    ) -> dict[int, Plan]:
-        """Which trees to draft for so many texts at a time, by what they cost here and are accepted for.
-
-        Nothing: the drafter's own. Without "auto" that is so with torch.compile on a CPU, whose passes would
-        have to be compiled for every number of rows. Several ranks take one tree: each of them measures other
-        times, and would choose another.
-        """
-        if self.model.ranks is not None:
-            if drafting.tree == "auto":
-                raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")
-            return {}
-        on_gpu = self.model.embed.weight.is_cuda
-        measured = self._has_free_trees or (on_gpu and self.runtime.compile)
-        wanted = drafting.tree == "auto" or (drafting.tree is None and measured)
-        grower = _grower(drafter)
-        if not wanted or grower is None:
-            return {}
-        calibration = Calibration.read(grower.folder)
-        if calibration is None:
-            ours = [encode(self.tokenizer, p) for p in PROMPTS] if self.tokenizer else []
-            prompts = ours or list(drafting.tune_on)
-            if not prompts and drafting.tree is None:
-                return {}
-            if not prompts:
-                raise InputError(
-                    "--tree auto: choosing a tree needs a tokenizer, or prompts as ids; or give its numbers"
-                )
-            self.say(f"{grower.folder}: has no calibration.json, so it is measured now")
-            calibration = calibrate(
-                self.model, grower, prompts, self.config["stop_ids"], say=self.say, far=False
-            )
-            with contextlib.suppress(OSError):  # measured again next time
-                calibration.write(grower.folder)
-        compile = self._compiles and not on_gpu  # see `engine.costs.Passes`
-        batches, widest = tuple(batches), grower.head.args.draft_vocab_size
-        costs = measured_once(
-            self.model, grower, compile, longest, grower.folder, self.say, max(batches) > 1
-        )
-        return {batch: make_plan(calibration, costs, batch, longest, widest) for batch in batches}
-
 
 def _grower(drafter: Drafter | None) -> HeadDrafter | None:
-    """The drafter, maybe one of two, that grows trees with a head, and among them the one that tells how easy
-    a text is; None if there is none.
-    """
+    """Return the drafter, maybe one of two, that grows trees with a head, deep enough to be calibrated."""
     if isinstance(drafter, Mixed):
         drafter = drafter.grown
     if not isinstance(drafter, HeadDrafter) or isinstance(drafter, StaticEagle):

@@ -16,11 +16,11 @@ from torch import Tensor
 from common.errors import InputError
 from drafters.base import Confidence, Drafter, Proposal
 from drafters.network import HeadDrafter
-from engine.calibration import DEEPEST, LONG, NODES, SHORT, TEMPERATURES, USUAL, WIDTHS, Calibration, Far
-from engine.decoder import Decoder
-from engine.run import Run
+from engine.autotune import LONG, SHORT, TEMPERATURES, Calibration, Far
+from engine.engine import Engine
 from kernels.parts import prune
 from model import Transformer
+from sampling.noise import seed_keys
 from sampling.options import Sampling
 from tree import Growth, TreeShape
 
@@ -35,7 +35,10 @@ PROMPTS = (  # where a head has no calibration.json
     "What are the differences between a virus and a bacterium?",
 )
 
-
+WIDTHS = (1, 2, 3, 4, 6, 8, 10)
+NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80)
+DEEPEST = 7
+USUAL = TreeShape(8, 2, 4)  # by which the ease of texts is measured
 NEGLIGIBLE = -7.0  # score of a node that no tree would take
 FAR_TEXTS = 8  # that are decoded after a long text too: one takes as long to read as dozens of short prompts
 
@@ -50,8 +53,8 @@ class Recorder(Drafter):
         self.drafter = drafter.with_tree(self.shape)
         self.aux_layers, self.cached = drafter.aux_layers, drafter.cached
         self.widths = [k for k in widths if k <= drafter.head.args.draft_vocab_size]
-        # Length [B] before each step, growth by width.
-        self.steps: list[tuple[Tensor, dict[int, Growth]]] = []
+        # Keys of the noise [B, 2], which tell requests apart, length [B] before each step, growth by width.
+        self.steps: list[tuple[Tensor, Tensor, dict[int, Growth]]] = []
 
     @property
     def extra_slots(self) -> int:
@@ -66,6 +69,17 @@ class Recorder(Drafter):
     def memory(self, *sizes) -> int:
         return self.drafter.memory(*sizes)
 
+    def rows(self, first: int, count: int) -> Recorder:
+        some = super().rows(first, count)
+        some._modules["drafter"] = self.drafter.rows(first, count)
+        return some
+
+    def take(self, place: int, slots: int) -> list[Tensor]:
+        return self.drafter.take(place, slots)
+
+    def put(self, place: int, taken: list[Tensor]) -> None:
+        self.drafter.put(place, taken)
+
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         self.drafter.read(state, features, positions, visible)
 
@@ -74,7 +88,7 @@ class Recorder(Drafter):
         last, noise = drafter.catch_up(state, slots), drafter.draft_noise(noise)
         shapes = (TreeShape(2, self.depth, k) for k in self.widths)
         growths = {shape.width: drafter.grow(last, state, slots, noise, shape) for shape in shapes}
-        self.steps.append((state.length.clone(), growths))
+        self.steps.append((state.key.clone(), state.length.clone(), growths))
         growths[2].shape = self.shape
         return Proposal(prune(growths[2], state.root()))
 
@@ -174,31 +188,34 @@ def record_answers(
         some = prompts[first : first + 8]
         recorder.steps = []
         longest = max(map(len, some)) + tokens + 1
-        decoder = Decoder(
+        engine = Engine(
             target, recorder, batch=len(some), max_seq_len=longest, stop_ids=stop_ids, compile=False
         )
-        run = Run(decoder, some, [Sampling(tokens, temperature, seed=first + i) for i in range(len(some))])
-        for _ in run:
-            pass
-        whole = [p + ids for p, ids in zip(some, run.ids)]
+        samplings = [Sampling(tokens, temperature, seed=first + i) for i in range(len(some))]
+        requests = engine.generate(some, samplings)
+        whole = [request.tokens for request in requests]
         accepted: list[dict[TreeShape, list[float]]] = [{} for _ in some]
         scored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in some]
-        for length, growths in recorder.steps:
-            # Steps whose true continuation is known to the tree's full depth.
-            levels = recorder.depth + 1
-            ahead = [text[n + 1 : n + levels + 1] for text, n in zip(whole, length.tolist())]
-            rows = [b for b, known in enumerate(ahead) if len(known) == levels]
+        numbers = {tuple(key): b for b, key in enumerate(seed_keys([s.seed for s in samplings], "cpu").tolist())}
+        levels = recorder.depth + 1
+        for keys, length, growths in recorder.steps:
+            texts = [numbers.get(tuple(key)) for key in keys.tolist()]
+            ahead = [
+                [] if b is None else whole[b][n + 1 : n + levels + 1] for b, n in zip(texts, length.tolist())
+            ]
+            # Rows whose true continuation is known to the tree's full depth.
+            rows = [row for row, known in enumerate(ahead) if len(known) == levels]
             if not rows:
                 continue
-            truth = torch.tensor([ahead[b] for b in rows])
+            truth = torch.tensor([ahead[row] for row in rows])
             for growth in growths.values():
                 if growth.shape.width == USUAL.width:
                     scores, right = _rights(growth, truth, rows)
-                    for b, *each in zip(rows, scores, right):
-                        scored[b].append(tuple(each))
+                    for row, *each in zip(rows, scores, right):
+                        scored[texts[row]].append(tuple(each))
                 for shape, counts in count_accepted(growth, truth, rows).items():
-                    for b, count in zip(rows, counts.tolist()):
-                        accepted[b].setdefault(shape, []).append(count)
+                    for row, count in zip(rows, counts.tolist()):
+                        accepted[texts[row]].setdefault(shape, []).append(count)
         answers += map(Answer, some, whole, accepted, scored)
     return answers
 

@@ -1,0 +1,425 @@
+"""Which tree the next step drafts, or none: by the tokens a step emits over the seconds it takes.
+
+Three things decide. How often a head's drafts are accepted, by tree (`Calibration`, measured once for a head).
+How much more or less is accepted of the requests at hand (`Acceptance`). How long a step with each tree takes
+here, now: `Tuner` times real steps, a few at warm-up and then all that run. The choice never changes the text.
+"""
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from checkpoint.folder import MEASURED
+from checkpoint.names import CALIBRATION
+from common.errors import InputError, printable
+from common.files import read_json, write_text
+from common.schema import Wrong
+from drafters.base import Confidence
+from engine.request import Request
+from tree import TreeShape
+
+FORMAT = 1
+MOST_NODES = 1024  # of a tree that somebody else measured
+TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
+SHORT, LONG = 128, 4096  # tokens of context at which heads are measured
+# Trees that are tried, smallest first. benchmarks/replay.py shows what others would bring.
+CANDIDATES = tuple(TreeShape(*numbers) for numbers in (
+    (2, 0, 1), (3, 0, 2), (3, 1, 1), (4, 1, 2), (4, 2, 1), (6, 1, 3), (6, 2, 2), (8, 2, 3), (8, 3, 2),
+    (12, 3, 4), (16, 4, 4), (24, 5, 6), (40, 6, 8), (60, 7, 10),
+))
+EASES = (0.4, 0.7, 1.0, 1.3, 1.8)  # acceptance of a request over the average one, as it occurs
+
+
+class Far(NamedTuple):
+    """Accepted drafts after `context` tokens over those after SHORT, by temperature."""
+
+    context: int
+    kept: dict[float, float]
+
+    def at(self, temperature: float, context: int) -> float:
+        """The same ratio at any context: linear up to `self.context`, constant after it."""
+        share = (min(context, self.context) - SHORT) / (self.context - SHORT)
+        return 1 + max(share, 0.0) * (self.kept[temperature] - 1)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Acceptance lengths of a head, FOLDER/calibration.json beside its weights. `engine.calibrate` measures it.
+
+    taus: tau of every tree after short prompts, by temperature. ease: accepted drafts of each text over those
+    of the average one, sorted. far, confidence (of the head's scores): None where they were not measured.
+    """
+
+    taus: dict[float, dict[TreeShape, float]]
+    ease: tuple[float, ...]
+    far: Far | None = None
+    confidence: Confidence | None = None
+
+    def tau(self, shape: TreeShape, temperature: float, context: int = SHORT) -> float:
+        """Return the acceptance length of a tree, between the temperatures and contexts measured."""
+        low, high = (
+            1 + (self.taus[t][shape] - 1) * (self.far.at(t, context) if self.far else 1) for t in TEMPERATURES
+        )
+        return low + (high - low) * min(max(temperature, TEMPERATURES[0]), TEMPERATURES[1])
+
+    def write(self, folder: Path) -> None:
+        """Write FOLDER/calibration.json. Raises OSError."""
+        taus = {
+            f"{t:g}": {shape.name: round(tau, 4) for shape, tau in taus.items()}
+            for t, taus in self.taus.items()
+        }
+        record = {"format": FORMAT, "ease": [round(x, 4) for x in self.ease], "tau": taus}
+        if self.far:
+            kept = {f"{t:g}": round(ratio, 4) for t, ratio in self.far.kept.items()}
+            record["far"] = {"context": self.far.context, "kept": kept}
+        if self.confidence:
+            pairs = asdict(self.confidence).items()
+            record["confidence"] = {name: [round(x, 4) for x in pair] for name, pair in pairs}
+        self._of(record)
+        write_text(folder / CALIBRATION, json.dumps(record, indent=0) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Calibration | None:
+        """Read FOLDER/calibration.json; None if there is none. Raises InputError on a damaged file."""
+        file = folder / CALIBRATION
+        if not file.exists():
+            return None
+        try:
+            return cls._of(read_json(file))
+        except ValueError as e:
+            raise InputError(f"{file}: damaged: {e}; delete it") from None
+        except InputError as e:
+            raise InputError(f"{e}; delete it") from None
+
+    @classmethod
+    def _of(cls, record: dict) -> Calibration:
+        """Make a calibration of a file's content. Raises Wrong, a ValueError."""
+        MEASURED.check(record)
+        if record["format"] != FORMAT:
+            raise Wrong("format", record["format"], f"{FORMAT}, which this version reads")
+        taus = {
+            t: {_shape(t, name, tau): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
+            for t in TEMPERATURES
+        }
+        if not taus[0.0]:
+            raise Wrong("tau.0", {}, "some trees")
+        if any(trees.keys() != taus[0.0].keys() for trees in taus.values()):
+            raise Wrong("tau", record["tau"], "the same trees for each temperature")
+        confidence, far = None, None
+        if "confidence" in record:
+            pairs = (record["confidence"][f.name] for f in fields(Confidence))
+            confidence = Confidence(*(tuple(map(float, pair)) for pair in pairs))
+            for f in fields(Confidence):
+                if not 0 < getattr(confidence, f.name)[0] < 100:
+                    raise Wrong(f"confidence.{f.name}", record["confidence"][f.name], "a slope above 0 first")
+        if "far" in record:
+            context, kept = record["far"]["context"], record["far"]["kept"]
+            if context <= SHORT:
+                raise Wrong("far.context", context, f"more than {SHORT}")
+            far = Far(context, {t: float(kept[f"{t:g}"]) for t in TEMPERATURES})
+        return cls(taus, tuple(map(float, record["ease"])), far, confidence)
+
+
+def _shape(temperature: float, name: str, tau: float) -> TreeShape:
+    """Parse a tree's name; `tau` must be possible for it. Raises Wrong."""
+    key = f"tau.{temperature:g}.{printable(name)}"
+    try:
+        shape = TreeShape.parse(name)
+    except ValueError as e:
+        raise Wrong(key, tau, f"a name that is a tree ({e})") from None
+    if shape.nodes > MOST_NODES or shape.depth > MOST_NODES or shape.width > MOST_NODES:
+        raise Wrong(key, tau, f"a tree of numbers up to {MOST_NODES:,}")
+    if tau > shape.window:
+        raise Wrong(key, tau, f"at most {shape.window}, which is what a step of this tree emits")
+    return shape
+
+
+# -- the requests at hand ----------------------------------------------------------------------
+
+MEMORY = 0.98  # weight of a step relative to the one after it
+PRIOR = 6.0  # steps of average text that a request begins with
+
+
+class Ratio:
+    """A ratio of sums in which old steps fade: found / expected."""
+
+    def __init__(self, expected: float, found: float | None = None):
+        self.found, self.expected = expected if found is None else found, expected
+
+    def record(self, found: float, expected: float) -> None:
+        """Add one step."""
+        self.found = MEMORY * self.found + found
+        self.expected = MEMORY * self.expected + expected
+
+    @property
+    def value(self) -> float:
+        return self.found / self.expected
+
+
+class Acceptance:
+    """Acceptance of one request. drafts: accepted drafts over those of an average text. alone: tokens of a
+    step without the head, which is more than one where prompt lookup drafts.
+    """
+
+    def __init__(self, drafts: float, ease: float):
+        self.drafts, self.alone = Ratio(PRIOR * drafts, PRIOR * drafts * ease), Ratio(PRIOR)
+
+
+# -- the machine, and the choice ---------------------------------------------------------------
+
+MOST_TREES = 3  # that a choice is among: each additional tree costs a few trial steps
+WORTH = 1.005  # speedup of the mean request that one tree more must bring
+MARGIN = 1.03  # speed of another tree over the current one's that makes a change worth it
+LOOK, LOOK_PLAIN = 2, 8  # steps that a choice of a tree, of plain decoding holds
+SPAN = 64  # tokens of context between which tau is taken as constant
+PROBE = 2  # steps with a tree, after a while of plain decoding, to see whether drafts are accepted again
+FIRST_REST, LONGEST_REST = 48, 1024  # steps of plain decoding before that; doubled each time in vain
+TIMED = 5  # latest steps of a kind whose median is its time
+FRESH = 24  # steps after which a time is corrected by what other kinds take now
+DOUBT = 1.15  # a kind whose time is not fresh is tried if it might be this much faster than the current one
+CHECK = 2  # steps of such a trial
+REHEARSED = 3  # steps of each kind at warm-up
+HOPELESS = 0.8  # speed over the best one below which larger trees are not rehearsed
+
+
+class Timed(NamedTuple):
+    """Seconds of a step, and when and at which context it ran."""
+
+    when: int
+    context: int
+    seconds: float
+
+
+class Times:
+    """Seconds of real steps: by sequences in the step, whether it draws noise, and its tree (None: plain)."""
+
+    def __init__(self):
+        self.steps = 0
+        self._timed: dict[tuple[int, bool, TreeShape | None], deque[Timed]] = {}
+
+    def add(self, count: int, noisy: bool, shape: TreeShape | None, context: int, seconds: float) -> None:
+        """Record a step."""
+        timed = self._timed.setdefault((count, noisy, shape), deque(maxlen=TIMED))
+        timed.append(Timed(self.steps, context, seconds))
+
+    @property
+    def known(self) -> bool:
+        """Whether any step was timed."""
+        return bool(self._timed)
+
+    def refresh(self) -> None:
+        """Take all times as of now."""
+        for key, timed in self._timed.items():
+            self._timed[key] = deque((t._replace(when=self.steps) for t in timed), TIMED)
+
+    def of(
+        self, count: int, noisy: bool, shapes: Iterable[TreeShape | None], context: int
+    ) -> tuple[dict[TreeShape | None, float], set[TreeShape | None]]:
+        """Return the seconds of a step with each tree now, and the trees whose time is not fresh.
+
+        A time that is old, or of a much shorter context, is taken to have changed as the fresh ones have.
+        """
+        seconds, stale, changes = {}, set(), []
+        for shape in shapes:
+            timed = self._timed.get((count, noisy, shape), ())
+            fresh = [t.seconds for t in timed if self._is_fresh(t, context)]
+            old = [t.seconds for t in timed if not self._is_fresh(t, context)]
+            if fresh:
+                seconds[shape] = statistics.median(fresh)
+                changes += [seconds[shape] / statistics.median(old)] if old else []
+            else:
+                stale.add(shape)
+                if (guess := statistics.median(old) if old else self._guess(count, shape)) is not None:
+                    seconds[shape] = guess
+        change = statistics.median(changes) if changes else 1.0
+        return {s: t * change if s in stale else t for s, t in seconds.items()}, stale
+
+    def _is_fresh(self, step: Timed, context: int) -> bool:
+        short, long = sorted((context, step.context))
+        return self.steps - step.when <= FRESH and long <= 2 * short + 256
+
+    def _guess(self, count: int, shape: TreeShape | None) -> float | None:
+        """Seconds of a step that never ran: that of few sequences, and what as many rows more cost there."""
+        alone, few = {}, min((n for n, _, _ in self._timed), default=0)
+        for (n, _, other), timed in self._timed.items():
+            if n == few:
+                alone.setdefault(other, []).append(statistics.median(t.seconds for t in timed))
+        if shape not in alone:
+            return None
+        by_rows: dict[int, float] = {}
+        for other, seconds in alone.items():
+            rows = other.nodes if other else 1
+            by_rows[rows] = min(by_rows.get(rows, math.inf), *seconds)
+        rows = shape.nodes if shape else 1
+        return max(alone[shape]) + between(by_rows, rows * count // few) - between(by_rows, rows)
+
+
+def between(known: dict[int, float], at: int) -> float:
+    """Interpolate between the nearest known sizes, linearly, and beyond them; never below the least."""
+    sizes = sorted(known)
+    if len(sizes) == 1:
+        return known[sizes[0]]
+    high = next((n for n in sizes[1:] if n >= at), sizes[-1])
+    low = sizes[sizes.index(high) - 1]
+    return max(known[low] + (known[high] - known[low]) * (at - low) / (high - low), min(known.values()))
+
+
+class Tuner:
+    """Chooses the tree of each step, None for a step without the head.
+
+    calibration: of the head. shapes: trees to choose among, smallest first. It keeps what it learns of the
+    machine and of the average request; what it learns of a request stays in `Request.acceptance`.
+    """
+
+    def __init__(self, calibration: Calibration, shapes: Iterable[TreeShape]):
+        self.calibration, self.times = calibration, Times()
+        self.live = True  # steps are timed as they run, and times become stale
+        self.shapes = tuple(shape for shape in shapes if shape in calibration.taus[0.0])
+        usual = statistics.fmean(calibration.ease)
+        self._usual = {noisy: Ratio(PRIOR, PRIOR * usual) for noisy in (False, True)}
+        self._trees: dict[tuple[int, bool], tuple[TreeShape, ...]] = {}
+        self._current: dict[tuple[int, bool], TreeShape | None] = {}
+        self._ahead: deque[TreeShape | None] = deque()  # kinds of the next steps, whatever is faster
+        self._held, self._plain, self._rest = 0, 0, FIRST_REST
+        self._group: tuple = ()
+
+    def tau(self, shape: TreeShape | None, temperature: float, context: int, ease: float = 1.0) -> float:
+        """Tokens per step of a request whose drafts are accepted `ease` times as often as on average."""
+        if shape is None:
+            return 1.0
+        tau = self.calibration.tau(shape, temperature, context // SPAN * SPAN)
+        return min(1 + ease * (tau - 1), shape.window)
+
+    def trees(self, count: int, noisy: bool) -> tuple[TreeShape, ...]:
+        """Return the few trees worth having for `count` sequences, that of most use first: each added one
+        makes the mean over easy and hard requests faster. None where plain decoding is always faster.
+        """
+        if (count, noisy) in self._trees:
+            return self._trees[count, noisy]
+        seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
+        mean = statistics.fmean(self.calibration.ease)
+        eases = [mean + (ease - mean) / math.sqrt(count) for ease in EASES]
+        gains = {
+            shape: [
+                math.log(max(self.tau(shape, float(noisy), SHORT, e) * seconds[None] / seconds[shape], 1.0))
+                for e in eases
+            ]
+            for shape in self.shapes if shape in seconds
+        }
+        chosen, reached = (), [0.0] * len(eases)
+        while gains and len(chosen) < MOST_TREES:
+            best = max(gains, key=lambda shape: sum(map(max, gains[shape], reached)))
+            together = [*map(max, gains[best], reached)]
+            if sum(together) - sum(reached) < math.log(WORTH) * len(eases):
+                break
+            chosen, reached = (*chosen, best), together
+        self._trees[count, noisy] = chosen
+        return chosen
+
+    def begin(self, request: Request) -> None:
+        """Give a new request the acceptance of an average one."""
+        noisy = request.sampling.temperature > 0
+        middle = self.shapes[len(self.shapes) // 2]
+        usual = self.tau(middle, request.sampling.temperature, SHORT) - 1
+        request.acceptance = Acceptance(usual, self._usual[noisy].value)
+
+    def next(self, requests: list[Request], count: int) -> TreeShape | None:
+        """Choose for the next step over `count` rows of the batch, which decodes these requests."""
+        self.times.steps += 1
+        if self._ahead:
+            return self._ahead.popleft()
+        noisy = any(r.sampling.temperature > 0 for r in requests)
+        if not self.times.known:  # nobody has called `rehearse`
+            self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(CHECK))
+            return self._ahead.popleft()
+        trees = self.trees(count, noisy)
+        if not trees:
+            return None
+        group = (count, noisy, *map(id, requests))
+        if group != self._group:
+            self._group, self._held = group, 0
+        current = self._current.get((count, noisy), trees[0])
+        self._plain += current is None
+        if self._held:
+            self._held -= 1
+            return current
+        speeds, stale = self.speeds(requests, count, noisy, trees)
+        best = max(speeds, key=speeds.__getitem__)
+        if speeds[best] > MARGIN * speeds[current]:
+            current = best
+        self._current[count, noisy] = current
+        self._held = (LOOK_PLAIN if current is None else LOOK) - 1
+        if current is None:
+            if self._plain > self._rest:
+                self._plain, self._rest = 0, min(2 * self._rest, LONGEST_REST)
+                return self._try(max(trees, key=speeds.__getitem__), PROBE)
+            return None
+        self._plain, self._rest = 0, FIRST_REST
+        doubted = [shape for shape in stale if self.live and speeds[shape] * DOUBT > speeds[current]]
+        if doubted and current not in doubted:
+            return self._try(max(doubted, key=speeds.__getitem__), CHECK)
+        return current
+
+    def speeds(
+        self, requests: list[Request], count: int, noisy: bool, trees: Iterable[TreeShape]
+    ) -> tuple[dict[TreeShape | None, float], set[TreeShape | None]]:
+        """Return the expected tokens per second of each request by tree, and the trees with stale times."""
+        context = max(r.length for r in requests)
+        temperature = statistics.fmean(r.sampling.temperature for r in requests)
+        drafts = [r.acceptance.drafts for r in requests]
+        ease = sum(d.found for d in drafts) / sum(d.expected for d in drafts)
+        seconds, stale = self.times.of(count, noisy, (None, *trees), context)
+        speeds = {s: self.tau(s, temperature, context, ease) / t for s, t in seconds.items()}
+        speeds[None] *= statistics.fmean(r.acceptance.alone.value for r in requests)
+        return speeds, stale
+
+    def _try(self, shape: TreeShape | None, steps: int) -> TreeShape | None:
+        """Take this kind for some steps, then choose anew."""
+        self._ahead, self._held = deque([shape] * (steps - 1)), 0
+        return shape
+
+    def record(self, request: Request, shape: TreeShape | None, emitted: int) -> None:
+        """Record the tokens that a step with this tree emitted for a request."""
+        if shape is None:
+            request.acceptance.alone.record(emitted, 1.0)
+        elif shape in self.shapes:
+            usual = self.tau(shape, request.sampling.temperature, request.length) - 1
+            request.acceptance.drafts.record(emitted - 1, usual)
+            self._usual[request.sampling.temperature > 0].record(emitted - 1, usual)
+
+    def rehearse(self, count: int, noisy: bool, run: Callable[[], None]) -> None:
+        """Time a few steps of each kind, smallest trees first; larger ones only while they may pay.
+
+        run: runs a step over `count` rows of the batch, at a short context, with the tree that `next` gives.
+        """
+        usual, best = copy.deepcopy(self._usual), 0.0
+        for shape in (None, *self.shapes):
+            for _ in range(REHEARSED):
+                self._ahead = deque([shape])
+                run()
+            (seconds,) = self.times.of(count, noisy, (shape,), SHORT)[0].values()
+            speed = self.tau(shape, float(noisy), SHORT, EASES[-1]) / seconds
+            if speed < HOPELESS * best:
+                break
+            best = max(best, speed)
+        self.times.refresh()
+        self._trees.clear()
+        self._usual = usual
+
+    def explain(self, count: int, noisy: bool) -> str:
+        """Say in words which trees were chosen and what was measured for the first of them."""
+        seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
+        trees = self.trees(count, noisy)
+        best = max((s for s in seconds if s), key=lambda s: self.tau(s, float(noisy), SHORT) / seconds[s])
+        shape = trees[0] if trees else best
+        names = " or ".join(tree.name for tree in trees)
+        ratio, tau = seconds[shape] / seconds[None], self.tau(shape, float(noisy), SHORT)
+        what = f"a step with {shape.name} takes {ratio:.2f} x a plain one here and gives {tau:.2f} tokens"
+        return f"tree {names} ({what})" if trees else f"plain decoding ({what})"

@@ -1,0 +1,576 @@
+"""The engine: requests are admitted, stepped and leave. Everything that decodes uses it.
+
+    request = engine.admit([1, 9690, 198], Sampling(max_new_tokens=64))
+    while engine.busy:
+        for event in engine.step():
+            print(event.text)
+
+A request is admitted between two steps into a free place of the batch. Its prompt is read in chunks; the
+others go on decoding between them. A request that ends leaves at once. Places are in groups: first the
+requests that decode, then those whose prompts are being read, then the free ones. So a step works on as many
+sequences as there are, and `autotune` chooses a smaller tree as they become more.
+
+A free place keeps its tokens. A request that begins like them, or like a running one, reads only the rest.
+
+A step never reads a value back to the device's host before it is launched. The device decides where a text
+stops (stop ids, token limit) and cuts it exactly there. The host learns what was emitted from one small
+buffer, on CUDA one step late.
+"""
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from drafters.base import Drafter
+from engine.autotune import Tuner
+from engine.memory import bytes_per_step
+from engine.passes import Emission, Emitted, Passes, Rows, arrived, mask
+from engine.prompt import check_prompt
+from engine.request import Draft, Event, Finish, Request, Score
+from model import Transformer
+from sampling.adjust import scores
+from sampling.options import MOST_LOGPROBS, Modes, Sampling
+from tokens.grammar import Guide
+from tokens.ids import common_prefix
+from tokens.stops import StopStream
+from tokens.tokenizer import Tokenizer
+from tree import AnyTree, PathTree, TreeShape
+
+DRAFTED, PLAIN, READING = range(3)  # groups: decoding with drafts, decoding without as asked for, reading
+WORTH_COPYING = 32  # tokens of a text in another place, beyond what a free place holds
+
+
+class Pending(NamedTuple):
+    """A pass whose emission has not been read."""
+
+    requests: list[Request | None]  # by row; None: of no interest
+    emission: Emission
+    shape: TreeShape | PathTree | AnyTree | None = None  # None: a pass over prompts
+    choice: TreeShape | None = None  # of the tuner
+    drafts: list[Draft] | None = None
+    began: float = 0.0
+
+
+class Engine:
+    """Decodes up to `batch` requests at a time with one target and one drafter (None: plain decoding).
+
+    max_seq_len: most tokens of prompt and output. stop_ids: any of them ends a text. compile: run prefill and
+    step through torch.compile, where the target is not on our CPU kernels; on CUDA they are captured as
+    graphs too. say: called with one line when something slow (compilation) starts and ends. chunks: prompt
+    rows per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. tuner:
+    chooses the tree of each step among its own, with `drafter`, which is a `HeadDrafter`; without one the
+    drafter's own tree is drafted. counts: numbers of sequences that there are steps for, `batch` last.
+    tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
+    Raises ValueError, with the numbers, if the caches do not fit in memory.
+    """
+
+    def __init__(
+        self, target: Transformer, drafter: Drafter | None = None, *, batch: int = 1, max_seq_len: int = 2048,
+        stop_ids: Iterable[int] = (), compile: bool = True, say: Callable[[str], None] | None = None,
+        chunks: tuple[int, ...] | None = None, lag: int | None = None, tuner: Tuner | None = None,
+        counts: tuple[int, ...] | None = None, tokenizer: Tokenizer | None = None,
+        guide: Callable[[str], Guide] | None = None,
+    ):
+        self.target, self.drafter, self.tuner = target, drafter or Drafter(), tuner
+        self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
+        self.passes = Passes(
+            target, self.drafter, batch, max_seq_len, stop_ids=stop_ids, compile=compile,
+            say=say or (lambda line: None), chunks=chunks, shapes=tuner.shapes if tuner else (),
+            follows=self.drafter.network is not None,  # a head knows all text, also what it did not draft
+        )
+        self.state, self.device, self.slots = self.passes.state, self.passes.device, self.passes.slots
+        self.window, self.cache_bytes = self.passes.window, self.passes.cache_bytes
+        self.lag = int(self.device.type == "cuda") if lag is None else lag
+        if tuner:
+            tuner.live = self.lag == 0
+        self.stop_ids = frozenset(self.state.stop_ids.tolist())
+        self._counts = counts or self.counts(batch, self.device)
+        # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
+        # propose is asked before each step.
+        self._asks = self.device.type != "cuda" and self.drafter.may_pass
+        self._requests: list[Request | None] = [None] * batch  # by place, as the next three
+        self._kept: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free place
+        self._unread = [1] * batch  # how many of these the drafter has not read, at most
+        self._used = [0] * batch  # when a place was taken or left
+        self._sizes = [0, 0, 0]  # of the groups, which lie one after the other
+        self._serial = 0
+        self._pending: deque[Pending] = deque()
+        self._modes: list[Modes | None] = [None, None]  # of DRAFTED, PLAIN; None: the group has changed
+        self._step_bytes = cache(partial(bytes_per_step, target))
+        self.bytes_read = 0  # weight bytes that all steps so far have read
+        self.prompt_seconds = 0.0  # of the host, on prompts; on a GPU it does not wait for them
+
+    @staticmethod
+    def counts(batch: int, device: torch.device) -> tuple[int, ...]:
+        """Numbers of sequences that there are steps for. On a GPU few, as each is compiled."""
+        below = (1 << i for i in range(16)) if device.type == "cuda" else range(1, batch)
+        return *(count for count in below if count < batch), batch
+
+    @property
+    def free(self) -> int:
+        """How many requests could be admitted now."""
+        return self.batch - sum(self._sizes)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to decode."""
+        return any(self._sizes)
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that hold a place."""
+        return [request for request in self._requests if request]
+
+    # -- admit and leave ----------------------------------------------------------------------
+
+    def check(self, prompt: list[int], sampling: Sampling, name: str = "the prompt") -> None:
+        """Raise ValueError, with the numbers, if a request cannot be decoded."""
+        size = self.target.args.vocab_size
+        check_prompt(prompt, name, self.max_seq_len, size)
+        if sampling.json_schema is not None and self.guide is None:
+            raise ValueError("a JSON schema needs a tokenizer, which this checkpoint does not have")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer: leave out stop texts (--stop)")
+        for token, _ in sampling.logit_bias:
+            if token >= size:
+                raise ValueError(f"logit_bias holds token id {token}, the vocabulary is 0..{size - 1}")
+
+    def admit(
+        self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None,
+        watch: bool = False, plain: bool = False, score_prompt: bool = False,
+    ) -> Request:
+        """Give a request a free place.
+
+        guide: of its JSON schema, if that has been made already. watch: its events carry the drafted trees.
+        plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`, for which the whole
+        prompt is read. Raises ValueError, with the numbers, if the request cannot be decoded; RuntimeError if
+        no place is free.
+        """
+        if not self.free:
+            raise RuntimeError(f"all {self.batch} places are taken")
+        self.check(prompt, sampling)
+        if sampling.json_schema is not None and guide is None:
+            guide = self.guide(sampling.json_schema)
+        stream = StopStream(self.tokenizer.stream(), sampling.stop) if self.tokenizer else None
+        request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
+        request.place, same = self._place_for(prompt)
+        # One token back: the drafter's last row was read together with the token that followed it then.
+        request.cached = request.read = 0 if score_prompt else max(0, min(same, len(prompt)) - 1)
+        self._requests[request.place], self._kept[request.place] = request, []
+        self._sizes[READING] += 1
+        self._touch(request.place)
+        self.state.begin(request.place, prompt, sampling, self.max_seq_len)
+        self.state.done[request.place] = True  # held still until its prompt is read
+        self.drafter.begin(request.place, prompt)
+        if self.tuner:
+            self.tuner.begin(request)
+        if guide:
+            mask(self.state.allowed[request.place], guide, [0], [0])
+        return request
+
+    def _touch(self, place: int) -> None:
+        self._serial += 1
+        self._used[place] = self._serial
+
+    def _place_for(self, prompt: list[int]) -> tuple[int, int]:
+        """Return the first free place, now with the longest known beginning of the prompt, and its length.
+
+        A text that would be lost for a short beginning is copied from instead.
+        """
+        first = sum(self._sizes)
+        free = range(first, self.batch)
+        held = {place: self._kept[place] for place in free}
+        held |= {request.place: self._held(request) for request in self.requests}
+        same = {
+            place: self.drafter.reusable(common_prefix(prompt, tokens), len(tokens), len(prompt))
+            for place, tokens in held.items()
+        }
+        source = max(same, key=same.__getitem__)
+        target = min(free, key=self._used.__getitem__)  # whose text is missed least
+        lost = len(self._kept[source]) - same[source]
+        if source in free and (lost <= WORTH_COPYING or 2 * lost <= len(self._kept[target])):
+            target = source
+        elif same[source] < same[target] + WORTH_COPYING:
+            source = target
+        self._let_read(source, same[source])
+        taken = None if source == target else self._take(source, same[source])
+        self._exchange(target, first)
+        if taken:
+            self._put(first, taken)
+        return first, same[source]
+
+    def _let_read(self, place: int, tokens: int) -> None:
+        """Let the drafter read what it has not of the first tokens in a place."""
+        request = self._requests[place]
+        held = self._held(request) if request else self._kept[place]
+        unread = request.unread if request else self._unread[place]
+        if not self.passes.unread or tokens <= len(held) + 1 - unread:
+            return
+        span = self.passes.span(int(self.state.length[place]))
+        with torch.no_grad():
+            self.passes.read_behind(self.passes.rows(place, 1), span, unread)
+        if request:
+            request.unread = 1
+        self._unread[place] = 1
+
+    def _held(self, request: Request) -> list[int]:
+        """Tokens of a request in the target's caches, and in the drafter's but for the unread ones."""
+        if self._group(request) == READING:
+            return request.prompt[: request.read]
+        return request.tokens[: max(0, request.length - 1)]
+
+    def leave(self, request: Request) -> None:
+        """Free the place of a request, whether it has ended or not. The caches keep its tokens."""
+        place = request.place
+        if not request.here:
+            return
+        group = self._group(request)
+        self._unread[place], self._kept[place] = request.unread, self._held(request)
+        request.here, self._requests[place] = False, None
+        self.state.done[place], self.state.reading[place] = True, False
+        if group != READING:
+            self._modes[group] = None
+        self._touch(place)
+        # The last of each group takes the place that becomes free before it.
+        for following in range(group, len(self._sizes)):
+            last = sum(self._sizes[: following + 1]) - 1
+            if following == group or self._sizes[following]:
+                self._exchange(place, last)
+                place = last
+        self._sizes[group] -= 1
+
+    def _group(self, request: Request) -> int:
+        return next(group for group in range(3) if request.place < sum(self._sizes[: group + 1]))
+
+    def _decode(self, request: Request) -> None:
+        """A request whose prompt has been read joins those that decode."""
+        group = PLAIN if request.plain else DRAFTED
+        for passed in range(READING, group, -1):
+            self._exchange(request.place, sum(self._sizes[:passed]))
+            self._sizes[passed] -= 1
+            self._sizes[passed - 1] += 1
+        self._modes[group] = None
+
+    def _exchange(self, one: int, other: int) -> None:
+        """Exchange two places and all that is in them."""
+        if one == other:
+            return
+        if slots := max(self._live(one), self._live(other)):
+            a, b = self._take(one, slots), self._take(other, slots)
+            self._put(one, b)
+            self._put(other, a)
+        self.state.exchange(one, other)
+        for of_place in (self._requests, self._kept, self._unread, self._used):
+            of_place[one], of_place[other] = of_place[other], of_place[one]
+        for place in (one, other):
+            if request := self._requests[place]:
+                request.place = place
+
+    def _live(self, place: int) -> int:
+        """Slots of a place that mean something, at most."""
+        if request := self._requests[place]:
+            return min(request.length + (self.lag + 1) * self.window, self.slots)
+        return len(self._kept[place])
+
+    def _take(self, place: int, slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        caches = self.passes.caches
+        return type(caches[0]).take(caches, place, slots), self.drafter.take(place, slots)
+
+    def _put(self, place: int, taken: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+        caches = self.passes.caches
+        type(caches[0]).put(caches, place, taken[0])
+        self.drafter.put(place, taken[1])
+
+    # -- step ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Read a chunk of prompts, if there are any to read, and run one step of all that decode.
+
+        Returns what has been emitted; a request whose event has a `finish` has left.
+        """
+        events: list[Event] = []
+        if self._sizes[READING]:
+            began = time.perf_counter()
+            last = self._read_prompts()
+            self.prompt_seconds += time.perf_counter() - began
+            if last:
+                events += self._read(0)
+        keep = 0
+        for group in (DRAFTED, PLAIN):
+            if self._sizes[group]:
+                self._launch(group)
+                keep = 0 if self._modes[group].guided else self.lag
+                events += self._read(keep)
+        return events if keep else events + self._read(0)
+
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(),
+        ended: Callable[[int, Request], None] = lambda number, request: None,
+    ) -> list[Request]:
+        """Decode any number of prompts to their end: a request that ends makes room for the next.
+
+        ended: called with the number of a prompt and its request as soon as that has ended. Raises ValueError
+        as `admit` does.
+        """
+        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+        for i, (prompt, one) in enumerate(zip(prompts, samplings)):
+            self.check(prompt, one, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
+        requests: list[Request] = []
+        numbers: dict[Request, int] = {}
+        try:
+            while numbers or len(requests) < len(prompts):
+                while self.free and len(requests) < len(prompts):
+                    request = self.admit(prompts[len(requests)], samplings[len(requests)])
+                    numbers[request] = len(requests)
+                    requests.append(request)
+                for event in self.step():
+                    if event.finish and event.request in numbers:
+                        ended(numbers.pop(event.request), event.request)
+        finally:  # Ctrl-C, or a fault
+            for request in numbers:
+                self.leave(request)
+        for request in requests:
+            if request.error:
+                raise ValueError(request.error)
+        return requests
+
+    def _members(self, group: int) -> list[Request]:
+        first = sum(self._sizes[:group])
+        return self._requests[first : first + self._sizes[group]]
+
+    def _read_prompts(self) -> bool:
+        """Read one chunk: of all prompts while nothing decodes, else of the one that came first.
+
+        Returns whether a prompt was read to its end; that request decodes from now on.
+        """
+        reading, passes = self._members(READING), self.passes
+        alone = not (self._sizes[DRAFTED] or self._sizes[PLAIN])
+        if not alone or any(r.prompt_scores is not None for r in reading):
+            reading = [min(reading, key=lambda r: self._used[r.place])]
+        rows = passes.rows(reading[0].place, len(reading))
+        if passes.compiled and len(reading) > 1:  # each number of sequences would be compiled
+            rows = passes.rows(0, self.batch)
+        size = passes.chunk_size(max(len(r.prompt) - r.read for r in reading))
+        starts = [len(kept) for kept in self._kept]  # nothing of a free place is overwritten
+        ending: list[Request | None] = [None] * rows.count
+        for r in reading:
+            starts[r.place] = r.read
+            if len(r.prompt) - r.read <= size:
+                ending[r.place - rows.first] = r
+                self.state.done[r.place] = False
+        starts = starts[rows.first : rows.first + rows.count]
+        rows.chunk_start.copy_(torch.tensor(starts))
+        modes = Modes.of([r.sampling for r in reading], few=passes.compiled)
+        x = passes.prefill(rows, passes.span(max(starts) + size), size, modes)
+        if reading[0].prompt_scores is not None:
+            self._score_prompt(reading[0], x)
+        for r in reading:
+            r.read = min(r.read + size, len(r.prompt))
+        if not any(ending):
+            return False
+        self._pending.append(Pending(ending, passes.to_host(rows.state, modes.scored)))
+        for r in filter(None, ending):
+            self._decode(r)
+        return True
+
+    def _score_prompt(self, request: Request, x: torch.Tensor) -> None:
+        """Score the prompt tokens after those of a chunk, whose last states are x [1, C, H]."""
+        after = request.prompt[request.read + 1 : request.read + 1 + x.shape[1]]
+        if not after:
+            return
+        with self.passes.here():
+            logits = self.target.logits(x[:, : len(after)])
+        own, top, ids = scores(logits, torch.tensor([after], device=x.device), MOST_LOGPROBS)
+        found = zip(own[0].tolist(), top[0].tolist(), ids[0].tolist())
+        wanted = request.sampling.logprobs or 0
+        request.prompt_scores += [Score(o, list(zip(i, t))[:wanted]) for o, t, i in found]
+
+    def _launch(self, group: int) -> None:
+        """Launch one step of a group that decodes."""
+        requests, first = self._members(group), sum(self._sizes[:group])
+        count = next(c for c in self._counts if c >= len(requests))
+        rows = self.passes.rows(min(first, self.batch - count), count)
+        offset = first - rows.first  # of the group's requests in those rows
+        context = max(r.length for r in requests)
+        span = self.passes.span(context + len(self._pending) * self.window + self.passes.extra)
+        if self._modes[group] is None:
+            self._modes[group] = Modes.of([r.sampling for r in requests], few=self.passes.compiled)
+        modes = self._modes[group]
+        choice, drafter = self._choose(group, rows, span, requests)
+        began = time.perf_counter()
+        guides = {offset + i: r.guide for i, r in enumerate(requests) if r.guide}
+        with self._held_still(rows, group):
+            tree, path = self.passes.step(rows, span, drafter, modes, guides)
+        self.bytes_read += self._step_bytes(drafter)
+        drafts = None
+        if any(r.watch for r in requests):
+            score = tree.scores
+            parts = (x[offset:].tolist() for x in (tree.tokens, tree.parent, path))
+            scored = [None] * len(requests) if score is None else score[offset:].tolist()
+            drafts = [Draft(*x) for x in zip(*parts, scored)]
+        emission = self.passes.to_host(self.passes.rows(first, len(requests)).state, modes.scored)
+        self._pending.append(Pending(requests, emission, drafter.shape, choice, drafts, began))
+        if self.tuner and group == DRAFTED and self.lag == 0:  # else the step is only launched by now
+            emission.wait()
+            self.tuner.times.add(count, modes.noisy, choice, context, time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _held_still(self, rows: Rows, group: int) -> Iterator[None]:
+        """Hold the requests of the other group still that are among these rows, as there are steps for few
+        numbers of sequences.
+        """
+        others = [r.place - rows.first for r in self._members(PLAIN if group == DRAFTED else DRAFTED)]
+        others = [place for place in others if 0 <= place < rows.count]
+        if not others:
+            yield
+            return
+        before = rows.state.done[others]
+        rows.state.done[others] = True
+        yield
+        rows.state.done[others] = before
+
+    def _choose(
+        self, group: int, rows: Rows, span: torch.Tensor, requests: list[Request]
+    ) -> tuple[TreeShape | None, Drafter]:
+        """Choose the tree of the next step (None: without the head), and the drafter that grows it."""
+        passes = self.passes
+        shape, drafter = None, passes.plain if group == PLAIN else self.drafter
+        if group == DRAFTED and self._asks and not rows.drafter(self.drafter).has_guess(rows.state, span):
+            drafter = passes.plain
+        elif self.tuner and group == DRAFTED:
+            shape = self.tuner.next(requests, rows.count)
+            drafter = passes.trees[shape] if shape else self._headless(rows, span)
+        if passes.unread:
+            self._keep_up(rows, span, drafter, requests)
+        return shape, drafter
+
+    def _headless(self, rows: Rows, span: torch.Tensor) -> Drafter:
+        """Without the head: prompt lookup beside it, if it has a guess, else plain decoding."""
+        headless = self.passes.headless
+        return headless if headless and headless.has_guess(rows.state, span) else self.passes.plain
+
+    def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
+        """Let the head read what it must of each request: where a call costs little, no more than that."""
+        if self.device.type == "cpu":
+            for r in requests:
+                r.unread = self.passes.keep_up(self.passes.rows(r.place, 1), span, drafter, r.unread)
+            return
+        unread = self.passes.keep_up(rows, span, drafter, max(r.unread for r in requests))
+        for r in requests:
+            r.unread = unread
+
+    def _read(self, keep: int) -> list[Event]:
+        """Read what passes have emitted, oldest first, until only `keep` are unread."""
+        events = []
+        while len(self._pending) > keep:
+            done = self._pending.popleft()
+            logprobs = [r.sampling.logprobs if r else None for r in done.requests]
+            for i, (request, emitted) in enumerate(zip(done.requests, arrived(done.emission, logprobs))):
+                if request and request.here:
+                    draft = done.drafts[i] if done.drafts and request.watch else None
+                    events.append(self._event(request, emitted, done, draft))
+        return events
+
+    def _event(self, request: Request, emitted: Emitted, done: Pending, draft: Draft | None) -> Event:
+        """Add what a pass emitted to a request, which leaves if that ends it."""
+        now, shape = time.perf_counter(), done.shape
+        if self.tuner and shape and not request.plain:
+            self.tuner.record(request, done.choice, len(emitted.ids))
+        if request.guide:
+            request.guide.take(emitted.ids)
+            request.error = request.guide.error
+        text, count = request.emit(emitted.ids, emitted.scores)
+        request.first, request.last = request.first or now, now
+        if shape:
+            request.accept_lengths.append(count)
+            request.trees[name_of(shape)] += 1
+        request.finish = self._finish(request, emitted)
+        if request.finish:
+            text += request.flush()
+            self.leave(request)
+        drafted = min(emitted.drafted, count)
+        return Event(
+            request, emitted.ids[:count], text, drafted, emitted.scores[:count],
+            shape.nodes - 1 if shape else 0, draft, request.finish,
+        )
+
+    def _finish(self, request: Request, emitted: Emitted) -> Finish | None:
+        """Return why a request has ended, None if it goes on."""
+        if request.error:
+            return "error"
+        if request.stop is not None:
+            return "stop"
+        if not emitted.done:
+            return None
+        if request.ids and request.ids[-1] in self.stop_ids:
+            return "stop"
+        return "cache" if len(request.tokens) >= self.max_seq_len else "length"
+
+    # -- warm-up ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
+        """Run, compile and capture what requests with these samplings need, and time the trees to choose from.
+
+        Default: greedy. every_length: on CUDA, capture what texts of every length need.
+        """
+        stop_ids = self.state.stop_ids.clone()
+        self.state.stop_ids.fill_(-1)  # the first token might be one of them, and no step would run
+        try:
+            for sampling in samplings or (Sampling(),):
+                sampling = replace(sampling, stop=(), json_schema=None)
+                for prompt in ([0], [0] * 16) if self._asks else ([0],):  # the second: there is a guess
+                    self.generate([prompt], replace(sampling, max_new_tokens=2))
+                if self.tuner:
+                    self._rehearse(sampling)
+                if self.passes.compiled or self.passes.captured:
+                    self._launch_all(Modes.of([sampling], few=self.passes.compiled), every_length)
+        finally:
+            self.state.stop_ids.copy_(stop_ids)
+
+    def _rehearse(self, sampling: Sampling) -> None:
+        """Run every kind of step a few times, so that the tuner knows what each takes."""
+        long = replace(sampling, max_new_tokens=self.max_seq_len)
+
+        def run() -> None:
+            if not self.busy:
+                self.admit([0], long)
+            self.step()
+
+        lag, self.lag = self.lag, 0
+        try:
+            self.tuner.rehearse(self._counts[0], sampling.temperature > 0, run)
+        finally:
+            self.lag = lag
+            for request in self.requests:
+                self.leave(request)
+
+    def _launch_all(self, modes: Modes, every_length: bool) -> None:
+        """Launch a step of every kind for every number of sequences, which changes nothing."""
+        passes = self.passes
+        needs = range(1, self.slots + 1, 64) if every_length and passes.captured else (1,)
+        spans = {span.shape[0]: span for span in map(passes.span, needs)}
+        kinds = dict.fromkeys((passes.plain, *(passes.trees.values() or (self.drafter,))))
+        with passes.still():
+            for span in spans.values():
+                for count in self._counts:
+                    for drafter in kinds:
+                        passes.step(passes.rows(0, count), span, drafter, modes)
+                for size in passes.chunks if every_length else ():
+                    if size <= span.shape[0]:
+                        passes.prefill(passes.rows(0, 1), span, size, modes)
+
+
+def name_of(shape: TreeShape | PathTree | AnyTree) -> str:
+    """Name a tree as results do: T/D/k, the nodes of a static tree, or "plain"."""
+    if shape.nodes == 1:
+        return "plain"
+    return shape.name if isinstance(shape, TreeShape) else f"{shape.nodes} nodes"

@@ -1,0 +1,293 @@
+"""The passes of decoding and all that they touch: allocated once, compiled or captured where that pays.
+
+Every buffer keeps its address. A pass works on all sequences of the batch, or on some that lie side by side
+through views of the same buffers.
+"""
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from drafters.base import Drafter
+from engine.capture import CapturedCalls
+from engine.compiling import CompiledFunction
+from engine.memory import free_memory
+from engine.prefill import prefill
+from engine.request import Score
+from engine.state import State
+from engine.step import commit, step, verify
+from kernels.packed import threads_for
+from kernels.parts import visible_before
+from model import Transformer
+from sampling.options import Modes
+from tokens.grammar import Guide
+from tree import Tree, TreeShape
+
+SPAN = 64  # attention reads the live prefix rounded up to this many slots
+GPU_CHUNKS = 64, 512  # prompt rows of a pass
+UNREAD = 512  # most tokens of plain decoding that a head reads later
+
+
+class Emission(NamedTuple):
+    """What a pass emitted, on its way to the host: `State.out` and, if asked for, the scores."""
+
+    parts: tuple[Tensor, ...]
+    copied: torch.cuda.Event | None  # that it has arrived; None: it has
+
+    def wait(self) -> None:
+        """Wait until it has arrived."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+
+class Emitted(NamedTuple):
+    """Tokens that one sequence emitted in a pass; the first `drafted` were drafted."""
+
+    ids: list[int]
+    drafted: int
+    done: bool
+    scores: list[Score]
+
+
+class Rows:
+    """The sequences first ... first + count - 1 of the batch: views of the state and of all caches."""
+
+    def __init__(self, passes: Passes, first: int, count: int):
+        self.first, self.count = first, count
+        self.chunk_start = passes.chunk_start[first : first + count]
+        whole = count == passes.batch
+        self.state: State = passes.state if whole else passes.state.rows(first, count)
+        self.caches = passes.caches if whole else type(passes.caches[0]).rows(passes.caches, first, count)
+        self.drafter: Callable[[Drafter], Drafter] = (
+            (lambda drafter: drafter) if whole else cache(lambda drafter: drafter.rows(first, count))
+        )
+
+
+class Passes:
+    """A target, a drafter, and the passes over `batch` sequences. For arguments and errors see `Engine`.
+
+    shapes: trees that `drafter`, a `HeadDrafter` then, may also draft. follows: plain steps leave features
+    that `read_behind` reads later.
+    """
+
+    def __init__(
+        self, target: Transformer, drafter: Drafter, batch: int, max_seq_len: int, *,
+        stop_ids: Iterable[int], compile: bool, say: Callable[[str], None],
+        chunks: tuple[int, ...] | None, shapes: tuple[TreeShape, ...], follows: bool,
+    ):
+        weight = target.embed.weight
+        self.device, dtype = weight.device, weight.dtype
+        self.on_cuda = self.device.type == "cuda"
+        self.target, self.drafter, self.batch = target, drafter, batch
+        # On our CPU kernels a step calls few operators: compiling it would save nothing.
+        self.compiled = compile and not target.on_kernels
+        # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
+        sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
+        self.chunks = sorted(chunks or sizes)
+
+        self.plain = self._without_head(Drafter(), follows)
+        # On a CPU, where asking for a guess costs no synchronisation.
+        headless = None if self.on_cuda else copy.copy(drafter.headless)
+        self.headless = headless and self._without_head(headless, follows)
+        drafters = [drafter, *(drafter.with_tree(shape) for shape in shapes), *([headless] if headless else [])]
+        # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
+        # many rows as the widest window has.
+        self.window = max(one.shape.window for one in drafters)
+        self.extra = max(one.extra_slots_after(self.window) for one in drafters)
+        room = max(self.extra, self.chunks[-1]) + 1
+        self.slots = round_up(max_seq_len + room, SPAN)
+        width = len(drafter.aux_layers) * target.args.hidden_size
+        self.unread = max(min(UNREAD, self.slots), self.window) if follows else 0
+        self.cache_bytes = self._check_memory(room, batch * self.unread * width * weight.element_size())
+        # Compiled attention reads the live slots of a cache. If these could be all, dynamo would take that
+        # for another graph: a cache is longer than what is ever live.
+        allocated = self.slots + (SPAN if self.compiled else 0)
+        self.caches: nn.ModuleList = target.caches(batch, allocated)
+        drafter.allocate(batch, allocated, room, dtype, self.device)
+        self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
+        self.state = State(
+            batch, self.slots + self.chunks[-1] + 1, self.window, width, stop_ids, dtype, self.device,
+            room=self.unread, vocabulary=target.args.vocab_size,
+            nodes=max(one.shape.nodes for one in drafters),
+        )
+        self.slot_ids = torch.arange(self.slots, device=self.device)
+        self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
+        self.chunk_start = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        made = partial(CompiledFunction, say=say) if self.compiled else (lambda function, what: function)
+        self._step, self._verify = made(step, "step"), made(verify, "guided step")
+        self._prefill = made(prefill, "prefill")
+        self.captured = CapturedCalls(self.device, self.still) if compile and self.on_cuda else None
+        self.rows = cache(partial(Rows, self))  # rows(first, count): the same object each time
+
+    def _without_head(self, drafter: Drafter, follows: bool) -> Drafter:
+        """A drafter whose steps leave features for the head to read later."""
+        drafter.aux_layers, drafter.reads = self.drafter.aux_layers if follows else (), False
+        return drafter
+
+    def _check_memory(self, room: int, unread_bytes: int) -> int:
+        """Return the bytes of all KV caches and unread features. Raises ValueError if they do not fit."""
+        dtype, size = self.target.embed.weight.dtype, (self.batch, self.slots)
+        need = self.target.cache_bytes(*size) + self.drafter.memory(*size, room, dtype) + unread_bytes
+        free = free_memory(self.device)
+        if free is not None and need > free:
+            raise ValueError(
+                f"the caches of {self.batch} x {self.slots} slots need {need / 1e9:.1f} GB,"
+                f" {free / 1e9:.1f} GB are free: lower --max-seq-len, the tree or the number of prompts"
+                " decoded together"
+            )
+        return need
+
+    # -- passes -------------------------------------------------------------------------------
+
+    def step(
+        self, rows: Rows, span: Tensor, drafter: Drafter, modes: Modes, guides: dict[int, Guide] | None = None
+    ) -> tuple[Tree, Tensor]:
+        """Run one step of some sequences; returns the tree and the path [B, W] accepted in it.
+
+        drafter: `self.drafter`, `plain`, `headless` or one of `trees`. guides: those of rows, by row.
+        """
+        key = (drafter, span.shape[0], rows.first, rows.count, *modes)
+        arguments = self.target, rows.caches, rows.drafter(drafter), rows.state
+        if not modes.guided:
+            return self.run(("step", *key), partial(self._step, *arguments, span, *modes))
+        # The host says what may follow each node. What comes after that is neither compiled nor captured.
+        verified = self.run(("verify", *key), partial(self._verify, *arguments, span, *modes))
+        tokens, parent = verified.tree.tokens.tolist(), verified.tree.parent.tolist()
+        for i, guide in (guides or {}).items():
+            mask(rows.state.allowed[i], guide, tokens[i], parent[i])
+        with self.here():
+            return commit(*arguments, verified, *modes)
+
+    def prefill(self, rows: Rows, span: Tensor, size: int, modes: Modes) -> Tensor:
+        """Read `size` tokens of the prompts of some sequences, from `chunk_start` on; see `prefill`."""
+        chunk = self.chunk_ids[size]
+        if self.compiled:
+            torch._dynamo.mark_static(chunk, 0)
+        arguments = self.target, rows.caches, rows.drafter(self.drafter), rows.state, span, rows.chunk_start
+        key = "prefill", size, span.shape[0], rows.first, rows.count, *modes
+        return self.run(key, partial(self._prefill, *arguments, chunk, *modes))
+
+    def keep_up(self, rows: Rows, span: Tensor, drafter: Drafter, unread: int) -> int:
+        """Before a step with this drafter: let the head read what it must, of at most `unread` tokens.
+
+        Returns how many there may be after the step.
+        """
+        committed = drafter.shape.window
+        if unread > self.window if drafter.reads else unread + committed > self.unread:
+            self.read_behind(rows, span, unread)
+            unread = 1
+        return self.window if drafter.reads else unread + committed
+
+    def read_behind(self, rows: Rows, span: Tensor, unread: int) -> None:
+        """Let the drafter read what plain steps have committed, at most `unread` tokens, but for the last."""
+        first = 0
+        while first < unread:
+            size = self.chunk_size(unread - first)
+            key = "behind", first, size, span.shape[0], rows.first, rows.count
+            self.run(key, partial(self._read_behind, rows, span, first, size))
+            first += size
+        self.run(("read", rows.first, rows.count), rows.state.keep_last_unread)
+
+    def _read_behind(self, rows: Rows, span: Tensor, first: int, size: int) -> None:
+        state = rows.state
+        # A sequence that has fewer writes where nothing is committed.
+        start = torch.minimum(state.length - state.n_new + first, state.length)
+        features = state.features[:, first : first + size]
+        if short := size - features.shape[1]:
+            features = F.pad(features, (0, 0, 0, short))
+        positions = start[:, None] + self.slot_ids[:size]
+        rows.drafter(self.drafter).read(state, features, positions, visible_before(span, start, size))
+
+    def run(self, key: tuple, call: Callable):
+        """Call, on CUDA as a captured graph. key: calls of one key do the same."""
+        if self.captured:
+            return self.captured(key, call)
+        with self.here():
+            return call()
+
+    def here(self) -> contextlib.AbstractContextManager:
+        """A context for passes: on a GPU it is the current one, which each thread has its own of; our CPU
+        kernels have all threads.
+        """
+        return torch.cuda.device(self.device) if self.on_cuda else threads_for(self.target)
+
+    def chunk_size(self, remaining: int) -> int:
+        """Rows of the next prefill pass, with `remaining` tokens to read."""
+        return next((c for c in self.chunks if c >= remaining), self.chunks[-1])
+
+    def span(self, needed: int) -> Tensor:
+        """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
+
+        Where attention reads the lengths itself, all slots: one graph serves every context.
+        """
+        if self.target.reads_length:
+            return self.slot_ids
+        size = round_up(needed, SPAN)
+        if self.on_cuda:  # a captured graph is of one size: powers of two keep them few
+            size = max(256, 1 << (size - 1).bit_length())
+        span = self.slot_ids[: min(size, self.slots)]
+        if self.compiled:
+            torch._dynamo.mark_dynamic(span, 0)
+        return span
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """Hold every sequence still: passes in this context decode nothing."""
+        state = self.state
+        done, reading = state.done.clone(), state.reading.clone()
+        state.done.fill_(True)
+        state.reading.fill_(False)
+        try:
+            yield
+        finally:
+            state.done.copy_(done)
+            state.reading.copy_(reading)
+
+    # -- what comes out -----------------------------------------------------------------------
+
+    def to_host(self, state: State, scored: bool) -> Emission:
+        """Start copying what a pass emitted; `arrived` waits for it. scored: the scores of tokens too."""
+        parts = (state.out,)
+        if scored:
+            parts += state.logprob, state.top_logprobs, state.top_ids
+        if not self.on_cuda:
+            return Emission(tuple(x.clone() for x in parts), None)
+        host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
+        for x, there in zip(parts, host):
+            there.copy_(x, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.device))
+        return Emission(host, copied)
+
+
+def arrived(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]:
+    """Yield what each of the first sequences emitted; waits until that is known.
+
+    logprobs: `Sampling.logprobs` of each.
+    """
+    emission.wait()
+    out, *scores = (x[: len(logprobs)].tolist() for x in emission.parts)
+    for i, ((*tokens, count, drafted, done), most) in enumerate(zip(out, logprobs)):
+        of_tokens = zip(*(x[i][:count] for x in scores)) if most is not None else ()
+        scored = [Score(own, list(zip(ids, top))[:most]) for own, top, ids in of_tokens]
+        yield Emitted(tokens[:count], drafted, bool(done), scored)
+
+
+def mask(allowed: Tensor, guide: Guide, tokens: list[int], parent: list[int]) -> None:
+    """Write into allowed [T', V/32] the tokens that may follow the nodes of a tree below a guide's text."""
+    rows = torch.full((len(tokens), allowed.shape[1]), -1, dtype=torch.int32)
+    guide.mask(tokens, parent, rows.numpy())
+    allowed[: len(tokens)] = rows.to(allowed.device)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least n."""
+    return -(-n // multiple) * multiple

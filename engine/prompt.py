@@ -1,0 +1,65 @@
+"""Prompts as callers give them, and as token ids that fit."""
+from __future__ import annotations
+
+from common.errors import InputError
+from tokens.spelling import TooLong
+from tokens.tokenizer import Tokenizer
+
+Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+
+
+def encode(
+    tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None,
+    room: int | None = None, name: str = "the prompt", variables: dict | None = None,
+) -> list[int]:
+    """Turn a prompt into token ids.
+
+    Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay as they
+    are. Raises InputError if text is given without a tokenizer, or a system message without a chat template;
+    TooLong, with the numbers and without the work, if it certainly does not fit in a cache of `room` tokens.
+    name: what to call the prompt then.
+    """
+    try:
+        return _encode(tokenizer, prompt, raw, system, None if room is None else room - 1, variables or {})
+    except TooLong as e:
+        raise TooLong(
+            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it or raise"
+            " --max-seq-len"
+        ) from None
+
+
+def _encode(
+    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
+    variables: dict,
+) -> list[int]:
+    if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
+        return prompt
+    if tokenizer is None:
+        raise InputError("this checkpoint has no tokenizer: give token ids (--prompt-ids)")
+    if system is not None and (raw or not tokenizer.has_template):
+        raise InputError(
+            "a system message (--system) needs the chat template, which is left out by --raw or missing here"
+        )
+    if isinstance(prompt, str):
+        if raw or not tokenizer.has_template:
+            return tokenizer.encode(prompt, at_most=most)
+        prompt = [{"role": "user", "content": prompt}]
+    if system is not None:
+        prompt = [{"role": "system", "content": system}, *prompt]
+    return tokenizer.chat(prompt, at_most=most, **variables)
+
+
+def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:
+    """Raise ValueError, with the numbers, if a prompt is empty, does not fit in a cache of `room` tokens, or
+    has an id outside the vocabulary.
+    """
+    if not prompt:
+        raise ValueError(f"{name} is empty: give at least one token")
+    if len(prompt) >= room:
+        raise ValueError(
+            f"{name} has {len(prompt)} tokens and needs room for one more,"
+            f" the cache holds {room}: shorten it or raise --max-seq-len"
+        )
+    for token in prompt:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} holds token id {token}, the vocabulary is 0..{vocab_size - 1}")

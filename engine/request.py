@@ -1,0 +1,137 @@
+"""Requests: what a caller hands to the engine, and what the engine hands back."""
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from sampling.options import Sampling
+from tokens.grammar import Guide
+from tokens.stops import StopStream
+
+# "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the cache
+# is full. "error": see `Request.error`.
+Finish = Literal["stop", "length", "cache", "error"]
+
+
+class Score(NamedTuple):
+    """Log-probability of a token under the target, and the likeliest tokens with theirs, likeliest first."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+class Draft(NamedTuple):
+    """The tree of one step, root first, and the path through it that was accepted.
+
+    scores: cumulative log-probability of each node as the drafter has it, None if it has none.
+    """
+
+    tokens: list[int]
+    parent: list[int]
+    path: list[int]
+    scores: list[float] | None
+
+
+class Event(NamedTuple):
+    """The tokens that a request gained in one pass, and the text that they complete.
+
+    The first `drafted` of `ids` were drafted. nodes: drafted nodes of the step's tree. The last event of a
+    request has a `finish`.
+    """
+
+    request: Request
+    ids: list[int]
+    text: str
+    drafted: int
+    scores: list[Score]
+    nodes: int
+    draft: Draft | None
+    finish: Finish | None
+
+
+@dataclass(eq=False)
+class Request:
+    """A sequence in the engine, from `Engine.admit` on.
+
+    watch: its events carry the drafted trees. plain: decode it without drafts. prompt_scores: a `Score` of
+    each prompt token but the first, if asked for. accept_lengths: tokens emitted by each step; their mean is
+    the acceptance length τ. trees: steps by tree, "T/D/k", "N nodes" of a static one, or "plain".
+    """
+
+    prompt: list[int]
+    sampling: Sampling
+    guide: Guide | None = None
+    stream: StopStream | None = None
+    watch: bool = False
+    plain: bool = False
+    prompt_scores: list[Score] | None = None
+    # What has become of it.
+    ids: list[int] = field(default_factory=list)
+    text: str = ""
+    scores: list[Score] = field(default_factory=list)
+    accept_lengths: list[int] = field(default_factory=list)
+    trees: Counter[str] = field(default_factory=Counter)
+    finish: Finish | None = None
+    error: str | None = None  # why it cannot go on
+    stop: str | None = None  # the stop text that ended it
+    cached: int = 0  # prompt tokens that the caches held already
+    # `time.perf_counter` at admission, at the first token and at the last one.
+    began: float = field(default_factory=time.perf_counter)
+    first: float | None = None
+    last: float | None = None
+    # Bookkeeping of the engine.
+    place: int = -1  # its row of the batch
+    read: int = 0  # prompt tokens in the caches
+    unread: int = 1  # upper bound of committed tokens that the drafter has not read
+    acceptance: object = None  # see `autotune.Acceptance`
+    here: bool = True  # it holds a place
+
+    @property
+    def length(self) -> int:
+        """Tokens before the root, as far as the host has read."""
+        return len(self.prompt) + len(self.ids) - 1
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output."""
+        return self.prompt + self.ids
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Seconds from admission to the first token."""
+        return (self.first or time.perf_counter()) - self.began
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first token to the last one."""
+        return self.last - self.first if self.first else 0.0
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: mean tokens per step, 1 for plain decoding, 0 without a step."""
+        return sum(self.accept_lengths) / len(self.accept_lengths) if self.accept_lengths else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens after the first one over `seconds`."""
+        return (len(self.ids) - 1) / self.seconds if self.seconds > 0 and len(self.ids) > 1 else 0.0
+
+    def emit(self, ids: list[int], scores: list[Score]) -> tuple[str, int]:
+        """Append emitted tokens. Returns the text they complete, and how many of them count: a stop text may
+        end the output before the last one.
+        """
+        text, count = "", len(ids)
+        if self.stream:
+            text, count, self.stop = self.stream.push(ids)
+        self.ids += ids[:count]
+        self.scores += scores[:count]
+        self.text += text
+        return text, count
+
+    def flush(self) -> str:
+        """Append and return the text that still waits for more bytes, at the end of the output."""
+        rest = self.stream.flush() if self.stream and self.stop is None else ""
+        self.text += rest
+        return rest
