@@ -13,7 +13,6 @@ from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
-from common.tree_shapes import TreeShape
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.tree_spec import MOST_NODES, default_tree, read_tree, with_numbers
 from sampling.options import Sampling
@@ -117,7 +116,7 @@ def parser() -> Options:
 
 
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
-    """Read what the options name: a prompt and its sampling for each text. Raises InputError or ValueError."""
+    """Return a prompt and its sampling for each text. Raises InputError or ValueError."""
     prompts: Prompts = list(o.prompt)
     for text in o.prompt_ids:
         try:
@@ -239,8 +238,8 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     rule = engine.drafter.rule if o.temperature > 0 else "equal"
     if o.json:
         for i, request in enumerate(requests):
-            other = others[i] if others else None
-            print(json.dumps(as_json(request, prompts[i], rule, other, ranks.count if ranks else 1)), flush=True)
+            other, count = others[i] if others else None, ranks.count if ranks else 1
+            print(json.dumps(as_json(request, prompts[i], rule, other, count)), flush=True)
     elif requests:
         if len(ids) > 1:
             for i, request in enumerate(requests):

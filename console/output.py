@@ -58,8 +58,8 @@ def as_json(
 ) -> dict:
     """Return the object that `--json` prints.
 
-    rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with. ranks: number
-    of processes that the target was dealt among.
+    rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with. ranks:
+    number of processes that the target was dealt among.
     """
     row = {
         "prompt": prompt,

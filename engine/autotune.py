@@ -1,8 +1,8 @@
 """Which tree the next step drafts, or none: by the tokens a step emits over the seconds it takes.
 
-Three things decide. How often a head's drafts are accepted, by tree (`Calibration`, measured once for a head).
-How much more or less is accepted of the requests at hand (`Acceptance`). How long a step with each tree takes
-here, now: `Tuner` times real steps, a few at warm-up and then all that run. The choice never changes the text.
+Three things decide. How often a head's drafts are accepted, by tree: `Calibration`, measured once for a head.
+How much more or less is accepted of the requests at hand: `Acceptance`. How long a step with each tree takes
+here, now: `Times` of real steps, a few at warm-up and then all that run. The choice never changes the text.
 """
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Far(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Acceptance lengths of a head, FOLDER/calibration.json beside its weights. `engine.calibrate` measures it.
+    """Acceptance lengths of a head: FOLDER/calibration.json beside its weights, see `engine.calibrate`.
 
     taus: tau of every tree after short prompts, by temperature. ease: accepted drafts of each text over those
     of the average one, sorted. far, confidence (of the head's scores): None where they were not measured.

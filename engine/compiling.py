@@ -54,8 +54,8 @@ class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
     Arguments are those modules, tensors (of one shape, but for dimensions marked dynamic) and constants. Each
-    combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later calls pass
-    torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
+    combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
+    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     """
 
     def __init__(self, function: Callable, what: str, say: Callable[[str], None]):

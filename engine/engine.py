@@ -66,8 +66,8 @@ class Engine:
     graphs too. say: called with one line when something slow (compilation) starts and ends. chunks: prompt
     rows per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. tuner:
     chooses the tree of each step among its own, with `drafter`, which is a `HeadDrafter`; without one the
-    drafter's own tree is drafted. counts: numbers of sequences that there are steps for (`step_counts`), `batch` last.
-    tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
+    drafter's own tree is drafted. counts: numbers of sequences that there are steps for (`step_counts`),
+    `batch` last. tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
     Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
 
@@ -80,8 +80,9 @@ class Engine:
     ):
         self.target, self.drafter, self.tuner = target, drafter or Drafter(), tuner
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
+        self.stop_ids = frozenset(stop_ids)
         self.passes = Passes(
-            target, self.drafter, batch, max_seq_len, stop_ids=stop_ids, compile=compile,
+            target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile,
             say=say or (lambda line: None), chunks=chunks, shapes=tuner.shapes if tuner else (),
             follows=self.drafter.network is not None,  # a head knows all text, also what it did not draft
         )
@@ -90,7 +91,6 @@ class Engine:
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         if tuner:
             tuner.live = self.lag == 0
-        self.stop_ids = frozenset(self.state.stop_ids.tolist())
         self.step_counts = counts or self.counts(batch, self.device)
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is asked before each step.
@@ -531,7 +531,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
-        """Run, compile and capture what requests with these samplings need, and time the trees to choose from.
+        """Run, compile and capture what requests with these samplings need, and time the tuner's trees.
 
         Default: greedy. every_length: on CUDA, capture what texts of every length need.
         """

@@ -44,8 +44,8 @@ from tokens.tokenizer import Tokenizer
 class Drafting:
     """How tokens are drafted for a target, and accepted.
 
-    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement (see
-    `engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement
+    (see `engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
     `default_tree`.
     """
 
