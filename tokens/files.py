@@ -13,15 +13,15 @@ from common.schema import Digits, Either, Flag, List, Map, Null, Record, Text, m
 
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
-FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
-TOKEN = Text(most=1 << 16)
-ADDED = {"content": TOKEN}  # the required key of a token's description
-FLAGS = ("special", "lstrip", "rstrip", "single_word")
+TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
+_TOKEN = Text(most=1 << 16)
+ADDED = {"content": _TOKEN}  # the required key of a token's description
+TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _NAMED_TEMPLATES = List(Record({"name": Text(), "template": Text(most=1 << 24)}))
 TOKENIZER_CONFIG = Record(optional={
-    **{name: Either(Null(), TOKEN, Record(ADDED)) for name in ENDS},
-    "added_tokens_decoder": maybe(Map(Record(ADDED, dict.fromkeys(FLAGS, Flag())), keys=Digits())),
+    **{name: Either(Null(), _TOKEN, Record(ADDED)) for name in ENDS},
+    "added_tokens_decoder": maybe(Map(Record(ADDED, dict.fromkeys(TOKEN_FLAGS, Flag())), keys=Digits())),
     "add_bos_token": maybe(Flag()), "legacy": maybe(Flag()),
     "chat_template": Either(Null(), Text(most=1 << 24), _NAMED_TEMPLATES),
 })
@@ -37,7 +37,7 @@ def encoder_of(folder: Path) -> str | None:
     return next((name for name in ENCODERS if has(folder, name)), None)
 
 
-def read_settings(folder: Path) -> dict:
+def tokenizer_settings(folder: Path) -> dict:
     """Return the merged keys of the settings files, without those that are null. Raises InputError."""
     settings = {}
     for name in SETTINGS:

@@ -61,6 +61,25 @@ def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, scheme):
         assert tok.decode(tok.encode(text)) == text == model.decode(tok.encode(text))
 
 
+@pytest.mark.parametrize("gap", [0, 1000, 10**5])
+def test_json_with_gaps_among_its_ids_encodes_as_the_library(bpe, tmp_path, gap):
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    model, added = content["model"], [t for t in content["added_tokens"] if t["special"]]
+    moved = [token for token in model["vocab"] if token.isalpha() and token.isascii() and len(token) > 1][:4]
+    model["vocab"] |= {token: 600 + gap + i for i, token in enumerate(moved)}
+    folder = changed_json(bpe, tmp_path, model=model, added_tokens=added)
+    if gap == 10**5:
+        with pytest.raises(InputError, match="600 tokens have ids up to 100,603; expected at most 65,536"):
+            Tokenizer.load(folder)
+        return
+    tok, library = Tokenizer.load(folder), json_library(folder)
+    assert tok.highest == 603 + gap and tok.vocab_size == 600
+    for text in moved:
+        ids = tok.encode(text, bos=False)
+        assert ids == library.encode(text, add_special_tokens=False).ids == [model["vocab"][text]]
+        assert tok.decode(ids) == text
+
+
 def test_sentencepiece_encodes_as_the_library(sp):
     tok, library = Tokenizer.load(sp), sentencepiece_library(sp)
     assert (tok.vocab_size, tok.bos_id) == (522, 1)
