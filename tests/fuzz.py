@@ -60,12 +60,10 @@ TEXTS = (
     b"NaN", b'"\\ud800"', b"\xef\xbb\xbf{}", b"1e999", b"-" * 100,
 )
 TEMPLATES = (
-    "{{ messages[0].content }}", "{% for m in messages %}", "{% endfor %}", "{{ 'a' * 10**9 }}",
-    "{{ x.y.z }}", "{% for i in range(10**9) %}", "{{ ''.__class__.__mro__ }}", "{% if %}",
-    "{{ raise_exception('no\n') }}",
-    "{% set x = 'aaaaaaaa' %}", "{{ x|center(10**8) }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ messages|tojson }}", "{{ '%9999999d'|format(1) }}", "{{ 1 // 0 }}", "{{ lipsum(n=9999) }}", "\x1b[2J",
-    "{#",
+    "{{ messages[0].content }}", "{% for m in messages %}", "{% endfor %}", "{{ x.y.z }}",
+    "{% for i in range(10**9) %}", "{{ ''.__class__.__mro__ }}", "{% if %}", "{{ raise_exception('no\n') }}",
+    "{% set x = 'aaaaaaaa' %}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages|tojson }}",
+    "{{ 1 // 0 }}", "\x1b[2J", "{#",
 )
 
 

@@ -9,6 +9,7 @@ from drafters.eagle import Eagle
 from engine.autotune import (
     FIRST_REST,
     FRESH,
+    REHEARSED,
     SHORT,
     TEMPERATURES,
     Calibration,
