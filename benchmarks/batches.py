@@ -1,4 +1,4 @@
-"""What do batches give? 1 to 56 texts at a time, plainly, with a drafter and by transformers, in turns.
+"""Speed of batches: 1 to 56 texts at a time, plainly, with a drafter and by transformers, in turns.
 
     python benchmarks/batches.py --checkpoint DIR --questions FILE... [--transformers DIR]
 
@@ -11,7 +11,7 @@ its last answer ends, then the next batch; it takes part in the first round.
 tokens/s are those of all answers from the first prompt to the last token, prompts included. In a round
 everybody answers the same questions; the next round has others. Figures are medians of the rounds and of the
 rounds' ratios. "steps" is the ratio without the time that prompts took, on a CPU only. Drafted text is
-compared with plain text, id for id. Writes benchmarks/results/NAME.json and .md after every round.
+compared with plain text, id for id. Writes benchmarks/results/NAME.json after every round.
 """
 from __future__ import annotations
 
@@ -115,9 +115,7 @@ def action(o) -> None:
                 note(f"  round {turn + 1}/{o.rounds}, batch {batch}, {name}: {tokens / seconds:.1f} tokens/s")
         bench.write(o.name, record)
     rows = [summarise(record["cells"], batch) for batch in o.batch]
-    lines = bench.table(record, rows[0], [row.values() for row in rows])
-    print(lines)
-    (bench.RESULTS / f"{o.name}.md").write_text(lines + "\n")
+    print(bench.table(record, rows[0], [row.values() for row in rows]))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""What all benchmarks share: command line, timing in turns, tables, result files."""
+"""Command line, timing in turns, tables and result files of all benchmarks."""
 from __future__ import annotations
 
 import argparse
@@ -46,7 +46,7 @@ def options(description: str, name: str, threads: int = 2) -> argparse.ArgumentP
 
 
 def add_model(p: argparse.ArgumentParser, **how) -> None:
-    """Add --checkpoint, with more arguments of argparse, and --shape, one of which must be given."""
+    """Add --checkpoint (how: more arguments of argparse) and --shape, and require one of them."""
     one = p.add_mutually_exclusive_group(required=True)
     one.add_argument("--checkpoint", help="converted target with its EAGLE-3 head", **how)
     one.add_argument("--shape", help="random weights of a published shape, see benchmarks/shapes.py")
@@ -121,21 +121,6 @@ def bandwidth(device: torch.device | str) -> float:
     a, b = torch.zeros(n, device=device), torch.empty(n, device=device)
     works = (lambda: b.copy_(a), 8 * n), (lambda: a.sum(), 4 * n)
     return max(moved / median_seconds(work, device) for work, moved in works)
-
-
-def captured(call: Callable[[], object], device: torch.device | str) -> Callable[[], object]:
-    """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
-    if torch.device(device).type != "cuda":
-        return call
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):  # compile, allocate
-            call()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 class Decoded(NamedTuple):

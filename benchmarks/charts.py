@@ -1,9 +1,9 @@
-"""Draw the charts of README.md and docs/benchmarks.md, and write the numbers beside them.
+"""Draw the charts of README.md, and write the numbers beside them.
 
     python benchmarks/charts.py
 
-Nothing is measured: the figures come from peers-emerald.json, drafters.json and step.json in
-benchmarks/results, where everything is written too.
+Nothing is measured: the figures come from peers-emerald.json and drafters.json in benchmarks/results, where
+everything is written too.
 """
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def drafters() -> None:
 
 
 def _machine(record: dict) -> str:
-    """What a result file says of processor, threads and instruction set."""
+    """Return processor, threads and instruction set of a result file."""
     return f"{record['threads']} threads of a virtual {record['device']} ({record['isa']})"
 
 

@@ -1,4 +1,4 @@
-"""Is drafting ever slower than plain decoding? Over sets of questions, temperatures, lengths of context.
+"""Drafting beside plain decoding, to see whether it is ever slower: over sets, temperatures, contexts.
 
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from drafters.eagle import Eagle
 from engine import switching
 from engine.api import Drafting, Target, float8_cache, load_target
 from engine.calibration import SHORT, Calibration
+from engine.capture import capture
 from engine.costs import Costs, between, measure
 from engine.decoder import Decoder
 from engine.memory import bytes_per_step
@@ -188,8 +189,13 @@ class Choice:
         return drafted
 
 
+def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
+    return capture(call)[0].replay if device.type == "cuda" else call
+
+
 def set_constant(setting: str) -> None:
-    """Change a constant of the choice, as NAME=NUMBER. Raise InputError if there is none of this name."""
+    """Change a constant of the choice, as NAME=NUMBER. Raise InputError if the name is unknown."""
     name, _, value = setting.partition("=")
     before = getattr(switching, name, None)
     try:

@@ -15,7 +15,7 @@ first, greedy, one text at a time: medians over the questions, and medians of ea
 plain" is plain decoding of the same program and precision, with which a speculative text is compared. The
 peers' processes keep the time themselves. --shape takes random weights and prompts: nearly no draft is
 accepted, so EAGLE-3 shows what a step costs, not what it gains.
-Writes benchmarks/results/NAME.json, .md and .png.
+Writes benchmarks/results/NAME.json and .png.
 """
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def summarise(rows: list[dict], plain: dict[str, str | None]) -> dict[str, dict]
 
 
 def report(o, rows: list[dict], summary: dict[str, dict]) -> None:
-    """Write the raw figures, the table and the chart. Print the table."""
+    """Write the raw figures and the chart. Print the table."""
     record = bench.describe(o) | {
         "model": o.shape or Path(o.checkpoint).name, "max_new_tokens": o.max_new_tokens, "summary": summary,
         "questions": Path(o.questions).name if o.questions else "random",
@@ -139,10 +139,7 @@ def report(o, rows: list[dict], summary: dict[str, dict]) -> None:
     ranked = sorted(summary, key=lambda name: -summary[name]["rate"])
     columns = list(dict.fromkeys(key for figures in summary.values() for key in figures))
     cells = [[name, *(summary[name].get(column) for column in columns)] for name in ranked]
-    lines = bench.table(record, ["", "tokens/s", *columns[1:]], cells)
-    print(lines)
-    about = f"{len(rows)} questions ({record['questions']}), at most {o.max_new_tokens} new tokens"
-    (bench.RESULTS / f"{o.name}.md").write_text(f"{lines}\n\n{about}\n")
+    print(bench.table(record, ["", "tokens/s", *columns[1:]], cells))
     with picture(bench.RESULTS / f"{o.name}.png", 8, 0.45 * len(ranked) + 1.2) as figure:
         axes = figure.add_subplot()
         colors = ["#2a6fbb" if name.startswith("ours") else "#b8b8b8" for name in ranked[::-1]]

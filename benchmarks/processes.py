@@ -175,7 +175,7 @@ class OpenVino(PeerProcess):
 
 
 class Reply(NamedTuple):
-    """What a client of a server received. Times in seconds, nan without a token to time."""
+    """A server's answer, as a client received it. Times in seconds, nan without a token to time."""
 
     text: str
     finish: str | None  # None: the client left before the end

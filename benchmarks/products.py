@@ -31,7 +31,7 @@ from kernels.cpu import load_kernels
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 
-PAUSE = 0.02  # seconds, in which the threads of PyTorch's products stop waiting at full speed for more
+PAUSE = 0.02  # seconds, after which the threads of PyTorch's products no longer spin
 
 
 class Product(NamedTuple):
@@ -103,7 +103,7 @@ def action(o) -> None:
         for rows in o.rows:
             inputs = [torch.randn(1, rows, w.shape[1], dtype=w.dtype, device=device) for w in weights]
             try:
-                calls[name, rows] = bench.captured(partial(multiply, product.layers, inputs), device)
+                calls[name, rows] = ours.captured(partial(multiply, product.layers, inputs), device)
             except RuntimeError as e:
                 note(f"{name}, {rows} rows: left out ({first_line(e)})")
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}

@@ -1,4 +1,4 @@
-"""How well does the choice between a tree and plain decoding do, on texts whose acceptance is known?
+"""Replay of the choice between a tree and plain decoding on texts whose acceptance is known.
 
     python benchmarks/replay.py --checkpoint DIR --questions DATA_DIR --texts FILE [--set PRIOR=8 MEMORY=0.98]
 

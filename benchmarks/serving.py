@@ -1,11 +1,11 @@
-"""What do servers give to 1, 2, 4, 8 clients? Ours, plain and with EAGLE-3, and llama-server, in turns.
+"""Speed of servers with 1 to 8 clients: ours, plain and with EAGLE-3, and llama-server, in turns.
 
     python benchmarks/serving.py --checkpoint DIR --questions question.jsonl --llama-server FILE --gguf FILE
 
-Every server has as many places as there are clients at most. In a round each client asks for --each answers,
-as chat streams, greedy, of at most --max-new-tokens; then the next server is asked the same. tokens/s are
-those of all clients, from the first request to the last answer; "first" is the time to the first text, "each"
-that of a token after it, of one client. Medians over the rounds. Writes benchmarks/results/NAME.json.
+Every server has places for the most clients. In a round each client asks for --each answers, as chat streams,
+greedy, of at most --max-new-tokens; then the next server gets the same requests. tokens/s are those of all
+clients, from the first request to the last answer; "first" is the time to the first text, "each" that of a
+token after it, of one client. Medians over the rounds. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many clients on one server for minutes: is any answer lost or another one than alone? Does memory grow?
+"""Many clients on one server for minutes: answers that are lost or differ from those alone, memory, files.
 
     python benchmarks/soak.py --checkpoint DIR --questions question.jsonl --clients 32 --minutes 10
 
@@ -48,7 +48,7 @@ KINDS = [
 LENGTHS = (1, 4, 12, 30, 60, 100, 160)  # tokens, at most
 LEAVERS = 7  # one in this many streams is left
 EVERY = 5.0  # seconds between two looks at memory and files
-GROWTH = 64e6  # bytes by which memory may grow: allocators keep what they had once
+GROWTH = 64e6  # bytes of memory: allocators do not return their peak
 
 
 def requests(questions: list[str], count: int, seed: int) -> list[dict]:

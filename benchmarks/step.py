@@ -1,4 +1,4 @@
-"""What does a step cost, and where does the time go? Over trees, context, batch and precision.
+"""Time of a step, and of its parts, over trees, context, batch and precision.
 
     python benchmarks/step.py --checkpoint checkpoints/smollm2-135m checkpoints/smollm2-135m-w8a8
     python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 4096 --batch 1 8 32
@@ -13,8 +13,8 @@ roof      the share of the measured memory bandwidth that a step reads at: weigh
           values
 --top N   on a GPU: a profile of a step: its kernels, what they take together, what the host launches and
           waits for, and the N kinds of kernels that take longest
---llama-bench    llama.cpp on random weights of the shape in Q4_0: milliseconds of a token, and of 8 rows, of
-          which only the last is scored
+--llama-bench    llama.cpp on random weights of the shape in Q4_0: milliseconds of a token, and of a pass over
+          8 rows, which scores the last one
 
 Times are medians in milliseconds; the trees of one model take turns. Writes benchmarks/results/NAME.json.
 """
@@ -159,7 +159,8 @@ def action(o) -> None:
             for row in measure(model, trees, batch, o, roof):
                 rows.append({"mode": mode, **row})
                 bench.write(o.name, record | {"gigabytes_per_second": roof / 1e9, "rows": rows})
-                note(f"  {mode}, tree {row['tree']}, batch {batch}, at {row['context']}: {row['step']:.2f} ms")
+                at = f"tree {row['tree']}, batch {batch}, context {row['context']}"
+                note(f"  {mode}, {at}: {row['step']:.2f} ms")
             gc.collect()  # compiled parts and their owner refer to each other
         del model
     if not rows:

@@ -33,8 +33,11 @@ def action(o) -> None:
     heads = o.draft or [str(Path(o.checkpoint) / "eagle3")]
     rows, record = [], bench.describe(o) | {"max_new_tokens": o.max_new_tokens}
     for head, tree, window in itertools.product(heads, o.tree, o.draft_window):
-        method, draft = read_config(head)["kind"], {"draft": head, "window": window}
-        runner = model.runner(method, TreeShape.parse(tree), max_seq_len=o.max_seq_len, **draft)
+        kind = read_config(head)["kind"]
+        runner = model.runner(
+            "eagle2" if kind == "eagle" else kind, TreeShape.parse(tree), draft=head, window=window,
+            max_seq_len=o.max_seq_len,
+        )
         for temperature in o.temperature:
             row = {"head": head, "tree": tree, "window": window, "temperature": temperature}
             row |= {
