@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import bench  # first: it makes the modules below importable
 import torch
-from bench import Decoded, settle  # first: it makes the modules below importable
+from bench import Decoded, settle
 from shapes import random_models
 
 from common.cli import note
@@ -18,7 +19,7 @@ from engine import switching
 from engine.api import Drafting, Target, float8_cache, load_target
 from engine.calibration import SHORT, Calibration
 from engine.capture import capture
-from engine.costs import Costs, between, measure
+from engine.costs import Costs
 from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.run import Run
@@ -27,7 +28,8 @@ from engine.seats import Seats
 from engine.text_decoder import encode
 from engine.tuning import Plan
 from kernels.cpu import try_kernels
-from kernels.packed import ByteCache
+from kernels.packed import ByteCache, threads_for
+from kernels.parts import draw, visible_slots
 from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
@@ -112,19 +114,22 @@ class Runner:
         d = self.decoder
         return bytes_per_step(d.target, d.drafter) + d.target.cache_bytes(d.batch, context)
 
-    def parts(self, contexts: list[int]) -> dict[int, tuple[float, float]]:
-        """Return the seconds of the target's pass over the tree and of drafting it, by context.
+    @torch.no_grad()
+    def verify_seconds(self, context: int, repeat: int) -> float:
+        """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
+        d, rows = self.decoder, self.decoder.drafter.shape.nodes
+        length = torch.full((d.batch,), context, device=d.device)
+        own = length[:, None] + torch.arange(rows, device=d.device)
+        slots = torch.arange(context + rows, device=d.device)
+        caches, sees = d.target.caches(d.batch, len(slots)), torch.ones_like(own[..., None] == own[:, None])
 
-        They are what the choice of trees measures (`engine.costs`).
-        """
-        d, shape = self.decoder, self.decoder.drafter.shape
-        compiled = d.compiled and d.device.type == "cpu"
-        costs = measure(d.target, d.drafter, compiled, tuple(contexts), d.batch > 1)
-        drafting = replace(costs, verify={n: dict.fromkeys(by, 0.0) for n, by in costs.verify.items()})
-        return {
-            n: (between(costs.verify[n], d.batch * shape.nodes), drafting.step(shape, n, d.batch))
-            for n in contexts
-        }
+        def verify() -> None:
+            visible = visible_slots(slots, length, sees)
+            x, _ = d.target(own % 2, own, own, visible, caches, d.drafter.aux_layers)
+            draw(d.target.logits(x), None)
+
+        with threads_for(d.target):
+            return bench.median_seconds(captured(verify, d.device), d.device, repeat)
 
 
 class Places:

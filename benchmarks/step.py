@@ -6,9 +6,8 @@
 
 step      a complete step as the decoder runs it; tree 1,0,0 is plain decoding. After a prompt of random ids,
           so that a step begins at the context, plus the tokens of the steps before it
-verify    the target's pass over the tree, and
-draft     the head's passes, both timed alone, as the choice of trees times them (engine/costs.py)
-rest      step - verify - draft: accepting, committing, emitting; noise can make it negative
+verify    the target's pass over the tree, timed alone
+rest      step - verify: drafting, accepting, committing, emitting
 roof      the share of the measured memory bandwidth that a step reads at: weights once a pass, live keys and
           values
 --top N   on a GPU: a profile of a step: its kernels, what they take together, what the host launches and
@@ -104,7 +103,6 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
             runners[tree] = runner.warm_up()
         except (ValueError, torch.OutOfMemoryError) as e:
             note(f"left out: tree {tree.name}, batch {batch}: {first_line(e)}")
-    parts = {tree: runner.parts(contexts) for tree, runner in runners.items() if tree.nodes > 1 and contexts}
     for n in contexts:
         steps = {tree: passes_at(runner, tree, n, batch, o) for tree, runner in runners.items()}
         times: dict[TreeShape, list[float]] = {tree: [] for tree in steps}
@@ -121,9 +119,8 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
         for tree, passes in steps.items():
             step, read = statistics.median(times[tree]), runners[tree].bytes_read(n)
             row = {"batch": batch, "context": n, "tree": tree.name, "rows": tree.nodes, "step": step * 1e3}
-            if tree in parts:
-                verify, draft = parts[tree][n]
-                row |= {"verify": verify * 1e3, "draft": draft * 1e3, "rest": (step - verify - draft) * 1e3}
+            verify = runners[tree].verify_seconds(n, o.repeat)
+            row |= {"verify": verify * 1e3, "rest": (step - verify) * 1e3}
             row |= {"x plain": plain and step / plain, "gigabytes": read / 1e9, "roof": read / step / roof}
             yield row | (profile(passes) if o.top and bench.CUDA else {})
 
