@@ -74,13 +74,13 @@ def summarise(cells: list[dict], batch: int) -> dict:
         return statistics.median(a[key] / b[key] for a, b in pairs) if pairs else None
 
     pairs = [pair for c in drafted for pair in zip(c["ids"], own[c["round"], PLAIN]["ids"], strict=True)]
-    nodes = sum((Counter(cell["nodes"]) for cell in drafted), Counter())
+    trees = sum((Counter(cell["trees"]) for cell in drafted), Counter())
     after_first = sum(len(ids) - 1 for cell in drafted for ids in cell["ids"])  # which comes with the prompt
     return {
         "batch": batch, **{who: rate(who) for who in (PLAIN, DRAFTED, PEER)},
         "÷ plain": ratio("rate", PLAIN), "steps": ratio("step_rate", PLAIN), "÷ peer": ratio("rate", PEER),
-        "τ": after_first / max(nodes.total(), 1),
-        "steps by nodes": ", ".join(f"{n}: {k / nodes.total():.0%}" for n, k in nodes.most_common()),
+        "τ": after_first / max(trees.total(), 1),
+        "steps by tree": ", ".join(f"{name} {k / trees.total():.0%}" for name, k in trees.most_common()),
         "texts equal": f"{sum(a == b for a, b in pairs)}/{len(pairs)}",
     }
 
@@ -106,10 +106,10 @@ def action(o) -> None:
             for name in bench.rotated(contenders, turn + i):
                 if name == PEER and turn:
                     continue
-                ids, seconds, reading, nodes = contenders[name](*asked(o, questions, turn, batch), batch)
+                ids, seconds, reading, trees = contenders[name](*asked(o, questions, turn, batch), batch)
                 tokens = sum(map(len, ids))
                 record["cells"].append({
-                    "round": turn, "batch": batch, "who": name, "ids": ids, "nodes": nodes,
+                    "round": turn, "batch": batch, "who": name, "ids": ids, "trees": trees,
                     "rate": tokens / seconds, "step_rate": (tokens - len(ids)) / (seconds - reading),
                 })
                 note(f"  round {turn + 1}/{o.rounds}, batch {batch}, {name}: {tokens / seconds:.1f} tokens/s")

@@ -45,9 +45,10 @@ def answer_at_once(
     """Return each runner's ids, tokens by step, and seconds after the first token."""
     steps = [runner.passes([prompt], [sampling], reuse=True) for runner in runners]
     ids, lengths, seconds = [[] for _ in runners], [[] for _ in runners], [0.0] * len(runners)
-    for text, passes in zip(ids, steps):
-        while not text:
-            text += next(passes)[0]
+    for i, runner in enumerate(runners):
+        while not ids[i]:
+            ids[i] += next(steps[i])[0]
+        seconds[i] = runner.since_first()
     left = [*range(len(runners))]
     while left:
         i = min(left, key=lambda i: len(ids[i]))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,7 +36,8 @@ from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 from tree import TreeShape
 
-Passes = Iterator[list[list[int]]]  # the ids that each prompt got in a pass; none while prompts are read
+# The ids that each prompt got in a pass; none while prompts are read.
+Passes = Generator[list[list[int]], None, None]
 
 
 class Model:
@@ -81,11 +82,16 @@ class Runner:
     """A decoder that takes one batch of prompts after another."""
 
     def __init__(self, decoder: Decoder):
-        self.decoder = decoder
+        self.decoder, self.run = decoder, None
 
     def passes(self, prompts: list[list[int]], sampling: list[Sampling], reuse: bool = False) -> Passes:
         """Decode prompts, pass by pass. With `reuse`, keep what the caches hold of the same beginning."""
-        return iter(Run(self.decoder, prompts, sampling, reuse))
+        self.run = Run(self.decoder, prompts, sampling, reuse)
+        return iter(self.run)
+
+    def since_first(self) -> float:
+        """Return the seconds since each text of the last batch had its first token."""
+        return time.perf_counter() - self.run.first
 
     def decode(self, ids: list[int], tokens: int, temperature: float = 0.0, seed: int = 0) -> Decoded:
         """Decode one prompt. The clock starts with the first token."""
@@ -144,7 +150,7 @@ class Places:
     ) -> tuple[list[list[int]], float, float, Counter]:
         """Answer prompts, `together` at a time.
 
-        Return ids, seconds, the seconds of these that reading prompts took, and the steps by nodes of a tree.
+        Return ids, seconds, the seconds of these that reading prompts took, and the steps by tree.
         """
         seats, texts, before = self.seats, [], self.seats.prompt_seconds
         settle(seats.device)
@@ -157,7 +163,7 @@ class Places:
         steps = Counter()
         for text in texts:
             for shape, count in text.steps.items():
-                steps[shape.nodes] += count
+                steps[f"{shape.nodes} nodes"] += count
         reading = seats.prompt_seconds - before
         return [text.ids for text in texts], time.perf_counter() - began, reading, steps
 

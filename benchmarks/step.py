@@ -123,6 +123,7 @@ def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) ->
             row |= {"verify": verify * 1e3, "rest": (step - verify) * 1e3}
             row |= {"x plain": plain and step / plain, "gigabytes": read / 1e9, "roof": read / step / roof}
             yield row | (profile(passes) if o.top and bench.CUDA else {})
+            passes.close()
 
 
 def llama_bench(o, file: Path) -> dict[str, float]:
