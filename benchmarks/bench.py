@@ -79,10 +79,10 @@ def write(name: str, record: dict) -> None:
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable]) -> str:
-    """Return a Markdown table below a line about the machine. Floats get two digits, None an empty cell."""
+def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable], digits: int = 2) -> str:
+    """Return a Markdown table below a line about the machine. None gives an empty cell."""
     def cell(value: object) -> str:
-        return f"{value:.2f}" if isinstance(value, float) else "" if value is None else str(value)
+        return f"{value:.{digits}f}" if isinstance(value, float) else "" if value is None else str(value)
 
     about = f"{record['device']}, {record['isa'] or isa_in_use()}, {record['threads']} threads"
     lines = [f"{about}, torch {record['torch']}, {record['date']}", "", f"| {' | '.join(heads)} |"]

@@ -106,8 +106,7 @@ def action(o) -> None:
             f"cells below {LEAST}": sum(median < LEAST for median in medians), "cells": len(medians),
         })
     bench.write(o.name, record | {"costs": rows})
-    cells = ([f"{x:.3f}" if isinstance(x, float) else x for x in row.values()] for row in rows)
-    print(bench.table(record, rows[0], cells))
+    print(bench.table(record, rows[0], [row.values() for row in rows], digits=3))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,7 +49,7 @@ def action(o) -> None:
             row["mean"] = statistics.fmean(row[name] for name in sets)
             rows.append(row)
             bench.write(o.name, record | {"rows": rows})
-    print(bench.table(record, rows[0], [row.values() for row in rows]))
+    print(bench.table(record, rows[0], [row.values() for row in rows], digits=3))
 
 
 def main(argv: list[str] | None = None) -> int:
