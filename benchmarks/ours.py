@@ -208,9 +208,8 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
 def set_constant(setting: str) -> None:
     """Change a constant of the choice, as NAME=NUMBER. Raise InputError if the name is unknown."""
     name, _, value = setting.partition("=")
-    before = getattr(switching, name, None)
     try:
-        if not name.isupper() or not isinstance(before, (int, float)):
+        if not name.isupper() or type(before := getattr(switching, name, None)) not in (int, float):
             raise ValueError
         setattr(switching, name, type(before)(value))
     except ValueError:

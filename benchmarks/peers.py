@@ -41,9 +41,6 @@ from common.plots import picture
 from tokens.dataset import read_prompts
 from tree import PAPER_TREE, TreeShape
 
-PROMPTS = 8  # random ones, for a shape
-BASES = ("ours plain", "transformers")  # of ratios, where they are measured; and llama.cpp's files
-
 
 class Entry(NamedTuple):
     """A contender, and the name of its plain form if it is speculative."""
@@ -117,8 +114,8 @@ def summarise(rows: list[dict], plain: dict[str, str | None]) -> dict[str, dict]
             return statistics.median(row[name].rate / row[base].rate for row in rows)
 
         figures = {"rate": statistics.median(row[name].rate for row in rows)}
-        bases = [base for base in rows[0] if base in BASES or base.startswith("llama.cpp")]
-        figures |= {f"x {base}": ratio(base) for base in bases if not plain[base]}
+        bases = [base for base in rows[0] if not plain[base] and not base.startswith("ours plain ")]
+        figures |= {f"x {base}": ratio(base) for base in bases}
         if base := plain[name]:
             figures["x its plain"] = ratio(base)
             figures["equal"] = sum(row[name].ids == row[base].ids for row in rows)
@@ -152,7 +149,7 @@ def prompts_of(o) -> list[list[int]]:
     """Return the questions as ids; for a shape, random ids."""
     if o.shape:
         draw = torch.Generator().manual_seed(0)
-        return torch.randint(shape_of(o.shape)[0].vocab_size, (PROMPTS, 128), generator=draw).tolist()
+        return torch.randint(shape_of(o.shape)[0].vocab_size, (8, 128), generator=draw).tolist()
     return ours.encode_all(o.checkpoint, read_prompts(o.questions))
 
 

@@ -21,7 +21,6 @@ from common.errors import InputError
 from tree import TreeShape
 
 CONTEXT = 4096  # tokens of a text in llama-server
-RETRY = 0.5  # seconds after 429
 PATIENCE = 600.0  # seconds that an answer may take
 WORKER = Path(__file__).with_name("openvino_worker.py")
 
@@ -194,7 +193,7 @@ async def ask(client: httpx.AsyncClient, body: dict, leave: int | None = None) -
         body = {**body, "stream_options": {"include_usage": True}}
     try:
         while (reply := await _ask_once(client, body, leave, began)) is None:
-            await asyncio.sleep(RETRY)
+            await asyncio.sleep(0.5)
         return reply
     except httpx.HTTPError as e:
         raise InputError(f"no whole answer ({type(e).__name__}: {e})") from None

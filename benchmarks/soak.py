@@ -51,9 +51,9 @@ EVERY = 5.0  # seconds between two looks at memory and files
 GROWTH = 64e6  # bytes of memory: allocators do not return their peak
 
 
-def requests(questions: list[str], count: int, seed: int) -> list[dict]:
+def requests(questions: list[str], count: int) -> list[dict]:
     """Return different bodies of requests."""
-    chance, made = random.Random(seed), []
+    chance, made = random.Random(0), []
     for i in range(count):
         messages = [{"role": "user", "content": chance.choice(questions)}]
         if chance.random() < 0.3:  # a later turn
@@ -116,7 +116,7 @@ async def soak(o, server: HttpPeer, bodies: list[dict]) -> Ledger:
         ends = time.perf_counter() + 60 * o.minutes
 
         async def one(number: int) -> None:
-            chance = random.Random(o.seed * 1000 + number)
+            chance = random.Random(number)
             while time.perf_counter() < ends:
                 which = chance.randrange(len(bodies))
                 leaves = bodies[which]["stream"] and chance.randrange(LEAVERS) == 0
@@ -142,7 +142,7 @@ async def soak(o, server: HttpPeer, bodies: list[dict]) -> Ledger:
 
 def action(o) -> None:
     """Soak a server. Raise InputError if something went wrong."""
-    bodies = requests(read_prompts(o.questions), o.requests, o.seed)
+    bodies = requests(read_prompts(o.questions), o.requests)
     with our_server(o.checkpoint, "--threads", str(o.threads), *shlex.split(o.serve)) as server:
         ledger = asyncio.run(soak(o, server, bodies))
     bench.write(o.name, bench.describe(o) | vars(o) | vars(ledger))
@@ -162,7 +162,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--clients", type=positive, default=32)
     add("--minutes", type=float, default=10.0)
     add("--requests", type=positive, default=120, help="different ones (default 120)")
-    add("--seed", type=int, default=0)
     return bench.run(p, action, argv)
 
 

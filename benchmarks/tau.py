@@ -30,8 +30,8 @@ def action(o) -> None:
     sets = {name: [ids for ids in prompts if len(ids) < room] for name, prompts in sets.items()}
     if empty := [name for name, prompts in sets.items() if not prompts]:
         raise InputError(f"{empty[0]}: no question and its answer fit in --max-seq-len {o.max_seq_len}")
-    heads = o.draft or [str(Path(o.checkpoint) / "eagle3")]
     rows, record = [], bench.describe(o) | {"max_new_tokens": o.max_new_tokens}
+    heads = o.draft or [f"{o.checkpoint}/eagle3"]
     for head, tree, window in itertools.product(heads, o.tree, o.draft_window):
         kind = read_config(head)["kind"]
         runner = model.runner(

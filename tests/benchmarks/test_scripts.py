@@ -180,7 +180,7 @@ def test_soak_enters_what_is_wrong():
     ledger.check_growth(clients=4)
     ledger.check_growth(clients=3)
     assert [line.split()[0] for line in ledger.wrong[2:]] == ["memory", "memory", "open"]
-    assert len(soak.requests(["a", "b"], 30, 0)) == 30
+    assert len(soak.requests(["a", "b"], 30)) == 30
 
 
 def test_charts(results, monkeypatch):
