@@ -43,7 +43,7 @@ def answer_at_once(
     runners: list[Runner], prompt: list[int], sampling: Sampling
 ) -> list[tuple[list[int], list[int], float]]:
     """Return each runner's ids, tokens by step, and seconds after the first token."""
-    steps = [runner.passes([prompt], [sampling], reuse=True) for runner in runners]
+    steps = [runner.passes([prompt], [sampling]) for runner in runners]
     ids, lengths, seconds = [[] for _ in runners], [[] for _ in runners], [0.0] * len(runners)
     for i, runner in enumerate(runners):
         while not ids[i]:

@@ -15,18 +15,15 @@ from shapes import random_models
 from common.cli import note
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine import switching
-from engine.api import Drafting, Target, float8_cache, load_target
-from engine.calibration import SHORT, Calibration
+from engine import autotune
+from engine.autotune import Calibration, Tuner
 from engine.capture import capture
-from engine.costs import Costs
-from engine.decoder import Decoder
+from engine.engine import Engine
 from engine.memory import bytes_per_step
-from engine.run import Run
+from engine.prompt import encode
+from engine.request import Request
 from engine.runtime import Runtime
-from engine.seats import Seats
-from engine.text_decoder import encode
-from engine.tuning import Plan
+from engine.target import Drafting, Target, float8_cache, load_target
 from kernels.cpu import try_kernels
 from kernels.packed import ByteCache, threads_for
 from kernels.parts import draw, visible_slots
@@ -64,66 +61,68 @@ class Model:
         target = self.target if stops else replace(self.target, config=self.target.config | {"stop_ids": []})
         if self.head is None:
             drafting = Drafting(method, draft=draft, tree=tree, window=window)
-            decoder = target.decoder(drafting, batch=batch, max_seq_len=max_seq_len).decoder
+            engine = target.engine(drafting, batch=batch, max_seq_len=max_seq_len)
         else:
             drafter = None if method == "none" else Eagle(self.head, tree)
-            decoder = Decoder(
+            engine = Engine(
                 self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, say=note,
                 compile=target.runtime.compile,
             )
-        return Runner(decoder)
+        return Runner(engine)
 
     def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> Places:
         """Return a decoder whose requests come and go, as a server's."""
-        return Places(self.target.seats(Drafting(method, tree=tree), places=places, max_seq_len=max_seq_len))
+        engine = self.target.engine(
+            Drafting(method, tree=tree), batch=places, max_seq_len=max_seq_len, serves=True
+        )
+        return Places(engine)
 
 
 class Runner:
-    """A decoder that takes one batch of prompts after another."""
+    """An engine that takes one batch of prompts after another."""
 
-    def __init__(self, decoder: Decoder):
-        self.decoder, self.run = decoder, None
+    def __init__(self, engine: Engine):
+        self.engine, self.requests = engine, []
 
-    def passes(self, prompts: list[list[int]], sampling: list[Sampling], reuse: bool = False) -> Passes:
-        """Decode prompts, pass by pass. With `reuse`, keep what the caches hold of the same beginning."""
-        self.run = Run(self.decoder, prompts, sampling, reuse)
-        return iter(self.run)
+    def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
+        """Decode up to `batch` prompts, pass by pass. What an earlier call has left undecoded, leaves."""
+        for request in self.requests:
+            self.engine.leave(request)
+        self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]
+        while any(request.here for request in self.requests):
+            new: list[list[int]] = [[] for _ in prompts]
+            for event in self.engine.step():
+                new[self.requests.index(event.request)] += event.ids
+            yield new
 
     def since_first(self) -> float:
         """Return the seconds since each text of the last batch had its first token."""
-        return time.perf_counter() - self.run.first
+        return time.perf_counter() - max(request.first for request in self.requests)
 
     def decode(self, ids: list[int], tokens: int, temperature: float = 0.0, seed: int = 0) -> Decoded:
         """Decode one prompt. The clock starts with the first token."""
-        text, lengths, began, ended = [], [], 0.0, 0.0
-        for (new,) in self.passes([ids], [Sampling(tokens, temperature, seed=seed)]):
-            ended = time.perf_counter()
-            if text and new:
-                lengths.append(len(new))
-            elif new:
-                began = ended
-            text += new
-        return Decoded(text, sum(lengths) / (ended - began) if lengths else 0.0, lengths)
+        (request,) = self.requests = self.engine.generate([ids], Sampling(tokens, temperature, seed=seed))
+        return Decoded(request.ids, request.tokens_per_second, request.accept_lengths)
 
     def trees(self) -> Counter:
         """Return the number of steps of the last batch by tree; "plain" is one."""
-        return Counter(self.decoder.trees_taken())
+        return sum((request.trees for request in self.requests), Counter())
 
     def warm_up(self, temperature: float = 0.0) -> Runner:
         """Compile and capture whatever a text needs. Return self."""
-        self.decoder.warm_up(Sampling(8, temperature), every_length=True)
+        self.engine.warm_up(Sampling(8, temperature), every_length=True)
         return self
 
     def bytes_read(self, context: int) -> int:
         """Return the bytes that a step must read: weights once a pass, the target's live keys and values.
         """
-        d = self.decoder
+        d = self.engine
         return bytes_per_step(d.target, d.drafter) + d.target.cache_bytes(d.batch, context)
 
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
         """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
-        d, rows = self.decoder, self.decoder.drafter.shape.nodes
+        d, rows = self.engine, self.engine.drafter.shape.nodes
         length = torch.full((d.batch,), context, device=d.device)
         own = length[:, None] + torch.arange(rows, device=d.device)
         slots = torch.arange(context + rows, device=d.device)
@@ -139,11 +138,11 @@ class Runner:
 
 
 class Places:
-    """A decoder whose requests come and go."""
+    """An engine whose requests come and go."""
 
-    def __init__(self, seats: Seats):
-        self.seats = seats
-        seats.warm_up()
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        engine.warm_up(Sampling(), Sampling(temperature=1.0))
 
     def answer(
         self, prompts: list[list[int]], sampling: list[Sampling], together: int
@@ -152,20 +151,16 @@ class Places:
 
         Return ids, seconds, the seconds of these that reading prompts took, and the steps by tree.
         """
-        seats, texts, before = self.seats, [], self.seats.prompt_seconds
-        settle(seats.device)
+        engine, requests, before = self.engine, [], self.engine.prompt_seconds
+        settle(engine.device)
         began = time.perf_counter()
-        while seats.busy or len(texts) < len(prompts):
-            while seats.batch - seats.free < together and len(texts) < len(prompts):
-                texts.append(seats.admit(prompts[len(texts)], sampling[len(texts)]))
-            seats.advance()
-        settle(seats.device)
-        steps = Counter()
-        for text in texts:
-            for shape, count in text.steps.items():
-                steps[f"{shape.nodes} nodes"] += count
-        reading = seats.prompt_seconds - before
-        return [text.ids for text in texts], time.perf_counter() - began, reading, steps
+        while engine.busy or len(requests) < len(prompts):
+            while engine.batch - engine.free < together and len(requests) < len(prompts):
+                requests.append(engine.admit(prompts[len(requests)], sampling[len(requests)]))
+            engine.step()
+        settle(engine.device)
+        seconds, reading = time.perf_counter() - began, engine.prompt_seconds - before
+        return [r.ids for r in requests], seconds, reading, sum((r.trees for r in requests), Counter())
 
 
 class Choice:
@@ -180,12 +175,15 @@ class Choice:
             raise InputError(
                 f"{folder}: has no calibration of the tree {shape.name}; see evaluate.py --calibrate"
             )
-        costs = Costs({SHORT: {1: 1.0, shape.nodes: cost}}, {SHORT: {1: 0.0}}, {SHORT: {1: 0.0}})
-        self.switch = switching.Switch(Plan(calibration, costs, 1, {False: (shape,), True: (shape,)}))
+        self.tuner = Tuner(calibration, (shape,))
+        for noisy in (False, True):
+            self.tuner.times.add(1, noisy, None, 0, 1.0)
+            self.tuner.times.add(1, noisy, shape, 0, cost)
 
     def begin(self, temperature: float) -> None:
         """Start a text."""
-        self.switch.begin([temperature])
+        self.request = Request([0], Sampling(temperature=temperature))
+        self.tuner.begin(self.request)
 
     def step(self, context: int, seconds: tuple[float, float], emitted: int) -> bool:
         """Make a step. Return whether it drafted.
@@ -193,10 +191,11 @@ class Choice:
         seconds: of the step, plain or with the tree. emitted: tokens of a step with the tree; a plain one
         emits one.
         """
-        kind = self.switch.next(context)
+        self.request.prompt = [0] * context
+        kind = self.tuner.next([self.request], 1)
         drafted = kind is not None
-        self.switch.time(kind, context, seconds[drafted])
-        self.switch.record(kind, context, [emitted if drafted else 1])
+        self.tuner.times.add(1, self.request.sampling.temperature > 0, kind, context, seconds[drafted])
+        self.tuner.record(self.request, kind, emitted if drafted else 1)
         return drafted
 
 
@@ -209,11 +208,11 @@ def set_constant(setting: str) -> None:
     """Change a constant of the choice, as NAME=NUMBER. Raise InputError if the name is unknown."""
     name, _, value = setting.partition("=")
     try:
-        if not name.isupper() or type(before := getattr(switching, name, None)) not in (int, float):
+        if not name.isupper() or type(before := getattr(autotune, name, None)) not in (int, float):
             raise ValueError
-        setattr(switching, name, type(before)(value))
+        setattr(autotune, name, type(before)(value))
     except ValueError:
-        raise InputError(f"--set {setting}: is no NAME=NUMBER of engine/switching.py") from None
+        raise InputError(f"--set {setting}: is no NAME=NUMBER of engine/autotune.py") from None
 
 
 def load(

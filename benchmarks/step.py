@@ -52,7 +52,7 @@ def passes_at(runner: Runner, tree: TreeShape, context: int, batch: int, o) -> o
     """Return the passes of a batch of random prompts, from the first step on."""
     draw = torch.Generator().manual_seed(context)
     size = (batch, context)
-    prompts = torch.randint(runner.decoder.target.args.vocab_size, size, generator=draw).tolist()
+    prompts = torch.randint(runner.engine.target.args.vocab_size, size, generator=draw).tolist()
     steps = runner.passes(prompts, [Sampling(room(tree, o))] * batch)
     waiting = set(range(batch))
     while waiting:

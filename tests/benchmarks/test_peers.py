@@ -16,7 +16,7 @@ from shapes import SHAPES, random_models, write_gguf
 from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from model import ModelArgs
@@ -172,7 +172,7 @@ def test_models_of_a_shape_decode(mode, packed):
         load_kernels()
         assert pack_models(target, head)
     texts = [
-        Decoder(target, drafter, compile=False, max_seq_len=100).generate([[1, 2, 3]], Sampling(20))[0].ids
+        Engine(target, drafter, compile=False, max_seq_len=100).generate([[1, 2, 3]], Sampling(20))[0].ids
         for drafter in (Eagle(head, TreeShape(8, 2, 4)), None)
     ]
     assert texts[0] == texts[1] and len(set(texts[0])) > 1

@@ -6,7 +6,7 @@ import pytest
 import replay
 
 from common.errors import InputError
-from engine import switching
+from engine import autotune
 from tree import TreeShape
 
 SHAPE = TreeShape(3, 1, 2)  # that the fixture has calibrated
@@ -43,10 +43,10 @@ def test_moods_are_the_same_each_time():
 
 
 def test_constants(monkeypatch):
-    monkeypatch.setattr(switching, "PROBE", 2)
+    monkeypatch.setattr(autotune, "PROBE", 2)
     ours.set_constant("PROBE=5")
-    assert switching.PROBE == 5
-    for wrong in ("PROBE", "PROBE=x", "probe=3", "NONE=3", "Switch=1"):
+    assert autotune.PROBE == 5
+    for wrong in ("PROBE", "PROBE=x", "probe=3", "NONE=3", "Tuner=1"):
         with pytest.raises(InputError, match=f"--set {wrong}: is no NAME=NUMBER"):
             ours.set_constant(wrong)
 
