@@ -7,14 +7,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_checkpoint, check_head, check_ids
+from checkpoint.folder import known_config, read_config
 from common.cli import Options, bias, check_writable, command, note, seed
 from common.errors import InputError
-from common.gpus import check_gpu
 from common.torchrun import command_in_words, one_voice, several
 from common.tree_shapes import TreeShape
 from console.prompts import gather_prompts
@@ -178,9 +178,9 @@ def judge(o) -> Asked:
     """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
     from kernels.isa import choose
 
-    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
-    check_gpu(o.device, o.offload)
-    check_head("--draft", o.draft)
+    config = known_config(o.checkpoint, o.max_seq_len)
+    if o.draft:
+        read_config(o.draft, what="--draft")
     tree = read_tree(o.tree)
     shaped = tree or (o.tree_nodes, o.tree_depth, o.tree_width) != (None, None, None)
     flags = read_flags(o, [o.speculate])[o.speculate]
@@ -203,6 +203,14 @@ def judge(o) -> Asked:
     return Asked(prompts, sampling, tree)
 
 
+def check_ids(flag: str, ids: Iterable[int], config: dict) -> None:
+    """Raise InputError if an option names a token id that is none of the target's, if its config is known."""
+    size = config.get("vocab_size", 2**31)
+    for token in ids:
+        if not 0 <= token < size:
+            raise InputError(f"{flag} {token}: no token id of the target, which has 0 to {size - 1}")
+
+
 def asked_schema(file: str) -> str:
     """The JSON schema in a file. Raises InputError if it cannot be used."""
     from tokens.grammar import grammar_of
@@ -221,9 +229,7 @@ def load(o, asked: Asked, batch: int, ranks=None):
     batch: how many texts are decoded together. ranks: the `kernels.ranks.Ranks` to deal it among, if any.
     """
     from checkpoint.convert import converted_folder
-    from checkpoint.folder import read_config
     from engine.api import Drafting, check_prompts, load_target
-    from engine.fitting import settle
     from engine.runtime import Runtime, check_device
     from kernels.ranks import own_device
 
@@ -235,7 +241,7 @@ def load(o, asked: Asked, batch: int, ranks=None):
         read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     checkpoint, tree = converted_folder(o.checkpoint, note), asked.tree
     if o.verify:
-        from checkpoint.verifying import verify
+        from checkpoint.folder import verify
 
         verify(checkpoint, o.draft, True, note)
     # Before the weights are read: those of a large model take long.
@@ -249,8 +255,6 @@ def load(o, asked: Asked, batch: int, ranks=None):
     ids = tuple(p for p in asked.prompts if isinstance(p, list))
     how = o.accept, o.coupled, o.draft_int8, flags, ids, o.draft_window
     drafting = Drafting(o.speculate, o.draft, tree, *how)
-    decoders = (drafting, Drafting()) if o.compare else (drafting,)
-    runtime = settle(o.offload, checkpoint, runtime, decoders, batch, o.max_seq_len, note)
     return load_target(checkpoint, runtime, note, ranks), drafting
 
 

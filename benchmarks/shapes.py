@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
+from checkpoint.folder import FORMAT
 from checkpoint.loading import build_module, load_head, load_model
-from checkpoint.names import FORMAT
 from checkpoint.source import Entry
 from checkpoint.writer import Planned, write_folder
 from common.errors import InputError

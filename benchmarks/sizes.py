@@ -32,8 +32,8 @@ from gguf_copy import write_gguf
 from shapes import random_head, shape_of, write_random
 from step import HeldStep, measure
 
+from checkpoint.folder import CONFIG, WEIGHTS
 from checkpoint.loading import load_model
-from checkpoint.names import CONFIG, WEIGHTS
 from common.cli import note
 from common.errors import InputError
 from common.files import atomic_path

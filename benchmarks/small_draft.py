@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint.early import check_exact, check_out
+from checkpoint.folder import check_exact, check_out
 from checkpoint.loading import build_module, identity, load_model
 from checkpoint.source import Entry
 from checkpoint.writer import Planned, write_folder

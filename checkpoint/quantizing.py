@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint.calibrating import calibrate
-from checkpoint.early import check_exact
-from checkpoint.folder import read_config
+from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.loading import build_module, described, load_model, state_shapes
-from checkpoint.names import ADVICE, CONFIG, WEIGHTS
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite

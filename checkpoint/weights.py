@@ -82,12 +82,6 @@ def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
             raise InputError(f"{where}: unexpected tensor {printable(name)} {list(shapes[name])[:8]}")
 
 
-def count_parts(names: dict, before: str) -> int:
-    """How many numbers follow this beginning in tensor names, as in layers.0.wo.weight."""
-    found = (re.match(re.escape(before) + r"([0-9]{1,9})\.", name) for name in names)
-    return len({match[1] for match in found if match})
-
-
 def count_nonfinite(tensor: Tensor) -> int:
     """How many of its numbers are nan or infinite."""
     if not tensor.is_floating_point():

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.folder import check_config
-from checkpoint.names import CONFIG, WEIGHTS
+from checkpoint.folder import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
 from common.dtypes import DTYPES
@@ -58,7 +57,7 @@ def write_folder(
 ) -> bool:
     """Write a folder: all of it or, after an error or a kill, nothing of it.
 
-    `checkpoint.early.check_out` has allowed it. The arguments are those of `fill`, whose value is returned.
+    `checkpoint.folder.check_out` has allowed it. The arguments are those of `fill`, whose value is returned.
     Raises InputError if there is no space or no permission.
     """
     with staging(out, sum(t.nbytes for t in plan)) as folder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import argparse
 
 from common.errors import InputError
-from common.texts import read_text
+from common.files import read_text
 from tokens.dataset import read_prompts
 
 

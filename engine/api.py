@@ -20,10 +20,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.early import check_length
-from checkpoint.folder import read_config
+from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model
-from checkpoint.names import CALIBRATION
 from common.errors import InputError
 from drafters import build_drafter, check_flags, check_window, default_flags, known
 from drafters.base import Drafter
@@ -108,9 +106,7 @@ def load_target(
         prepare(checkpoint, runtime, say, ranks)
     if runtime.offload and ranks is not None:
         raise InputError("--offload: a target is dealt among ranks, or offloaded, not both")
-    model, config = load_model(
-        checkpoint, runtime.device_name, runtime.torch_dtype, ranks, runtime.offload
-    )
+    model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
         runtime = replace(runtime, compile=False)
     target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)

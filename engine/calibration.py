@@ -8,8 +8,7 @@ import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from checkpoint.folder import MEASURED
-from checkpoint.names import CALIBRATION
+from checkpoint.folder import CALIBRATION, MEASURED
 from common.errors import InputError, printable
 from common.files import read_json, write_text
 from common.schema import Wrong

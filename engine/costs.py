@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.files import read_json, write_text
-from common.schema import Digits, Map, Number, Record, Wrong
+from common.schema import Digits, Schema, Wrong, number
 from drafters.network import HeadDrafter
 from engine.calibration import LONG, SHORT
 from engine.capture import capture
@@ -46,11 +47,11 @@ BUDGET = 2.0  # seconds of measuring; and of each of the first MIN_REPEAT turns,
 MIN_REPEAT, MAX_REPEAT = 3, 15
 
 PASSES = ("verify", "read", "level", "texts")  # in the order of `Costs`
-_BY_ROWS = Map(Number(above=0, high=1e9), keys=Digits())
-_MILLISECONDS = Map(_BY_ROWS, keys=Digits())  # by context
-KEPT = Record(
-    {f"{name}_ms": _MILLISECONDS for name in PASSES[:-1]}, {f"{PASSES[-1]}_ms": _MILLISECONDS}
-)
+_MILLISECONDS = dict[Digits, dict[Digits, number(above=0, high=1e9)]]  # by context, by rows
+KEPT = Schema(TypedDict("Kept", {
+    **{f"{name}_ms": _MILLISECONDS for name in PASSES[:-1]},
+    f"{PASSES[-1]}_ms": NotRequired[_MILLISECONDS],
+}))
 Seconds = dict[int, dict[int, float]]  # by context, by rows
 
 

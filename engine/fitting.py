@@ -4,6 +4,7 @@ What weights and caches take is exact. What is computed with, and what CUDA's li
 """
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,11 +12,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.folder import check_config, read_config
-from checkpoint.loading import layer_of
-from checkpoint.names import ADVICE, WEIGHTS
+from checkpoint.folder import ADVICE, WEIGHTS, check_config, read_config
 from checkpoint.weights import bytes_of, listed
-from common.cli import LEAST_OFFLOADED
 from common.errors import InputError
 from drafters import METHODS
 from drafters.folders import kind_of, of_draft
@@ -30,6 +28,14 @@ from model import KVCache, ModelArgs
 LIBRARIES = 1 << 30  # bytes: CUDA's libraries, captured graphs, gaps between what is allocated
 NODES = 64  # rows of a text whose logits are there at once
 LOGITS = 3  # of these: with noise, and as they are drawn from
+
+LEAST_OFFLOADED = 3
+
+
+def layer_of(name: str) -> int:
+    """Return the layer of a target that a tensor is of; -1 if of none."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import evaluate
 import quantize
 import train
 from checkpoint.convert import convert
-from checkpoint.head_layouts import Answers
+from checkpoint.layouts import Answers
 from common import files
 from drafters import rest
 from engine import costs as costing

@@ -14,8 +14,7 @@ from jinja2.ext import Extension
 
 from common.cli import one_line
 from common.errors import InputError
-from common.files import read_json
-from common.texts import read_text
+from common.files import read_json, read_text
 from tokens.bounds import BoundedEnvironment, Bounds, template_error
 from tokens.files import TOKENIZER_CONFIG, has
 from tokens.messages import texts_of

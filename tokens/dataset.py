@@ -17,8 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError
-from common.files import HALF, check_characters
-from common.texts import MOST_OF_DATA, check_readable, read_lines, read_text
+from common.files import HALF, MOST_OF_DATA, check_characters, check_readable, read_lines, read_text
 
 # The names that files give the roles.
 ROLES = {

@@ -4,8 +4,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from typing_extensions import NotRequired, TypedDict
+
 from common.files import check_file
-from common.schema import Digits, Either, Flag, List, Map, Null, Record, Text, maybe
+from common.schema import Digits, Flag, Schema, Text, text
 
 GGUF_ADVICE = "convert the Hugging Face folder instead"  # of a GGUF whose tokenizer cannot be rebuilt
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
@@ -14,17 +16,17 @@ FILES = (
 )
 
 
-TOKEN = Text(most=1 << 16)
-ADDED = {"content": TOKEN}  # what describes a token has at least this
-FLAGS = ("special", "lstrip", "rstrip", "single_word")
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_NAMED_TEMPLATES = List(Record({"name": Text(), "template": Text(most=1 << 24)}))
-TOKENIZER_CONFIG = Record(optional={
-    **{name: Either(Null(), TOKEN, Record(ADDED)) for name in ENDS},
-    "added_tokens_decoder": maybe(Map(Record(ADDED, dict.fromkeys(FLAGS, Flag())), keys=Digits())),
-    "add_bos_token": maybe(Flag()), "legacy": maybe(Flag()),
-    "chat_template": Either(Null(), Text(most=1 << 24), _NAMED_TEMPLATES),
-})
+FLAGS = ("special", "lstrip", "rstrip", "single_word")
+_Token = TypedDict("Token", {"content": text(2**16), **dict.fromkeys(FLAGS, NotRequired[Flag])})
+_Template = text(1 << 24)
+TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
+    **{name: NotRequired[text(2**16) | _Token | None] for name in ENDS},
+    "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
+    "add_bos_token": NotRequired[Flag | None], "legacy": NotRequired[Flag | None],
+    "chat_template": NotRequired[
+        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
+}))
 
 
 def has(folder: Path, name: str) -> bool:

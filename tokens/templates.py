@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from common.errors import InputError
-from common.texts import read_text
+from common.files import read_text
 
 LONGEST = 4 << 20  # bytes of a template
 FOLDER = Path(__file__).parent / "chat_templates"

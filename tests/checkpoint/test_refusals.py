@@ -13,8 +13,7 @@ from helpers.converting import run
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
 import checkpoint.convert
-from checkpoint.convert import convert
-from checkpoint.opening import open_source
+from checkpoint.convert import convert, open_source
 from common.errors import InputError
 
 

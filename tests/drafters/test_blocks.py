@@ -6,8 +6,8 @@ from helpers.blocks import LABELS, Reference, published, sharpened
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.block import BlockDrafter, deep_tree

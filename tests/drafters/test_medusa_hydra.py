@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 import convert_checkpoint
 import generate
 from checkpoint.convert import convert
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import build_module, load_head, load_model
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
