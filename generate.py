@@ -23,7 +23,6 @@ from drafters.early import judge_method
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
 from sampling.options import Sampling
 from sampling.rules import RULES
-from tokens.guard import GUARD
 from tokens.schema import ANY_OBJECT, read_schema
 
 STARTED = time.perf_counter()
@@ -199,7 +198,6 @@ def judge(o) -> Asked:
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
     )
-    GUARD.begin()  # while torch is imported
     return Asked(prompts, sampling, tree)
 
 

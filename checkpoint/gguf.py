@@ -84,7 +84,7 @@ def open_gguf(path: Path) -> Source:
     def tokenizer(folder: Path) -> bool:
         if not tokens:
             return False
-        from tokens.tokenizer import from_gguf
+        from tokens.gguf_tokenizer import from_gguf
 
         from_gguf(fields, folder, str(path))
         return True

@@ -9,9 +9,8 @@ from engine.body import Score
 from engine.decoder import Decoder
 from engine.run import Run
 from sampling.options import Sampling
-from tokens.spelling import TooLong
 from tokens.stops import StopStream
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, TooLong
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 

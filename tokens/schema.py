@@ -1,4 +1,4 @@
-"""A file with the JSON schema that an output is to fit."""
+"""The JSON schema of an output, as a file gives it. Without heavy imports, as commands read it first."""
 from __future__ import annotations
 
 import json
@@ -11,7 +11,7 @@ LONGEST = 1 << 16  # characters of a schema
 
 
 def read_schema(path: str) -> str:
-    """The schema in a file. Raises InputError if it holds no JSON object, or too long a one."""
+    """Return the schema in a file. Raises InputError if it holds no JSON object, or one that is too long."""
     name = f"--json-schema {path}"
     try:
         found = json.loads(read_text(path, 16 * LONGEST, "--json-schema"))

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tokens.backends import byte_alphabet
 from tokens.gguf_tokenizer import WordRule
-from tokens.spelling import byte_alphabet
 from tokens.tokenizer import Tokenizer, copy_files
 
 CORPUS = [

@@ -11,8 +11,7 @@ from helpers.refusals import refused
 from helpers.tokenizers import CHATML, CORPUS, json_library, sentencepiece_library
 
 from common.errors import InputError
-from tokens.chat_template import render_template
-from tokens.templates import TEMPLATES, find_template
+from tokens.templates import TEMPLATES, find_template, render_template
 from tokens.tokenizer import Tokenizer, copy_files
 
 # Each conversation and the texts that the built-in templates have made of it since their first release.

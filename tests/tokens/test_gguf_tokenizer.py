@@ -9,9 +9,9 @@ from helpers.tokenizers import CHATML, CORPUS, LLAMA2, json_library, sentencepie
 from tokenizers import pre_tokenizers
 
 from common.errors import InputError
-from tokens.gguf_tokenizer import WORD_RULES
-from tokens.spelling import byte_alphabet
-from tokens.tokenizer import Tokenizer, from_gguf
+from tokens.backends import byte_alphabet
+from tokens.gguf_tokenizer import WORD_RULES, from_gguf
+from tokens.tokenizer import Tokenizer
 
 
 def gguf_fields(model: tokenizers.Tokenizer, pre: str) -> dict:

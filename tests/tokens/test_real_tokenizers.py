@@ -18,7 +18,7 @@ import pytest
 from helpers import ROOT
 from helpers.tokenizers import json_library, sentencepiece_library
 
-from tokens.backends import special_tokens_map
+from tokens.files import special_tokens_map
 from tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.network
