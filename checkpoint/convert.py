@@ -164,6 +164,7 @@ def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
         written = (out / WEIGHTS).stat().st_mtime
         stale = any(f.stat().st_mtime > written for f in files if f.is_file())
     if stale or not out.is_dir():
+        resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
             convert(checkpoint, out, force=stale)

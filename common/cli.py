@@ -310,7 +310,8 @@ def seed(value: str) -> int:
 def check_writable(flag: str, file: str) -> None:
     """Raise InputError unless a file of this name can be written."""
     path = Path(os.path.realpath(file))
-    if not os.access(path if path.is_char_device() else path.parent, os.W_OK) or path.is_dir():
+    place = path if path.exists() and not path.is_file() else path.parent  # a device is written directly
+    if path.is_dir() or not os.access(place, os.W_OK):
         raise InputError(f"{flag} {file}: not a file that can be written")
 
 

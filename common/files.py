@@ -95,11 +95,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to. At the end the file takes the place of `path`.
 
     After an error the temporary file is gone and `path` is as before. Leftovers of killed runs are removed.
-    If `path` is a link, what it leads to is replaced. A device such as /dev/null is written directly. Raises
-    OSError.
+    If `path` is a link, what it leads to is replaced. A device or a pipe is written directly. Raises OSError.
     """
     path = Path(os.path.realpath(path))
-    if path.is_char_device():
+    if path.exists() and not path.is_file():
         with writing(path):
             yield path
         return

@@ -65,10 +65,6 @@ class Wrong(ValueError):
         what = "is missing" if found is ABSENT else f"is {in_words(found)}"
         super().__init__(f"{key} {what}; expected {expected}")
 
-    def of(self, key: str) -> Wrong:
-        """The same error about a key of another name."""
-        return Wrong(key, self.found, self.expected)
-
 
 def in_words(value: Any) -> str:
     """A value as a file holds it: short, on one line, control characters escaped."""
