@@ -375,5 +375,5 @@ def test_heads_that_lack_a_tensor_are_refused(golden, folder, tmp_path, capsys):
 
 
 def test_a_configuration_without_guesses_is_refused(folder):
-    with pytest.raises(Exception, match="guesses is 0; expected a whole number from 1"):
+    with pytest.raises(Exception, match="guesses is 0; expected at least 1"):
         build_module(read_config(folder / "ours") | {"guesses": 0})
