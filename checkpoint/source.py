@@ -84,6 +84,8 @@ def resolve_source(checkpoint: str | Path) -> Path:
     Local paths come first. Raises InputError if it is none of these, or if the download fails.
     """
     path = Path(checkpoint)
+    if path.is_dir() and not (path / CONFIG).exists():
+        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint")
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         return path
     if path.exists():

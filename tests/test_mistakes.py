@@ -17,7 +17,7 @@ DECODING = "generate serve evaluate"
 MISTAKES = (
     ("generate serve", "--checkpoint NOWHERE", "NOWHERE: no such file or folder; name a"),
     ("generate serve convert_checkpoint", "--checkpoint TEXT", "TEXT: not a folder"),
-    ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER/config.json: cannot be read (no"),
+    ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER: holds no config.json"),
     ("drafters.rest", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
     ("evaluate train", "--checkpoint NOWHERE", "NOWHERE: not a folder; convert a"),
     (DECODING, "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),

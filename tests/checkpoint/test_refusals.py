@@ -102,7 +102,7 @@ K0 = "model.layers.0.self_attn.k_proj.weight"
 
 BAD_TARGETS = {
     "a file": (plain_file, "not a folder"),
-    "no config": (overwritten("config.json", None), "config.json: cannot be read (no such file)"),
+    "no config": (overwritten("config.json", None), "holds no config.json"),
     "unknown architecture": (edit(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
     "truncated safetensors": (cut("safetensors", 0.5), "truncated"),
     "corrupt safetensors": (overwritten("model.safetensors", b"\xff" * 4096), "damaged"),
