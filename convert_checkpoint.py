@@ -78,7 +78,7 @@ def run(o) -> None:
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:
         convert(
-            o.checkpoint, o.out, o.target, o.dtype, answers, o.template, o.force,
+            o.checkpoint, o.out, o.target, dtype=o.dtype, answers=answers, template=o.template, force=o.force,
             allow_nonfinite=o.allow_nonfinite,
         )
     except (InputError, BrokenPipeError):

@@ -85,7 +85,7 @@ def parser() -> Options:
 
 
 def schemes(o):
-    """How the checkpoint itself and how the heads inside it are quantised -> (Scheme, Scheme)."""
+    """Return the schemes of the checkpoint itself and of the heads inside it."""
     beside = BESIDE.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
     group = (o.group or GROUP) if {o.mode, lm_head} & {*FOUR_BITS} else 0
@@ -125,7 +125,7 @@ def report(source: Path, out: Path, errors: list) -> None:
 
 
 class Asked(NamedTuple):
-    """What the options ask for."""
+    """The options, resolved."""
 
     source: Path
     out: Path

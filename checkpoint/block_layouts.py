@@ -8,23 +8,9 @@ lm_head. Configs number layers by their outputs (`target_layer_ids`), speculator
 """
 from __future__ import annotations
 
+from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import (
-    LAYER,
-    MARKOV,
-    Answers,
-    Layout,
-    Published,
-    flat_config,
-    llama_config,
-    publish,
-    read_draft_vocab,
-    read_layer_flags,
-    read_markov,
-    vocabulary_map,
-    write_markov,
-    write_speculators,
-)
+from checkpoint.layouts import LAYER, MARKOV, Answers, Layout, Published
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
@@ -68,7 +54,7 @@ def read_block(source: Source, target: ModelArgs, answers: Answers) -> Layout:
 
     Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
     """
-    path, config, kind = source.path, flat_config(source.config), block_kind(source)
+    path, config, kind = source.path, layouts.flat_config(source.config), block_kind(source)
     tensors = {n.removeprefix("model."): entry for n, entry in source.tensors.items()}
     tensors = {name: entry for name, entry in tensors.items() if name not in COPIES}
     flags = config | (config.get("dflash_config") or {})
@@ -77,15 +63,16 @@ def read_block(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     for key in ("block_size", "mask_token_id"):
         if type(flags.get(key)) is not int:
             raise InputError(f"{path}: config: {key} must be a number, found {flags.get(key)!r}")
-    fields = model_fields(path, config | {"tie_word_embeddings": False}) | read_layer_flags(tensors) | {
+    fields = model_fields(path, config | {"tie_word_embeddings": False})
+    fields |= layouts.read_layer_flags(tensors) | {
         "kind": kind, "target_hidden_size": flags.get("target_hidden_size") or target.hidden_size,
         "aux_layers": _aux_layers(source, flags, target),
         "block": flags["block_size"], "mask_id": flags["mask_token_id"],
         "causal": bool(flags.get("causal") or flags.get("causal_head")),
         "from_anchor": bool(flags.get("sample_from_anchor", kind == "dspark")),
-        "own_lm_head": "lm_head.weight" in tensors, **read_markov(source, flags, tensors),
+        "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }
-    fields["draft_vocab_size"] = read_draft_vocab(flags, tensors, fields["vocab_size"])
+    fields["draft_vocab_size"] = layouts.read_draft_vocab(flags, tensors, fields["vocab_size"])
     return Layout(fields, BLOCK, tensors)
 
 
@@ -109,14 +96,14 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
     The authors' layout has the target's vocabulary, and DSpark's copies of its embedding and lm_head.
     """
     a, dspark = head.args, kind == "dspark"
-    tensors, small = publish(head, BLOCK), a.draft_vocab_size < a.vocab_size
+    tensors, small = layouts.publish(head, BLOCK), a.draft_vocab_size < a.vocab_size
     if small:
-        tensors |= vocabulary_map(head)
+        tensors |= layouts.vocabulary_map(head)
     if layout == "speculators":
-        return Published(write_speculators(head, kind, {
+        return Published(layouts.write_speculators(head, kind, {
             "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
             "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
-            **({"causal": True} if a.causal else {}), **(write_markov(a) if dspark else {}),
+            **({"causal": True} if a.causal else {}), **(layouts.write_markov(a) if dspark else {}),
         }, target), tensors)
     if small:
         raise InputError(
@@ -125,7 +112,7 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
         )
     nested = {"mask_token_id": a.mask_id, "target_layer_ids": [i - 1 for i in a.aux_layers]}
     nested |= {"causal": True} if a.causal else {}
-    config = {**llama_config(head), "model_type": "qwen3", "block_size": a.block}
+    config = {**layouts.llama_config(head), "model_type": "qwen3", "block_size": a.block}
     if not dspark:
         nested |= {"sample_from_anchor": True} if a.from_anchor else {}
         return Published(config | {"dflash_config": nested}, tensors)
@@ -137,4 +124,5 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
                 " quantised; name the target before quantisation"
             )
         tensors[name] = lent[name].clone()  # of a tied target both are one tensor
-    return Published(config | nested | write_markov(a) | {"sample_from_anchor": a.from_anchor}, tensors)
+    config |= nested | layouts.write_markov(a) | {"sample_from_anchor": a.from_anchor}
+    return Published(config, tensors)

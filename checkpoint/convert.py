@@ -13,7 +13,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ from checkpoint.heads import kind_of, read_layout
 from checkpoint.huggingface import open_folder
 from checkpoint.layouts import Answers
 from checkpoint.loading import build_module, check_head_fits
-from checkpoint.medusa_layouts import MEDUSA2
+from checkpoint.medusa_layouts import target_inside
 from checkpoint.source import Entry, Source, resolve_source
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, write_folder
@@ -59,11 +58,11 @@ def open_source(path: Path) -> Source:
 
 
 def convert(
-    checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None,
+    checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None, *,
     dtype: str = "keep", answers: Answers | None = None, template: str = "auto", force: bool = False,
     quiet: bool = False, allow_nonfinite: bool = False,
 ) -> Path:
-    """Convert `checkpoint` into the folder `out` and return it. Its contents tell targets from heads.
+    """Convert `checkpoint` into the folder `out` and return it. Its tensors tell targets from heads.
 
     out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND: eagle3, eagle
     (EAGLE-1/2), medusa or hydra. target: the converted folder of the model that a head belongs to; needed for
@@ -71,7 +70,7 @@ def convert(
     of the source's numbers are stored in, bf16 if quantised. answers: for a head, what its files leave open.
     template: for a target without chat template, the one to add; see `templates.find_template`. force:
     replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
-    allow_nonfinite: take weights that are nan or infinite as they are, with a warning.
+    allow_nonfinite: accept nan and infinite weights, with a warning.
 
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
@@ -79,12 +78,8 @@ def convert(
     source = open_source(resolve_source(checkpoint))
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
     kind = kind_of(source)
-    if kind == "medusa" and target is None and any(n.startswith("model.layers.") for n in source.tensors):
-        # A Medusa-2 model carries its heads. This converts the target; with --target, the heads.
-        kind = None
-        source = replace(
-            source, tensors={n: t for n, t in source.tensors.items() if not n.startswith(MEDUSA2)}
-        )
+    if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
+        kind, source = None, inside
     if kind and target is None:
         raise InputError(
             f"{source.path}: is a draft head and needs --target DIR, the converted model it is for"
@@ -101,7 +96,7 @@ def convert(
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
     def tokenizer(folder: Path) -> bool:
-        """Write the tokenizer's files, and the template if it is asked for or missing."""
+        """Write the tokenizer's files, and the template that the user names or that is missing."""
         written = source.tokenizer(folder)
         if written and added and (template != "auto" or not Tokenizer.load(folder).has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
@@ -115,7 +110,9 @@ def convert(
         return True
 
     others = calibration if kind else tokenizer
-    has_tokenizer = write_folder(out, config, plan, others, quiet, allow_nonfinite, str(source.path))
+    has_tokenizer = write_folder(
+        out, config, plan, others, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path)
+    )
     last = config["vocab_size"] - 1
     if not kind and has_tokenizer and (highest := Tokenizer.load(out).highest) > last:
         print(

@@ -1,7 +1,7 @@
 """The layouts of EAGLE heads: EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM,
 DeepSpec) and P-EAGLE.
 
-Where sources contradict each other the file decides. Where it cannot, the user is asked for a flag.
+If sources contradict each other, the file decides. If it cannot, an error names the flag that does.
 """
 from __future__ import annotations
 
@@ -11,24 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import (
-    LAYER,
-    MARKOV,
-    Answers,
-    Layout,
-    Published,
-    first_of,
-    flat_config,
-    llama_config,
-    publish,
-    read_draft_vocab,
-    read_layer_flags,
-    read_markov,
-    vocabulary_map,
-    write_markov,
-    write_speculators,
-)
+from checkpoint.layouts import LAYER, MARKOV, Answers, Layout, Published
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -86,12 +71,12 @@ def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> Layout:
 
     Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
     """
-    tensors, kind, config = _renamed(source), eagle_kind(source), flat_config(source.config)
+    tensors, kind, config = _renamed(source), eagle_kind(source), layouts.flat_config(source.config)
     query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and query.shape and heads:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
         config["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, config) | read_layer_flags(tensors) | {
+    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors) | {
         "kind": kind,
         "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
@@ -169,7 +154,7 @@ def _read_eagle3(
     aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
     if fields["kind"] == "p-eagle":
         fields = fields | _p_eagle(source, head_config, tensors)
-    draft_vocab = read_draft_vocab(head_config, tensors, fields["vocab_size"])
+    draft_vocab = layouts.read_draft_vocab(head_config, tensors, fields["vocab_size"])
     config = fields | {
         "draft_vocab_size": draft_vocab,
         "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
@@ -195,9 +180,9 @@ def _read_eagle3(
 
 def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
     """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    mask_id = first_of(config.get("dflash_config") or {}, "mask_token_id")
+    mask_id = layouts.first_of(config.get("dflash_config") or {}, "mask_token_id")
     if mask_id is None:
-        mask_id = first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
+        mask_id = layouts.first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
     if type(mask_id) is not int:
         raise InputError(
             f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
@@ -205,9 +190,9 @@ def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
         )
     if "mask_hidden" not in tensors:
         raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
-    drafts = first_of(config, "num_draft_steps", "k_train")
+    drafts = layouts.first_of(config, "num_draft_steps", "k_train")
     drafts = 8 if drafts is None else drafts
-    return {"mask_id": mask_id, "drafts": drafts, **read_markov(source, config, tensors)}
+    return {"mask_id": mask_id, "drafts": drafts, **layouts.read_markov(source, config, tensors)}
 
 
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
@@ -304,7 +289,7 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
 def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
     """Write an EAGLE-1 head as SafeAILab does."""
     flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
-    return Published(llama_config(head) | flags, publish(head, EAGLE1))
+    return Published(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
 
 
 def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
@@ -315,21 +300,21 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Publ
         if getattr(a, flag) and not speculators:
             raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
     names = eagle3_names(a.num_layers, a.feature_norm if speculators else "", len(a.aux_layers))
-    tensors: dict[str, Tensor] = publish(head, names)
+    tensors: dict[str, Tensor] = layouts.publish(head, names)
     if parallel:
         tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
     elif not speculators:
         tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
-    tensors |= vocabulary_map(head)
+    tensors |= layouts.vocabulary_map(head)
     if speculators:
-        return Published(write_speculators(head, kind, {
+        return Published(layouts.write_speculators(head, kind, {
             "norm_before_residual": a.norm_before_residual,
             "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
             "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
             AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
         }, target), tensors)
     config = {
-        **llama_config(head),
+        **layouts.llama_config(head),
         **(_write_p_eagle(a) if parallel else {}),
         "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size,
         # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
@@ -341,7 +326,7 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Publ
 
 def _write_p_eagle(a: HeadArgs) -> dict:
     mask = {"mask_token_id": a.mask_id, "ptd_token_id": a.mask_id, "num_draft_steps": a.drafts}
-    return mask | (write_markov(a) if a.markov_rank or a.confidence else {})
+    return mask | (layouts.write_markov(a) if a.markov_rank or a.confidence else {})
 
 
 def _unusual_layers(a: HeadArgs) -> dict:

@@ -5,7 +5,7 @@
 --layout sglang (default) writes
     EAGLE-3 and EAGLE-1 heads as the EAGLE repository publishes them. SGLang reads both. vLLM reads EAGLE-3,
     and EAGLE-1 if `architectures` in config.json is changed to LlamaForCausalLM;
-    P-EAGLE heads as vLLM reads them, those with a Markov head as nobody else does;
+    P-EAGLE heads as vLLM reads them, with a Markov head in a layout of our own;
     Medusa heads as vLLM reads them; Hydra, DFlash and DSpark heads as their authors publish them.
 --layout speculators writes EAGLE-3, P-EAGLE, DFlash and DSpark heads as the speculators library does. vLLM
 reads them.

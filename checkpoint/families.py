@@ -115,7 +115,7 @@ GGUF: NameTable = {
 
 @dataclass(frozen=True)
 class Family:
-    """What is common to all targets of one architecture.
+    """The properties that all targets of one architecture share.
 
     fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
     may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts.

@@ -56,7 +56,7 @@ HEADS = {
 }
 HEAD_KINDS = tuple(HEADS)
 
-# What every config.json of ours has beside the fields of `ModelArgs` or `HeadArgs`.
+# Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
 FOLDER = Schema(TypedDict("Folder", {
     "kind": Literal[("target", *HEAD_KINDS)], "format": NotRequired[whole(1, 1000)],
     "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],

@@ -1,4 +1,4 @@
-"""Draft heads of other programs: which kinds there are, and how each is read and written.
+"""Kinds of draft heads, and the functions that read and write each in the layouts of other programs.
 
 A kind is an entry of `KINDS`; its network is in `checkpoint.folder: HEADS`. Heads are written by
 
@@ -31,7 +31,7 @@ LAYOUTS = ("sglang", "speculators")
 
 @dataclass(frozen=True)
 class HeadKind:
-    """How a kind of head is read and written. architectures: in each of LAYOUTS it has."""
+    """A reader and a writer of one kind of head. architectures: in each of LAYOUTS that it has."""
 
     read: Callable[[Source, ModelArgs, Answers], Layout]
     write: Callable[[Head, str, str, dict], Published]  # head, kind, layout, the target's config.json

@@ -1,4 +1,4 @@
-"""What the layouts of draft heads share: the result of reading one, and our weights under published names.
+"""Shared parts of the layouts of draft heads: results of reading one, our weights under published names.
 
 A layout is a table of names that is read in both directions. `checkpoint.heads` lists the kinds.
 """
@@ -106,7 +106,7 @@ def first_of(config: dict, *keys: str):
 
 
 def read_layer_flags(tensors: dict[str, Entry]) -> dict:
-    """Return the fields that tell which tensors there are: configs are silent about them, or wrong."""
+    """Return the fields that follow from the names of tensors: configs omit them, or are wrong."""
     first = "layers.0.self_attn"
     return {
         "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}.q_proj.bias" in tensors,

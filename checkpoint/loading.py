@@ -62,7 +62,7 @@ def load_model(
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
     """Load a converted head in its target's dtype and on its device, and tie it to that target.
 
-    Raises InputError if it is missing, damaged, not of this kind (if one is asked for) or does not fit.
+    Raises InputError if it is missing, damaged, not of the kind `kind`, or does not fit the target.
     """
     config = read_config(folder, kind)
     if config["kind"] not in HEADS:
@@ -125,8 +125,7 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
 
 
 def check_draft_ids(ids: torch.Tensor, vocab_size: int, where: str) -> None:
-    """Raise InputError unless the ids that a head drafts [Vd] are some of the vocabulary, none of them twice.
-    """
+    """Raise InputError unless the draft ids [Vd] are in the vocabulary, each once."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise InputError(
@@ -200,7 +199,7 @@ def _digest(values: Iterable[tuple[str, torch.Tensor]]) -> str:
 def shares_of(config: dict, count: int) -> list[Share]:
     """Return what each of `count` ranks has of the target, or the head, that a config.json describes.
 
-    Raises InputError, with the numbers, if it cannot be dealt to so many; every rank raises the same.
+    Raises InputError, with the numbers, if `count` ranks cannot share it; every rank raises the same.
     """
     args = check_config(config)
     scheme = Scheme.read(config["quantization"]) if "quantization" in config else None

@@ -36,7 +36,7 @@ PREFIX = "prefix_embeding_layer."
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a layout names stacks of blocks: patterns of the guess k and the slot, of the guess, and the slots.
+    """Names of stacks of blocks in a layout: patterns with the guess k and the slot, and all slots.
 
     narrowing: the number of first blocks, with a skip connection, that no other block can equal.
     """
@@ -48,7 +48,7 @@ class Form:
 
 
 def table(form: Form, config: dict) -> tuple[NameTable, dict[str, str]]:
-    """Return the names of Medusa's or Hydra's tensors, and which of the file's are copies of which others.
+    """Return the names of Medusa's or Hydra's tensors, and the original of each tensor that is a copy.
 
     config: `guesses`, `repeated`, `own_lm_head` (one for all), `lm_head_each`, `prefix`.
     """
@@ -85,6 +85,13 @@ def medusa_kind(source: Source) -> str | None:
         return "hydra"
     medusa = r"(medusa_head\.)?(\d+\.\d+\.linear\.weight|blocks\.\d+\.layers\.\d+\.weight)$"
     return "medusa" if any(re.match(medusa, name) for name in names) else None
+
+
+def target_inside(source: Source) -> Source | None:
+    """Return the target of a Medusa-2 model, which carries its heads; None if there are heads only, or none."""
+    own = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
+    whole = len(own) < len(source.tensors) and any(name.startswith("model.layers.") for name in own)
+    return dataclasses.replace(source, tensors=own) if whole else None
 
 
 def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> Layout:

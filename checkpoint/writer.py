@@ -52,16 +52,15 @@ class Planned:
 
 
 def write_folder(
-    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
-    allow_nonfinite: bool = False, where: str = "the source",
+    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None = None, **how
 ) -> bool:
-    """Write a folder: all of it or, after an error or a kill, nothing of it.
+    """Write a folder completely or, after an error or a kill, not at all.
 
     `checkpoint.folder.check_out` has allowed it. The arguments are those of `fill`, whose value is returned.
     Raises InputError if there is no space or no permission.
     """
     with staging(out, sum(t.nbytes for t in plan)) as folder:
-        return fill(folder, config, plan, others, quiet, allow_nonfinite, where, name=out.name)
+        return fill(folder, config, plan, others, name=out.name, **how)
 
 
 @contextlib.contextmanager
@@ -107,13 +106,13 @@ def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) ->
 
 
 def fill(
-    folder: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
-    allow_nonfinite: bool = False, where: str = "the source", name: str | None = None,
+    folder: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None = None, *,
+    quiet: bool = False, allow_nonfinite: bool = False, where: str = "the source", name: str | None = None,
 ) -> bool:
     """Write a checkpoint into a folder, which may be there already and may hold others.
 
-    `others(folder)` writes what belongs beside the weights, and says whether there was a tokenizer, or none
-    is needed. Returns what it says, True without it. where: of whom the numbers are, for errors. Raises
+    `others(folder)` writes the other files, and returns whether a tokenizer is there or not needed, as this
+    function does. where: the source's name, for errors. Raises
     OSError and InputError, also on a config that is not right, and on numbers that are not finite unless they
     are allowed.
     """
@@ -138,7 +137,7 @@ def write_safetensors(
     """Write the planned tensors one block of rows at a time -> the file's sha256.
 
     progress: told the bytes of each block. Numbers that are not finite are refused or, if they are allowed,
-    counted in a warning; `where` is of whom they are.
+    counted in a warning. where: the source's name.
 
     safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
     header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
@@ -177,7 +176,7 @@ def write_safetensors(
 
 
 def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
-    """Refuse a tensor with so many numbers that are not finite, by an InputError, or warn of them."""
+    """Refuse a tensor with `count` numbers that are not finite, by an InputError, or warn of them."""
     found = f"{what} holds {count:,} numbers that are not finite (nan or infinite)"
     if not allowed:
         raise InputError(f"{found}; expected none; --allow-nonfinite takes them as they are")
@@ -199,9 +198,9 @@ def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _clear(out: Path) -> None:
-    """Undo what a killed process left beside `out`.
+    """Remove leftovers of a killed process beside `out`.
 
-    Where folders cannot be exchanged in one step, it may have been killed between the two.
+    If folders cannot be exchanged in one step, it may have been killed between the two: restore the old one.
     """
     for old in left_behind(out.parent, f".{out.name}.old-", ""):
         if not out.exists():
@@ -213,9 +212,9 @@ def _clear(out: Path) -> None:
 
 
 def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
-    """Let the finished folder take the place of `out`. Whatever kills this, one of both is there, complete.
+    """Let the finished folder take the place of `out`. After a kill, one of both is there, complete.
 
-    What is kept of the old one the new one has too, as links to the same files, before it is there.
+    Kept parts of the old folder are linked into the new one before.
     """
     for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
         sync(path)

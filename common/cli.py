@@ -28,7 +28,7 @@ def note(line: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line that a terminal shows as it is (see `on_one_line`)."""
+    """Return the message of an error on one escaped line (see `on_one_line`)."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "the output"
         return on_one_line(f"{where}: no space left on the device; make room and try again")
@@ -60,7 +60,7 @@ def run_command(
 
     The status is the value of `action` (None is 0); 1 after an InputError or one of `expected`, printed as
     one line, and where memory runs out or native code panics; 130 after Ctrl-C, where `interrupted` is
-    printed, by `say_stopped` if that is given; 141 when nobody reads the output any more.
+    printed, by `say_stopped` if that is given; 141 when the reader of the output has left.
     """
     try:
         return action() or 0
@@ -132,7 +132,7 @@ class Options(argparse.ArgumentParser):
     def within(self, flag: str, low: float, high: float) -> None:
         """Add a rule: the number that `flag` takes is None or between low and high, both included.
 
-        Where there is no other bound, it is below 2^31.
+        An infinite bound stands for 2^31 - 1.
         """
         name = flag.removeprefix("--").replace("-", "_")
         most = 2**31 - 1 if high == float("inf") else high

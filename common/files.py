@@ -35,13 +35,13 @@ def writing(path: str | Path) -> Iterator[None]:
 def held(file: int) -> bool:
     """Lock an open file or folder for as long as it stays open -> False if another process holds it.
 
-    The lock ends with the process, however it ends: a name that nobody holds was left behind.
+    The lock ends with the process: a name without a lock is a leftover.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: nothing there is taken to be left behind
+    except OSError:  # a file system without locks has no leftovers
         return False
     return True
 
@@ -152,17 +152,19 @@ def read_bytes(path: str | Path, most: int = 1 << 30, what: str = "") -> bytes:
 
     what: stands before the path in an error, such as a flag. Raises InputError if it is missing or too long.
     """
-    name = f"{what} {path}".strip()
+    name, parts, found = f"{what} {path}".strip(), [], 0
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            data = file.read(most + 1) if size <= most else b""
+            while max(size, found) <= most and (part := file.read(1 << 20)):
+                parts.append(part)
+                found += len(part)
     except (OSError, ValueError) as e:
         why = "no such file" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
         raise InputError(f"{name}: cannot be read ({why})") from None
-    if max(size, len(data)) > most:
-        raise InputError(f"{name}: is {max(size, len(data)):,} bytes; expected at most {most:,}")
-    return data
+    if max(size, found) > most:
+        raise InputError(f"{name}: is {max(size, found):,} bytes or more; expected at most {most:,}")
+    return b"".join(parts)
 
 
 def read_text(path: str | Path, most: int = MOST_TEXT, what: str = "") -> str:

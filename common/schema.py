@@ -1,4 +1,4 @@
-"""What a file may hold, declared as types that pydantic checks, and the one line about what is wrong with it.
+"""Types of the content of files, checked with pydantic, and the one line about a value that does not fit.
 
 Types are strict: 1.0, "1" and true are no whole numbers. Keys that a type does not name are ignored, as they
 belong to others.
@@ -32,7 +32,7 @@ def number(low: float = -1e300, high: float = 1e300, above: float | None = None)
 
 
 def text(most: int = 1 << 20, pattern: str | None = None) -> Any:
-    """A text of at most `most` characters, all of which match the pattern."""
+    """A text of at most `most` characters that matches the pattern."""
     return Annotated[str, Strict(), Field(max_length=most, pattern=pattern)]
 
 
@@ -44,7 +44,7 @@ Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file or a folder inside a
 Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a vocabulary; a matrix; parts
 Layers = whole(1, 10_000)
 
-# What is expected, by the type of pydantic's error.
+# Expectations by pydantic's type of error.
 EXPECTED = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text",
     "list": "a list", "tuple": "a list", "dict": "an object", "dataclass": "an object",
@@ -74,7 +74,7 @@ def in_words(value: Any) -> str:
 
 
 class Schema:
-    """A type of which a parsed file, or a part of one, has to be."""
+    """The type of a parsed file, or of a part of one."""
 
     def __init__(self, kind: Any):
         self.adapter = TypeAdapter(kind)
@@ -99,7 +99,7 @@ schema_of = functools.cache(Schema)
 
 
 def _wrong(error: ValidationError, value: Any, key: str) -> Wrong:
-    """The first thing that is wrong. Of a union, all that its place may hold."""
+    """Return the first wrong value, with all types of its place if that is a union."""
     found = [(*_place(e["loc"], value, key), _expected(e)) for e in error.errors()]
     # A union reports every alternative: the deepest place is inside the one that was meant.
     place, inner, _ = max(found[: _alternatives(error)], key=lambda f: f[0].count(".") + f[0].count("["))
@@ -108,13 +108,13 @@ def _wrong(error: ValidationError, value: Any, key: str) -> Wrong:
 
 
 def _alternatives(error: ValidationError) -> int:
-    """The number of errors at the beginning that are about one key of the outermost object."""
+    """Return the number of errors at the beginning that are about one key of the outermost object."""
     first = [e["loc"][:1] for e in error.errors()]
     return next((i for i, loc in enumerate(first) if loc != first[0]), len(first))
 
 
 def _place(loc: tuple, value: Any, key: str) -> tuple[str, Any]:
-    """The key of an error with its value. Parts of `loc` that are no keys of the value name alternatives."""
+    """Return the key of an error with its value. Parts of `loc` that are no keys name alternatives."""
     for i, part in enumerate(loc):
         if isinstance(value, dict) and part in value:
             key, value = f"{key}.{part}" if key else str(part), value[part]

@@ -108,9 +108,9 @@ def test_sizes_are_judged_before_anything_is_read(tmp_path):
     """Also of what has no size, and no end."""
     with open(tmp_path / "sparse", "wb") as file:
         file.truncate(1 << 42)
-    with refused(f"--text {tmp_path / 'sparse'}: is 4,398,046,511,104 bytes; expected at most 1,024"):
+    with refused(f"--text {tmp_path / 'sparse'}: is 4,398,046,511,104 bytes or more; expected at most 1,024"):
         read_text(tmp_path / "sparse", 1024, "--text")
-    with refused("/dev/zero: is 1,025 bytes; expected at most 1,024"):
+    with refused("/dev/zero: is 1,048,576 bytes or more; expected at most 1,024"):
         read_bytes("/dev/zero", 1024)
     with refused(f"{tmp_path}: expected a file"):
         check_file(tmp_path)
