@@ -88,7 +88,7 @@ def medusa_kind(source: Source) -> str | None:
 
 
 def target_inside(source: Source) -> Source | None:
-    """Return the target of a Medusa-2 model, which carries its heads; None if there are heads only, or none."""
+    """Return the target of a Medusa-2 model, which carries its heads; None of any other source."""
     own = {name: entry for name, entry in source.tensors.items() if not name.startswith(MEDUSA2)}
     whole = len(own) < len(source.tensors) and any(name.startswith("model.layers.") for name in own)
     return dataclasses.replace(source, tensors=own) if whole else None
