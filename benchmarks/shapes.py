@@ -12,7 +12,7 @@ import torch.nn as nn
 from checkpoint.folder import FORMAT
 from checkpoint.loading import build_module, load_head, load_model
 from checkpoint.source import Entry
-from checkpoint.writer import Planned, write_folder
+from checkpoint.writer import Planned, fill, staging
 from common.errors import InputError
 from kernels.modes import BESIDE, FOUR_BITS
 from kernels.quantized import Scheme, quantize_linears
@@ -132,7 +132,8 @@ def write_random(name: str, mode: str, out: Path) -> Path:
         dtype = torch.bfloat16 if meta.dtype == torch.float32 and not key.endswith(".scale") else meta.dtype
         read = partial(values, key, torch.empty(meta.shape, dtype=dtype, device="meta"))
         plan.append(Planned(key, tuple(meta.shape), dtype, [Entry.of(meta.shape, dtype, read)]))
-    write_folder(out, config, plan, None, quiet=True)
+    with staging(out, sum(t.nbytes for t in plan)) as folder:
+        fill(folder, config, plan, quiet=True)
     return out
 
 

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from checkpoint.folder import check_exact, check_out
 from checkpoint.loading import build_module, identity, load_model
 from checkpoint.source import Entry
-from checkpoint.writer import Planned, write_folder
+from checkpoint.writer import Planned, fill, staging
 from common.cli import Options, run_command
 from common.errors import InputError
 from model import Transformer
@@ -91,7 +91,9 @@ def write(draft: Transformer, config: dict, source: Path, out: Path) -> None:
         tensor = p.to(torch.bfloat16)
         entry = Entry.of(tensor.shape, tensor.dtype, lambda tensor=tensor: tensor)
         plan.append(Planned(name, entry.shape, tensor.dtype, [entry]))
-    write_folder(out, config, plan, lambda folder: copy_files(source, folder), quiet=True)
+    with staging(out, sum(t.nbytes for t in plan)) as folder:
+        copy_files(source, folder)
+        fill(folder, config, plan, quiet=True)
 
 
 def run(o) -> None:

@@ -39,7 +39,7 @@ from checkpoint.loading import build_module, check_head_fits
 from checkpoint.medusa_layouts import target_inside
 from checkpoint.source import Entry, Source, resolve_source
 from checkpoint.weights import check_shapes, opened
-from checkpoint.writer import Planned, write_folder
+from checkpoint.writer import Planned, fill, staging
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
 from common.files import read_json
@@ -95,42 +95,39 @@ def convert(
     check_out(out, config["kind"], force)
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
-    def tokenizer(folder: Path) -> bool:
-        """Write the tokenizer's files, and the template that the user names or that is missing."""
-        written = source.tokenizer(folder)
-        if written and added and (template != "auto" or not Tokenizer.load(folder).has_template):
-            (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
-        return written
-
-    def calibration(folder: Path) -> bool:
-        """Copy what is known of a head."""
-        if (file := source.path / CALIBRATION).exists():
+    size = sum(t.nbytes for t in plan)
+    with staging(out, size) as folder:
+        if kind and (file := source.path / CALIBRATION).exists():
             MEASURED.require(read_json(file), file)
             shutil.copyfile(file, folder / CALIBRATION)
-        return True
-
-    others = calibration if kind else tokenizer
-    has_tokenizer = write_folder(
-        out, config, plan, others, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path)
-    )
-    last = config["vocab_size"] - 1
-    if not kind and has_tokenizer and (highest := Tokenizer.load(out).highest) > last:
-        print(
-            f"warning: {checkpoint}: its tokenizer has ids up to {highest:,}, the model up to {last:,};"
-            " prompts with others are refused", file=sys.stderr,
-        )
-    if not has_tokenizer:
-        print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
-    if not config.get("stop_ids", True):
-        print(
-            f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only", file=sys.stderr
-        )
+        has_tokenizer = not kind and source.tokenizer(folder)
+        if has_tokenizer and added and (template != "auto" or not Tokenizer.load(folder).has_template):
+            (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+        fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
+             title=out.name)
+    if not kind:
+        _warn(checkpoint, out, config)
     if not quiet:
         params = sum(math.prod(t.shape) for t in plan if t.dtype.is_floating_point)
-        size = sum(t.nbytes for t in plan)
         seconds = time.perf_counter() - started
         print(f"wrote {out}: {config['kind']}, {params:,} parameters, {size:,} bytes, {seconds:.1f} s")
     return out
+
+
+def _warn(checkpoint: str | Path, out: Path, config: dict) -> None:
+    """Print what a converted target lacks."""
+    tokenizer, last = Tokenizer.load(out), config["vocab_size"] - 1
+    if tokenizer is None:
+        print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
+    elif tokenizer.highest > last:
+        print(
+            f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
+            f" {last:,}; prompts with others are refused", file=sys.stderr,
+        )
+    if not config["stop_ids"]:
+        print(
+            f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only", file=sys.stderr
+        )
 
 
 def default_folder(checkpoint: str | Path) -> Path:

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -80,7 +79,7 @@ def open_folder(path: Path) -> Source:
     name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
-    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
+    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name)
     generation = _read_if_there(path / "generation_config.json", GENERATION)
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
@@ -125,12 +124,11 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
 def _sharded(index: Path) -> dict[str, Entry]:
     weight_map = shards(index)
     tensors: dict[str, Entry] = {}
-    open_pickle: dict[Path, dict] = {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.parent / file
         if not path.exists():
             raise InputError(f"{path}: missing, though {index.name} lists it")
-        shard = _one_file(path, open_pickle)
+        shard = _one_file(path)
         for name in (n for n, f in weight_map.items() if f == file):
             if name not in shard:
                 raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
@@ -139,8 +137,8 @@ def _sharded(index: Path) -> dict[str, Entry]:
     return tensors
 
 
-def _one_file(path: Path, open_pickle: dict[Path, dict]) -> dict[str, Entry]:
-    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path, open_pickle)
+def _one_file(path: Path) -> dict[str, Entry]:
+    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path)
 
 
 def _safetensors(path: Path) -> dict[str, Entry]:
@@ -156,20 +154,12 @@ def _safetensors(path: Path) -> dict[str, Entry]:
     return {name: entry(name, stored) for name, stored in listed(path, AGAIN).items()}
 
 
-def _pickle(path: Path, cache: dict[Path, dict]) -> dict[str, Entry]:
-    """`cache` holds the file that was read last, so that a shard is opened once and not once per tensor."""
-
-    def load() -> dict[str, Tensor]:
-        if path not in cache:
-            cache.clear()
-            cache[path] = _load_pickle(path)
-        return cache[path]
-
-    def entry(name: str, tensor: Tensor) -> Entry:
+def _pickle(path: Path) -> dict[str, Entry]:
+    def entry(tensor: Tensor) -> Entry:
         dtype = tensor.dtype if tensor.dtype in READABLE_DTYPES.values() else None
-        return Entry.of(tensor.shape, dtype, lambda: load()[name])
+        return Entry.of(tensor.shape, dtype, lambda: tensor)
 
-    return {name: entry(name, tensor) for name, tensor in load().items()}
+    return {name: entry(tensor) for name, tensor in _load_pickle(path).items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
@@ -186,11 +176,9 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         if unsupported:
             reason = printable(unsupported[0].partition(". ")[0].rstrip("."))
         raise InputError(f"{path}: unsafe pickle or damaged file, not loaded ({reason})") from None
-    except (
-        RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError,
-        NotImplementedError, AssertionError, ArithmeticError, MemoryError, RecursionError, struct.error,
-        zipfile.BadZipFile,
-    ) as e:
+    except InputError:
+        raise
+    except Exception as e:  # whatever a damaged file makes of pickle, zip and torch
         raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
     dense = isinstance(state, dict) and all(
         isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()

@@ -24,7 +24,6 @@ from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, printable
-from common.files import check_file
 from common.schema import Wrong
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
@@ -117,14 +116,10 @@ def quantize_folder(
     layers: dict[str, _LayerWriter] = {}
     dtypes = {name: dtype for dtype, name in WRITTEN_DTYPES.items()}
 
-    def others(folder: Path) -> bool:
-        """Copy everything else in the folder: tokenizer, template."""
-        for item in source.iterdir():
-            if item.exists() and not item.is_dir() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
-                check_file(item)
-                shutil.copy2(item, folder / item.name)
-        return True
-
+    folder.mkdir(exist_ok=True)
+    for item in source.iterdir():  # tokenizer, template, calibration
+        if item.is_file() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
+            shutil.copy2(item, folder / item.name)
     with opened(source / WEIGHTS, ADVICE) as file:
 
         def planned(name: str, tensor: Tensor) -> Planned:
@@ -146,7 +141,7 @@ def quantize_folder(
             return Planned(name, tuple(tensor.shape), dtype, [Entry.of(tensor.shape, dtype, read)])
 
         plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-        fill(folder, config, plan, others, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
+        fill(folder, config, plan, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
     errors = [LayerError(name, layer.error, False) for name, layer in layers.items()]
     return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
 

@@ -5,6 +5,7 @@ converter asks for them, and are not kept: a model larger than the memory can be
 """
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,12 +103,32 @@ def resolve_source(checkpoint: str | Path) -> Path:
 def _download(repo: str) -> Path:
     """Download the files that we need of a hub repository into the hub's cache -> the local folder.
 
-    An interrupted download is resumed.
+    An interrupted download is resumed. Raises InputError.
     """
+    import huggingface_hub as hub
     from huggingface_hub import errors
 
+    def fetch(*names: str) -> Path:
+        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
+
     try:
-        return _snapshot(repo)
+        try:  # one request with a time limit: listing the files page by page retries for half a minute
+            files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
+            raise
+        except Exception:
+            with contextlib.suppress(Exception):  # an earlier download may have left all that is needed
+                return Path(hub.snapshot_download(repo, local_files_only=True))
+            raise
+        weights = next((name for name in WEIGHT_FILES if name in files), None)
+        if weights is None or CONFIG not in files:
+            lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
+            raise InputError(f"{repo}: the hub repository has no {lacks}")
+        small = [name for name in SMALL_FILES if name in files]
+        folder = fetch(*small, weights)
+        if not weights.endswith(".json"):
+            return folder
+        return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
     except InputError:
         raise
     except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
@@ -116,36 +137,6 @@ def _download(repo: str) -> Path:
         raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
     except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
         raise InputError(f"{repo}: no such folder, and the hub did not send it ({first_line(e)})") from None
-
-
-def _snapshot(repo: str) -> Path:
-    """`_download`, with the errors of the hub client."""
-    import huggingface_hub as hub
-    from huggingface_hub import errors
-
-    def fetch(*names: str) -> Path:
-        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
-
-    try:
-        # One request with a time limit. Listing the files page by page retries for half a minute without a
-        # network.
-        files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
-    except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        raise
-    except Exception as no_network:
-        try:  # an earlier download may have left all that is needed
-            return Path(hub.snapshot_download(repo, local_files_only=True))
-        except Exception:
-            raise no_network from None
-    weights = next((name for name in WEIGHT_FILES if name in files), None)
-    if weights is None or CONFIG not in files:
-        lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
-        raise InputError(f"{repo}: the hub repository has no {lacks}")
-    small = [name for name in SMALL_FILES if name in files]
-    folder = fetch(*small, weights)
-    if not weights.endswith(".json"):
-        return folder
-    return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
 
 
 def shards(index: Path) -> dict[str, str]:

@@ -51,18 +51,6 @@ class Planned:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_folder(
-    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None = None, **how
-) -> bool:
-    """Write a folder completely or, after an error or a kill, not at all.
-
-    `checkpoint.folder.check_out` has allowed it. The arguments are those of `fill`, whose value is returned.
-    Raises InputError if there is no space or no permission.
-    """
-    with staging(out, sum(t.nbytes for t in plan)) as folder:
-        return fill(folder, config, plan, others, name=out.name, **how)
-
-
 @contextlib.contextmanager
 def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) -> Iterator[Path]:
     """A context whose value is an empty folder beside `out`. At the end it takes the place of `out`.
@@ -106,28 +94,25 @@ def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) ->
 
 
 def fill(
-    folder: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None = None, *,
-    quiet: bool = False, allow_nonfinite: bool = False, where: str = "the source", name: str | None = None,
-) -> bool:
-    """Write a checkpoint into a folder, which may be there already and may hold others.
+    folder: Path, config: dict, plan: list[Planned], *, quiet: bool = False, allow_nonfinite: bool = False,
+    where: str = "the source", title: str = "",
+) -> None:
+    """Write weights and config.json into a folder, which may be there already and may hold other files.
 
-    `others(folder)` writes the other files, and returns whether a tokenizer is there or not needed, as this
-    function does. where: the source's name, for errors. Raises
-    OSError and InputError, also on a config that is not right, and on numbers that are not finite unless they
-    are allowed.
+    where: the source's name, for errors. title: of the progress bar, by default the folder's name. Raises
+    OSError, and InputError on a config that is not right, and on numbers that are not finite unless they are
+    allowed.
     """
     try:
         check_config(config)
     except Wrong as e:
         raise InputError(f"{where}: {e}") from None
     folder.mkdir(exist_ok=True)
-    has_tokenizer = others(folder) if others else True
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=name or folder.name, disable=hidden) as progress:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=title or folder.name, disable=hidden) as progress:
         digest = write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    return has_tokenizer
 
 
 def write_safetensors(
