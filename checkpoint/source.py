@@ -82,7 +82,7 @@ def unique_ids(*groups: int | list[int] | None) -> list[int]:
 def resolve_source(checkpoint: str | Path) -> Path:
     """Return the local path of a checkpoint: a folder, a .gguf file, or a download of the hub's `org/name`.
 
-    Local paths come first. Raises InputError if it is none of these, or if the download fails.
+    Local paths come first. Raises InputError on any other name, or if the download fails.
     """
     path = Path(checkpoint)
     if path.is_dir() and not (path / CONFIG).exists():

@@ -23,7 +23,7 @@ HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character that is 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """A context in which an OSError names this file: writing to an open file names none."""
+    """Let an OSError in this context name the file: writing to an open file names none."""
     try:
         yield
     except OSError as e:
