@@ -18,6 +18,8 @@ MOST_JSON = 512 << 20  # bytes of a file that is parsed
 MOST_TEXT = 128 << 20  # bytes of a prompt; a context of a million tokens of the longest kind
 MOST_OF_DATA = 4 << 30  # bytes of what is read as a whole: one JSON array, a text for a store
 LONGEST_LINE = 64 << 20
+HANDED_OVER = ("/dev/", "/proc/self/fd/")  # pipes of the shell; others may wait for ever
+NO_FILES = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device"}
 HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character that is spelled as two
 
 
@@ -136,15 +138,18 @@ def check_file(path: str | Path, what: str = "") -> int:
     except (OSError, ValueError) as e:  # ValueError: a name with a zero in it
         why = "no such file" if isinstance(e, FileNotFoundError) else f"cannot be read ({e})"
         raise InputError(f"{name}: {why}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{name}: expected a file")
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise InputError(f"{name}: is {NO_FILES.get(kind, 'no file')}; expected a file")
     return found.st_size
 
 
 def check_readable(what: str, path: str | Path) -> None:
     """Raise InputError unless a text can be read there: a file, or a pipe of the shell. Nothing is read."""
-    if not os.path.exists(path) or os.path.isdir(path) or not os.access(path, os.R_OK):
-        raise InputError(f"{f'{what} {path}'.strip()}: no such file, or it cannot be read")
+    if not str(path).startswith(HANDED_OVER):
+        check_file(path, what)
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{f'{what} {path}'.strip()}: cannot be read")
 
 
 def read_bytes(path: str | Path, most: int = 1 << 30, what: str = "") -> bytes:
@@ -152,6 +157,7 @@ def read_bytes(path: str | Path, most: int = 1 << 30, what: str = "") -> bytes:
 
     what: stands before the path in an error, such as a flag. Raises InputError if it is missing or too long.
     """
+    check_readable(what, path)
     name, parts, found = f"{what} {path}".strip(), [], 0
     try:
         with open(path, "rb") as file:
@@ -159,9 +165,8 @@ def read_bytes(path: str | Path, most: int = 1 << 30, what: str = "") -> bytes:
             while max(size, found) <= most and (part := file.read(1 << 20)):
                 parts.append(part)
                 found += len(part)
-    except (OSError, ValueError) as e:
-        why = "no such file" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
-        raise InputError(f"{name}: cannot be read ({why})") from None
+    except OSError as e:
+        raise InputError(f"{name}: cannot be read ({e.strerror or e})") from None
     if max(size, found) > most:
         raise InputError(f"{name}: is {max(size, found):,} bytes or more; expected at most {most:,}")
     return b"".join(parts)
@@ -179,6 +184,7 @@ def read_text(path: str | Path, most: int = MOST_TEXT, what: str = "") -> str:
 
 def read_lines(path: str | Path, what: str = "") -> Iterator[str]:
     """Yield the lines of a text in UTF-8. Raises InputError, also on a line that is too long."""
+    check_readable(what, path)
     name, number = f"{what} {path}".strip(), 0
     try:
         with open(path, "rb") as file:
