@@ -163,7 +163,7 @@ def load(o, prompts: Prompts, ranks=None):
     flags, tree = read_flags(o, [o.speculate])[o.speculate], read_tree(o.tree)
     folder, batch = converted_folder(o.checkpoint, note), min(max(1, len(prompts)), o.batch_size or 16)
     if o.verify:
-        from checkpoint.verifying import verify
+        from checkpoint.folder import verify
 
         verify(folder, o.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)

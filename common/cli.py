@@ -28,7 +28,7 @@ def note(line: str) -> None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an error on one line that a terminal shows as it is (see `on_one_line`)."""
+    """Return the message of an error on one escaped line (see `on_one_line`)."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = error.filename or "the output"
         return on_one_line(f"{where}: no space left on the device; make room and try again")
@@ -60,7 +60,7 @@ def run_command(
 
     The status is the value of `action` (None is 0); 1 after an InputError or one of `expected`, printed as
     one line, and where memory runs out or native code panics; 130 after Ctrl-C, where `interrupted` is
-    printed, by `say_stopped` if that is given; 141 when nobody reads the output any more.
+    printed, by `say_stopped` if that is given; 141 when the reader of the output has left.
     """
     try:
         return action() or 0
@@ -132,7 +132,7 @@ class Options(argparse.ArgumentParser):
     def within(self, flag: str, low: float, high: float) -> None:
         """Add a rule: the number that `flag` takes is None or between low and high, both included.
 
-        Where there is no other bound, it is below 2^31.
+        An infinite bound stands for 2^31 - 1.
         """
         name = flag.removeprefix("--").replace("-", "_")
         most = 2**31 - 1 if high == float("inf") else high
@@ -160,7 +160,8 @@ class Options(argparse.ArgumentParser):
             value = getattr(o, action.dest, None)
             empty = value == "" or (isinstance(value, list) and "" in value)
             if empty and action.nargs is None and action.metavar != "TEXT":
-                self.error(f"argument {'/'.join(action.option_strings) or action.dest}: is empty; give a value")
+                name = "/".join(action.option_strings) or action.dest
+                self.error(f"argument {name}: is empty; give a value")
         return o
 
     def read(self, argv: list[str] | None = None) -> argparse.Namespace:
@@ -212,8 +213,10 @@ class Options(argparse.ArgumentParser):
         group = self.add_argument_group("drafting")
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--speculate", type=method, default="none", metavar="METHOD",
-            help=f"none: not at all (default); {methods}. Two with a plus, such as lookup+eagle3, draft one tree")
-        add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
+            help=f"none: not at all (default); {methods}. Two with a plus, such as lookup+eagle3, draft one"
+                 " tree")
+        add("--draft",
+            help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
         add("--tree", metavar="SPEC",
             help="auto (by measurement; the default of EAGLE-2 and 3 on a CPU), paper, T,D,K, or a JSON file"
                  " of paths: a static tree")
@@ -221,7 +224,8 @@ class Options(argparse.ArgumentParser):
         add("--draft-int8", action=on_off, default=True,
             help="on our kernels, quantise a 16-bit head at loading")
         add("--shard-head", action="store_true",
-            help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
+            help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it"
+                 " whole")
         self.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
                     lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with"
                               " torchrun")
@@ -253,7 +257,8 @@ class Options(argparse.ArgumentParser):
             help="ends the output, of which it is no part; may be repeated")
         add("--seed", type=seed, default=0,
             help="same seed, same text, with and without speculation; 64 bits count, so that -1 is 2^64 - 1")
-        self.refuse(lambda o: not 0 < o.top_p <= 1, lambda o: f"--top-p {o.top_p}: must be above 0 and at most 1")
+        self.refuse(lambda o: not 0 < o.top_p <= 1,
+                    lambda o: f"--top-p {o.top_p}: must be above 0 and at most 1")
         for flag, low, high in (
             ("--max-new-tokens", 1, float("inf")), ("--temperature", 0, 1_000_000), ("--top-k", 0, 2**31 - 1),
             ("--min-p", 0, 1), ("--presence-penalty", -2, 2), ("--frequency-penalty", -2, 2),
@@ -305,7 +310,8 @@ def seed(value: str) -> int:
 def check_writable(flag: str, file: str) -> None:
     """Raise InputError unless a file of this name can be written."""
     path = Path(os.path.realpath(file))
-    if not os.access(path if path.is_char_device() else path.parent, os.W_OK) or path.is_dir():
+    place = path if path.exists() and not path.is_file() else path.parent  # a device is written directly
+    if path.is_dir() or not os.access(place, os.W_OK):
         raise InputError(f"{flag} {file}: not a file that can be written")
 
 

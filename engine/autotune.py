@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.folder import MEASURED
-from checkpoint.names import CALIBRATION
+from checkpoint.folder import CALIBRATION, MEASURED
 from common.errors import InputError, printable
 from common.files import read_json, write_text
 from common.schema import Wrong

@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.early import check_length
-from checkpoint.folder import read_config
+from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model
-from checkpoint.names import CALIBRATION
 from common.errors import InputError
 from drafters import build_drafter, check_flags, check_window, default_flags, known
 from drafters.base import Drafter

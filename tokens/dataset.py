@@ -17,8 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError
-from common.files import HALF, check_characters
-from common.texts import check_readable, read_lines, read_text
+from common.files import HALF, check_characters, check_readable, read_lines, read_text
 
 # A file's name of a role: ours.
 ROLES = {

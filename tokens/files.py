@@ -8,23 +8,25 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from typing_extensions import NotRequired, TypedDict
+
 from common.files import read_json
-from common.schema import Digits, Either, Flag, List, Map, Null, Record, Text, maybe
+from common.schema import Digits, Flag, Schema, Text, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
 TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
-_TOKEN = Text(most=1 << 16)
-ADDED = {"content": _TOKEN}  # the required key of a token's description
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_NAMED_TEMPLATES = List(Record({"name": Text(), "template": Text(most=1 << 24)}))
-TOKENIZER_CONFIG = Record(optional={
-    **{name: Either(Null(), _TOKEN, Record(ADDED)) for name in ENDS},
-    "added_tokens_decoder": maybe(Map(Record(ADDED, dict.fromkeys(TOKEN_FLAGS, Flag())), keys=Digits())),
-    "add_bos_token": maybe(Flag()), "legacy": maybe(Flag()),
-    "chat_template": Either(Null(), Text(most=1 << 24), _NAMED_TEMPLATES),
-})
+ADDED = TypedDict("Token", {"content": text(1 << 16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
+_Template = text(1 << 24)
+TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
+    **{name: NotRequired[text(1 << 16) | ADDED | None] for name in ENDS},
+    "added_tokens_decoder": NotRequired[dict[Digits, ADDED] | None],
+    "add_bos_token": NotRequired[Flag | None], "legacy": NotRequired[Flag | None],
+    "chat_template": NotRequired[
+        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
+}))
 
 
 def has(folder: Path, name: str) -> bool:

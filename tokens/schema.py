@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 
 from common.errors import InputError
-from common.texts import read_text
+from common.files import read_text
 
 ANY_OBJECT = '{"type": "object"}'
 LONGEST_SCHEMA = 1 << 16  # characters of a schema

@@ -24,8 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.cli import one_line
 from common.errors import InputError
-from common.files import read_json
-from common.texts import read_text
+from common.files import read_json, read_text
 from tokens.files import TOKENIZER_CONFIG, has
 
 LONGEST_TEMPLATE = 4 << 20  # bytes of a template's file

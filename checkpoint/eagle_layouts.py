@@ -1,57 +1,58 @@
-"""The layouts of draft heads: how their files name tensors, and what only the contents of the files tell.
+"""The layouts of EAGLE heads: EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM,
+DeepSpec) and P-EAGLE.
 
-EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM, DeepSpec) and P-EAGLE are here,
-DFlash and DSpark in `checkpoint.block_layouts`, Medusa and Hydra in `checkpoint.medusa_layouts`. Where
-sources contradict each other the file decides. Where it cannot, the user is asked for a flag, see `Answers`.
+If sources contradict each other, the file decides. If it cannot, an error names the flag that does.
 """
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from checkpoint.block_layouts import MARKOV, block_kind, markov_fields, read_block_layout
-from checkpoint.layout import Layout, NameTable
-from checkpoint.medusa_layouts import medusa_kind, read_medusa_layout
+from torch import Tensor
+
+from checkpoint import layouts
+from checkpoint.families import NameTable, model_fields, with_prefix
+from checkpoint.layouts import LAYER, MARKOV, Answers, Layout, Published
 from checkpoint.source import Entry, Source
-from checkpoint.target_families import ATTENTION, DENSE, model_fields, with_prefix
 from common.errors import InputError
 from model import ModelArgs
+from networks.eagle import Eagle1Head, Eagle3Head
+from networks.head import HeadArgs
 from networks.read_states import eagle3_aux_layers
 
-LAYER = ATTENTION | DENSE
+# All layers are called layers.K here; SafeAILab and SGLang call the first one of EAGLE-3 midlayer.
 EAGLE1: NameTable = {
     "embed.weight": ["embed_tokens.weight"],
-    "lm_head.weight": ["lm_head.weight"],
-    "fc.weight": ["fc.weight"],
-    "fc.bias": ["fc.bias"],
+    **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
     **with_prefix(LAYER, "layer.", "layers.0."),
 }
-EAGLE3: NameTable = EAGLE1 | {
+EAGLE3: NameTable = EAGLE1 | MARKOV | {
     "layer.embed_norm.weight": ["layers.0.input_layernorm.weight"],
     "layer.feature_norm.weight": ["layers.0.hidden_norm.weight"],
-    "norm.weight": ["norm.weight"],
+    "norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"],
 }
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-@dataclass(frozen=True)
-class Answers:
-    """What a user may have to say about a head whose files leave it open (flags of convert_checkpoint.py)."""
+def eagle3_names(
+    layers: int, feature_norm: str, states: int, later_norms: dict[int, str] | None = None
+) -> NameTable:
+    """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` states.
 
-    aux_layers: tuple[int, ...] | None = None  # --aux-layers: target layers whose inputs feed the head
-    norm_before_residual: bool | None = None  # --[no-]norm-before-residual
-    recycle: str | None = None  # --recycle normed|raw
+    feature_norm: see `networks.head.HeadArgs`. later_norms: names of the input norm of further layers.
+    """
+    norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
+    names = EAGLE3 | {f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)}
+    for k in range(1, layers):
+        norm = f"{(later_norms or {}).get(k, 'input_layernorm')}.weight"
+        names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", f"layers.{k}.")
+    return names
 
 
-def kind_of(source: Source) -> str | None:
-    """The kind of a head (one of `HEAD_KINDS`), None for a target. Raises InputError for unknown heads."""
-    return medusa_kind(source) or block_kind(source) or _eagle_kind(source, _renamed(source))
-
-
-def _eagle_kind(source: Source, tensors: dict[str, Entry]) -> str | None:
-    speculator = source.config.get("speculators_model_type")
+def eagle_kind(source: Source) -> str | None:
+    """Return "eagle", "eagle3" or "p-eagle" if a source is such a head. Raises InputError on unknown ones."""
+    tensors, speculator = _renamed(source), source.config.get("speculators_model_type")
     if speculator is not None and speculator not in ("eagle3", "peagle"):
         raise InputError(
             f"{source.path}: a speculators head of type {speculator!r} is not supported (eagle3, peagle,"
@@ -65,54 +66,38 @@ def _eagle_kind(source: Source, tensors: dict[str, Entry]) -> str | None:
     return "eagle" if "fc.weight" in tensors else None
 
 
-def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
-    """Everything about a head but its embedding, lm_head and vocabulary map: those need the target's weights.
+def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+    """Read an EAGLE head of any kind.
 
-    Raises InputError if the head is a variant that we cannot run, if it was made for a target of another
-    depth, or if it takes an answer that is missing.
+    Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
     """
-    depth = source.config.get("num_target_layers")
-    if depth is not None and depth != target.num_layers:
-        raise InputError(
-            f"{source.path}: config: num_target_layers is {depth}; expected {target.num_layers}, as many"
-            " layers as the converted target has; is the head another model's?"
-        )
-    if medusa_kind(source):
-        return read_medusa_layout(source, target)
-    if block_kind(source):
-        return read_block_layout(source, target, _flat_config(source.config))
-    tensors = _renamed(source)
-    kind = _eagle_kind(source, tensors)
-    config = _flat_config(source.config)
+    tensors, kind, config = _renamed(source), eagle_kind(source), layouts.flat_config(source.config)
     query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
     if query and query.shape and heads:
         # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
         config["head_dim"] = query.shape[0] // heads
-    fields = model_fields(source.path, config)
-    fields |= {
+    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors) | {
         "kind": kind,
-        "fc_bias": "fc.bias" in tensors,  # a config without `bias` means yes to one loader and no to another
-        "qkv_bias": "layers.0.self_attn.q_proj.bias" in tensors,
-        "qk_norm": "layers.0.self_attn.q_norm.weight" in tensors,
         "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
         "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
     }
     if kind == "eagle":
-        layout = _eagle1(source.path, fields, tensors, target)
+        layout = _read_eagle1(source.path, fields, tensors, target)
     else:
-        layout = _eagle3(source, config, fields, tensors, target, answers)
+        layout = _read_eagle3(source, config, fields, tensors, target, answers)
     if not any(name.startswith("midlayer.") for name in source.tensors):
         return layout
+    # So that errors name tensors as the user knows them.
+    names = {name: [_midlayer(s) for s in sources] for name, sources in layout.names.items()}
+    return Layout(layout.config, names, {_midlayer(n): entry for n, entry in layout.tensors.items()})
 
-    def as_in_file(name: str) -> str:  # so that errors name tensors as the user knows them
-        return re.sub(r"^layers\.0\.", "midlayer.", name)
 
-    names = {name: [as_in_file(s) for s in sources] for name, sources in layout.names.items()}
-    return Layout(layout.config, names, {as_in_file(n): entry for n, entry in layout.tensors.items()})
+def _midlayer(name: str) -> str:
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
 
 
 def _renamed(source: Source) -> dict[str, Entry]:
-    """The tensors under one set of names.
+    """Return the tensors under one set of names.
 
     No `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and for the norms before fc the
     names of speculators (SGLang has others).
@@ -131,29 +116,18 @@ def _renamed(source: Source) -> dict[str, Entry]:
 
 
 def _of_speculators(config: dict) -> bool:
-    """Whether a head comes from the speculators library, whichever key says so."""
+    """Return whether a head comes from the speculators library, whichever key says so."""
     by_class = any(str(name).endswith("Speculator") for name in config.get("architectures") or ())
     return by_class or "speculators_model_type" in config or "transformer_layer_config" in config
 
 
-def _flat_config(config: dict) -> dict:
-    """One flat config: speculators nests the layer's shape, old vLLM copies of EAGLE-1 nest everything."""
-    inner = config.get("transformer_layer_config") or config.get("model") or {}
-    outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
-    merged = {k: v for k, v in (inner | outer).items() if v is not None}
-    if inner:  # the inner vocabulary is the target's; the outer one may be the draft's
-        merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))
-    return merged
-
-
-def _eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> Layout:
+def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> Layout:
     if fields["num_layers"] != 1:
         raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
     for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
-        name = f"{norm}.weight"
-        if name in tensors:
+        if f"{norm}.weight" in tensors:
             raise InputError(
-                f"{path}: tensor {name}: EAGLE-1 has no such norm; this variant is not supported"
+                f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not supported"
             )
     config = fields | {
         "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
@@ -162,18 +136,14 @@ def _eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelAr
     return Layout(config, EAGLE1, tensors)
 
 
-def _eagle3(
+def _read_eagle3(
     source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
     answers: Answers,
 ) -> Layout:
     path, nested = source.path, head_config.get("eagle_config") or {}
-    lm_head = tensors.get("lm_head.weight")
-    draft_vocab = head_config.get("draft_vocab_size") or (
-        lm_head.shape[0] if lm_head and lm_head.shape else fields["vocab_size"]
-    )
+    flags, tensors = head_config | nested, dict(tensors)
     if nested.get("use_aux_hidden_state") is False:
         raise InputError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
-    flags = head_config | nested
     each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
     if each and together:
         raise InputError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
@@ -183,7 +153,8 @@ def _eagle3(
         feature_norm = "all" if together or flags.get("norm_before_fc") else ""
     aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
     if fields["kind"] == "p-eagle":
-        fields = fields | _p_eagle(path, head_config, tensors)
+        fields = fields | _p_eagle(source, head_config, tensors)
+    draft_vocab = layouts.read_draft_vocab(head_config, tensors, fields["vocab_size"])
     config = fields | {
         "draft_vocab_size": draft_vocab,
         "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
@@ -192,47 +163,40 @@ def _eagle3(
         "norm_before_residual": _norm_before_residual(source, flags, answers),
         "recycle_normed": _recycle_normed(source, flags, answers),
     }
-    if feature_norm == "all":
-        norms = ["input_norm.weight"]
-    else:
-        norms = [f"fc_norm.{j}.weight" for j in range(len(aux_layers))]
-    names = EAGLE3 | MARKOV | {"mask_hidden": ["mask_hidden"]}
-    names |= {f"fc_norms.{j}.weight": [norm] for j, norm in enumerate(norms)}
-    tensors = dict(tensors)
     if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
         tensors["mask_hidden"] = Entry.of(
             (math.prod(mask.shape),), mask.dtype, lambda: mask.read().flatten()
         )
+    later_norms = {}
     for k in range(1, fields["num_layers"]):
-        layer, norm = f"layers.{k}.", "input_layernorm.weight"
-        if layer + "hidden_norm.weight" in tensors:
+        if f"layers.{k}.hidden_norm.weight" in tensors:
             # SGLang builds its further layers from the first one's class. It norms their input by
             # `hidden_norm`, and never uses the other norm.
-            norm = "hidden_norm.weight"
-            tensors.pop(layer + "input_layernorm.weight", None)
-        names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", layer)
+            later_norms[k] = "hidden_norm"
+            tensors.pop(f"layers.{k}.input_layernorm.weight", None)
+    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), later_norms)
     return Layout(config, names, tensors)
 
 
-def _p_eagle(path: Path, config: dict, tensors: dict[str, Entry]) -> dict:
-    """The fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
-    places = [(config.get("dflash_config") or {}).get("mask_token_id")]
-    places += [config.get(key) for key in ("mask_token_id", "pard_token", "ptd_token_id")]
-    mask_id = next((value for value in places if value is not None), None)
+def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
+    """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
+    mask_id = layouts.first_of(config.get("dflash_config") or {}, "mask_token_id")
+    if mask_id is None:
+        mask_id = layouts.first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
     if type(mask_id) is not int:
         raise InputError(
-            f"{path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
+            f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
             f" ptd_token_id or pard_token; found {mask_id!r}"
         )
     if "mask_hidden" not in tensors:
-        raise InputError(f"{path}: tensor mask_hidden is missing, which stands for features not known yet")
-    said = (config.get(key) for key in ("num_draft_steps", "k_train"))
-    drafts = next((value for value in said if value is not None), 8)
-    return {"mask_id": mask_id, "drafts": drafts, **markov_fields(path, config, tensors)}
+        raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
+    drafts = layouts.first_of(config, "num_draft_steps", "k_train")
+    drafts = 8 if drafts is None else drafts
+    return {"mask_id": mask_id, "drafts": drafts, **layouts.read_markov(source, config, tensors)}
 
 
 def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
-    """What the flag of that name says.
+    """Return the flag of that name.
 
     speculators trains with true, its class defaults to false, and vLLM takes true for absent: an absent key
     says nothing.
@@ -250,7 +214,7 @@ def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool
 
 
 def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
-    """Whether norm(h) is fed back.
+    """Return whether norm(h) is fed back.
 
     That is what `norm_output` means to speculators and SGLang. SpecForge means something else by it in
     training.
@@ -276,7 +240,7 @@ def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
 def _aux_layers(
     path: Path, head_config: dict, nested: dict, tensors: dict[str, Entry], fields: dict, target: ModelArgs
 ) -> tuple[int, ...]:
-    """The target layers whose inputs feed the head.
+    """Return the target layers whose inputs feed the head.
 
     Files disagree on whether an id names a layer's output or its input. All of them start with the second
     layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
@@ -310,7 +274,7 @@ def _aux_layers(
 
 
 def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]:
-    """Layer ids of a config as the layers whose inputs are meant."""
+    """Return the layers whose inputs the ids of a config mean."""
     if ids[0] in (1, 2):
         return tuple(i + 2 - ids[0] for i in ids)
     if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
@@ -320,3 +284,54 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
         f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers?"
         f" say --aux-layers {inputs} if inputs, {outputs} if outputs"
     )
+
+
+def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
+    """Write an EAGLE-1 head as SafeAILab does."""
+    flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
+    return Published(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
+
+
+def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
+    """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
+    a, parallel = head.args, kind == "p-eagle"
+    speculators = layout == "speculators"
+    for flag in ("norm_before_residual", "recycle_normed"):
+        if getattr(a, flag) and not speculators:
+            raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
+    names = eagle3_names(a.num_layers, a.feature_norm if speculators else "", len(a.aux_layers))
+    tensors: dict[str, Tensor] = layouts.publish(head, names)
+    if parallel:
+        tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
+    elif not speculators:
+        tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
+    tensors |= layouts.vocabulary_map(head)
+    if speculators:
+        return Published(layouts.write_speculators(head, kind, {
+            "norm_before_residual": a.norm_before_residual,
+            "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
+            "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
+            AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
+        }, target), tensors)
+    config = {
+        **layouts.llama_config(head),
+        **(_write_p_eagle(a) if parallel else {}),
+        "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size,
+        # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
+        "eagle_config": {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
+        **_unusual_layers(a),
+    }
+    return Published(config, tensors)
+
+
+def _write_p_eagle(a: HeadArgs) -> dict:
+    mask = {"mask_token_id": a.mask_id, "ptd_token_id": a.mask_id, "num_draft_steps": a.drafts}
+    return mask | (layouts.write_markov(a) if a.markov_rank or a.confidence else {})
+
+
+def _unusual_layers(a: HeadArgs) -> dict:
+    """Return the layers that a head reads under DeepSpec's key, if the usual key alone would be misread.
+
+    The first id of the usual one tells whether it counts inputs or outputs, as if all heads began at layer 2.
+    """
+    return {} if a.aux_layers[0] == 2 else {"target_layer_ids": [i - 1 for i in a.aux_layers]}

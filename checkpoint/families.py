@@ -5,16 +5,30 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.layout import NameTable
-from checkpoint.names import CONFIG, is_gguf
+from checkpoint.folder import CONFIG, ROPE, check_rope, is_gguf
 from checkpoint.source import Source
 from common.errors import InputError, printable
-from common.schema import Record, Wrong
-from common.sizes import IDS, LAYERS, MANY, WIDTH
-from model import ROPE, RopeScaling
+from common.schema import ABSENT, Wrong
+from model import ModelArgs
+
+# Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
+# names {i} is the layer and {e} the expert; all experts follow each other.
+NameTable = dict[str, list[str]]
+# Fields of ModelArgs: Hugging Face's keys, and what an absent one means (None: the key is needed, or follows
+# from others). Read by `model_fields`, written by `checkpoint.heads`.
+KEYS = {
+    "vocab_size": ("vocab_size", None), "hidden_size": ("hidden_size", None),
+    "intermediate_size": ("intermediate_size", None), "num_layers": ("num_hidden_layers", None),
+    "num_heads": ("num_attention_heads", None), "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None), "norm_eps": ("rms_norm_eps", 1e-6), "rope_base": ("rope_theta", 10000.0),
+    "rope_scaling": ("rope_scaling", None), "max_seq_len": ("max_position_embeddings", 2048),
+    "tie_embeddings": ("tie_word_embeddings", False),
+}
+NEEDED = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"
 
 # The tables of one layer, without its prefix. Draft heads use the same names.
 ATTENTION: NameTable = {
@@ -44,6 +58,28 @@ QWEN_MOE: NameTable = {
 def with_prefix(table: NameTable, prefix: str, source_prefix: str) -> NameTable:
     """A table whose tensors stand under these prefixes, on our side and in the source."""
     return {prefix + name: [source_prefix + s for s in sources] for name, sources in table.items()}
+
+
+def parts_of(
+    names: NameTable, args: ModelArgs, name: str, shape: tuple[int, ...]
+) -> dict[str, tuple[int, ...]]:
+    """Return the source tensors of one of our tensors with their shapes, in the order of stacking.
+
+    Raises KeyError if the table does not have the tensor.
+    """
+    layer = re.search(r"(?<=^layers\.)\d+", name)
+    patterns = names[name] if name in names else names[re.sub(r"^layers\.\d+", "layers.{i}", name)]
+    experts = range(shape[0]) if len(shape) == 3 else (None,)
+    sources = [pattern.format(i=layer and layer[0], e=e) for e in experts for pattern in patterns]
+    if ".wqkv." in f".{name}":
+        kv = args.num_kv_heads * args.head_dim
+        rows = args.num_heads * args.head_dim, kv, kv
+    elif ".w_gate_up" in name:
+        rows = args.intermediate_size, args.intermediate_size
+    else:
+        rows = (shape[-2] if len(shape) > 1 else shape[0],)
+    columns = shape[-1:] if len(shape) > 1 else ()
+    return {source: (count, *columns) for source, count in zip(sources, rows * len(experts), strict=True)}
 
 
 def hugging_face(mlp: NameTable) -> NameTable:
@@ -79,7 +115,7 @@ GGUF: NameTable = {
 
 @dataclass(frozen=True)
 class Family:
-    """What is common to all targets of one architecture.
+    """The properties that all targets of one architecture share.
 
     fixed: fields of ModelArgs that the architecture implies. defaults: values of config keys that a config
     may leave out, where they differ from LLaMA's. experts: whether the MLPs are mixtures of experts.
@@ -135,7 +171,7 @@ def target_fields(source: Source) -> dict:
     # A default stands in for an absent key only: an explicit null means LLaMA's value.
     config = {k: v for k, v in {**family.defaults, **source.config}.items() if v is not None}
     fields = model_fields(path, config)
-    fields |= {"tie_embeddings": bool(config.get("tie_word_embeddings", False)), **family.fixed}
+    fields |= family.fixed
     if not family.experts:
         return fields
     _refuse(path, config, "mlp_only_layers")
@@ -155,14 +191,8 @@ def target_fields(source: Source) -> dict:
     }
 
 
-SIZES = Record({
-    "vocab_size": IDS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": LAYERS,
-    "num_attention_heads": MANY,
-})
-
-
 def model_fields(path: Path, config: dict) -> dict:
-    """The fields of ModelArgs that every config of the LLaMA kind states; absent keys have LLaMA's values.
+    """Return the fields of ModelArgs that every LLaMA-like config states; absent keys have LLaMA's values.
 
     Raises InputError for anything that we would compute wrongly.
     """
@@ -170,27 +200,20 @@ def model_fields(path: Path, config: dict) -> dict:
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise InputError(f"{path}: hidden_act {config['hidden_act']!r} is not supported (only silu)")
     where = path if is_gguf(path) else path / CONFIG
-    vocab, hidden, intermediate, layers, heads = (SIZES.require(config, where)[key] for key in SIZES.needed)
+    for name in NEEDED:
+        if config.get(KEYS[name][0]) is None:
+            raise InputError(f"{where}: {Wrong(KEYS[name][0], ABSENT, 'a whole number')}")
+    fields = {name: config.get(key, default) for name, (key, default) in KEYS.items()}
+    hidden, heads = fields["hidden_size"], fields["num_heads"]
     if "head_dim" not in config and hidden % heads:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    longest = config.get("max_position_embeddings", 2048)
-    _refuse_windows(path, config, longest)
+    _refuse_windows(path, config, fields["max_seq_len"])
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # transformers 5 or 4
-    scaling, longest = _rope_scaling(where, config, rope, longest)
-    numbers = {
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope_base": rope.get("rope_theta", config.get("rope_theta", 10000.0)),
-    }
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_layers": layers,
-        "num_heads": heads,
+    scaling, longest = _rope_scaling(where, config, rope, fields["max_seq_len"])
+    return fields | {
         "num_kv_heads": config.get("num_key_value_heads", heads),
         "head_dim": config.get("head_dim", hidden // heads),
-        **numbers,
-        "rope_scaling": scaling,
+        "rope_base": rope.get("rope_theta", fields["rope_base"]), "rope_scaling": scaling,
         "max_seq_len": longest,
     }
 
@@ -235,10 +258,9 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
         )
     scaling = {"rope_type": kind, **scaling}
     try:
-        RopeScaling().check(scaling, "rope_scaling")
+        check_rope(scaling)
     except Wrong as e:
         raise InputError(f"{path}: {e}") from None
     if original is not None:
         longest = max(longest, int(original * scaling["factor"]))
-    known = {"rope_type", *ROPE[kind].needed, *ROPE[kind].optional}
-    return {name: value for name, value in scaling.items() if name in known}, longest
+    return {name: value for name, value in scaling.items() if name in {"rope_type", *ROPE[kind]}}, longest
