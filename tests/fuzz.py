@@ -44,7 +44,7 @@ from common.cli import Options, positive, run_command  # noqa: E402
 from drafters import rest  # noqa: E402
 from engine.calibration import Calibration  # noqa: E402
 from tokens.dataset import check_dataset, read_chats, read_conversations  # noqa: E402
-from training.state import load_state, save_state  # noqa: E402
+from training.trainer import load_state, save_state  # noqa: E402
 
 BATCH, SECONDS, MEMORY = 50, 5, 1 << 20  # inputs of a process; most of each: seconds, and KiB
 # Words of a message that nobody chose for this case.

@@ -20,7 +20,7 @@ from engine import costs as costing
 from engine.calibration import Calibration, TreeShape
 from engine.costs import Costs, measured_once
 from evaluation.answers import Answer, Book, Turn
-from training.state import load_state, save_state
+from training.trainer import load_state, save_state
 
 pytestmark = pytest.mark.slow
 

@@ -40,8 +40,8 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
 class Draw:
     """The chains of an answer that are drafted in training. The default is all of them, to their ends.
 
-    share: of the positions, those that chains start from. keep: of the chains at a draft step, those that reach
-    the next (the COD sampling of P-EAGLE, arXiv 2602.01469).
+    share: of the positions, those that chains start from. keep: of the chains at a draft step, those that
+    reach the next (the COD sampling of P-EAGLE, arXiv 2602.01469).
     """
 
     share: float = 1.0
@@ -58,8 +58,8 @@ class Draw:
 class Batch:
     """Rows padded to one length, and the predictions in them that are scored.
 
-    `tokens` [B, T]; `taught` [B, R] are the positions whose next token but one is learnt. Position j pairs the
-    feature of token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is
+    `tokens` [B, T]; `taught` [B, R] are the positions whose next token but one is learnt. Position j pairs
+    the feature of token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is
     drafted from b-1 (the next token, the first root, is the target's) to e-3.
 
     `at` [B, C] are the positions that chains start from: those of `taught` or, with `draw`, some of them.

@@ -1,7 +1,7 @@
 """Heads run over a text as they draft: from many positions at once, each chain on its own outputs.
 
-No tree and no second sequence is laid out. Every function returns the rows that the head's lm_head reads at the
-scored predictions of a `Batch` [M, H].
+No tree and no second sequence is laid out. Every function returns the rows that the head's lm_head reads at
+the scored predictions of a `Batch` [M, H].
 """
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}.
 ids[begin:end] was said by the target and is the only part that a head learns to draft. `chat` identifies the
-first prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line. Its last
-line may count the prompts that were left out.
+first prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line. Its
+last line may count the prompts that were left out.
 """
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterab
         begin = common_prefix(tokenizer.chat(messages[:i]), ids)
         before = tokenizer.decode(ids[:begin])
         if any(m["content"].strip() not in before for m in messages[:i] if m["role"] != "assistant"):
-            raise InputError("the chat template changes the text before an answer, so that the answer cannot be"
-                             " separated from it")
+            raise InputError("the chat template changes the text before an answer, so that the answer cannot"
+                             " be separated from it")
         end = next((j + 1 for j in range(begin, len(ids)) if ids[j] in stop_ids), len(ids))
         finished, row = extend(row, ids, begin, end, "conversations")
         if finished:
@@ -118,7 +118,7 @@ def shards_in(folder: Path) -> list[Path]:
     """Return the shards of a folder, by name. Raises InputError if there are none."""
     shards = sorted(folder.glob("*.jsonl"))
     if not shards:
-        raise InputError(f"--shards {folder}: holds no shards (*.jsonl); name the WORK/data folder of another run")
+        raise InputError(f"--shards {folder}: holds no shards (*.jsonl); name the data folder of a run")
     return shards
 
 
@@ -140,8 +140,7 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
                                  " --shards takes the data folder of a run")
             left_out += line.left_out
             if line.target not in ("", target):
-                raise InputError(f"{path}: line {number} was written by another target, or by this one in another"
-                                 " dtype")
+                raise InputError(f"{path}: line {number} was written by another target, or in another dtype")
             row = usable(dict(line), max_len)
             cut += len(line.ids) > max_len
             if row and (key := key_of(row["ids"])) not in known:

@@ -92,9 +92,9 @@ class Reader:
 class Features:
     """The target's states on rows, from memory if they were computed before.
 
-    Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run reads
-    the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the target's);
-    `read` returns the target's. reader: computes them instead of the target.
+    Each row is computed by itself, so that its states do not depend on the rows beside it: a resumed run
+    reads the same features. room: bytes of memory to keep them in. dtype: of what is kept (default the
+    target's); `read` returns the target's. reader: computes them instead of the target.
     """
 
     def __init__(
@@ -237,9 +237,9 @@ class StoredFeatures(Features):
 def training_copy(target: Transformer, work: Path, processes: Processes) -> Transformer:
     """Return the target in float32 if this CPU multiplies that sooner, else the target.
 
-    Processors whose bfloat16 products are slower than two products of floats are common: those without such an
-    instruction, and Intel's that have it but no tiles. The first measurement is kept in WORK and holds for all
-    runs that go on there. Raises InputError if it is damaged.
+    Processors whose bfloat16 products are slower than two products of floats are common: those without such
+    an instruction, and Intel's that have it but no tiles. The first measurement is kept in WORK and holds for
+    all runs that go on there. Raises InputError if it is damaged.
     """
     dtype, kept = target.embed.weight.dtype, work / PRECISION
     if target.embed.weight.device.type != "cpu" or dtype == torch.float32:

@@ -128,8 +128,8 @@ def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, se
 
     lm_head starts as the target's rows, and the final norm as a third of the target's (the full one makes an
     untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several
-    points of held-out accuracy after the same short run. EAGLE-1: `fc` passes the feature on. Raises ValueError
-    on a shape that cannot be.
+    points of held-out accuracy after the same short run. EAGLE-1: `fc` passes the feature on. Raises
+    ValueError on a shape that cannot be.
     """
     args = head_args(target.args, kind, len(draft_ids), shape)
     torch.manual_seed(seed)
@@ -184,8 +184,8 @@ def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> 
     given = replace(start.head.args, draft_vocab_size=draft_vocab_size)
     layers, network = shape.num_layers or given.num_layers, HEADS[kind]
     if given.recycle_normed or (network is Eagle3Head and layers > 1):
-        raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are not"
-                         " trained")
+        raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
+                         " not trained")
     if layers < given.num_layers:
         raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
     if network is Eagle3Head:

@@ -1,4 +1,4 @@
-"""Losses of heads: cross-entropy and acceptance over a large vocabulary, and the objective of each kind of head.
+"""Losses over a large vocabulary, and the objective of each kind of head.
 
 All are means over the predictions of a complete optimizer step, computed as weighted sums over its parts: the
 gradient is the same however a step is split into smaller batches or over processes.
@@ -159,7 +159,7 @@ class Objective:
 
 
 class Eagle3Objective(Objective):
-    """EAGLE-3 by training-time test: the head's distribution against the target's, over the draft vocabulary."""
+    """EAGLE-3 by training-time test: its distribution against the target's, over the draft vocabulary."""
 
     outputs, decay = eagle3_outputs, DECAY
 
@@ -220,9 +220,9 @@ class Eagle3Objective(Objective):
 class BlockObjective(Eagle3Objective):
     """DFlash and DSpark: step i is a row that knows no token after the root.
 
-    Of each answer some chains are drawn; in validation there are all. The Markov head learns with the lm_head,
-    given the tokens of the text. The confidence head learns how often a draft is accepted, and nothing else
-    learns from it (arXiv 2607.05147, section 3).
+    Of each answer some chains are drawn; in validation there are all. The Markov head learns with the
+    lm_head, given the tokens of the text. The confidence head learns how often a draft is accepted, and
+    nothing else learns from it (arXiv 2607.05147, section 3).
     """
 
     outputs, draw = block_outputs, Draw(share=0.5)
@@ -247,8 +247,8 @@ class Eagle1Objective(Objective):
         self.aux_layers = ()  # it reads the normed state alone
 
     def loss(self, batch, states, scored, seeds):
-        """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS times the cross-entropy with
-        its next-token distribution, through its own lm_head (section 4.2).
+        """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS times the cross-entropy
+        with its next-token distribution, through its own lm_head (section 4.2).
         """
         read = states.normed
         if torch.is_grad_enabled():  # no noise in validation

@@ -37,8 +37,8 @@ class Processes:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
         if not all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-            raise InputError("WORLD_SIZE is set but not RANK, MASTER_ADDR and MASTER_PORT: start several processes"
-                             " with torchrun, or unset it")
+            raise InputError("WORLD_SIZE is set but not what belongs to it: start several processes with"
+                             " torchrun, or unset it")
         end_with_torchrun()
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         try:

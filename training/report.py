@@ -29,8 +29,8 @@ def chain_tau(accuracy: list[float]) -> float:
 class TrainingLog:
     """A live line, and WORK/log.jsonl in step with the saved state.
 
-    A run may be killed later than it was saved: entries after `step` are dropped. An entry of a step has step,
-    loss, accuracy, norm and lr, one of a validation step, epoch, held_out (accuracies) and maybe tau.
+    A run may be killed later than it was saved: entries after `step` are dropped. An entry of a step has
+    step, loss, accuracy, norm and lr, one of a validation step, epoch, held_out (accuracies) and maybe tau.
     """
 
     def __init__(self, folder: Path, step: int, total: int):
@@ -101,16 +101,19 @@ def draw_curves(entries: list[dict], path: Path) -> None:
         _plot(taus, validations, lambda e: chain_tau(e["held_out"]), label="chain, from accuracy", **DOTS)
         decoded = [e for e in validations if "tau" in e]
         _plot(taus, decoded, lambda e: e["tau"], label="tree, decoded held-out prompts", **DOTS)
-        loss.set(title="training loss", xlabel="optimizer step")
-        right.set(title="first choice right (line: training, dots: held out)", xlabel="optimizer step", ylim=(0, 1))
-        taus.set(title="acceptance length τ", xlabel="optimizer step")
+        for axes, title in (
+            (loss, "training loss"), (right, "first choice right (line: training, dots: held out)"),
+            (taus, "acceptance length τ"),
+        ):
+            axes.set(title=title, xlabel="optimizer step")
+        right.set(ylim=(0, 1))
         if validations:
             right.legend(ncols=2, fontsize=7, loc="lower right")
             taus.legend(loc="lower right")
 
 
 def _plot(axes, entries: list[dict], value, smooth: bool = False, **style) -> None:
-    """Plot a value over the optimizer steps. smooth: as a running mean that forgets over a twentieth of them."""
+    """Plot a value over the steps. smooth: as a running mean that forgets over a twentieth of them."""
     values = [value(e) for e in entries]
     keep = 1 - 1 / max(1, len(values) / 20) if smooth else 0
     for i in range(1, len(values)):
@@ -118,8 +121,9 @@ def _plot(axes, entries: list[dict], value, smooth: bool = False, **style) -> No
     axes.plot([e["step"] for e in entries], values, **style)
 
 
-def write_card(folder: Path, title: str, facts: list[str], text: str, command: str, log: list[dict],
-               speculate: str) -> None:
+def write_card(
+    folder: Path, *, title: str, facts: list[str], text: str, command: str, log: list[dict], speculate: str
+) -> None:
     """Write the model card FOLDER/README.md.
 
     facts: about the head and its training, a line each. text: report of the training text. command: that
@@ -146,8 +150,8 @@ def _held_out(validations: list[dict]) -> list[str]:
         accuracy = [f"{a:.3f}" for a in e["held_out"]]
         tau = f"{e['tau']:.2f}" if "tau" in e else ""
         rows.append([str(e["epoch"]), *accuracy, f"{chain_tau(e['held_out']):.2f}", tau])
-    caption = ("How often the head's first choice is the target's, by draft step; the acceptance length τ of a"
-               " greedy chain that follows; τ of the real decoder on held-out prompts, greedy, with a tree.")
+    caption = ("How often the head's first choice is the target's, by draft step; the acceptance length τ of"
+               " a greedy chain that follows; τ of the real decoder on held-out prompts, greedy, on trees.")
     table = ["| " + " | ".join(cells) + " |" for cells in rows]
     return ["## Held-out text", "", caption, "", *table, "",
             "![loss, accuracy and τ over the run](curves.png)", ""]

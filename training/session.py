@@ -84,7 +84,7 @@ class Session:
         check_out(self.out, o.kind, self.work)
         self.config = read_config(o.checkpoint, "target")
         if "quantization" in self.config:
-            raise InputError(f"--checkpoint {o.checkpoint}: is quantised; name the checkpoint before quantisation")
+            raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")
         for flag, size, most in (
             ("--draft-vocab", o.draft_vocab or 0, self.config["vocab_size"]),
             ("--max-prompt-tokens plus --max-new-tokens", o.max_prompt_tokens + o.max_new_tokens,
@@ -128,7 +128,8 @@ class Session:
         log = trainer.run()
         head = trainer.trained()
         if not all(bool(p.isfinite().all()) for p in head.parameters()):
-            raise InputError("the last update left weights that are not finite: use a smaller --lr and another --out")
+            raise InputError("the last update left weights that are not finite: use a smaller --lr and"
+                             " another --out")
         if processes.first:
             self.export(text, trainer, head, log, time.time() - began if complete else None)
 
@@ -138,7 +139,7 @@ class Session:
             note(line)
 
     def _load_copy(self) -> tuple[Transformer, str]:
-        """Load the quantised copy of the target -> (copy, identity). Raises InputError if it is another model."""
+        """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
         o = self.o
         copy, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
         same = replace(copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
@@ -186,17 +187,18 @@ class Session:
             collector.write()
             self.processes.wait()
             if missing := [piece.path for piece in collector.pieces if not piece.path.exists()]:
-                raise InputError(f"{missing[0]}: was written by another process and is not here; --out must lie on"
-                                 " a disk that all machines share")
+                raise InputError(f"{missing[0]}: was written by another process and is not here; --out must"
+                                 " lie on a disk that all machines share")
             paths += [piece.path for piece in collector.pieces]
             refusal = f" ({collector.refusal})" if collector.refusal else ""
         most, name = min(o.max_len, self.target.args.max_seq_len), identity(self.target)
         rows, left_out, cut = data.load_shards(paths, most, self.target.args.vocab_size, name)
         lost = (f"{left_out} prompts or conversations were left out: empty, longer than --max-prompt-tokens"
-                f" {o.max_prompt_tokens}, refused by the chat template{refusal}, or a user turn that did not end")
+                f" {o.max_prompt_tokens}, refused by the chat template{refusal}, or without an end of the"
+                " user's turn")
         if not rows:
-            raise InputError(f"no usable answers: all are shorter than {data.SHORTEST} tokens or after --max-len"
-                             f" {o.max_len}; {lost}")
+            raise InputError(f"no usable answers: all are shorter than {data.SHORTEST} tokens or after"
+                             f" --max-len {o.max_len}; {lost}")
         if left_out:
             self.say(lost)
         if cut:
@@ -208,15 +210,15 @@ class Session:
         o, stop_ids, target = self.o, self.config["stop_ids"], self.copy or self.decoding
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
-            raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template, this folder lacks them")
+            raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
         batch = o.decode_batch if self.prompts or o.synthesize else 1
         engine = open_engine(
             target, stop_ids, batch, o.max_prompt_tokens + o.max_new_tokens, self.compiled, self.say
         )
         return Collector(
-            engine, tokenizer, self.work / "data", batch=batch, stop_ids=stop_ids, target=identity(self.target),
-            copy=self.copy_name, seed=o.seed, max_new_tokens=o.max_new_tokens, temperature=o.temperature,
-            max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
+            engine, tokenizer, self.work / "data", batch=batch, stop_ids=stop_ids, seed=o.seed,
+            target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,
+            temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
         )
 
     # -- train -----------------------------------------------------------------------------------------------
@@ -236,14 +238,15 @@ class Session:
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
         objective = kind.objective(learning, head, o.steps, losses=losses, compiled=compiled, **begun)
-        dtype, reader = self.target.embed.weight.dtype, Reader(self.copy, self.copy_name) if self.copy else None
+        reads, kept = (learning, objective.aux_layers), {
+            "dtype": self.target.embed.weight.dtype,
+            "reader": Reader(self.copy, self.copy_name) if self.copy else None,
+        }
         if o.cache_features is None:
-            features = Features(learning, objective.aux_layers, room=MEMORY, dtype=dtype, reader=reader)
+            features = Features(*reads, room=MEMORY, **kept)
         else:
-            features = StoredFeatures(
-                learning, objective.aux_layers, Path(o.cache_features or self.work / "features"), self.processes,
-                dtype=dtype, name=identity(self.target), reader=reader,
-            )
+            folder = Path(o.cache_features or self.work / "features")
+            features = StoredFeatures(*reads, folder, self.processes, name=identity(self.target), **kept)
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
         plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
@@ -255,7 +258,7 @@ class Session:
         return trainer
 
     def _validator(self, held_out: list[dict]) -> Validator | None:
-        """Return the validator of the first held-out prompts that leave room for an answer, if there are any."""
+        """Return the validator on held-out prompts that leave room for an answer, if there are any."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
@@ -263,7 +266,9 @@ class Session:
 
     # -- export ----------------------------------------------------------------------------------------------
 
-    def export(self, text: Text, trainer: Trainer, head: Head, log: list[dict], seconds: float | None) -> None:
+    def export(
+        self, text: Text, trainer: Trainer, head: Head, log: list[dict], seconds: float | None
+    ) -> None:
         """Write the head, its calibration, its model card and its curves to OUT.
 
         seconds: of the training, None if it was interrupted.
@@ -279,14 +284,14 @@ class Session:
             except InputError as e:
                 note(f"{self.out}: gets no {CALIBRATION} ({e})")
         args, launch = head.args, ["python"]
-        # The layout of SGLang has no place for these: a block head's draft vocabulary, two flags of EAGLE-3.1.
+        # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
         wide = isinstance(head, BlockHead) or args.norm_before_residual or args.recycle_normed
         if self.processes.count > 1:
             launch = ["torchrun", "--nproc-per-node", str(self.processes.count)]
         weights = sum(t.numel() for t in head.own_state().values() if t.is_floating_point())
         facts = [
-            f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids of"
-            f" {args.vocab_size:,}",
+            f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
+            f" of {args.vocab_size:,}",
             f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
             f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g}"
             + (f", {seconds / 60:.0f} minutes" if seconds else ""),
@@ -294,8 +299,8 @@ class Session:
         with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)
             name = self.config.get("name", Path(o.checkpoint).name)
-            write_card(folder, f"{kind.title} for {name}", facts, text.report,
-                       shlex.join([*launch, "train.py", *self.command]), log, kind.speculate)
+            write_card(folder, title=f"{kind.title} for {name}", facts=facts, text=text.report, log=log,
+                       command=shlex.join([*launch, "train.py", *self.command]), speculate=kind.speculate)
             if (self.work / CURVES).exists():
                 shutil.copyfile(self.work / CURVES, folder / CURVES)
             if calibration:

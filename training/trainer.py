@@ -6,6 +6,7 @@ import hashlib
 import math
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ class Plan:
     seed: int = 0
 
     def progress(self, step: int, total: int, seconds: float) -> float:
-        """Return the steps of `total` that count as done after so many steps and seconds, whichever is further.
+        """Return the steps of `total` that count as done: by steps or by seconds, whichever is further.
 
         It is `total` or more when the steps or the time are over.
         """
@@ -76,8 +77,8 @@ def save_state(folder: Path, state: dict) -> None:
         # torch.save may replace the system's reason by words of its own.
         found = e.__context__ if isinstance(e.__context__, OSError) else e
         reason = getattr(found, "strerror", None) or first_line(found)
-        raise InputError(f"{path}: the state cannot be written ({reason}); make room there, then run the command"
-                         " to go on") from None
+        raise InputError(f"{path}: the state cannot be written ({reason}); make room there, then run the"
+                         " command to go on") from None
 
 
 def load_state(folder: Path, options: dict, device: torch.device) -> dict | None:
@@ -267,9 +268,9 @@ class Trainer:
         if state.exists():
             last = f" The last good state is in {state}, but going on from there leads here again."
         raise InputError(
-            f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch {self.epoch + 1},"
-            f" batch {self.in_epoch}, rows whose answers begin with the ids {starts}).{last} Train with a smaller"
-            " --lr and another --out, or leave these rows out"
+            f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch"
+            f" {self.epoch + 1}, batch {self.in_epoch}, rows whose answers begin with the ids"
+            f" {starts}).{last} Train with a smaller --lr and another --out, or leave these rows out"
         )
 
     # -- validation ------------------------------------------------------------------------------------------
@@ -320,8 +321,9 @@ class Trainer:
 
     # -- state -----------------------------------------------------------------------------------------------
 
+    @cached_property
     def fingerprint(self) -> dict:
-        """Return settings and data of the run. A resumed run must have the same."""
+        """Settings and data of the run. A resumed run must have the same."""
         data = "".join(key_of(row["ids"]) for row in self.held_out + self.rows)
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
         reader = self.features.reader
@@ -338,7 +340,7 @@ class Trainer:
                 "head": {name: p.detach() for name, p in self.parameters.items()}, "average": self.average,
                 "optimizer": self.optimizer.state_dict(), "scale": self.objective.scale,
                 "at": (self.step, self.epoch, self.in_epoch), "seconds": self.seconds,
-                "options": self.fingerprint(),
+                "options": self.fingerprint,
             })
         self.saved = time.time()
 
@@ -347,7 +349,7 @@ class Trainer:
 
         Raises InputError if it is damaged, or was made with other settings or data.
         """
-        state = load_state(self.work, self.fingerprint(), self.objective.device)
+        state = load_state(self.work, self.fingerprint, self.objective.device)
         if state is None:
             return False
         try:
@@ -359,5 +361,6 @@ class Trainer:
             self.step, self.epoch, self.in_epoch = map(int, state["at"])
             self.seconds = float(state["seconds"])
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            raise InputError(f"{self.work / STATE}: holds no state of this head; delete it to start again") from None
+            message = f"{self.work / STATE}: holds no state of this head; delete it to start again"
+            raise InputError(message) from None
         return True

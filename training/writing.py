@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from common.errors import InputError
-from common.files import atomic_path, read_bytes
+from common.files import atomic_path, read_text
 from engine.seats import Seats
 from model import Transformer
 from sampling.noise import seed_of
@@ -32,8 +30,6 @@ from training.processes import Processes
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
 SHARD = 16  # conversations for each that is decoded at a time: few slots are empty while the last ones end
-ANSWERS = ".answers"  # ending of the files of answers whose shard is not complete
-SYNC = 1.0  # seconds of work that a power cut may take; a kill takes none
 Written = tuple[list[int], str]  # ids of an answer, and the finish reason
 
 
@@ -58,23 +54,15 @@ def decode(
 
 
 class Journal:
-    """The answers of a shard that is not complete yet, on disk as they end.
-
-    Each process that writes a shard has a file of its own beside it, and first reads those of earlier runs.
-    All are removed when the shard is there.
-    """
+    """The answers of a shard that is not complete yet, in a file beside it as they end. known: by key."""
 
     def __init__(self, shard: Path):
-        self.shard, self.file, self.synced = shard, None, 0.0
+        self.path, self.file = shard.with_suffix(".answers"), None
         self.known: dict[str, Written] = {}
-        for path in self._files():
-            for line in read_bytes(path, 1 << 34).splitlines():
-                with contextlib.suppress(ValueError, TypeError):  # a line that a kill cut off
-                    key, ids, finish = json.loads(line)
-                    self.known.setdefault(key, (ids, finish))
-
-    def _files(self) -> list[Path]:
-        return sorted(self.shard.parent.glob(f"{self.shard.stem}.*{ANSWERS}"))
+        for line in read_text(self.path).splitlines() if self.path.exists() else ():
+            with contextlib.suppress(ValueError):  # a line that a kill cut off
+                key, *answer = json.loads(line)
+                self.known[key] = tuple(answer)
 
     @staticmethod
     def key(prompt: list[int], sampling: Sampling) -> str:
@@ -83,21 +71,15 @@ class Journal:
 
     def add(self, key: str, answer: Written) -> None:
         """Append an answer."""
-        if self.file is None:
-            name = f"{self.shard.stem}.{time.time_ns()}-{os.getpid()}{ANSWERS}"
-            self.file = (self.shard.parent / name).open("x")
-        self.file.write(json.dumps([key, *answer]) + "\n")
+        self.file = self.file or self.path.open("a")
+        self.file.write("\n" + json.dumps([key, *answer]))  # the last line may be cut off
         self.file.flush()
-        if time.monotonic() - self.synced > SYNC:
-            os.fsync(self.file.fileno())
-            self.synced = time.monotonic()
 
     def remove(self) -> None:
-        """Remove all files: the shard is there."""
+        """Remove the file: the shard is there."""
         if self.file:
             self.file.close()
-        for path in self._files():
-            path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
 
 class Piece(NamedTuple):
@@ -116,8 +98,8 @@ class Collector:
     """
 
     def __init__(
-        self, engine: Seats, tokenizer: Tokenizer, folder: Path, *, batch: int, stop_ids: list[int], target: str,
-        seed: int, max_new_tokens: int, temperature: float, max_prompt_tokens: int,
+        self, engine: Seats, tokenizer: Tokenizer, folder: Path, *, batch: int, stop_ids: list[int],
+        target: str, seed: int, max_new_tokens: int, temperature: float, max_prompt_tokens: int,
         processes: Processes | None = None, copy: str | None = None,
     ):
         self.engine, self.tokenizer, self.folder, self.target = engine, tokenizer, folder, target
@@ -156,12 +138,12 @@ class Collector:
     def synthesize(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
         """Plan to let the model write both parts of `count` conversations of `turns` user turns.
 
-        The first turns begin with `openings`, one after the other, which lead it to subjects. Raises InputError
-        if the chat template has no header for the user's turn.
+        The first turns begin with `openings`, one after the other, which lead it to subjects. Raises
+        InputError if the chat template has no header for the user's turn.
         """
         if count and not self.user_header([]):
-            raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model cannot"
-                             " write one")
+            raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model"
+                             " cannot write one")
 
         def rows(begin: int, end: int) -> Iterator[dict]:
             def next_turns(number: int, places: list[int], chats: list[list[dict]]) -> list[str | None]:
@@ -187,7 +169,9 @@ class Collector:
                 except InputError as e:
                     self.left_out, self.refusal = self.left_out + 1, str(e)
 
-        self._plan("conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], 1000)
+        self._plan(
+            "conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], 1000
+        )
 
     def user_header(self, messages: list[dict]) -> list[int]:
         """Return the token ids before the text of the user's next turn: the prefix of two different turns."""
@@ -206,9 +190,8 @@ class Collector:
 
     def _user_turns(self, chats: list[list[dict]], starts: list[str], seeds: list[int]) -> list[str | None]:
         """Return the next user turn of each chat, which begins with its start; None if it did not end."""
-        headers = [
-            self.user_header(chat) + self.tokenizer.encode(start, bos=False) for chat, start in zip(chats, starts)
-        ]
+        headers = [self.user_header(chat) + self.tokenizer.encode(start, bos=False)
+                   for chat, start in zip(chats, starts)]
         # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
         answers = self._answers(headers, [Sampling(TURN_TOKENS, temperature=0.8, seed=s) for s in seeds])
         end, turns = self.user_end(), []
@@ -258,12 +241,10 @@ class Collector:
         yield from filter(None, rows)
 
     def _answers(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[Written | None]:
-        """Return the answers to prompts, decoding those that are missing; None for longer prompts than allowed."""
+        """Return the answers to prompts, decoding missing ones. A prompt that is too long has none."""
         keys, known = list(map(Journal.key, prompts, sampling)), self.journal.known
-        missing = [
-            i for i, prompt in enumerate(prompts)
-            if keys[i] not in known and len(prompt) <= self.max_prompt_tokens
-        ]
+        missing = [i for i, prompt in enumerate(prompts)
+                   if keys[i] not in known and len(prompt) <= self.max_prompt_tokens]
         if missing:
             written = decode(
                 self.engine, [prompts[i] for i in missing], [sampling[i] for i in missing],

@@ -17,8 +17,7 @@ from engine.decoder import Decoder
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
-from training.new_head import new_head
-from training.shapes import Shape
+from training.heads import Shape, new_head
 from tree import TreeShape
 
 PROMPT = [256, *range(97, 120)]
