@@ -47,23 +47,25 @@ def parser() -> Options:
     add("--seed", type=seed, default=0, help="of everything random (default 0)")
 
     add = p.add_argument_group("text").add_argument
-    add("--prompts", metavar="FILE", help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
+    add("--prompts", metavar="FILE",
+        help="user turns for the target to answer: JSON lines, see tokens/dataset.py")
     add("--limit", type=positive, metavar="N", help="N of them, drawn with --seed")
     add("--synthesize", type=count, default=0, metavar="N",
         help="N conversations of which the target writes both parts")
     add("--turns", type=positive, default=1, metavar="N", help="user turns in each of them (default 1)")
     add("--openings", metavar="FILE", help="lines that their first user turns begin with, in turns")
-    add("--conversations", metavar="FILE", help="conversations to take as they are: ShareGPT or OpenAI messages")
+    add("--conversations", metavar="FILE",
+        help="conversations to take as they are: ShareGPT or OpenAI messages")
     add("--shards", action="append", default=[], metavar="FOLDER",
         help="text of an earlier run for this target (its OUT-work/data); may be given several times")
     add("--temperature", type=float, default=0.7, help="of the answers; 0 is greedy (default 0.7)")
     add("--max-new-tokens", type=positive, default=256, help="of an answer (default 256)")
     add("--max-prompt-tokens", type=positive, default=256, help="longer prompts are left out (default 256)")
-    add("--max-len", type=positive, default=1024, help="conversations are cut to this many tokens (default 1024)")
+    add("--max-len", type=positive, default=1024, help="conversations are cut to N tokens (default 1024)")
     add("--decode-batch", type=positive, default=48, help="answers decoded together (default 48)")
     add("--copy", metavar="CHECKPOINT",
-        help="a quantised copy of the target, which writes the text and computes the states that the head reads:"
-        " nearly the same, sooner")
+        help="a quantised copy of the target, which writes the text and computes the states that the head"
+        " reads: nearly the same, sooner")
     add("--collect-only", action="store_true", help="stop when the text is written")
 
     add = p.add_argument_group("head").add_argument
@@ -124,8 +126,8 @@ def add_rules(p: Options) -> None:
            lambda o: f"--short-epochs {o.short_epochs}: there are {o.epochs} epochs")
     refuse(lambda o: not 0 < o.lr < 1e6, lambda o: f"--lr {o.lr}: must be above 0 and below 1,000,000")
     for flag, low, high in (
-        ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, 2**31 - 1),
-        ("--max-len", SHORTEST + 1, 2**31 - 1), ("--decode-batch", 1, 4096), ("--layers", 1, 10_000),
+        ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
+        ("--max-len", SHORTEST + 1, float("inf")), ("--decode-batch", 1, 4096), ("--layers", 1, 10_000),
         ("--drafts", 1, 64), ("--markov-rank", 0, 4096), ("--steps", 1, 64), ("--ce-share", 0, 1),
         ("--minutes", 0, 1e6), ("--ema", 0, 0.99999),
     ):
@@ -147,8 +149,8 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
     except RuntimeError as e:
         if processes.count == 1 or not is_loss(e):
             raise
-        raise InputError(f"process {processes.rank} of {processes.count} has lost another one, so all end; run the"
-                         " same command again to go on") from None
+        raise InputError(f"process {processes.rank} of {processes.count} has lost another one, so all end;"
+                         " run the same command again to go on") from None
     processes.leave()  # not after an error: others may wait for this one, and leaving would wait for them
 
 
