@@ -2,7 +2,7 @@
 
 On disk (--cache-features) they are computed once, before training, and serve later runs on any part of the
 same text. A store is named after the target and the layers that it is read at, a row after its tokens. Every
-process of every run writes a file of its own and reads all files.
+process of every run writes files of its own and reads all files.
 """
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import copy
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from checkpoint.loading import identity
 from common.cli import note
 from common.errors import InputError
-from common.files import read_json, read_text, write_text
+from common.files import atomic_path, read_json, write_text
 from kernels.packed import threads_for
 from kernels.parts import visible_before
 from model import Transformer
@@ -36,6 +36,7 @@ from training.data import key_of
 from training.processes import Processes
 
 SPARE = 2**28  # bytes of the disk that stay free
+FILE = 2**28  # bytes of a stored file, about: a kill costs one of them
 PRECISION = "precision.json"  # in WORK
 ROWS, WIDTH, ROUNDS = 512, 1024, 5  # of the products that are timed
 CLEARLY = 1.1  # times as fast: equal speed stays in the target's dtype, which takes half the memory
@@ -139,9 +140,8 @@ class Features:
 class StoredFeatures(Features):
     """The target's states on disk, under `folder`. `fill` computes those that are missing.
 
-    NAME.bin holds the states of one row after the other: features, normed state, choices (int32). NAME.index
-    has a line for each: digest of the tokens, offset in bytes, number of tokens. name: identity of the target
-    as it was loaded, if `target` is a copy of it in another dtype.
+    A file holds KEY.features, KEY.normed and KEY.greedy of many rows. name: identity of the target as it was
+    loaded, if `target` is a copy of it in another dtype.
     """
 
     def __init__(
@@ -151,23 +151,14 @@ class StoredFeatures(Features):
         super().__init__(target, aux_layers, dtype=dtype, reader=reader)
         made_by = json.dumps([reader.name if reader else name or identity(target), list(aux_layers)])
         self.folder = folder / hashlib.sha256(made_by.encode()).hexdigest()[:12]
-        self.processes = processes
-        self.widths = len(aux_layers) * target.args.hidden_size, target.args.hidden_size
-        self.token_bytes = sum(self.widths) * self.dtype.itemsize + 4
-        self.places: dict[str, tuple[np.memmap, int, int]] = {}  # by key: file, offset, number of tokens
+        self.processes, self.files = processes, {}  # open files by key
+        self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
 
     def known(self, ids: list[int]) -> TargetStates | None:
-        place = self.places.get(key_of(ids))
-        if place is None:
+        key = key_of(ids)
+        if key not in self.files:
             return None
-        data, offset, n = place
-        # A copy, because torch needs memory that it could write to.
-        raw = torch.from_numpy(data[offset : offset + n * self.token_bytes].copy())
-        features, normed, greedy = raw.split([*(n * w * self.dtype.itemsize for w in self.widths), n * 4])
-        return TargetStates(
-            features.view(self.dtype).view(n, self.widths[0]),
-            normed.view(self.dtype).view(n, self.widths[1]), greedy.view(torch.int32).long(),
-        )
+        return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
 
     def fill(self, rows: list[dict], budget: int) -> None:
         """Compute and store missing states, each process its share, in batches of `budget` tokens.
@@ -175,9 +166,9 @@ class StoredFeatures(Features):
         Raises InputError, with the numbers, if the disk has no room for them.
         """
         self._open()
-        missing = [row["ids"] for row in rows if key_of(row["ids"]) not in self.places]
+        missing = [row for row in rows if key_of(row["ids"]) not in self.files]
         if missing:
-            self._check_room(sum(map(len, missing)) * self.token_bytes, len(missing))
+            self._check_room(sum(len(row["ids"]) for row in missing) * self.token_bytes, len(missing))
         self.processes.wait()  # all have looked before any writes
         if missing:
             self._write(missing, budget)
@@ -194,44 +185,34 @@ class StoredFeatures(Features):
             raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder},"
                              f" {free / 1e9:.2f} GB are free; make room, or leave it out")
 
-    def _write(self, missing: list[list[int]], budget: int) -> None:
+    def _write(self, missing: list[dict], budget: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         bar = tqdm(total=len(missing), unit="row", desc="features", disable=not self.processes.first)
-        # Another run may be filling the same folder: the files have names of their own.
-        name = self.folder / f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}"
-        with bar, open(f"{name}.bin", "xb") as data, open(f"{name}.index", "x") as index:
-            for number, batch in enumerate(batches([{"ids": ids} for ids in missing], budget)):
+        tensors: dict[str, Tensor] = {}
+        with bar:
+            for number, batch in enumerate(batches(missing, budget)):
                 if self.processes.mine(number):
-                    self._append(data, index, [missing[i] for i in batch])
+                    rows = [missing[i]["ids"] for i in batch]
+                    for ids, states in zip(rows, zip(*self.compute(rows))):
+                        for name, x in zip(TargetStates._fields, states):
+                            x = x.int() if name == "greedy" else x
+                            tensors[f"{key_of(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
+                if sum(x.nbytes for x in tensors.values()) > FILE:
+                    self._save(tensors)
                 bar.update(len(batch))
+        self._save(tensors)
 
-    def _append(self, data, index, rows: list[list[int]]) -> None:
-        states, lines = self.compute(rows), []
-        for i, ids in enumerate(rows):
-            features, normed, greedy = (x[i, : len(ids)].cpu().contiguous() for x in states)
-            lines.append(f"{key_of(ids)} {data.tell()} {len(ids)}\n")
-            for part in (features, normed, greedy.int()):
-                data.write(part.view(torch.uint8).numpy().tobytes())
-        # The data first: a line of the index must not name data that is not there.
-        data.flush()
-        os.fsync(data.fileno())
-        index.write("".join(lines))
-        index.flush()
+    def _save(self, tensors: dict[str, Tensor]) -> None:
+        """Write a file of tensors and forget them. Another run may be filling the same folder."""
+        if tensors:
+            name = f"{time.time_ns()}-{os.getpid()}-{self.processes.rank}.safetensors"
+            with atomic_path(self.folder / name) as part:
+                save_file(tensors, part)
+            tensors.clear()
 
     def _open(self) -> None:
-        self.places = {}
-        for path in sorted(self.folder.glob("*.index")):
-            file = path.with_suffix(".bin")
-            if not file.exists() or not file.stat().st_size:
-                continue
-            data = np.memmap(file, dtype=np.uint8, mode="r")
-            for line in read_text(path, most=1 << 40).splitlines():
-                key, *numbers = line.split(" ")
-                if len(numbers) != 2 or not all(re.fullmatch("[0-9]{1,18}", number) for number in numbers):
-                    continue  # cut off when the run was killed
-                offset, n = map(int, numbers)
-                if offset + n * self.token_bytes <= len(data):
-                    self.places[key] = (data, offset, n)
+        files = [safe_open(path, "pt") for path in self.folder.glob("*.safetensors")]
+        self.files = {name.partition(".")[0]: file for file in files for name in set(file.keys())}
 
 
 def training_copy(target: Transformer, work: Path, processes: Processes) -> Transformer:

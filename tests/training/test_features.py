@@ -20,14 +20,12 @@ def test_stored_features_are_the_computed_ones(models, tmp_path):
     computed = Features(target, head.args.aux_layers).read(ROWS)
     store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
     store.fill(ROWS[:2], 64)
-    (file,) = tmp_path.glob("*/*.bin")
+    (file,) = tmp_path.glob("*/*.safetensors")
     size = file.stat().st_size
-    with open(file.with_suffix(".index"), "a") as index:
-        index.write("half a li")  # killed while writing
-    store = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(1, 2))
-    store.processes.wait = lambda: None
-    store.fill(ROWS, 1)  # one row a batch: the second process has every other one
-    assert file.stat().st_size == size
+    second = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes(1, 2))
+    second.processes.wait = lambda: None
+    second.fill(ROWS, 1)  # one row a batch: the second process has every other one
+    assert file.stat().st_size == size and len(list(tmp_path.glob("*/*.safetensors"))) == 2
     other = StoredFeatures(target, head.args.aux_layers, tmp_path, Processes())
     other.fill(ROWS, 64)
     other.compute = None  # everything is there

@@ -119,7 +119,7 @@ def test_features_on_disk_change_nothing(golden, prompt_file, tmp_path, capsys, 
         assert train.main(argv) == 0
         losses.append([row["loss"] for row in log_of(tmp_path / name) if "loss" in row])
     assert "rows need 0.00 GB" in capsys.readouterr().err
-    assert list((tmp_path / "b" / "head-work" / "features").glob("*/*.bin"))
+    assert list((tmp_path / "b" / "head-work" / "features").glob("*/*.safetensors"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
@@ -138,7 +138,7 @@ def test_products_of_floats(prompt_file, tmp_path, monkeypatch):
         weights = load_file(folder / "head" / "model.safetensors")
         assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.bfloat16}
         losses.append([entry["loss"] for entry in log_of(folder) if "loss" in entry])
-    assert len(list(tmp_path.glob("features/*/*.bin"))) == 1  # the second run found those of the first
+    assert len(list(tmp_path.glob("features/*/*.safetensors"))) == 1  # found by the second run
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
