@@ -48,7 +48,7 @@ class Line(BaseModel):
         )
 
 
-def key_of(ids: list[int]) -> str:
+def row_key(ids: list[int]) -> str:
     """Return a digest that identifies token ids."""
     return hashlib.sha256(np.asarray(ids, dtype=np.int32).tobytes()).hexdigest()[:24]
 
@@ -143,7 +143,7 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
                 raise InputError(f"{path}: line {number} was written by another target, or in another dtype")
             row = usable(dict(line), max_len)
             cut += len(line.ids) > max_len
-            if row and (key := key_of(row["ids"])) not in known:
+            if row and (key := row_key(row["ids"])) not in known:
                 known.add(key)
                 rows.append(row)
     return rows, left_out, cut
@@ -176,7 +176,7 @@ def unused(rows: list[dict], vocab_size: int) -> int:
     return int((counts == counts.min()).nonzero()[-1])
 
 
-def describe(rows: list[dict], vocab_size: int) -> dict:
+def count_text(rows: list[dict], vocab_size: int) -> dict:
     """Count rows, tokens and answers of the text, and the answer tokens that draft vocabularies cover."""
     lengths, counts = [len(r["ids"]) for r in rows], counts_of(rows)
     sizes = [n for n in COVERAGE if n < vocab_size]
@@ -189,8 +189,8 @@ def describe(rows: list[dict], vocab_size: int) -> dict:
     }
 
 
-def report(d: dict) -> str:
-    """Format the result of `describe` for people."""
+def text_report(d: dict) -> str:
+    """Format the result of `count_text` for people."""
     sources = ", ".join(f"{name} {n:,}" for name, n in d["by_source"].items())
     coverage = ", ".join(f"{size:,}: {share:.2%}" for size, share in d["coverage"].items())
     return "\n".join([

@@ -32,7 +32,7 @@ from kernels.packed import threads_for
 from kernels.parts import visible_before
 from model import Transformer
 from training.batches import batches
-from training.data import key_of
+from training.data import row_key
 from training.processes import Processes
 
 SPARE = 2**28  # bytes of the disk that stay free
@@ -128,12 +128,12 @@ class Features:
 
     def known(self, ids: list[int]) -> TargetStates | None:
         """Return the states of a row, on the CPU, if they were computed before."""
-        return self.cached.get(key_of(ids))
+        return self.cached.get(row_key(ids))
 
     def keep(self, ids: list[int], states: TargetStates) -> None:
         """Keep the states of a row if there is room."""
         if self.room > 0:
-            self.cached[key_of(ids)] = TargetStates(*(x.to("cpu", copy=True) for x in states))
+            self.cached[row_key(ids)] = TargetStates(*(x.to("cpu", copy=True) for x in states))
             self.room -= sum(x.numel() * x.element_size() for x in states)
 
 
@@ -155,7 +155,7 @@ class StoredFeatures(Features):
         self.token_bytes = (len(aux_layers) + 1) * target.args.hidden_size * self.dtype.itemsize + 4
 
     def known(self, ids: list[int]) -> TargetStates | None:
-        key = key_of(ids)
+        key = row_key(ids)
         if key not in self.files:
             return None
         return TargetStates(*(self.files[key].get_tensor(f"{key}.{name}") for name in TargetStates._fields))
@@ -166,7 +166,7 @@ class StoredFeatures(Features):
         Raises InputError, with the numbers, if the disk has no room for them.
         """
         self._open()
-        missing = [row for row in rows if key_of(row["ids"]) not in self.files]
+        missing = [row for row in rows if row_key(row["ids"]) not in self.files]
         if missing:
             self._check_room(sum(len(row["ids"]) for row in missing) * self.token_bytes, len(missing))
         self.processes.wait()  # all have looked before any writes
@@ -196,7 +196,7 @@ class StoredFeatures(Features):
                     for ids, states in zip(rows, zip(*self.compute(rows))):
                         for name, x in zip(TargetStates._fields, states):
                             x = x.int() if name == "greedy" else x
-                            tensors[f"{key_of(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
+                            tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
                 if sum(x.nbytes for x in tensors.values()) > FILE:
                     self._save(tensors)
                 bar.update(len(batch))

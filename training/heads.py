@@ -25,7 +25,7 @@ MARKOV_RANK = 128  # of a DSpark head
 RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
 
 
-class Kind(NamedTuple):
+class HeadKind(NamedTuple):
     """A kind of head that can be trained. options: those of train.py that only some kinds have."""
 
     title: str  # on the model card
@@ -39,19 +39,23 @@ class Kind(NamedTuple):
 SOME = "draft_vocab", "states", "loss", "start"
 BLOCK = *SOME, "layers", "drafts"
 KINDS = {
-    "eagle3": Kind("EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective,
-                   (*SOME, "steps"), ("eagle3",)),
-    "p-eagle": Kind("P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective,
-                    (*BLOCK, "markov_rank"), ("p-eagle", "eagle3")),
-    "dflash": Kind("DFlash head", "blocks from random anchors", "dflash", BlockObjective, BLOCK, ("dflash",)),
-    "dspark": Kind("DSpark head", "blocks from random anchors", "dspark", BlockObjective,
-                   (*BLOCK, "markov_rank"), ("dspark",)),
-    "eagle": Kind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
+    "eagle3": HeadKind(
+        "EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps"), ("eagle3",)
+    ),
+    "p-eagle": HeadKind(
+        "P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, (*BLOCK, "markov_rank"),
+        ("p-eagle", "eagle3"),
+    ),
+    "dflash": HeadKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK, ("dflash",)),
+    "dspark": HeadKind(
+        "DSpark head", "random blocks", "dspark", BlockObjective, (*BLOCK, "markov_rank"), ("dspark",)
+    ),
+    "eagle": HeadKind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
 }
 
 
 @dataclass(frozen=True)
-class Shape:
+class HeadShape:
     """The sizes of a head that a user may choose. None takes the usual ones, or those of --start."""
 
     num_layers: int | None = None
@@ -90,7 +94,7 @@ def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int
     return spread_layers(count, states or min(5, max(1, count - 3)))
 
 
-def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> HeadArgs:
+def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape) -> HeadArgs:
     """Return the arguments of a new head for a target of arguments `a`.
 
     Raises ValueError on a shape that cannot be.
@@ -123,7 +127,7 @@ def _block(args: type[HeadArgs], drafts: int, from_anchor: bool) -> dict:
     return {"block": drafts + (not from_anchor), "from_anchor": from_anchor}
 
 
-def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: Shape, seed: int) -> Head:
+def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: HeadShape, seed: int) -> Head:
     """Make a head in float32: random except for what the target can lend.
 
     lm_head starts as the target's rows, and the final norm as a third of the target's (the full one makes an
@@ -174,7 +178,7 @@ def _join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
     return head
 
 
-def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> HeadArgs:
+def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: HeadShape) -> HeadArgs:
     """Return the arguments of a head that begins as `start`, with its sizes and its states.
 
     Raises ValueError if it cannot begin so, or if `shape` would take away what `start` has.
@@ -206,7 +210,7 @@ def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> 
 
 
 def begun_head(
-    target: Transformer, kind: str, start: Start, draft_ids: Tensor, shape: Shape, seed: int
+    target: Transformer, kind: str, start: Start, draft_ids: Tensor, shape: HeadShape, seed: int
 ) -> tuple[Head, set[str]]:
     """Make a head in float32 that begins as another one. Return it and the names of the tensors from there.
 

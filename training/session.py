@@ -33,7 +33,7 @@ from tokens.dataset import read_chats, read_conversations, read_openings
 from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, Reader, StoredFeatures, training_copy
-from training.heads import KINDS, Shape, begun_args, begun_head, head_args, load_start, new_head
+from training.heads import KINDS, HeadShape, begun_args, begun_head, head_args, load_start, new_head
 from training.losses import CROSS_ENTROPY
 from training.processes import Processes
 from training.report import write_card
@@ -47,7 +47,7 @@ CARD = "README.md"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, CALIBRATION  # to OUT
 
 
-def check_out(out: Path, kind: str, work: Path) -> None:
+def check_head_folder(out: Path, kind: str, work: Path) -> None:
     """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
     out = out.resolve()  # "new/.." names something else once "new" is there
     if not out.is_dir() or not any(out.iterdir()):
@@ -65,7 +65,7 @@ def check_out(out: Path, kind: str, work: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Text:
+class TrainingText:
     """The rows that a head learns from (see `training.data`), and the ids that it drafts and reads."""
 
     rows: list[dict]
@@ -81,7 +81,7 @@ class Session:
     def __init__(self, o: argparse.Namespace, command: list[str]):
         """Check what the options name, without loading a model. Raises InputError."""
         self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
-        check_out(self.out, o.kind, self.work)
+        check_head_folder(self.out, o.kind, self.work)
         self.config = read_config(o.checkpoint, "target")
         if "quantization" in self.config:
             raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")
@@ -96,7 +96,7 @@ class Session:
         self.openings = read_openings(o.openings) if o.openings else ()
         self.conversations = read_conversations(o.conversations, note) if o.conversations else []
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
-        self.shape = Shape(o.layers, o.states, o.drafts, o.markov_rank)
+        self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
     def _draw(self, chats: list[list[dict]]) -> list[list[dict]]:
         """Return chats without repeats, up to --limit, in an order drawn with the seed."""
@@ -152,14 +152,14 @@ class Session:
 
     # -- collect ---------------------------------------------------------------------------------------------
 
-    def collect(self) -> Text:
+    def collect(self) -> TrainingText:
         """Write and read the text. Hold a part of it out, and choose the draft vocabulary."""
         o, vocab_size = self.o, self.target.args.vocab_size
         held_out, rows = data.hold_out(self._rows())
         if not rows:
             raise InputError("fewer than two different prompts with usable answers: one is held out,"
                              " none is left to train on")
-        described, counts = data.describe(rows, vocab_size), data.counts_of(rows)
+        described, counts = data.count_text(rows, vocab_size), data.counts_of(rows)
         if self.start and not o.draft_vocab:
             draft_ids = self.start.head.draft_ids.cpu()
         elif "draft_vocab" in KINDS[o.kind].options:
@@ -170,11 +170,11 @@ class Session:
         if self.processes.first:
             write_text(self.work / "data.json", json.dumps(described, indent=1) + "\n")
         report = "\n".join([
-            data.report(described), f"{len(held_out)} more conversations are held out",
+            data.text_report(described), f"{len(held_out)} more conversations are held out",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
         self.say(report)
-        return Text(rows, held_out, report, draft_ids, data.unused(rows + held_out, vocab_size))
+        return TrainingText(rows, held_out, report, draft_ids, data.unused(rows + held_out, vocab_size))
 
     def _rows(self) -> list[dict]:
         """Write the missing shards and read all. Raises InputError if there are no usable answers."""
@@ -223,7 +223,7 @@ class Session:
 
     # -- train -----------------------------------------------------------------------------------------------
 
-    def prepare(self, text: Text) -> Trainer:
+    def prepare(self, text: TrainingText) -> Trainer:
         """Return the training of a new head on this text, or the one that an earlier run has begun."""
         o, kind, begun = self.o, KINDS[self.o.kind], {}
         learning = training_copy(self.target, self.work, self.processes)
@@ -267,7 +267,7 @@ class Session:
     # -- export ----------------------------------------------------------------------------------------------
 
     def export(
-        self, text: Text, trainer: Trainer, head: Head, log: list[dict], seconds: float | None
+        self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict], seconds: float | None
     ) -> None:
         """Write the head, its calibration, its model card and its curves to OUT.
 

@@ -17,7 +17,7 @@ from common.files import atomic_path, check_file
 from networks.head import Head
 from sampling.noise import seed_of
 from training.batches import batches
-from training.data import key_of
+from training.data import row_key
 from training.features import Features
 from training.losses import Objective
 from training.processes import Processes
@@ -324,7 +324,7 @@ class Trainer:
     @cached_property
     def fingerprint(self) -> dict:
         """Settings and data of the run. A resumed run must have the same."""
-        data = "".join(key_of(row["ids"]) for row in self.held_out + self.rows)
+        data = "".join(row_key(row["ids"]) for row in self.held_out + self.rows)
         shapes = [(name, list(p.shape)) for name, p in self.parameters.items()]
         reader = self.features.reader
         return {

@@ -45,7 +45,7 @@ def open_engine(
         raise InputError(f"--decode-batch {batch} answers of up to {longest} tokens: {e}") from None
 
 
-def decode(
+def decode_answers(
     engine: Seats, prompts: list[list[int]], sampling: list[Sampling], ended: Callable[[int, Written], None]
 ) -> list[Written]:
     """Decode prompts to the end. Call `ended` with the number of a prompt and its answer when it is there."""
@@ -246,7 +246,7 @@ class Collector:
         missing = [i for i, prompt in enumerate(prompts)
                    if keys[i] not in known and len(prompt) <= self.max_prompt_tokens]
         if missing:
-            written = decode(
+            written = decode_answers(
                 self.engine, [prompts[i] for i in missing], [sampling[i] for i in missing],
                 lambda number, answer: self.journal.add(keys[missing[number]], answer),
             )

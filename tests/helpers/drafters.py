@@ -18,7 +18,7 @@ from model import Transformer
 from networks.head import Head
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads, MultiTokenArgs
-from training.heads import Shape, new_head
+from training.heads import HeadShape, new_head
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (
@@ -82,7 +82,7 @@ def make_drafter(
         """A random head that drafts blocks."""
         ids, few = torch.arange(min(300, target.args.vocab_size)), 2 if target.args.num_layers > 4 else 1
         shape = {"states": few, "num_layers": 2, "drafts": 4, "mask_id": 7} | shape
-        head = new_head(target, kind, ids, Shape(**shape), 0).to(weight.device)
+        head = new_head(target, kind, ids, HeadShape(**shape), 0).to(weight.device)
         torch.manual_seed(1)
         lent = {id(p) for p in target.parameters()}  # which all tests share
         for p in head.parameters():

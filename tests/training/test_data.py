@@ -110,14 +110,14 @@ def test_no_prompt_is_both_held_out_and_trained_on():
 def test_the_report_counts():
     rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
     rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
-    d = data.describe(rows, 4097)
+    d = data.count_text(rows, 4097)
     counted = d["rows"], d["tokens"], d["answer_tokens"], d["answers"], d["several_answers"], d["longest"]
     assert counted == (2, 113, 11, 3, 1, 100)
     assert d["by_source"] == {"prompts": 1, "x": 1}
     counts = data.counts_of(rows)
     ids = data.draft_vocabulary(counts, 2, 4097).tolist()
     assert ids == [2, 7] and data.covered(counts, ids) == pytest.approx(10 / 11)
-    assert list(d["coverage"]) == [2048, 4096] and "11 of them" in data.report(d)
+    assert list(d["coverage"]) == [2048, 4096] and "11 of them" in data.text_report(d)
     assert data.draft_vocabulary(counts, 5, 4097).tolist() == [0, 1, 2, 7, 8]
     assert data.unused(rows, 4097) == 4096
 

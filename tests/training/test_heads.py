@@ -13,13 +13,13 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from training.features import Features
-from training.heads import KINDS, Shape, Start, begun_args, begun_head, head_args, load_start, new_head
+from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, load_start, new_head
 from training.losses import Eagle3Objective
 
-MARKOV = Shape(num_layers=2, drafts=4, markov_rank=4)
+MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
 
 
-def shaken(target, kind: str, shape: Shape):
+def shaken(target, kind: str, shape: HeadShape):
     """A head whose weights are not those of a new one."""
     head = new_head(target, kind, torch.arange(0, 320, 2), shape, 0)
     torch.manual_seed(5)
@@ -45,9 +45,9 @@ def losses(objective, target, learn: bool) -> list[float]:
 def test_it_drafts_as_the_other_one(models, kind):
     """Though it reads features by their scale from now on. Layers and heads that are added add nothing."""
     target, _ = models
-    old = {"dspark": MARKOV, "eagle3": Shape()}.get(kind, Shape(num_layers=2, drafts=4))
+    old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
     head = shaken(target, kind, old)
-    more = Shape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
+    more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
     begun, taken = begun_head(target, kind, Start(head, kind), head.draft_ids, more, 1)
     assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
 
@@ -103,25 +103,25 @@ def test_what_is_not_asked_for_stays(models):
     """A DSpark head keeps its Markov rank and its block, unless another block is asked for."""
     target, _ = models
     head = shaken(target, "dspark", MARKOV)
-    args = begun_args(Start(head, "dspark"), "dspark", 160, Shape())
+    args = begun_args(Start(head, "dspark"), "dspark", 160, HeadShape())
     assert (args.markov_rank, args.drafts, args.confidence) == (4, 4, True)
-    assert begun_args(Start(head, "dspark"), "dspark", 160, Shape(drafts=6)).drafts == 6
-    block = shaken(target, "dflash", Shape(drafts=4))
-    assert begun_args(Start(block, "dflash"), "dflash", 160, Shape(drafts=3)).block == 4
-    p_eagle = shaken(target, "p-eagle", Shape(drafts=4))
-    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, Shape(drafts=3)).drafts == 3
+    assert begun_args(Start(head, "dspark"), "dspark", 160, HeadShape(drafts=6)).drafts == 6
+    block = shaken(target, "dflash", HeadShape(drafts=4))
+    assert begun_args(Start(block, "dflash"), "dflash", 160, HeadShape(drafts=3)).block == 4
+    p_eagle = shaken(target, "p-eagle", HeadShape(drafts=4))
+    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, HeadShape(drafts=3)).drafts == 3
 
 
 @pytest.mark.parametrize("start, kind, shape, words", [
-    ("eagle3", "dspark", Shape(), "a head of kind dspark cannot begin as one of kind eagle3"),
-    ("p-eagle", "eagle3", Shape(), "kind eagle3 cannot begin as one of kind p-eagle"),
-    ("dspark", "dspark", Shape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
-    ("dspark", "dspark", Shape(markov_rank=0), "--markov-rank 0: the head of --start has 4"),
-    ("dspark", "dspark", Shape(num_layers=1), "--layers 1: the head of --start has 2"),
+    ("eagle3", "dspark", HeadShape(), "a head of kind dspark cannot begin as one of kind eagle3"),
+    ("p-eagle", "eagle3", HeadShape(), "kind eagle3 cannot begin as one of kind p-eagle"),
+    ("dspark", "dspark", HeadShape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
+    ("dspark", "dspark", HeadShape(markov_rank=0), "--markov-rank 0: the head of --start has 4"),
+    ("dspark", "dspark", HeadShape(num_layers=1), "--layers 1: the head of --start has 2"),
 ])
 def test_what_cannot_begin_so(models, start, kind, shape, words):
     target, _ = models
-    head = shaken(target, start, Shape() if start == "eagle3" else MARKOV)
+    head = shaken(target, start, HeadShape() if start == "eagle3" else MARKOV)
     with pytest.raises(ValueError, match=words):
         begun_args(Start(head, start), kind, 160, shape)
 
@@ -135,7 +135,7 @@ def test_no_head_to_begin_with(models, golden, tmp_path):
 def test_new_heads_start_from_the_target(models, kind):
     target, _ = models
     draft_ids = torch.arange(0, 128, 2) if kind == "eagle3" else torch.arange(target.args.vocab_size)
-    head = new_head(target, kind, draft_ids, Shape(), 0)
+    head = new_head(target, kind, draft_ids, HeadShape(), 0)
     names = {name for name, p in head.named_parameters() if p.requires_grad}
     assert not any(name.startswith("embed") for name in names)
     assert ("lm_head.weight" in names) == (kind == "eagle3")
@@ -146,10 +146,10 @@ def test_new_heads_start_from_the_target(models, kind):
 def test_shapes_that_cannot_be(models):
     args, shallow = models[0].args, dataclasses.replace(models[0].args, num_layers=3)
     with pytest.raises(ValueError, match="which has 3 layers: use --kind eagle"):
-        head_args(shallow, "eagle3", 64, Shape())
-    assert head_args(shallow, "eagle", args.vocab_size, Shape()).aux_layers == (3,)
+        head_args(shallow, "eagle3", 64, HeadShape())
+    assert head_args(shallow, "eagle", args.vocab_size, HeadShape()).aux_layers == (3,)
     with pytest.raises(ValueError, match="40 states of a target of 8 layers"):
-        head_args(args, "dflash", 64, Shape(states=40))
+        head_args(args, "dflash", 64, HeadShape(states=40))
 
 
 @pytest.mark.slow

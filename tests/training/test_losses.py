@@ -11,7 +11,7 @@ from model import KVCache
 from networks.eagle import PEagleHead
 from training.batches import Draw
 from training.features import Features, TargetStates
-from training.heads import KINDS, Shape, new_head
+from training.heads import KINDS, HeadShape, new_head
 from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective, row_loss
 
 DEFINITIONS = {
@@ -207,9 +207,11 @@ def drafted_rows(head, features, row: dict):
 
 
 BLOCKS = {
-    "p-eagle": Shape(num_layers=2, drafts=3, mask_id=7), "dflash": Shape(num_layers=2, drafts=3, states=2),
-    "dspark": Shape(drafts=4, markov_rank=6, states=2), "p-eagle+markov": Shape(drafts=3, markov_rank=6),
-    "dflash+causal": Shape(num_layers=2, drafts=3, states=2),
+    "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
+    "dflash": HeadShape(num_layers=2, drafts=3, states=2),
+    "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
+    "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
+    "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
 }
 
 

@@ -20,7 +20,7 @@ from sampling.options import Sampling
 from training import data, features
 from training.data import load_shards
 from training.features import Features
-from training.heads import KINDS, Shape, new_head
+from training.heads import KINDS, HeadShape, new_head
 from training.validate import drafter_of
 from tree import TreeShape
 
@@ -52,9 +52,9 @@ def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     target, _ = load_model(golden)
     converted = convert(folder / "head", tmp_path / "converted", target=golden, quiet=True)
     head = load_head(converted, target, kind)
-    shape = Shape(head.args.num_layers, 3 if kind == "dspark" else None, getattr(head.args, "drafts", None),
-                  getattr(head.args, "markov_rank", None))
-    untrained = new_head(target, kind, head.draft_ids, shape, 0)
+    shape = {"num_layers": head.args.num_layers, "states": 3 if kind == "dspark" else None}
+    shape |= {name: getattr(head.args, name, None) for name in ("drafts", "markov_rank")}
+    untrained = new_head(target, kind, head.draft_ids, HeadShape(**shape), 0)
     rows, *_ = load_shards(data.shards_in(folder / "head-work" / "data"), 200, 320, rows_of(folder))
     (loss, right), (control, guessed) = (
         quality(target, kind, x, data.hold_out(rows)[0]) for x in (head, untrained)

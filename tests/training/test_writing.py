@@ -30,13 +30,13 @@ def collector(golden, folder, **changes) -> Collector:
 @pytest.fixture
 def decoded(monkeypatch) -> list[list[int]]:
     """Every prompt that is decoded."""
-    original, prompts = writing.decode, []
+    original, prompts = writing.decode_answers, []
 
     def watched(engine, more, *rest):
         prompts.extend(more)
         return original(engine, more, *rest)
 
-    monkeypatch.setattr(writing, "decode", watched)
+    monkeypatch.setattr(writing, "decode_answers", watched)
     return prompts
 
 
@@ -61,7 +61,7 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
         assert c.user_end() == end
     c.max_prompt_tokens = 10**6
     texts = iter([[list(b" What is two? [/INST] Two.")], [list(b" It is two.")]])
-    monkeypatch.setattr(writing, "decode", lambda *_: [(ids, "length") for ids in next(texts)])
+    monkeypatch.setattr(writing, "decode_answers", lambda *_: [(ids, "length") for ids in next(texts)])
     c.synthesize(1)
     c.write()
     (row,) = read_rows(c)
