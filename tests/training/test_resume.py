@@ -55,7 +55,7 @@ def test_an_interrupted_and_a_killed_run_resume_exactly(golden, prompt_file, tmp
     log = tmp_path / "broken" / "head-work" / "log.jsonl"
     run = subprocess.Popen([sys.executable, "-c", SAVING, *argv], cwd=ROOT, env=ONE_THREAD,
                            stderr=subprocess.DEVNULL)
-    limit = time.time() + 120
+    limit = time.time() + 300
     while not (log.exists() and len(log.read_text().splitlines()) >= 8):
         assert run.poll() is None and time.time() < limit
         time.sleep(0.01)
