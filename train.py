@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
 1. Text. The target answers the prompts of a file (--prompts) or user turns that it writes itself
-   (--synthesize), or conversations are taken as they are (--conversations). All may be given. Shards go to
+   (--synthesize), or conversations are copied (--conversations). All may be given. Shards go to
    OUT-work/data, and only the answers are learnt.
 2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
    --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
@@ -13,8 +13,7 @@
    real decoder drafts for held-out prompts.
 3. Export. OUT is a Hugging Face folder with a model card, which convert_checkpoint.py, SGLang and vLLM read.
 
-Every step goes on where it stopped, also after a kill. The same run on one process or on several has the same
-gradients.
+Every step goes on where it stopped, also after a kill. The number of processes does not change the gradients.
 """
 from __future__ import annotations
 

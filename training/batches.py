@@ -48,7 +48,7 @@ class Draw:
     keep: float = 1.0
 
     def starts(self, count: int, seed: int) -> Tensor:
-        """Return the starts of chains among `count` positions, in the order in which the chains end."""
+        """Return the starts of chains among `count` positions, ordered by the chains' ends."""
         if self == Draw():
             return torch.arange(count)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))

@@ -1,9 +1,9 @@
 """Training text: rows of token ids with the assistant's answers marked, and the shards that hold them.
 
 A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}.
-ids[begin:end] was said by the target and is the only part that a head learns to draft. `chat` identifies the
-first prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line. Its
-last line may count the prompts that were left out.
+ids[begin:end] is an answer of the target; a head learns to draft only these. `chat` identifies the first
+prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line. Its last
+line may count the prompts that were left out.
 """
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
 
 
 def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
-    """Yield the rows of a conversation that somebody else wrote. An answer includes its stop id.
+    """Yield the rows of a conversation of another author. An answer includes its stop id.
 
     Raises InputError if the template refuses it, or moves text so that an answer has no prompt before it.
     Some templates write the system message into the last user turn.

@@ -43,7 +43,7 @@ CLEARLY = 1.1  # times as fast: equal speed stays in the target's dtype, which t
 
 
 class TargetStates(NamedTuple):
-    """States that a target computes on rows [B, T], or on one row [n]. Those of padding mean nothing."""
+    """States that a target computes on rows [B, T], or on one row [n]. Ignore those of padding."""
 
     features: Tensor  # the streams entering the auxiliary layers, side by side [..., F]
     normed: Tensor  # the last state after the final norm [..., H]

@@ -121,7 +121,7 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape) 
 
 
 def _block(args: type[HeadArgs], drafts: int, from_anchor: bool) -> dict:
-    """Return the arguments of a head that drafts so many tokens in a pass."""
+    """Return the arguments of a head that drafts `drafts` tokens in a pass."""
     if args is PEagleArgs:
         return {"drafts": drafts}
     return {"block": drafts + (not from_anchor), "from_anchor": from_anchor}

@@ -53,8 +53,8 @@ class DraftLoss(torch.autograd.Function):
     stays in the cache until its loss, its choices and its gradients are done. The gradients are computed with
     the loss, so `weight`, the weight of each row's loss, must be final.
 
-    x [M, H], lm_head [V, H], teacher's logits [N, V] of which row i learns from teacher[places[i]], weight
-    [M]. Returns the weighted sum [], and without gradient choices [M] and sum_x min(p_x, q_x) [M].
+    x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[places[i]].
+    Returns the weighted sum [], and without gradient choices [M] and sum_x min(p_x, q_x) [M].
     """
 
     @staticmethod
@@ -138,8 +138,8 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """Return (loss [], correct first choices [steps]) of a batch with the target's states on it.
 
-        scored: predictions of each step in the complete optimizer step, of which this may be a part. seeds:
-        of the noise on each row. A target's choice outside the draft vocabulary is a miss.
+        scored: predictions of each step in the complete optimizer step. The batch may be a part of it.
+        seeds: of the noise on each row. A target's choice outside the draft vocabulary is a miss.
         """
         raise NotImplementedError
 
@@ -220,7 +220,7 @@ class Eagle3Objective(Objective):
 class BlockObjective(Eagle3Objective):
     """DFlash and DSpark: step i is a row that knows no token after the root.
 
-    Of each answer some chains are drawn; in validation there are all. The Markov head learns with the
+    Some chains of each answer are drawn; validation takes all. The Markov head learns with the
     lm_head, given the tokens of the text. The confidence head learns how often a draft is accepted, and
     nothing else learns from it (arXiv 2607.05147, section 3).
     """

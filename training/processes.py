@@ -55,7 +55,7 @@ class Processes:
     def own_device(self, device: str) -> str:
         """Return the device of this process and make it the current one.
 
-        Of several processes that share "cuda", each takes a GPU of its own.
+        Processes that share "cuda" take a GPU each.
         """
         if self.count > 1 and device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"

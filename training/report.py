@@ -1,4 +1,4 @@
-"""What a user sees of a run: its log, its curves, and the model card beside the head."""
+"""The outputs of a run that people read: its log, its curves, and the model card beside the head."""
 from __future__ import annotations
 
 import json

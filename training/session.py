@@ -85,12 +85,12 @@ class Session:
         self.config = read_config(o.checkpoint, "target")
         if "quantization" in self.config:
             raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")
+        self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
         for flag, size, most in (
             ("--draft-vocab", o.draft_vocab or 0, self.config["vocab_size"]),
-            ("--max-prompt-tokens plus --max-new-tokens", o.max_prompt_tokens + o.max_new_tokens,
-             self.config["max_seq_len"]),
+            ("--max-prompt-tokens plus --max-new-tokens", self.longest, self.config["max_seq_len"]),
         ):
-            if size > most:
+            if size > most and (o.prompts or o.synthesize or flag == "--draft-vocab"):
                 raise InputError(f"{flag} {size}: the target has {most}")
         self.prompts = self._draw(read_chats(o.prompts, note)) if o.prompts else []
         self.openings = read_openings(o.openings) if o.openings else ()
@@ -212,9 +212,8 @@ class Session:
         if tokenizer is None or not tokenizer.has_template:
             raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
         batch = o.decode_batch if self.prompts or o.synthesize else 1
-        engine = open_engine(
-            target, stop_ids, batch, o.max_prompt_tokens + o.max_new_tokens, self.compiled, self.say
-        )
+        longest = min(self.longest, target.args.max_seq_len)
+        engine = open_engine(target, stop_ids, batch, longest, self.compiled, self.say)
         return Collector(
             engine, tokenizer, self.work / "data", batch=batch, stop_ids=stop_ids, seed=o.seed,
             target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,

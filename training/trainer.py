@@ -28,7 +28,7 @@ STATE, CURVES = "state.pt", "curves.png"  # in WORK
 SAMPLE = 16  # rows that the scale of the features is learnt from
 # Unrolled steps of the short epochs: they teach most of what later steps need, in a quarter of the time.
 SHORT = 3
-WARMUP = 0.03  # share of the run in which the learning rate rises
+WARMUP = 0.03  # share of the run while the learning rate rises
 CLIP = 0.5  # norm of the gradient
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.01  # of AdamW
 MICRO = 8192  # padded tokens that are computed at once; gradients are accumulated
@@ -40,7 +40,7 @@ class Plan:
     """The settings of the training loop. Each of them changes the result."""
 
     epochs: int = 4
-    minutes: float = 0.0  # end after so many of training, with the learning rate down as at the end; 0: never
+    minutes: float = 0.0  # end then, with the learning rate down as after all epochs; 0: never
     short_epochs: int = 0  # how many, the first, unroll at most SHORT steps
     lr: float = 1e-3
     ema: float = 0.0  # share of the average that stays at every step; 0: no average
@@ -92,7 +92,7 @@ def load_state(folder: Path, options: dict, device: torch.device) -> dict | None
     check_file(path)
     try:
         state = torch.load(path, map_location=device, weights_only=True)
-    except Exception:  # torch raises many kinds of errors on damaged files, none of which helps a user
+    except Exception:  # torch raises many kinds of errors on damaged files; none helps a user
         raise InputError(f"{path}: cut off or damaged; delete it to start again") from None
     saved = state.get("options") if isinstance(state, dict) else None
     if not isinstance(saved, dict):
@@ -138,10 +138,8 @@ class Trainer:
     @torch.no_grad()
     def _learn_scale(self) -> None:
         """Set the objective's scale from a few rows, the same ones in any order of the rows."""
-        def digest(row: dict) -> str:
-            return hashlib.sha256(str(row["ids"]).encode()).hexdigest()
-
-        sample, device = sorted(self.rows, key=digest)[:SAMPLE], self.objective.device
+        order = sorted(self.rows, key=lambda row: hashlib.sha256(str(row["ids"]).encode()).digest())
+        sample, device = order[:SAMPLE], self.objective.device
         states = self.features.read(sample)
         lengths = torch.tensor([len(row["ids"]) for row in sample], device=device)
         positions = torch.arange(states.normed.shape[1], device=device)
@@ -152,8 +150,6 @@ class Trainer:
     def micro_batches(self, places: list[int]) -> list[list[int]]:
         """Return this process's share of a batch, cut to `micro_tokens`."""
         mine = [p for i, p in enumerate(places) if self.processes.mine(i)]
-        if not mine:
-            return []
         return [[mine[i] for i in part] for part in batches([self.rows[p] for p in mine], self.micro_tokens)]
 
     def gradients(self, places: list[int], steps: int) -> tuple[float, list[float]]:
@@ -257,20 +253,17 @@ class Trainer:
                 self.save()
 
     def _stop(self, loss: float, norm: float, places: list[int]) -> None:
-        """Raise InputError with the numbers and the rows of a batch whose loss or gradient is not finite.
+        """Raise InputError with the numbers of a batch whose loss or gradient is not finite.
 
         The weights before this batch are saved if they are finite.
         """
         if all(bool(p.isfinite().all()) for p in self.parameters.values()):
             self.save()
-        starts = "; ".join(str(self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6]) for p in places[:3])
-        state, last = self.work / STATE, ""
-        if state.exists():
-            last = f" The last good state is in {state}, but going on from there leads here again."
+        begins = [self.rows[p]["ids"][self.rows[p]["answers"][0][0] :][:6] for p in places[:3]]
         raise InputError(
             f"the loss is {loss}, the norm of its gradient {norm} at step {self.step} (epoch"
-            f" {self.epoch + 1}, batch {self.in_epoch}, rows whose answers begin with the ids"
-            f" {starts}).{last} Train with a smaller --lr and another --out, or leave these rows out"
+            f" {self.epoch + 1}, batch {self.in_epoch}, answers begin with the ids {begins}). Train with a"
+            " smaller --lr and another --out, or leave these rows out; the last good state leads here again"
         )
 
     # -- validation ------------------------------------------------------------------------------------------
@@ -307,7 +300,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self):
-        """A context in which the head has the averaged weights, if there is an average."""
+        """Give the head the averaged weights, if there is an average, until the context ends."""
         self._swap()
         try:
             yield

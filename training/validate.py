@@ -31,7 +31,7 @@ TOKENS = 64  # of an answer
 def decoding_copy(target: Transformer, kernels: bool) -> Transformer:
     """Return the target for decoding: on a CPU with `kernels` a packed copy, elsewhere the target itself.
 
-    Training needs the weights as they are, and a packed model has none.
+    Training needs unpacked weights.
     """
     if not kernels or target.embed.weight.device.type != "cpu":
         return target

@@ -161,7 +161,7 @@ class Collector:
         self._plan("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
 
     def from_conversations(self, conversations: list[list[dict]]) -> None:
-        """Plan to take over conversations that somebody else wrote."""
+        """Plan to take over conversations of another author."""
         def rows(begin: int, end: int) -> Iterator[dict]:
             for messages in conversations[begin:end]:
                 try:
