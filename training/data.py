@@ -170,9 +170,7 @@ def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> Tensor:
 
 def unused(rows: list[dict], vocab_size: int) -> int:
     """Return the last of the ids that the text holds least often."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for row in rows:
-        counts += torch.bincount(torch.tensor(row["ids"]), minlength=vocab_size)
+    counts = torch.bincount(torch.tensor([t for row in rows for t in row["ids"]]), minlength=vocab_size)
     return int((counts == counts.min()).nonzero()[-1])
 
 
