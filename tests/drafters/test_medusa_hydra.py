@@ -1,4 +1,4 @@
-"""Medusa and Hydra: their formulas, their layouts, their trees, their training; the text is plain text."""
+"""Medusa and Hydra: their formulas, their layouts, their trees; the text is plain text."""
 import json
 import shutil
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.drafters import guessing_heads
 from safetensors.torch import load_file, save_file
 
 import convert_checkpoint
@@ -20,7 +21,6 @@ from engine.decoder import Decoder
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 from sampling.options import Sampling
-from training.new_head import new_multi_token_heads
 from tree import PathTree, likely_tree
 
 PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
@@ -30,7 +30,7 @@ KINDS = {"medusa": {}, "hydra": {"prefix": False}, "hydra++": {"prefix": True}}
 def heads_of(target, kind: str, guesses: int = 3, blocks: int = 2, vocabulary: int = 200):
     """Random heads that are not far from the target's own guess."""
     ids = torch.arange(vocabulary) + 20
-    head = new_multi_token_heads(target, kind.rstrip("+"), ids, guesses, blocks, kind.endswith("++"), seed=0)
+    head = guessing_heads(target, kind.rstrip("+"), ids, guesses, blocks, kind.endswith("++"), seed=0)
     for p in head.parameters():
         p.requires_grad_(False)
     return head
