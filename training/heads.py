@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint.folder import HEADS, read_config
+from checkpoint.folder import HEADS, check_args, read_config
 from checkpoint.loading import load_head
 from common.errors import InputError
 from model import ModelArgs, Transformer
@@ -116,7 +116,7 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape) 
                  "confidence_reads_markov": rank > 0}
         args |= _block(network.Args, shape.drafts or DRAFTS, network is DSparkHead)
     made = network.Args(**args)
-    made.check()
+    check_args(made)
     return made
 
 
@@ -205,7 +205,7 @@ def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: HeadShape)
     if not has and rank:
         args |= {"markov_rank": rank, "confidence": True, "confidence_reads_markov": True}
     made = network.Args(**args)
-    made.check()
+    check_args(made)
     return made
 
 

@@ -172,7 +172,7 @@ def test_written_heads_come_back(models, models1, golden, tmp_path, kind, layout
 
 
 def test_heads_without_a_place_in_a_layout(models, models1, tmp_path):
-    with pytest.raises(InputError, match="no place for EAGLE-1"):
+    with pytest.raises(InputError, match="no place for eagle heads"):
         export(models1[1], tmp_path / "no", "speculators")
     other = type(models[1])(dataclasses.replace(models[1].args, feature_norm="each"))
     with pytest.raises(InputError, match="no layout"):
