@@ -33,7 +33,6 @@ print(json.dumps(found))
 ASKED = {
     "generate": ("--checkpoint", "TARGET", "--prompt", "x"), "serve": ("--checkpoint", "TARGET"),
     "evaluate": ("--checkpoint", "TARGET", "--out", "OUT"),
-    "train": ("--checkpoint", "TARGET", "--out", "OUT", "--synthesize", "2"),
     "quantize": ("--checkpoint", "TARGET"), "convert_checkpoint": ("--checkpoint", "PUBLISHED"),
     "drafters.rest": ("build", "--checkpoint", "TARGET", "--out", "OUT"),
     "checkpoint.export": ("--checkpoint", "TARGET", "--head", "HEAD", "--out", "OUT"),
@@ -45,7 +44,7 @@ MISTAKES = (
     ("generate serve convert_checkpoint", "--checkpoint FOLDER", "FOLDER: holds no config.json; name the"),
     ("generate serve convert_checkpoint", "--checkpoint /dev/zero", "/dev/zero: not a folder, nor a .gguf"),
     ("drafters.rest", "--checkpoint NOWHERE TEXT", "NOWHERE: not a folder; convert a"),
-    ("evaluate train", "--checkpoint NOWHERE", "NOWHERE: not a folder; convert a"),
+    ("evaluate", "--checkpoint NOWHERE", "NOWHERE: not a folder; convert a"),
     (DECODING, "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
     (DECODING, "--max-seq-len 1", "--max-seq-len 1: must be at least 2"),
     (DECODING, "--max-seq-len 1000000", "--max-seq-len 1000000: must be 2 to 512, the model's maximum"),
@@ -149,73 +148,13 @@ MISTAKES = (
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--accept eagle3=all", "--accept eagle3=all: choose from equal"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
-    ("train", "--checkpoint ROUNDED", "ROUNDED: is quantised already; name the checkpoint before quant"),
-    ("train", "--checkpoint UNSIZED", "UNSIZED/config.json: hidden_size is missing; expected a whole number"),
-    ("train", "--device mps", "--device mps: models run on cpu, cuda and cuda:N; name one of these"),
-    ("train", "--device cuda", "--device cuda: needs a GPU, and NO-GPU; leave it out"),
-    ("train", "--seed 1.5", "'1.5' is no whole number from -2^63 to 2^64 - 1"),
-    ("train", "--prompts EMPTY", "--prompts EMPTY: holds no prompts"),
-    ("train", "--prompts ROWS", "--prompts ROWS: line 1: no conversation; a row needs"),
-    ("train", "--prompts TEXT", "--prompts TEXT: line 1 is no JSON object"),
-    ("train", "--prompts LATIN1", "--prompts LATIN1: cannot be read, line 1 is no UTF-8 (byte 3)"),
-    ("train", "--prompts DEEP", "--prompts DEEP: begins like a JSON array and is none"),
-    ("train", "--conversations PROMPTS", "--conversations PROMPTS: line 1: no conversation; a row needs"),
-    ("train", "--conversations EMPTY", "--conversations EMPTY: holds no conversation with an assistant's"),
-    ("train", "--openings EMPTY", "--openings EMPTY: holds no lines"),
-    ("train", "--openings LATIN1", "--openings LATIN1: cannot be read, it is no UTF-8 (byte 3)"),
-    ("train", "--shards FOLDER", "--shards FOLDER: holds no shards (*.jsonl); it is the data folder of"),
-    ("train", "--shards SHARDS", "SHARDS/a.jsonl: line 1 is no row of this target's token ids and answers"),
-    ("train", "--out TARGET", "TARGET: holds something else than a trained head of this kind; choose"),
-    ("train", "--max-len 1", "--max-len 1: must be at least 4"),
-    ("train", "--decode-batch 1000000000", "--decode-batch 1000000000: must be 1 to 4,096"),
-    ("train", "--turns 1000000000", "--turns 1000000000: must be 1 to 1,000"),
-    ("train", "--steps 1000000000", "--steps 1000000000: must be 1 to 64"),
-    ("train", "--writer OTHER", "--writer OTHER: no copy of TARGET: its num_layers is 3; expected 8"),
-    ("train", "--out /", "--out /: --work -work is the same or lies in it"),
-    ("train quantize evaluate", "--out " + "x" * 300, "cannot be written to (File name too long)"),
+    ("quantize evaluate", "--out " + "x" * 300, "cannot be written to (File name too long)"),
     ("generate", "--trace FIFO", "--trace FIFO: is a pipe; expected a file"),
     ("generate", "--trace /proc/x", "--trace /proc/x: cannot be written (No such file or directory)"),
     ("evaluate", "--out RUN --max-new-tokens 9", "RUN: holds answers made with other options (max_new"),
     ("convert_checkpoint", "--checkpoint TARGET", "--checkpoint TARGET: is already converted"),
     ("serve", "--cors nonsense", "--cors nonsense: an origin is *, or such as https://host or"),
     (DECODING, "--kv fp8", "--kv fp8: our CPU kernels have int8 caches and none in fp8; take --kv int8"),
-    ("train", "--max-new-tokens 2", "--max-new-tokens 2: must be at least 3"),
-    ("train", "--max-prompt-tokens 300", "--max-prompt-tokens 300 and --max-new-tokens 256 are 556 toge"),
-    ("train", "--kind medusa --guesses 65", "--guesses 65: must be 1 to 64"),
-    ("train", "--kind hydra --blocks 1000", "--blocks 1000: must be 1 to 64"),
-    ("train", "--heads 7 --kv-heads 3", "--kv-heads: num_kv_heads is 3; expected a divisor of num_heads, 7"),
-    ("train", "--heads 7", "--kv-heads: num_kv_heads is 2; expected a divisor of num_heads, 7"),
-    ("train", "--head-dim 7", "--head-dim: head_dim is 7; expected an even number"),
-    ("train", "--hidden-size 99999999", "--hidden-size: hidden_size is 99999999; expected a whole number"),
-    ("train", "--kind dflash --layers 99999", "--layers: num_layers is 99999; expected a whole number from"),
-    ("train", "--states 9", "9 states of a target of 8 layers: at most"),
-    ("train", "--kind eagle --hidden-size 32", "--hidden-size: an EAGLE-1 head predicts the target's"),
-    ("train", "--draft-vocab 301", "--draft-vocab 301: the target has 300 token ids"),
-    ("train", "--kind dspark --layout sglang --draft-vocab 64", "--layout sglang: the layout sglang is for"),
-    ("train", "--start RENORMED --layout both", "has no place for recycle_normed, which the head of --start"),
-    ("train", "--kind dspark --start SURE --layers 1", "--layers 1: the head of --start has 2, and keeps"),
-    ("train", "--kind dspark --start SURE --markov-rank 0", "--markov-rank 0: the head of --start has a"),
-    ("train", "--kind dspark --start SURE --no-confidence", "--no-confidence: the head of --start has a"),
-    ("train", "--cache-features TEXT/x", "--cache-features TEXT/x: not a folder that can be written to"),
-    ("train", "--cache-features /proc/x", "--cache-features /proc/x: cannot be written to"),
-    ("train", "--max-len 9999999999", "'9999999999' is no whole number of at least 1 (and below 2^31)"),
-    ("train", "--start TARGET", "--start: a head of kind eagle3 cannot begin as one of kind target"),
-    ("train", "--kind dflash --start HEAD", "--start: a head of kind dflash cannot begin as one of"),
-    ("train", "--writer HEAD", "--writer HEAD: holds a eagle3 checkpoint where a target was expected"),
-    ("train", "--device gpu", "--device gpu: models run on cpu, cuda and cuda:N; name one of these"),
-    ("train", "--feature-memory nan", "--feature-memory nan: must be 0 to 1,000,000"),
-    ("train", "--save-seconds -1", "--save-seconds -1.0: must be 0 to 1,000,000"),
-    ("train", "--lr nan", "--lr nan: must be above 0 and below 1,000,000"),
-    ("train", "--tree 5000,1000,5000", "'5000,1000,5000' is no tree of nodes,depth,width"),
-    ("train", "--prompts FIFO", "--prompts FIFO: is a pipe; expected a file"),
-    ("train", "--conversations /dev/zero", "--conversations /dev/zero: is a device"),
-    ("train", "--openings NOWHERE", "--openings NOWHERE: no such file"),
-    ("train", "--shards NOWHERE", "--shards NOWHERE: not a folder"),
-    ("train", "--start NOWHERE", "--start NOWHERE: not a folder"),
-    ("train", "--target-ranks 2", "--target-ranks 2: needs several processes; start with torchrun"),
-    ("train", "--kind medusa --checkpoint-gradients", "--checkpoint-gradients: belongs to --kind eagle3"),
-    ("train", "--checkpoint-gradients --compile-loss", "--checkpoint-gradients: runs without --compile-loss"),
-    ("train", "--writer NOWHERE", "--writer NOWHERE: not a folder"),
     ("quantize", "--checkpoint NOWHERE", "NOWHERE: not a folder"),
     ("quantize", "--checkpoint QUANTISED", "QUANTISED: is quantised already; name the checkpoint before"),
     ("quantize", "--checkpoint PARTLY", "PARTLY/eagle3: is quantised already; name the checkpoint before"),
@@ -241,7 +180,7 @@ MISTAKES = (
     ("drafters.rest", "TEXT --out FOLDER", "FOLDER: exists and is no store; choose another --out"),
     ("drafters.rest", "TEXT --out TEXT", "--out TEXT: not a folder that can be written to"),
     ("drafters.rest", "TEXT --out /proc", "--out /proc: is mounted, and cannot be replaced; name a"),
-    ("train checkpoint.export", "--out /proc", "--out /proc: is mounted, and cannot be replaced; name a"),
+    ("checkpoint.export", "--out /proc", "--out /proc: is mounted, and cannot be replaced; name a"),
     ("checkpoint.export", "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
     ("checkpoint.export", "--head NOWHERE", "--head NOWHERE: not a folder"),
     ("checkpoint.export", "--head TARGET", "--head TARGET: holds a target, no draft head"),
@@ -264,8 +203,6 @@ def place(tmp_path_factory) -> Path:
     for name, kind in (("TARGET", "target"), ("HEAD", "eagle3"), ("TARGET/eagle3", "eagle3")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config | {"kind": kind}))
-    (folder / "OTHER").mkdir()
-    (folder / "OTHER" / "config.json").write_text(json.dumps(config | {"num_layers": 3}))
     (folder / "PUBLISHED").mkdir()
     (folder / "PUBLISHED" / "config.json").write_text("{}")
     (folder / "RUN").mkdir()
@@ -273,10 +210,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "RUN" / "options.json").write_text(json.dumps(asked | {"kernels": True}))
     (folder / "QUANTISED").mkdir()
     config |= {"quantization": {}}
-    (folder / "ROUNDED").mkdir()
-    (folder / "ROUNDED" / "config.json").write_text(json.dumps(config))
-    (folder / "UNSIZED").mkdir()
-    (folder / "UNSIZED" / "config.json").write_text('{"format": 2, "kind": "target"}')
     config |= {"kind": "eagle3"}
     (folder / "QUANTISED" / "config.json").write_text(json.dumps(config))
     (folder / "PARTLY" / "eagle3").mkdir(parents=True)
@@ -292,24 +225,13 @@ def place(tmp_path_factory) -> Path:
     (folder / "WRITTEN" / "model.safetensors").touch()
     (folder / "FOLDER").mkdir()
     (folder / "FOLDERS" / "inside").mkdir(parents=True)
-    (folder / "SURE").mkdir()
-    sure = {"format": 2, "kind": "dspark", "num_layers": 2, "markov_rank": 4, "confidence": True}
-    (folder / "SURE" / "config.json").write_text(json.dumps(sure))
-    (folder / "RENORMED").mkdir()
-    normed = {"format": 2, "kind": "eagle3", "draft_vocab_size": 64, "recycle_normed": True}
-    (folder / "RENORMED" / "config.json").write_text(json.dumps(normed))
     os.mkfifo(folder / "FIFO")
     with open(folder / "SPARSE", "wb") as file:
         file.truncate(1 << 40)
     (folder / "LATIN1").write_bytes("caf\xe9".encode("latin-1"))
     (folder / "DEEP").write_text("[" * 100_000)
     (folder / "TEXT").write_text("some words")
-    (folder / "EMPTY").touch()
     (folder / "BADSCHEMA").write_text('{"type": "objec"}')
-    (folder / "ROWS").write_text('{"text": "no chat"}\n')
-    (folder / "PROMPTS").write_text('{"prompt": "x"}\n')
-    (folder / "SHARDS").mkdir()
-    (folder / "SHARDS" / "a.jsonl").write_text('{"ids": [1, 2, 300], "answers": [[0, 3]]}\n')
     return folder
 
 
@@ -346,10 +268,3 @@ def test_a_negative_seed_is_a_seed():
         options = ["--checkpoint", "x", "--out", "x"][: 2 if command is generate else 4]
         assert command.parser().parse_args([*options, "--seed", "-1"]).seed == 2**64 - 1
     assert torch.Generator().manual_seed(seed("-1")).initial_seed() == 2**64 - 1
-
-
-def test_what_trains_and_what_is_chosen_from_are_the_same():
-    import train
-    from checkpoint import export
-
-    assert train.LAYOUTS == export.LAYOUTS
