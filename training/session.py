@@ -10,6 +10,7 @@ import json
 import shlex
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -64,6 +65,14 @@ def check_head_folder(out: Path, kind: str, work: Path) -> None:
                          " delete it")
 
 
+def read_file(flag: str, path: str | None, read: Callable, *more):
+    """Read the file of an option, nothing if there is none. Raises InputError, which names the option."""
+    try:
+        return read(path, *more) if path else ()
+    except InputError as e:
+        raise InputError(f"{flag} {e}") from None
+
+
 @dataclass(frozen=True)
 class TrainingText:
     """The rows that a head learns from (see `training.data`), and the ids that it drafts and reads."""
@@ -92,9 +101,9 @@ class Session:
         ):
             if size > most and (o.prompts or o.synthesize or flag == "--draft-vocab"):
                 raise InputError(f"{flag} {size}: the target has {most}")
-        self.prompts = self._draw(read_chats(o.prompts, note)) if o.prompts else []
-        self.openings = read_openings(o.openings) if o.openings else ()
-        self.conversations = read_conversations(o.conversations, note) if o.conversations else []
+        self.prompts = self._draw(read_file("--prompts", o.prompts, read_chats, note))
+        self.openings = read_file("--openings", o.openings, read_openings)
+        self.conversations = read_file("--conversations", o.conversations, read_conversations, note)
         self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
         self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
 
@@ -261,6 +270,8 @@ class Session:
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
+        if self.o.validate_prompts and not prompts:
+            self.say(f"no held-out prompt leaves room for {TOKENS} tokens: tau is not measured")
         return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
     # -- export ----------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_a_mistake_of_a_training_is_said_once(golden, capsys, monkeypatch, tmp_p
         out = ("--out", str(tmp_path / "head"), "--prompts", str(tmp_path / "none"))
         assert train.main(["--checkpoint", str(golden), *out]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"error: {tmp_path / 'none'}: no such file" and next(asked, None) is None
+    assert line == f"error: --prompts {tmp_path / 'none'}: no such file" and next(asked, None) is None
 
 
 def children(pid: int) -> list[int]:
