@@ -27,12 +27,13 @@ from tokenizers import AddedToken
 from common.cli import one_line
 from common.errors import InputError, is_panic
 from common.files import read_bytes
-from tokens.files import FLAGS, special_tokens_map
+from tokens.files import TOKEN_FLAGS, special_tokens_map
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-LONGEST = 256 << 20  # bytes of a file
+LARGEST_FILE = 256 << 20  # bytes of a file
+LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
 # Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
 # the character that follows, which must not be ASCII.
@@ -81,7 +82,7 @@ class JsonBackend:
     """
 
     def __init__(self, path: Path, settings: dict):
-        content = read_bytes(path, LONGEST)
+        content = read_bytes(path, LARGEST_FILE)
         with library_errors(f"{path}: cannot be read as a tokenizer"):
             self._path, self._model = path, tokenizers.Tokenizer.from_buffer(content)
             self._prepare(settings)
@@ -103,9 +104,15 @@ class JsonBackend:
         self._read_decoder()
         self.keeps_text = self._keeps_text()
 
+        # The library numbers new tokens from their count on. Fillers take the ids up to the highest.
+        highest = max(self.ids, default=-1)
+        if (gap := highest + 1 - self.size) > LARGEST_GAP:
+            found = f"{self.size:,} tokens have ids up to {highest:,}"
+            raise InputError(f"{self._path}: {found}; expected at most {LARGEST_GAP:,} gaps")
         nonce = secrets.token_hex(8)
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
-        model.add_tokens([AddedToken(s, normalized=False, special=False) for s in self._stand_ins.values()])
+        new = [*(f"\ue000{nonce}-{n}\ue001" for n in range(gap)), *self._stand_ins.values()]
+        model.add_tokens([AddedToken(text, normalized=False, special=False) for text in new])
         self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
 
     def _read_decoder(self) -> None:
@@ -161,7 +168,7 @@ class SentencePieceBackend:
     """A sentencepiece tokenizer.model. The library neither makes nor finds a control token in a text."""
 
     def __init__(self, path: Path, settings: dict):
-        content = read_bytes(path, LONGEST)
+        content = read_bytes(path, LARGEST_FILE)
         with library_errors(f"{path}: cannot be read as a sentencepiece model"):
             # Few checkpoints need the package.
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
@@ -177,7 +184,8 @@ class SentencePieceBackend:
         self.ids, self.added = range(pieces), {}
         for key, token in settings.get("added_tokens_decoder", {}).items():
             if int(key) >= pieces or token.get("special"):
-                self.added[int(key)] = AddedToken(token["content"], **{f: bool(token.get(f)) for f in FLAGS})
+                flags = {flag: bool(token.get(flag)) for flag in TOKEN_FLAGS}
+                self.added[int(key)] = AddedToken(token["content"], **flags)
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):

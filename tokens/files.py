@@ -15,10 +15,10 @@ from common.schema import Digits, Flag, Schema, Text, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
-FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
+TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-FLAGS = ("special", "lstrip", "rstrip", "single_word")
-_Token = TypedDict("Token", {"content": text(2**16), **dict.fromkeys(FLAGS, NotRequired[Flag])})
+TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
+_Token = TypedDict("Token", {"content": text(2**16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
     **{name: NotRequired[text(2**16) | _Token | None] for name in ENDS},
@@ -39,7 +39,7 @@ def encoder_of(folder: Path) -> str | None:
     return next((name for name in ENCODERS if has(folder, name)), None)
 
 
-def read_settings(folder: Path) -> dict:
+def tokenizer_settings(folder: Path) -> dict:
     """Return the merged keys of the settings files, without those that are null. Raises InputError."""
     settings = {}
     for name in SETTINGS:

@@ -19,7 +19,7 @@ from common.schema import in_words
 from tokens.backends import library_errors
 from tokens.tokenizer import Tokenizer
 
-ADVICE = "convert the Hugging Face folder instead"
+CONVERT_INSTEAD = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -123,7 +123,7 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
             if Tokenizer.load(folder).vocab_size != len(metadata["tokens"]):
                 raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
     except InputError as e:  # a file in the folder will not stay there
-        raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {ADVICE}") from None
+        raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {CONVERT_INSTEAD}") from None
 
 
 def _write(metadata: dict, folder: Path) -> dict:

@@ -12,7 +12,7 @@ import numpy as np
 from common.cli import on_one_line
 from common.errors import InputError
 from tokens.backends import library_errors
-from tokens.schema import LONGEST
+from tokens.schema import LONGEST_SCHEMA
 from tokens.tokenizer import Tokenizer
 
 # Small models that may write any amount of white space sometimes write nothing else.
@@ -69,8 +69,8 @@ def grammar_of(schema: str, tokenizer=None) -> str:
     """
     from llguidance import LLMatcher  # few requests need it
 
-    if len(schema) > LONGEST:
-        raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST:,}")
+    if len(schema) > LONGEST_SCHEMA:
+        raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST_SCHEMA:,}")
     with library_errors(UNUSABLE):
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
         problem = LLMatcher.validate_grammar(grammar, tokenizer)

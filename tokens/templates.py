@@ -27,9 +27,9 @@ from common.errors import InputError
 from common.files import read_json, read_text
 from tokens.files import TOKENIZER_CONFIG, has
 
-LONGEST = 4 << 20  # bytes of a template's file
-FOLDER = Path(__file__).parent / "chat_templates"
-TEMPLATES = {name: (FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
+LONGEST_TEMPLATE = 4 << 20  # bytes of a template's file
+_FOLDER = Path(__file__).parent / "chat_templates"
+TEMPLATES = {name: (_FOLDER / f"{name}.jinja").read_text(encoding="utf-8") for name in ("vicuna", "llama2")}
 # Pattern of the name under which a model is published: its template.
 PUBLISHED_NAMES = {r"vicuna": "vicuna", r"llama-?2-\d+b-chat": "llama2"}
 JOINED = 64  # characters, at most, of a control token whose end is searched for at the start of a text
@@ -50,7 +50,7 @@ def find_template(choice: str, *names: str) -> str | None:
     if choice in TEMPLATES:
         return TEMPLATES[choice]
     try:
-        return read_text(choice, LONGEST)
+        return read_text(choice, LONGEST_TEMPLATE)
     except InputError as e:
         raise InputError(
             f"--template {choice}: none of auto, none, {', '.join(TEMPLATES)} or a readable file ({e})"
@@ -60,11 +60,11 @@ def find_template(choice: str, *names: str) -> str | None:
 def read_template(folder: Path, settings: dict) -> tuple[str | None, Path]:
     """Return the chat template of a folder, None if it has none, and the file that it stands in.
 
-    settings: of `tokens.files: read_settings`. Raises InputError if a file is damaged.
+    settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
     """
     file = folder / "chat_template.jinja"
     if has(folder, file.name):
-        return read_text(file, LONGEST), file
+        return read_text(file, LONGEST_TEMPLATE), file
     file = folder / "chat_template.json"
     if has(folder, file.name):
         settings = TOKENIZER_CONFIG.require(read_json(file), file)

@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 
 from common.errors import InputError
 from tokens.backends import JsonBackend, SentencePieceBackend, library_errors
-from tokens.files import FILES, encoder_of, has, read_settings, special_tokens_map
+from tokens.files import TOKENIZER_FILES, encoder_of, has, special_tokens_map, tokenizer_settings
 from tokens.templates import ControlTokenMask, read_template, render_template
 
 BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
@@ -40,7 +40,7 @@ def copy_files(source: Path, target: Path) -> bool:
     """
     if Tokenizer.load(source) is None:
         return False
-    for name in FILES:
+    for name in TOKENIZER_FILES:
         if has(source, name) and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
     return True
@@ -65,7 +65,7 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, encoder: str):
-        settings = read_settings(folder)
+        settings = tokenizer_settings(folder)
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             self._backend = backend = BACKENDS[encoder](self._file, settings)
@@ -99,7 +99,7 @@ class Tokenizer:
         encoder = encoder_of(folder)
         if encoder is None:
             return None
-        stats = [(folder / name).stat() for name in FILES if (folder / name).exists()]
+        stats = [(folder / name).stat() for name in TOKENIZER_FILES if (folder / name).exists()]
         return _load(folder, encoder, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
 
     # -- text to ids --------------------------------------------------------------------------
