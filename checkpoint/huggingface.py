@@ -17,7 +17,7 @@ from checkpoint.weights import Stored, listed, opened
 from common.errors import InputError, first_line, printable
 from common.files import check_file, read_json
 from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, text, whole
-from tokens.files import TOKENIZER_CONFIG
+from tokens.files import special_tokens_map, tokenizer_settings
 
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -106,11 +106,9 @@ def _architecture(config: dict) -> str | None:
 
 
 def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
-    """The tokenizer's own end token, and the ids of that token and of all special tokens."""
-    file = path / "tokenizer_config.json"
-    config = _read_if_there(file, TOKENIZER_CONFIG)
-    eos = config.get("eos_token")
-    eos = eos["content"] if isinstance(eos, dict) else eos
+    """Return the tokenizer's own end token, and the ids of that token and of all special tokens."""
+    config = tokenizer_settings(path)
+    eos = special_tokens_map(config).get("eos_token")
     decoder = config.get("added_tokens_decoder") or {}
     added = [{"id": int(i), **token} for i, token in decoder.items()]
     tokenizer = _read_if_there(path / "tokenizer.json", TOKENIZER)
