@@ -15,7 +15,7 @@ from common.errors import InputError
 
 
 def test_unknown_kinds():
-    with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target' or 'eagle'"):
+    with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target', 'eagle'"):
         build_module({"kind": "eagle9"})
 
 
