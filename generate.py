@@ -21,8 +21,7 @@ from console.prompts import gather_prompts
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.early import judge_method
 from drafters.tree_spec import MOST_NODES, TreeSpec, default_tree, read_tree, with_numbers, within_limits
-from sampling.options import Sampling
-from sampling.rules import RULES
+from sampling.options import RULES, Sampling
 from tokens.guard import GUARD
 from tokens.schema import ANY_OBJECT, read_schema
 
@@ -218,14 +217,14 @@ def asked_schema(file: str) -> str:
 def load(o, asked: Asked, batch: int, ranks=None):
     """Load the target -> (Target, Drafting). Nothing is compiled yet.
 
-    batch: how many texts are decoded together. ranks: the `kernels.ranks.Ranks` to deal it among, if any.
+    batch: how many texts are decoded together. ranks: the `kernels.tp.Ranks` to deal it among, if any.
     """
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
     from engine.api import Drafting, check_prompts, load_target
     from engine.fitting import settle
     from engine.runtime import Runtime, check_device
-    from kernels.ranks import own_device
+    from kernels.tp import own_device
 
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, o.autotune, o.isa, o.kv)
     if ranks:
@@ -265,7 +264,7 @@ def run(o) -> int:
     if o.interactive:
         raise InputError("--interactive: ranks have one terminal together; start it without torchrun")
     from engine.runtime import Runtime
-    from kernels.ranks import joined, own_device
+    from kernels.tp import joined, own_device
 
     device = Runtime(o.device).device_name
     with joined(device, o.shard_head) as ranks:

@@ -357,7 +357,7 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 
     from common.threads import use_threads
     from engine.runtime import Runtime
-    from kernels.ranks import is_loss
+    from kernels.tp import is_loss
     from training.processes import Processes
     from training.session import Session, check_machine
 

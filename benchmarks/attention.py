@@ -25,8 +25,7 @@ from common.cli import note
 from common.dtypes import KV_DTYPES
 from common.errors import InputError
 from kernels import cpu
-from kernels.packed import ByteCache, pack_models
-from model import KVCache, Transformer
+from model import Transformer
 from tree import visible_slots
 
 
@@ -46,7 +45,9 @@ def caches_of(target: Transformer, slots: int) -> nn.ModuleList:
         qkv = torch.randn(1, slots, width, dtype=target.embed.weight.dtype)
         zero = torch.zeros(1, slots, a.head_dim // 2)
         own = torch.arange(slots)[None]  # each row sees its own slot: they are only stored
-        cpu.attend(qkv, zero + 1, zero, cache.k, cache.v, own, torch.eye(slots, dtype=torch.bool)[None])
+        seen = torch.eye(slots, dtype=torch.bool)[None]
+        ops = target.backend.ops
+        ops.attend(qkv, zero + 1, zero, None, None, 0.0, cache.k, cache.v, own, seen)
     return caches
 
 
@@ -65,12 +66,13 @@ def run(o) -> None:
     """Measure, print, write. Raises InputError."""
     passes = {}
     for isa in o.isa or [None]:
-        name = cpu.load_kernels(note, isa=isa)
+        backend = cpu.CpuBackend.load(isa, note)
+        name = backend.name
         target, _ = load_model(o.checkpoint, "cpu", torch.bfloat16)
-        if not pack_models(target):
+        if not backend.prepare(target):
             raise InputError(f"{o.checkpoint}: has layers that the CPU kernels do not take")
         for kv in o.kv:
-            target.Cache = ByteCache if kv == "int8" else KVCache
+            target.Caches = backend.caches["int8" if kv == "int8" else "auto"]
             caches = caches_of(target, max(o.context) + max(o.rows))
             for rows in o.rows:
                 for context in o.context:
@@ -78,8 +80,7 @@ def run(o) -> None:
     times: dict[tuple, list[float]] = {key: [] for key in passes}
     for repeat in range(o.repeat + 1):  # the first one warms up
         for (isa, *size), call in passes.items():
-            cpu.load_kernels(isa=isa)
-            with cpu.alone():
+            with cpu.CpuBackend.load(isa).threads():
                 call()  # of another instruction set the processor's caches hold the weights
                 began = time.perf_counter()
                 call()

@@ -25,7 +25,7 @@ from engine.capture import capture  # noqa: E402
 from engine.runtime import check_device, use_device  # noqa: E402
 from engine.text_decoder import TextDecoder  # noqa: E402
 from evaluation.asking import rotated  # noqa: E402
-from kernels.cpu import isa_in_use  # noqa: E402
+from kernels.cpu import CpuBackend  # noqa: E402
 from kernels.isa import processor_name  # noqa: E402
 
 
@@ -71,7 +71,7 @@ def describe(threads: int) -> dict:
     """Date, device, threads, instruction set of the kernels, torch version: the head of every result file."""
     return {
         "date": datetime.date.today().isoformat(), "device": device_name(), "threads": threads,
-        "isa": isa_in_use(), "torch": torch.__version__,
+        "isa": next(reversed(CpuBackend.loaded), None), "torch": torch.__version__,
     }
 
 
@@ -87,7 +87,7 @@ def write(name: str, record: dict) -> None:
     The instruction set is filled in where the kernels had not been loaded when `describe` looked.
     """
     if record.get("isa", "") is None:
-        record["isa"] = isa_in_use()
+        record["isa"] = next(reversed(CpuBackend.loaded), None)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -24,8 +24,7 @@ from drafters.eagle import Eagle
 from engine.calibrating import Recorder, record_answers
 from engine.calibration import USUAL
 from engine.text_decoder import encode
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
 
@@ -57,8 +56,7 @@ def run(o) -> None:
     """Decode all questions; print a row for each temperature and number of levels."""
     target, config = load_model(o.checkpoint, "cpu")
     head = load_head(Path(o.checkpoint) / "eagle3", target)
-    load_kernels()
-    pack_models(target, head)
+    choose_backend("cpu").prepare(target, head)
     tokenizer = Tokenizer.load(o.checkpoint)
     prompts = [encode(tokenizer, prompt) for path in o.questions for prompt in read_prompts(path)[: o.limit]]
     width, record = USUAL.width, describe(o.threads) | {"texts": o.texts, "rows": []}

@@ -28,8 +28,7 @@ from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from engine.run import Run
 from engine.text_decoder import encode
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from networks.head import Head
 from sampling.options import Sampling
 from tokens.dataset import read_prompts
@@ -113,8 +112,7 @@ def run(o) -> None:
     target, config = load_model(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
     head = load_head(o.draft or Path(o.checkpoint) / "eagle3", target)
     if target.embed.weight.device.type == "cpu":
-        load_kernels()
-        pack_models(target, head)
+        choose_backend("cpu").prepare(target, head)
     shape, record = TreeShape.parse(o.tree), describe(o.threads) | {"rows": []}
     record |= {"tree": o.tree, "max_new_tokens": o.max_new_tokens}
     print("set", "tokens", "T", "steps", *(window or "all" for window in o.draft_window), sep="\t")

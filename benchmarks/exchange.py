@@ -14,7 +14,7 @@ import bench  # first: it makes the modules below importable
 import torch
 from bench import median_seconds
 
-from kernels.ranks import joined, own_device
+from kernels.tp import joined, own_device
 
 REPEAT = 200
 

@@ -12,7 +12,6 @@
 #   kv        the same steps over caches in fp8
 #   batch     1, 16 and 60 rows of 1 to 32 texts
 #   quant     int8, fp8 and int4; their products alone
-#   offload   a step with more and more layers in the host's memory, and the rate of copies from there
 #   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
 #   smollm2   peers on CHECKPOINT, with the questions of QUESTIONS if that is set
 #   batches   1 to 56 texts of CHECKPOINT at a time, plainly, with EAGLE-3 and by transformers; QUESTIONS
@@ -26,7 +25,7 @@
 
 set -u
 cd "$(dirname "$0")/.." || exit 1
-STAGES="probe correct step context kv batch quant offload peers smollm2 batches train"
+STAGES="probe correct step context kv batch quant peers smollm2 batches train"
 SHAPE=${SHAPE:-llama-3.1-8b}
 CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
 OPTIONS=${OPTIONS:-}
@@ -121,10 +120,6 @@ quant() {
     measure 370 quant step --shape "$SHAPE" --modes int8 $fp8 int4 --rows 1 60 \
         --context 128 --limit 290 $OPTIONS
     measure 160 products products --shape "$SHAPE" --rows 1 16 60
-}
-
-offload() {
-    measure 520 offload offload --shape "$SHAPE" --limit 400
 }
 
 peers() {

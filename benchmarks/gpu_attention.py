@@ -50,7 +50,7 @@ class Case:
 
     def ours(self, fp8: bool = False) -> Callable[[], object]:
         """Our kernel in place of all that stands between a layer's two products."""
-        if not here.runs_on(self.qkv):
+        if not here.capable(self.qkv.device):
             raise InputError("our kernels do not run here")
         from kernels.gpu.attention import attend
 

@@ -94,7 +94,7 @@ def median(costs: list[Costs]) -> Costs:
 def run(o) -> None:
     """Measure all shapes in turns; print a row of each."""
     target = load_target(o.checkpoint, say=note)
-    if not target.model.on_kernels:
+    if not target.model.whole:
         raise InputError(f"{o.checkpoint}: does not run on our CPU kernels here; costs would be others")
     folder = Path(o.checkpoint) / "eagle3"
     known = Calibration.read(folder)

@@ -22,8 +22,7 @@ from common.dtypes import KV_DTYPES
 from common.errors import InputError
 from engine.api import load_target
 from engine.runtime import Runtime
-from kernels import cpu
-from kernels.packed import threads_for
+from kernels.backend import backend_of
 from model import Transformer
 
 CHUNK = 64  # tokens of a pass
@@ -39,7 +38,7 @@ def read(target: Transformer, windows: Tensor) -> Iterator[Tensor]:
         for first in range(0, length, CHUNK):
             own = slots[None, first : first + CHUNK]
             visible = slots[: first + CHUNK] <= own[..., None]
-            with threads_for(target):
+            with backend_of(target).threads():
                 x, _ = target(window[own], own, own, visible, caches)
                 logits = target.logits(x)[0]
             yield logits.log_softmax(-1)
@@ -58,7 +57,8 @@ def run(o) -> None:
         target = load_target(o.checkpoint, runtime, note)
         if target.tokenizer is None:
             raise InputError(f"{o.checkpoint}: has no tokenizer")
-        names.append((cpu.isa_in_use() if target.model.on_kernels else PYTORCH, runtime.kv))
+        backend = backend_of(target.model)
+        names.append((backend.name if backend.row_invariant else PYTORCH, runtime.kv))
         models.append(target)
     ids = torch.tensor(models[0].tokenizer.encode(text))
     length = o.window // CHUNK * CHUNK
@@ -72,9 +72,7 @@ def run(o) -> None:
     readers = [read(target.model, windows) for target in models]
     for after in following:
         first = None
-        for i, ((isa, _), reader) in enumerate(zip(names, readers)):
-            if isa != PYTORCH:
-                cpu.load_kernels(isa=isa)
+        for i, reader in enumerate(readers):
             found = next(reader)
             first = found if first is None else first
             loss[i] -= float(found.gather(1, after[:, None]).sum())

@@ -19,8 +19,8 @@ from shapes import blank_models
 from drafters.base import Drafter
 from drafters.eagle import Eagle
 from engine.memory import bytes_per_step
-from kernels.float8 import Float8Cache
-from model import KVCache, ModelArgs
+from kernels.float8 import Float8Caches
+from model import KVCaches, ModelArgs
 from tree import TreeShape
 
 SCALE = 4  # bytes of a float32: in int8 each head of a slot has one beside its values
@@ -29,8 +29,8 @@ HOST_CHUNK, DEVICE_CHUNK = 64, 512  # rows of a pass over a prompt, see engine/b
 
 def kv_bytes(args: ModelArgs, slots: int, kv: str) -> int:
     """Of the keys and values of all layers in so many slots. kv: bf16, int8 or fp8, which has no scales."""
-    cache = KVCache if kv == "bf16" else Float8Cache
-    size = cache.bytes(1, slots, args, torch.bfloat16) * args.num_layers
+    caches = KVCaches if kv == "bf16" else Float8Caches
+    size = caches.bytes(args, 1, slots, torch.bfloat16)
     return size + (size // args.head_dim * SCALE if kv == "int8" else 0)
 
 

@@ -28,7 +28,8 @@ from shapes import random_models
 from checkpoint.loading import load_model
 from common.cli import note
 from common.errors import InputError, first_line
-from kernels.cpu import load_kernels
+from kernels.backend import choose_backend
+from kernels.cpu import CpuBackend
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 
@@ -58,18 +59,17 @@ def int8pack(weight: torch.Tensor) -> Callable:
     return lambda x: torch._weight_int8pack_mm(x, q, scale)
 
 
-def unquantised(weight: torch.Tensor) -> PackedLinear:
+def unquantised(backend: CpuBackend, weight: torch.Tensor) -> PackedLinear:
     """Our CPU product with bf16 weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return PackedLinear(linear, torch.bfloat16)
+    return PackedLinear(backend, linear, torch.bfloat16)
 
 
 class Product(NamedTuple):
     """One kind of product: what takes rows of x for each matrix."""
 
     layers: list[Callable]
-    isa: str | None = None  # of our kernels, which have to be in use when it is called
 
 
 def products_of(weights: list[torch.Tensor], device: str, isas: list[str | None]) -> dict[str, Product]:
@@ -85,14 +85,16 @@ def products_of(weights: list[torch.Tensor], device: str, isas: list[str | None]
         for mode in ("int8", "int4", "fp8"):
             if mode in modes or mode == "fp8":
                 layers = [QuantizedLinear.of(w, mode, modes.get(mode, 0)) for w in weights]
+                choose_backend(device).prepare(nn.ModuleList(layers))
                 products[f"ours {mode}"] = Product(layers)
         return products
     for isa in isas:
-        name = load_kernels(note, isa=isa)
-        products[f"{name} whole"] = Product([unquantised(w) for w in weights], name)
+        backend = CpuBackend.load(isa, note)
+        name = backend.name
+        products[f"{name} whole"] = Product([unquantised(backend, w) for w in weights])
         for mode, group in modes.items():
             layers = [QuantizedLinear.of(w, mode, group) for w in weights]
-            products[f"{name} {mode}"] = Product([PackedLinear(la, torch.bfloat16) for la in layers], name)
+            products[f"{name} {mode}"] = Product([PackedLinear(backend, la, torch.bfloat16) for la in layers])
     return products
 
 
@@ -127,8 +129,6 @@ def run(o) -> None:
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for repeat in range(o.repeat + 1):  # the first one warms up
         for (name, rows), call in calls.items():
-            if isa := products[name].isa:
-                load_kernels(isa=isa)
             settle(o.device)
             time.sleep(PAUSE)
             began = time.perf_counter()

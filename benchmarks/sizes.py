@@ -37,9 +37,8 @@ from checkpoint.names import CONFIG, WEIGHTS
 from common.cli import note
 from common.errors import InputError
 from common.files import atomic_path
-from kernels.cpu import load_kernels
+from kernels.backend import choose_backend
 from kernels.modes import BESIDE
-from kernels.packed import pack_models
 from model import Transformer
 from tree import TreeShape
 
@@ -110,14 +109,15 @@ def run(o) -> None:
     if o.write:
         write_both(o)
         return
-    isa = load_kernels(note)
+    backend = choose_backend("cpu", say=note)
+    isa = backend.name
     with tempfile.TemporaryDirectory() as into:
         folder = in_mode(files(o)[0], o.mode, Path(into))
         target, _ = load_model(folder)
         size = weights_and_caches(folder, target)
         peak = peak_bytes(folder, o) if o.peak else None
     head = random_head(o.shape, target, BESIDE[o.mode])
-    pack_models(target, head)
+    backend.prepare(target, head)
     steps = [HeldStep(target, head, shape, 1, o.context, True) for shape in (TreeShape(1, 0, 0), CHAIN)]
     ours: list[list[dict]] = []
     theirs: dict[str, list[float]] = {"plain": [], "8 rows": []}

@@ -46,16 +46,14 @@ from common.dtypes import DTYPES
 from common.errors import InputError, first_line
 from drafters.base import Drafter
 from drafters.eagle import Eagle
-from engine.api import Drafting, Target, float8_cache
+from engine.api import Drafting, Target
 from engine.compiling import compile_graph, unguarded
 from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.runtime import Runtime
-from kernels.cpu import load_kernels
+from kernels.backend import choose_backend
 from kernels.modes import MODES
-from kernels.packed import threads_for
-from kernels.parts import draw, visible_slots
-from model import KVCache, Transformer
+from model import KVCaches, Transformer
 from networks.head import Head
 from sampling.options import Modes, Sampling
 from tree import TreeShape
@@ -136,20 +134,21 @@ class HeldStep:
         d = self.decoder
         positions = d.state.length[:, None] + torch.arange(d.drafter.shape.nodes, device=span.device)
         sees = torch.ones_like(positions[..., None] == positions[:, None])
-        visible = visible_slots(span, d.state.length, sees)
+        visible = d.backend.visible_slots(span, d.state.length, sees)
         tokens = torch.zeros_like(positions)
         x, _ = d.target(tokens, positions, positions, visible, d.caches, d.drafter.aux_layers)
-        return draw(d.target.logits(x), None)
+        return d.backend.draw(d.target.logits(x), None)
 
     def _run(self, part: Callable[[Tensor], object]) -> None:
-        with threads_for(self.decoder.target):
+        with self.decoder.backend.threads():
             part(self.span)
 
     def bytes_read(self, n: int) -> int:
         """Bytes that a step must read at a context of n tokens: weights, live keys and values, by pass."""
         target, drafter = self.decoder.target, self.decoder.drafter
         slots, kv_dtype = min(self.decoder.slots, n + drafter.extra_slots), target.embed.weight.dtype
-        head_cache = sum(KVCache.bytes(self.batch, slots, args, kv_dtype) for args in drafter.cached)
+        cached = drafter.cached
+        head_cache = sum(KVCaches.bytes(a, self.batch, slots, kv_dtype) / a.num_layers for a in cached)
         target_cache = target.cache_bytes(self.batch, slots)
         return bytes_per_step(target, drafter) + target_cache + head_cache * drafter.passes
 
@@ -195,13 +194,12 @@ def models_for(o, mode: str, stored: str | None, kv: str = "auto") -> tuple[Tran
     torch_dtype = getattr(torch, DTYPES[o.dtype]) if o.dtype else None
     target, head = models_of(o.checkpoint, o.shape, torch_dtype, o.device, None if mode == "none" else mode)
     runtime = Runtime(o.device, compile=o.compile, kv=kv)
-    if runtime.on_kernels:
-        load_kernels(note)
-    loaded = Target(Path(o.checkpoint or o.shape), runtime, target, {}, None, note)
+    backend = choose_backend(o.device, o.compile, say=note)
+    loaded = Target(Path(o.checkpoint or o.shape), runtime, target, {}, None, note, backend)
     loaded.put_on_kernels(target)
     if kv == "fp8":
         runtime.check_fp8()
-        target.Cache = float8_cache(target)
+        target.Caches = backend.caches[kv]
     loaded.put_on_kernels(head, int8=Drafting().int8 and mode == "none" and not stored)
     return target, head
 

@@ -20,8 +20,7 @@ from bench import describe, write
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from engine.text_decoder import encode
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
 from training.validate import acceptance
@@ -46,8 +45,7 @@ def run(o) -> None:
     target, config = load_model(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
     heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
     if target.embed.weight.device.type == "cpu":
-        load_kernels()
-        pack_models(target, *heads.values())
+        choose_backend("cpu").prepare(target, *heads.values())
     trees = [(tree, TreeShape.parse(tree)) for tree in o.tree]
     sets = {Path(path).stem: prompts_of(path, o, target.args.max_seq_len) for path in o.questions}
     record = describe(o.threads) | {"max_new_tokens": o.max_new_tokens, "rows": []}

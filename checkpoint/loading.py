@@ -14,9 +14,8 @@ from checkpoint.shards import shares_of
 from checkpoint.weights import Stored, check_shapes, count_parts, listed, opened
 from common.errors import InputError
 from common.schema import Wrong
-from kernels.parallel import Share, deal
 from kernels.quantized import Scheme, replace_all
-from kernels.ranks import Ranks
+from kernels.tp import Ranks, Share, deal
 from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
 from networks.head import Head, HeadArgs
 
@@ -63,17 +62,15 @@ def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 def load_model(
     folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None,
-    on_host: int = 0,
 ) -> tuple[Transformer, dict]:
     """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
 
-    ranks: read this rank's part of it only, and let it compute with the others. on_host: so many of the last
-    layers are left in the host's memory, see `kernels.offload`. Raises InputError with a one-line message on
-    anything that is missing, damaged or of another kind, or cannot be dealt.
+    ranks: read this rank's part of it only, and let it compute with the others. Raises InputError with a
+    one-line message on anything that is missing, damaged or of another kind, or cannot be dealt.
     """
     config = read_config(folder, "target")
     if ranks is None:
-        return _load(Path(folder), config, device, dtype, on_host=on_host), config
+        return _load(Path(folder), config, device, dtype), config
     shares = shares_of(config, ranks.count)
     model = _load(Path(folder), config, device, dtype, shares[ranks.rank])
     deal(model, shares, ranks)
@@ -102,10 +99,9 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
 
 def _load(
     folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None,
-    share: Share | None = None, on_host: int = 0,
+    share: Share | None = None,
 ):
     path = folder / WEIGHTS
-    resident = config.get("num_layers", 0) - on_host
     module = described(folder, config, listed(path, ADVICE))
     if share:
         module = build_module(config, share)
@@ -113,7 +109,7 @@ def _load(
     for name, meta in module.state_dict().items():
         # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
         # as soon as it has been packed, not when all have.
-        with opened(path, ADVICE, "cpu" if on_host and layer_of(name) >= resident else device) as file:
+        with opened(path, ADVICE, device) as file:
             tensor = share.take(name, file) if share else file.get_tensor(name)
         fixed = _fixed(name, tensor, meta)
         if fixed and tensor.dtype != meta.dtype:

@@ -9,8 +9,8 @@ import torch
 from checkpoint.folder import check_config
 from checkpoint.names import ADVICE, WEIGHTS
 from checkpoint.weights import bytes_of, listed
-from kernels.parallel import Share
 from kernels.quantized import Scheme
+from kernels.tp import Share
 
 
 def shares_of(config: dict, count: int) -> list[Share]:

@@ -35,7 +35,6 @@ def decode_all(
     batch, options = model.decoder.batch, {"raw": o.raw, "system": o.system}
     ranks = model.decoder.target.ranks
     first, count = ranks is None or ranks.rank == 0, 1 if ranks is None else ranks.count
-    offloaded = model.decoder.target.offloaded
     for i in range(0, len(samples), batch):
         prompts, samplings = zip(*samples[i : i + batch])
         job = model.job(list(prompts), list(samplings), **options)
@@ -59,7 +58,7 @@ def decode_all(
         rule = model.decoder.drafter.rule if o.temperature > 0 else "equal"
         if o.json:
             for result, other in zip(results, plain_results):
-                row = as_json(result, rule, other, count, offloaded.count if offloaded else 0)
+                row = as_json(result, rule, other, count)
                 print(json.dumps(row), flush=True)
         else:
             note(statistics(results, model.decoder))

@@ -6,7 +6,6 @@ from collections import Counter
 from engine.decoder import Decoder
 from engine.memory import peak_memory
 from engine.text_decoder import Result
-from sampling.rules import LOSSY
 from tokens.ids import common_prefix
 
 
@@ -32,7 +31,6 @@ def as_json(
         "seed": result.seed,
         "finish": result.finish,
         "accept": rule,
-        "lossy": rule in LOSSY,
         "ranks": ranks,
         "offload": offload,
     }
@@ -63,9 +61,6 @@ def statistics(results: list[Result], decoder: Decoder) -> str:
         f" then {max(tokens - len(results), 0) / seconds if seconds else 0:.1f} tok/s ({seconds:.2f} s);"
         f" {', '.join(sorted({r.finish for r in results}))}"
     ]
-    if decoder.drafter.rule in LOSSY and bool((decoder.state.temperature > 0).any()):
-        rule = decoder.drafter.rule
-        lines.append(f"{rule} acceptance: LOSSY, this text is not distributed as the target's")
     memory = f"peak memory {peak_memory(decoder.device) / 1e9:.2f} GB"
     if not lengths:
         lines.append(f"no step was needed; {memory}")
@@ -93,8 +88,7 @@ def comparison(results: list[Result], plain: list[Result], rule: str) -> str:
     ratio = speedup(results[0], plain[0]) if len(results) == 1 else fast / max(slow, 1e-9)
     verdict = "yes" if equal == len(results) else f"{equal} of {len(results)}; "
     if equal < len(results) and rule != "equal":
-        why = {"typical": "is LOSSY", "residual": "draws with other random numbers"}[rule]
-        verdict += f"{rule} acceptance {why}"
+        verdict += f"{rule} acceptance draws with other random numbers"
     elif equal < len(results):
         verdict += first_difference(results, plain)
     return f"plain: {slow:.1f} tok/s; speedup {ratio or 0:.2f}x; texts equal: {verdict}"

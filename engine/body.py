@@ -23,8 +23,7 @@ from engine.prefill import prefill
 from engine.state import State
 from engine.step import commit, step, verify
 from engine.tuning import Plan
-from kernels.packed import threads_for
-from kernels.parts import visible_before
+from kernels.backend import backend_of
 from model import Transformer
 from sampling.options import Modes, Sampling
 from tokens.grammar import Guide
@@ -76,7 +75,7 @@ class Rows:
             self.state, self.caches, self._drafter = body.state, body.caches, body.drafter
         else:
             self.state = body.state.rows(first, count)
-            self.caches = type(body.caches[0]).rows(body.caches, first, count)
+            self.caches = body.caches.rows(first, count)
             self._drafter = body.drafter.rows(first, count)
         self.prefill = body.function(prefill, "prefill")
         self._kinds: dict[Kind, Kind] = {}
@@ -117,11 +116,11 @@ class Body:
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
         on_cuda = self.device.type == "cuda"
-        self.target, self.drafter = target, drafter or Drafter()
+        self.target, self.drafter, self.backend = target, drafter or Drafter(), backend_of(target)
         self.batch, self.max_seq_len = batch, max_seq_len
         # Without compiling everything runs eagerly and gives the same text. On our CPU kernels a step calls
         # few operators: compiling it would save nothing.
-        self.compiled = compile and not target.on_kernels
+        self.compiled = compile and not self.backend.row_invariant
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -151,6 +150,7 @@ class Body:
         self.state = State(
             batch, tokens, self.window, width, stop_ids, dtype, self.device, room=self.unread,
             vocabulary=target.args.vocab_size, nodes=max(one.shape.nodes for one in drafters),
+            backend=self.backend,
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
         self.chunk_ids = {c: torch.arange(c, device=self.device) for c in self.chunks}
@@ -297,7 +297,7 @@ class Body:
         if short:
             features = F.pad(features, (0, 0, 0, short))
         positions = start[:, None] + self.slot_ids[:size]
-        rows.drafter.read(state, features, positions, visible_before(span, start, size))
+        rows.drafter.read(state, features, positions, self.backend.visible_before(span, start, size))
 
     def run(self, key: tuple, call: Callable):
         """A call, on CUDA as a captured graph. key: tells calls apart; those of one key do the same."""
@@ -312,14 +312,14 @@ class Body:
         """
         if self.device.type == "cuda":
             return torch.cuda.device(self.device)
-        return threads_for(self.target)
+        return self.backend.threads()
 
     def span(self, needed: int) -> Tensor:
         """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
 
         Where attention reads the lengths itself, all slots: one graph serves every context.
         """
-        if self.target.reads_length:
+        if self.backend.reads_length:
             return self.slot_ids
         size = round_up(needed, SPAN)
         if self.device.type == "cuda":  # a captured graph is of one size: powers of two keep them few

@@ -19,7 +19,6 @@ from drafters.network import HeadDrafter
 from engine.calibration import DEEPEST, LONG, NODES, SHORT, TEMPERATURES, USUAL, WIDTHS, Calibration, Far
 from engine.decoder import Decoder
 from engine.run import Run
-from kernels.parts import prune
 from model import Transformer
 from sampling.options import Sampling
 from tree import Growth, TreeShape
@@ -76,7 +75,7 @@ class Recorder(Drafter):
         growths = {shape.width: drafter.grow(last, state, slots, noise, shape) for shape in shapes}
         self.steps.append((state.length.clone(), growths))
         growths[2].shape = self.shape
-        return Proposal(prune(growths[2], state.root()))
+        return Proposal(state.backend.prune(growths[2], state.root()))
 
 
 @torch.no_grad()

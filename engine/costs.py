@@ -27,12 +27,10 @@ from engine.calibration import LONG, SHORT
 from engine.capture import capture
 from engine.compiling import compile_graph, unguarded
 from engine.state import State
+from kernels.backend import backend_of
 from kernels.build import digest
-from kernels.cpu import isa_in_use
 from kernels.gpu import here
 from kernels.isa import processor_name
-from kernels.packed import threads_for
-from kernels.parts import draw, visible_slots
 from model import Transformer
 from tree import TreeShape
 
@@ -146,6 +144,7 @@ class Passes:
     ):
         """texts: time passes over several texts, too."""
         self.target, self.drafter = target, drafter.with_tree(drafter.shape)
+        self.backend = backend_of(target)
         weight = target.embed.weight
         self.device, dtype = weight.device, weight.dtype
         self.verify_rows, self.level_rows, _, counts = rows_of(self.device, batches)
@@ -165,23 +164,22 @@ class Passes:
     def _verify(self, tokens: Tensor, own: Tensor, caches: nn.ModuleList) -> Tensor:
         visible = self._seen(self.slots, self.length, own)
         x, _ = self.target(tokens, own, own, visible, caches, self.drafter.aux_layers)
-        return draw(self.target.logits(x), None)
+        return self.backend.draw(self.target.logits(x), None)
 
     def _read(self, state: State) -> tuple[Tensor, Tensor]:
         return self.drafter.first_pass(state, self.slots)
 
-    @staticmethod
-    def _seen(slots: Tensor, length: Tensor, own: Tensor) -> Tensor:
+    def _seen(self, slots: Tensor, length: Tensor, own: Tensor) -> Tensor:
         """All that is committed, and all rows of the pass."""
         length = length.expand(len(own))
-        return visible_slots(slots, length, torch.ones_like(own[..., None] == own[:, None]))
+        return self.backend.visible_slots(slots, length, torch.ones_like(own[..., None] == own[:, None]))
 
     def _state(self, rows: int) -> State:
         """Where a sequence stands of which the drafter has not read so many tokens."""
         width = len(self.drafter.aux_layers) * self.target.args.hidden_size
         state = State(
             1, len(self.slots) + 1, rows, width, (), self.feature.dtype, self.device,
-            vocabulary=self.target.args.vocab_size,
+            vocabulary=self.target.args.vocab_size, backend=self.backend,
         )
         state.length.copy_(self.length)
         state.n_new.fill_(min(rows, int(self.length)))
@@ -202,7 +200,7 @@ class Passes:
             tokens, own = self._rows(length, rows)
             feature = self.feature.expand(-1, rows, -1).contiguous()
             visible = self._seen(slots, length, own)
-            calls["level", rows] = partial(self.level_pass, tokens, feature, own, visible)
+            calls["level", rows] = partial(self.level_pass, self.backend, tokens, feature, own, visible)
         return {key: self._captured(call) for key, call in calls.items()}
 
     @staticmethod
@@ -244,7 +242,7 @@ def measure(
         settle()
         times.setdefault((context, name, rows), []).append(time.perf_counter() - start)
 
-    with threads_for(target):
+    with backend_of(target).threads():
         for call in calls.values():  # compile, touch the caches
             call()
         settle()
@@ -310,10 +308,9 @@ def conditions(
     on_cuda = weight.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(weight.device) if on_cuda else processor_name(),
-        "isa": isa_in_use() if target.on_kernels else None,
+        "isa": backend_of(target).name,
         "threads": 0 if on_cuda else torch.get_num_threads(), "dtype": str(weight.dtype), "compile": compile,
-        "cache": target.Cache.__name__,
-        **({"offload": target.offloaded.count} if target.offloaded else {}),
+        "cache": target.Caches.__name__,
         "target": _sizes(target), "head": _sizes(drafter.head),
         "drafter": type(drafter).__name__, "contexts": contexts, "torch": torch.__version__,
         "kernels": here.digest() if on_cuda else digest(), **({"batches": True} if batches else {}),

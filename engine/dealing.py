@@ -12,7 +12,7 @@ from checkpoint.shards import shares_of, weigh
 from common.errors import InputError
 from engine.memory import free_memory
 from engine.runtime import Runtime
-from kernels.ranks import Ranks, short_sums_in_shared_memory
+from kernels.tp import Ranks, short_sums_in_shared_memory
 
 
 def prepare(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], ranks: Ranks) -> None:

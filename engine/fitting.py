@@ -24,9 +24,9 @@ from engine.api import Drafting, longest_text
 from engine.body import GPU_CHUNKS, SPAN, round_up
 from engine.memory import free_memory
 from engine.runtime import Runtime, check_offload
-from kernels.offload import ROOMS
-from model import KVCache, ModelArgs
+from model import KVCaches, ModelArgs
 
+ROOMS = 2
 LIBRARIES = 1 << 30  # bytes: CUDA's libraries, captured graphs, gaps between what is allocated
 NODES = 64  # rows of a text whose logits are there at once
 LOGITS = 3  # of these: with noise, and as they are drawn from
@@ -136,7 +136,7 @@ def _folders(drafting: Drafting, checkpoint: Path) -> list[Path]:
 
 
 def _cached(args: ModelArgs, batch: int, slots: int, dtype: torch.dtype) -> int:
-    return args.num_layers * KVCache.bytes(batch, slots, args, dtype)
+    return KVCaches.bytes(args, batch, slots, dtype)
 
 
 def _computing(args: ModelArgs, quantised: bool, batch: int, dtype: torch.dtype) -> int:

@@ -13,8 +13,7 @@ from engine.calibrating import PROMPTS
 from engine.decoder import Decoder
 from engine.run import Run
 from engine.text_decoder import encode
-from kernels.cpu import try_kernels
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
@@ -31,8 +30,7 @@ def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most:
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
     length = max(map(len, prompts)) + most
     model, _ = load_model(checkpoint)
-    if try_kernels(say):
-        pack_models(model)
+    choose_backend("cpu", say=say).prepare(model)
     largest, vocab_size = max(map(max, prompts)), model.args.vocab_size
     if largest >= vocab_size:
         raise InputError(

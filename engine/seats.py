@@ -287,10 +287,10 @@ class Seats(Body):
         return len(self._kept[place])
 
     def _take(self, place: int, slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return type(self.caches[0]).take(self.caches, place, slots), self.drafter.take(place, slots)
+        return self.caches.take(place, slots), self.drafter.take(place, slots)
 
     def _put(self, place: int, taken: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
-        type(self.caches[0]).put(self.caches, place, taken[0])
+        self.caches.put(place, taken[0])
         self.drafter.put(place, taken[1])
 
     @torch.no_grad()

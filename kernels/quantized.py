@@ -18,11 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Among, Either, Flag, Null, Text, Wrong, key, record_of
-from kernels.gpu import here
 from kernels.modes import FOUR_BITS, GROUPS, MODES
-
-if here.CAN:
-    from kernels.gpu import products
 
 INPUTS = 64  # w8a8: so many inputs of a layer share a scale
 FP8_MOST = 448.0  # the largest e4m3
@@ -203,8 +199,6 @@ class QuantizedLinear(nn.Module):
     def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
         if self.mode in ("w8a8", "w4a8"):
             x = round_inputs(x, self.group or INPUTS)
-        if self.mode != "fp8" and here.runs_on(x):
-            return products.linear(x, self.weight, self.scale, self.bias, onto, self.group, wide)
         y = self._fp8(x, wide) if self.mode == "fp8" else F.linear(x, self.dequantize(x.dtype), self.bias)
         y = y.float() if wide else y
         return y if onto is None else onto + y

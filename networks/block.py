@@ -55,12 +55,12 @@ class BlockLayer(Block):
         `shared` are those of context and rows, one after the other.
         """
         inputs = torch.cat((context, self.attn_norm(x)), 1)
-        attended = self.attention(self, self.wqkv(inputs), cache, shared)
+        attended = cache.attend(self, self.wqkv(inputs), shared)
         return self.finish(x, attended[:, context.shape[1] :])
 
     def read(self, context: Tensor, cache: KVCache, shared: Pass) -> None:
         """Put the keys and values of fused features [B, C, H] into the cache."""
-        self.attention(self, self.wqkv(context), cache, shared)
+        cache.attend(self, self.wqkv(context), shared)
 
 
 class BlockHead(Head, Markov):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common.schema import Flag, List, Text, Whole, Wrong, key
 from common.sizes import IDS, WIDTH
-from model import KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies, move
+from model import KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,12 @@ class Head(nn.Module):
     """
 
     Args = HeadArgs
-    Cache = KVCache  # may be replaced by another class of the kind
+    Caches = KVCaches  # the class of its caches
+    backend = None  # that it was prepared for, see `kernels.backend`
 
     def __init__(self, args: HeadArgs):
         super().__init__()
-        self.args, self.move = args, move  # which may be replaced by another function of the kind
+        self.args = args
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
         self.lm_head = Linear(
             args.hidden_size, args.draft_vocab_size, bias=False
@@ -96,9 +97,9 @@ class Head(nn.Module):
         head.use_target(target)
         return head
 
-    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
-        """A cache for every layer of the head."""
-        return self.Cache.of_layers(self.args.num_layers, batch, slots, self.args, dtype, device)
+    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCaches:
+        """Allocate a cache for every layer of the head."""
+        return self.Caches.of(self.args, batch, slots, dtype, device, self.backend)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# The rules by which drafted nodes are accepted at temperature > 0; at 0 both are `equal`.
+RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
 MOST_BIAS = 100.0
 MOST_PENALTY = 2.0

@@ -8,8 +8,8 @@ from checkpoint.folder import read_config
 from checkpoint.loading import identity, identity_of, load_model
 from common.errors import InputError
 from engine.runtime import Runtime
-from kernels.packed import pack_models
-from kernels.ranks import Ranks
+from kernels.backend import choose_backend
+from kernels.tp import Ranks
 from model import Transformer
 
 
@@ -26,6 +26,5 @@ def load_copy(
     if not same or config["stop_ids"] != read_config(o.checkpoint)["stop_ids"]:
         raise InputError(f"{flag} {folder}: no copy of {o.checkpoint}: their shapes or stop ids differ")
     name = identity_of(folder, dtype) if ranks else identity(copy)
-    if o.compile and copy.embed.weight.device.type == "cpu":
-        pack_models(copy)
+    choose_backend(copy.embed.weight.device, o.compile).prepare(copy)
     return copy, name

@@ -27,8 +27,7 @@ from checkpoint.loading import identity
 from common.cli import note
 from common.errors import InputError
 from common.files import read_text
-from kernels.packed import threads_for
-from kernels.parts import visible_before
+from kernels.backend import backend_of
 from model import Transformer
 from training.batches import batches
 from training.processes import Processes
@@ -74,9 +73,9 @@ class Reader:
     @torch.no_grad()
     def __call__(self, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
         """`read_target` of tokens [B, T]."""
-        if not self.copy.on_kernels:
+        if not backend_of(self.copy).row_invariant:
             return read_target(self.copy, aux_layers, tokens)
-        with threads_for(self.copy):
+        with backend_of(self.copy).threads():
             rows = [self._row(aux_layers, row[None]) for row in tokens]
         return TargetStates(*map(torch.cat, zip(*rows)))
 
@@ -86,7 +85,7 @@ class Reader:
             self.slots = T
             self.caches = self.copy.caches(1, T)
         positions, start = torch.arange(T)[None], torch.zeros(1, dtype=torch.long)
-        visible = visible_before(torch.arange(self.slots), start, T)
+        visible = backend_of(self.copy).visible_before(torch.arange(self.slots), start, T)
         return _states(self.copy, *self.copy(tokens, positions, positions, visible, self.caches, aux_layers))
 
 

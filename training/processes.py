@@ -12,7 +12,7 @@ from torch import Tensor
 from common.errors import InputError, first_line
 from common.torchrun import check_group, end_with_torchrun, waiting_for_others
 from engine.runtime import use_device
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 
 # A process may wait long for another one that decodes its share of the text.
 PATIENCE = timedelta(days=2)

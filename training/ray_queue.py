@@ -19,7 +19,7 @@ from checkpoint.loading import identity, load_model
 from common.errors import InputError
 from common.threads import use_threads
 from engine.runtime import Runtime
-from kernels.cpu import try_kernels
+from kernels.backend import TORCH, choose_backend
 from training.collect import Collector
 from training.processes import Processes
 from training.text import plan_text
@@ -37,7 +37,7 @@ class Writer:
         target, config = load_model(o.checkpoint, o.device, Runtime(dtype=o.dtype).torch_dtype)
         name = identity(target)
         if o.compile and torch.device(o.device).type == "cpu":
-            o.compile = try_kernels(print)
+            o.compile = choose_backend("cpu", say=print) is not TORCH
         target = decoding_copy(target) if o.compile else target
         self.collector = plan_text(o, target, name, config["stop_ids"], Processes(), print)
         self.collector.quiet = True

@@ -28,8 +28,8 @@ from common.files import write_text
 from engine.calibration import Calibration
 from engine.dealing import prepare
 from engine.runtime import Runtime, check_compiler, check_device
-from kernels.cpu import try_kernels
-from kernels.parallel import learnt_from
+from kernels.backend import TORCH, choose_backend
+from kernels.tp import learnt_from
 from networks.head import Head
 from training import corpus, figures
 from training.batches import Draw
@@ -101,11 +101,11 @@ class Session:
             head_args(self.target.args, o.kind, self.target.args.vocab_size, self.shape)
         self.work.mkdir(parents=True, exist_ok=True)
         if o.compile and torch.device(o.device).type == "cpu":
-            o.compile = try_kernels(note)
+            o.compile = choose_backend("cpu", say=note) is not TORCH
         self.decoding = decoding_copy(loaded) if o.compile else loaded
         self.packed = self.decoding is not loaded
         if ranks and self.decoding.embed.weight.device.type == "cpu":
-            o.compile = o.compile and self.decoding.on_kernels  # torch.compile is not for ranks on CPUs
+            o.compile = o.compile and self.decoding.whole  # torch.compile is not for ranks on CPUs
         self.reader = Reader(*load_copy(o, "--reader", o.reader, loaded, ranks)) if o.reader else None
         self.learning = training_copy(self.target, self.work, processes.first_says)
         if ranks:  # a part of the target has another identity than all of it

@@ -15,7 +15,7 @@ from drafters.p_eagle import PEagle
 from engine.calibrating import calibrate
 from engine.calibration import Calibration
 from engine.decoder import Decoder
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from model import Transformer
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
@@ -30,13 +30,12 @@ def decoding_copy(target: Transformer) -> Transformer:
     """The target for decoding: on a CPU a second copy on our kernels, more than twice as fast; elsewhere the
     target itself.
 
-    Training needs the weights as they are, and a packed model has none. On a CPU `kernels.cpu.load_kernels`
-    must have been called.
+    Training needs the weights as they are, and a packed model has none.
     """
     if target.embed.weight.device.type != "cpu":
         return target
     twin = copy.deepcopy(target)
-    pack_models(twin)
+    choose_backend("cpu").prepare(twin)
     return twin
 
 
@@ -98,5 +97,5 @@ class Validator:
     def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)
         if self.packed:
-            pack_models(twin)
+            choose_backend("cpu").prepare(twin)
         return twin

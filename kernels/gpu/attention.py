@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kernels.gpu.float8 import converts, loaded, stored
 from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
-from kernels.gpu.launch import begin, options
-from kernels.gpu.scratch import counters
+from kernels.gpu.launch import begin, counters, options
 
 PLENTY = 128 * 1024  # bytes of shared memory
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -1,4 +1,6 @@
-"""How our kernels are launched: each after the one before it has ended or, if asked for, while that one runs.
+"""How our kernels are launched, and memory that they share.
+
+A kernel runs after the one before it has ended or, if asked for, is set up while that one runs.
 
 TORCHINDUCTOR_ENABLE_PDL=1 in the environment, which torch.compile's kernels heed too, asks for programmatic
 dependent launch: a kernel is set up early and waits, before it touches memory, until the one before it has
@@ -12,6 +14,7 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED
 
@@ -34,3 +37,19 @@ def begin(EARLY: tl.constexpr):
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+_arrived: dict[torch.device, Tensor] = {}
+
+
+def counters(device: torch.device, count: int) -> Tensor:
+    """At least `count` zeros [n] int32, which a kernel leaves as zeros. Raises ValueError if there are fewer.
+
+    They are made at the first call on a device, which no capture precedes, and never again: a captured graph
+    keeps their address. Kernels that follow each other on one stream share them.
+    """
+    if device not in _arrived:
+        _arrived[device] = torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    if count > len(_arrived[device]):
+        raise ValueError(f"{count} groups of programs in one kernel, at most {len(_arrived[device])}")
+    return _arrived[device]

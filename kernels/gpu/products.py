@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED, programs_at_once
-from kernels.gpu.launch import begin, options
-from kernels.gpu.scratch import counters
+from kernels.gpu.launch import begin, counters, options
+from kernels.quantized import INPUTS, QuantizedLinear, round_inputs
 
 LEAST_STEPS = 2  # of a program: fewer would cost more in adding up than they save
 # The interpreter has no products of bfloat16; in float32 they are the same.
@@ -268,3 +268,12 @@ def linear(
 @linear.register_fake
 def _(x, weight, scale, bias, onto, group, wide):
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32 if wide else x.dtype)
+
+
+class TritonLinear(QuantizedLinear):
+    """A `QuantizedLinear` whose product is one kernel, which adds to the residual stream too."""
+
+    def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
+        if self.mode in ("w8a8", "w4a8"):
+            x = round_inputs(x, self.group or INPUTS)
+        return linear(x, self.weight, self.scale, self.bias, onto, self.group, wide)

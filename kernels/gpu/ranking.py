@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import begin, options
-from kernels.gpu.scratch import counters
+from kernels.gpu.launch import begin, counters, options
 
 CHUNK = 2048  # logits of a program, at most
 NONE = tl.constexpr(-(2**63))  # below every key

@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-STAGES = ["probe", "correct", "step", "context", "kv", "batch", "quant", "offload", "peers", "smollm2"]
+STAGES = ["probe", "correct", "step", "context", "kv", "batch", "quant", "peers", "smollm2"]
 STAGES += ["batches", "train"]
 # `parts.py join` makes the checkpoint.
 STUB = """#!/bin/sh
@@ -108,7 +108,7 @@ def test_it_goes_on_after_failures_and_sums_them_up(script):
 def test_all_is_every_stage_in_order(script):
     _, said, _ = script("all")
     parts = [name for name, _ in PART.findall(said)]
-    named = "probe", "sanitizer", "step", "context", "batch", "quant", "offload"
+    named = "probe", "sanitizer", "step", "context", "batch", "quant"
     places = [parts.index(part) for part in named]
     assert places == sorted(places) and parts[-1] == f"train-{KINDS[-1]}"
 

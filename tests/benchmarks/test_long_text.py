@@ -8,8 +8,8 @@ from helpers import ROOT
 from helpers.decoding import prompts, speculative
 from shapes import SHAPES
 
-from kernels.float8 import Float8Cache
-from model import KVCache
+from kernels.float8 import Float8Caches
+from model import KVCaches
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -22,7 +22,7 @@ def test_the_table_in_the_docs_is_what_is_computed():
 def test_what_is_computed_is_what_is_allocated():
     """A cache in bf16 and one in fp8, and a byte a value and a scale for each head in int8."""
     args = SHAPES["tiny"][0]
-    for kv, cache in (("bf16", KVCache), ("fp8", Float8Cache)):
+    for kv, cache in (("bf16", KVCaches), ("fp8", Float8Caches)):
         caches = cache.of_layers(args.num_layers, 1, 100, args, torch.bfloat16, "cpu")
         allocated = sum(b.nbytes for b in caches.buffers())
         assert long_text.kv_bytes(args, 100, kv) == allocated

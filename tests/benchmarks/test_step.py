@@ -2,20 +2,16 @@
 import json
 
 import attention
-import offload as benchmark
 import products
 import pytest
 import step
 import torch
-from helpers.streams import Late
 from shapes import random_models
 
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from kernels import isa
-from kernels.cpu import load_kernels
-from kernels.offload import offload
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -35,9 +31,8 @@ def test_models_of_a_shape_decode(mode):
 @pytest.mark.compile
 @pytest.mark.parametrize("mode", [None, "int8", "int4"])
 def test_models_of_a_shape_go_on_the_kernels(mode):
-    load_kernels()
     target, head = random_models("tiny", torch.float32, "cpu", mode, 32)
-    assert pack_models(target, head)
+    assert choose_backend("cpu").prepare(target, head)
     decoder = Decoder(target, Eagle(head, TreeShape(8, 2, 4)), compile=False, max_seq_len=100)
     assert len(decoder.generate([[1, 2, 3]], Sampling(20))[0].ids) == 20
 
@@ -56,21 +51,6 @@ def test_step_measures_every_part(results, capsys):
     few, many = (next(r for r in record["rows"] if r["context"] == n)["gigabytes"] for n in (32, 200))
     assert many > few and record["gigabytes_per_second"] > 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 16
-
-
-@pytest.mark.slow
-def test_offloaded_layers_are_measured(results, monkeypatch, capsys):
-    """On a CPU with streams in a GPU's place; without them it says so."""
-    argv = [*TINY, "--modes", "int8", "--layers", "0", "3", "9", "--rows", "1", "8", "--context", "32"]
-    assert benchmark.main(argv) == 1
-    assert "--device cpu: layers are offloaded from a GPU" in capsys.readouterr().err
-    monkeypatch.setattr(benchmark, "copy_rate", lambda device: 1e9)
-    monkeypatch.setattr(benchmark, "bandwidth", lambda device: 1e10)
-    monkeypatch.setattr(benchmark, "offload", lambda target, count: offload(target, count, Late()))
-    assert benchmark.main(argv) == 0
-    assert "left out: int8, 9 layers: 9 layers cannot be offloaded: 3 to 4 can" in capsys.readouterr().err
-    resident, offloaded = json.loads((results / "offload.json").read_text())["rows"]
-    assert resident["floor"] == 0 < offloaded["floor"] and offloaded["steps"].keys() == {"1", "8"}
 
 
 def test_a_step_is_held_at_its_context():
@@ -119,7 +99,6 @@ def test_products_are_timed(golden, results):
     best, slowest = isa.available()[0], isa.available()[-1]
     argv = ["--checkpoint", str(golden), "--rows", "1", "3", "--repeat", "1", "--threads", "1", "--isa", best]
     assert products.main([*argv, slowest, "--device", "cpu"]) == 0
-    load_kernels()
     milliseconds = json.loads((results / "products.json").read_text())["milliseconds"]
     assert {"PyTorch whole", f"{best} whole", f"{best} int8", f"{slowest} w8a8"} <= set(milliseconds)
     assert all(ms > 0 for row in milliseconds.values() for ms in row)
@@ -136,7 +115,6 @@ def test_passes_over_context_are_timed(golden, results, refused):
     ]
     assert all(row["ms"] > 0 for row in rows)
     refused(attention.main, *argv, "--context", "0", words="--context and --repeat must be at least 1")
-    load_kernels()
 
 
 def test_what_products_refuse(golden, int8, refused):

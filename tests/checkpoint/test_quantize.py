@@ -161,16 +161,14 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode,
     out = tmp_path / "q"
     command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode]
     assert quantize.main(command + ([*GROUPED, "--calibrate", str(text)] if mode in BESIDE else [])) == 0
-    from kernels.cpu import load_kernels
-    from kernels.packed import pack_models
+    from kernels.backend import choose_backend
 
-    load_kernels()
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     head = load_head(out / "eagle3", target, "eagle3")
     reference = None
     for on_kernels in (False, True):
         if on_kernels:
-            pack_models(target, head)
+            choose_backend("cpu").prepare(target, head)
         sampling = Sampling(80, temperature, seed=3)
         plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
         drafter = Eagle(head, TreeShape(12, 3, 4))

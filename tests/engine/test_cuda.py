@@ -7,7 +7,7 @@ import torch
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels.offload import offload
+from kernels.backend import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
@@ -19,19 +19,12 @@ pytestmark = [
 PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:") * 20, list(b"hello world")]
 
 
-def put_on_kernels(*models) -> None:
-    """As a target is by default; the import needs Triton."""
-    from kernels.gpu.models import put_on_kernels
-
-    put_on_kernels(*models)
-
-
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
 def decoders(golden, request):
     """(plain, EAGLE-3) on the GPU, compiled and captured, and the dtype."""
     target, _ = load_model(golden, "cuda", request.param)
     head = load_head(golden / "eagle3", target, "eagle3")
-    put_on_kernels(target, head)
+    choose_backend("cuda").prepare(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     return Decoder(target, **options), Decoder(
         target, Eagle(head, TreeShape(24, 4, 5)), **options
@@ -100,25 +93,6 @@ def test_memory_does_not_grow(decoders):
     assert torch.cuda.memory_allocated() <= before + 2**20
 
 
-def test_offloaded_text_is_resident_text(golden):
-    """Copies from pinned memory in the captured graphs; and the memory that they save."""
-    texts, held = [], []
-    for count in (0, 6):
-        before = torch.cuda.memory_allocated()
-        target, _ = load_model(golden, "cuda", torch.float32, on_host=count)
-        head = load_head(golden / "eagle3", target, "eagle3")
-        put_on_kernels(target, head)
-        if count:
-            offload(target, count)
-        held.append(torch.cuda.memory_allocated() - before)
-        decoders = (Decoder(target, drafter, batch=3, max_seq_len=700) for drafter in
-                    (None, Eagle(head, TreeShape(24, 4, 5))))
-        texts += [[[o.ids for o in d.generate(PROMPTS, Sampling(100))] for _ in range(2)] for d in decoders]
-    assert texts[0] == texts[2] and texts[1] == texts[3] and texts[0][0] == texts[0][1]
-    layer = sum(p.nbytes for p in target.layers[0].parameters())
-    assert held[0] - held[1] >= 3 * layer  # six layers less, two rooms more
-
-
 @pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 32), ("w8a8", 0), ("fp8", 0)])
 def test_a_quantised_target(golden, mode, group):
     """Its speculative text is its plain text; where activations are rounded, the first tokens: see README."""
@@ -128,7 +102,7 @@ def test_a_quantised_target(golden, mode, group):
     quantize_linears(target, Scheme(mode, group, mode))
     head = load_head(golden / "eagle3", target, "eagle3")
     quantize_linears(head, Scheme(mode, group, mode))
-    put_on_kernels(target, head)
+    choose_backend("cuda").prepare(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     texts = [
         [o.ids for o in Decoder(target, drafter, **options).generate(PROMPTS, Sampling(100))]

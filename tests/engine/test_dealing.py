@@ -6,7 +6,7 @@ from common.errors import InputError
 from engine import dealing
 from engine.api import Drafting, load_target
 from engine.runtime import Runtime
-from kernels.ranks import Ranks, short_sums_in_shared_memory
+from kernels.tp import Ranks, short_sums_in_shared_memory
 
 
 class Alike(Ranks):

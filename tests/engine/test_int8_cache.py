@@ -6,7 +6,7 @@ from drafters.eagle import Eagle
 from engine.api import Drafting, load_target
 from engine.costs import conditions
 from engine.runtime import Runtime
-from kernels.packed import ByteCache
+from kernels.packed import ByteCaches
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -28,7 +28,7 @@ def test_text_is_plain_text(targets, temperature):
         target.decoder(drafting, batch=2, max_seq_len=220)
         for drafting in (Drafting(), Drafting("eagle3", tree=TreeShape(12, 2, 4)))
     )
-    assert all(isinstance(cache, ByteCache) for cache in fast.decoder.caches)
+    assert isinstance(fast.decoder.caches, ByteCaches)
     prompts, sampling = [PROMPT, PROMPT[3:]], [Sampling(180, temperature, seed=seed) for seed in (1, 2)]
     found = [decoder.decoder.generate(prompts, sampling) for decoder in (plain, fast)]
     assert [o.ids for o in found[0]] == [o.ids for o in found[1]]
@@ -54,7 +54,7 @@ def test_memory_is_what_the_caches_take(targets):
 def test_a_head_keeps_its_dtype_and_costs_are_kept_apart(targets):
     target, usual = targets
     drafters = [t.decoder(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).decoder.drafter for t in targets]
-    assert all(isinstance(d, Eagle) and not isinstance(d.caches[0], ByteCache) for d in drafters)
+    assert all(isinstance(d, Eagle) and not isinstance(d.caches, ByteCaches) for d in drafters)
     ours, theirs = (
         conditions(t.model, d, False, (128,)) for t, d in zip((target, usual), drafters)
     )

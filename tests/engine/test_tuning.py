@@ -8,7 +8,6 @@ import torch
 from helpers.refusals import refused
 
 from checkpoint.loading import load_head, load_model
-from drafters import base, eagle
 from drafters.eagle import Eagle
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
@@ -20,8 +19,7 @@ from engine.decoder import REHEARSAL, Decoder
 from engine.run import Run
 from engine.switching import CHECK, FIRST_REST, FRESH, LOOK, LOOK_PLAIN, PROBE, Switch
 from engine.tuning import Plan, make_plan
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.backend import choose_backend
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -294,8 +292,7 @@ def either(request, golden, models):
         return models
     target, _ = load_model(golden, dtype=request.param)
     head = load_head(golden / "eagle3", target, "eagle3")
-    load_kernels()
-    assert pack_models(target, head)
+    assert choose_backend("cpu").prepare(target, head)
     return target, head
 
 
@@ -512,17 +509,16 @@ def test_a_catch_up_reads_what_there_is(golden, monkeypatch, temperature):
     """On the kernels it has as many rows as there are unread tokens, and drafts what W rows draft."""
     target, _ = load_model(golden, dtype=torch.bfloat16)
     head = load_head(golden / "eagle3", target, "eagle3")
-    load_kernels()
-    assert pack_models(target, head)
+    assert choose_backend("cpu").prepare(target, head)
     outputs, rows = [], set()
-    few = base.unread_rows
+    few = target.backend.unread_rows
 
     def counted(state) -> int:
         rows.add(few(state))
         return few(state)
 
     for unread_rows in (counted, lambda state: state.window):
-        monkeypatch.setattr(eagle, "unread_rows", unread_rows)
+        monkeypatch.setattr(target.backend, "unread_rows", unread_rows)
         decoder = Decoder(target, Eagle(head, LARGE), max_seq_len=400, compile=False)
         outputs.append(decoder.generate([PROMPT], Sampling(100, temperature, seed=5))[0])
     assert outputs[0].accept_lengths == outputs[1].accept_lengths and outputs[0].ids == outputs[1].ids
