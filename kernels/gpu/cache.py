@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.backend import Sight, once
-from kernels.float8 import Float8Cache
+from kernels.float8 import Float8Cache, Float8Caches
 from kernels.gpu.attention import attend
 from kernels.gpu.launch import begin, options
 from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
@@ -78,20 +78,14 @@ class LayerCaches(KVCaches):
         self[0].kv[:, :, place, :, : taken[0].shape[3]] = taken[0]
 
 
-class Float8LayerCache(LayerCache):
+class Float8LayerCache(Float8Cache, LayerCache):
     """`LayerCache` in float8."""
 
-    write, live = Float8Cache.write, Float8Cache.live
 
-
-class Float8LayerCaches(LayerCaches):
+class Float8LayerCaches(Float8Caches, LayerCaches):
     """`LayerCaches` in float8: kv [L, 2, B, nkv, S, hd] as bytes."""
 
     Layer = Float8LayerCache
-
-    @staticmethod
-    def stored(dtype: torch.dtype) -> torch.dtype:
-        return torch.uint8
 
 
 @triton.jit
