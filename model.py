@@ -141,7 +141,7 @@ class _WithoutValues(TorchFunctionMode):
 
 @contextlib.contextmanager
 def blank() -> Iterator[None]:
-    """A context in which modules are made on the meta device, where they have no values and take no memory.
+    """Make modules on the meta device within this context, without values and memory.
 
     torch would import all of torch.compile, which takes seconds, to compute there.
     """
@@ -333,7 +333,7 @@ def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
 
 
 class Pass:
-    """What all layers of one forward pass share.
+    """The inputs that all layers of one forward pass share.
 
     That is RoPE, the cache slots [B, T] to write, and which slots each row sees: [B, T, n] bool, or a
     `kernels.backend.Sight`, whose `dense()` gives those.
@@ -352,7 +352,7 @@ class Pass:
         return self._angles
 
     def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Who sees what as an additive mask [B, 1, groups*T, n], 0 or -inf, made once."""
+        """Return the mask as an additive one [B, 1, groups*T, n], 0 or -inf, made once."""
         if self._bias is None:
             visible = self.visible if isinstance(self.visible, Tensor) else self.visible.dense()
             zero = torch.zeros((), dtype=dtype, device=visible.device)
@@ -368,14 +368,14 @@ class Linear(nn.Linear):
         return y if onto is None else onto + y
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32, for an lm_head."""
+        """Return the same in float32, for an lm_head."""
         return scores(x, self.weight, self.bias)
 
 
 def scores(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """The products of x [..., H] with rows [V, H], plus bias [V], in float32 [..., V].
 
-    A GPU leaves its sums as they are: rounded to 16 bits first, many a likeliest token would be a tie.
+    A GPU does not round its sums: rounded to 16 bits first, many a likeliest token would be a tie.
     """
     if not (x.is_cuda and x.dtype.itemsize == 2) or torch.is_grad_enabled():
         return F.linear(x, rows, bias).float()
@@ -396,7 +396,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of E experts, of which every row uses its own A (Mixtral, Qwen3-MoE).
+    """A mixture of E experts; every row uses its own A of them (Mixtral, Qwen3-MoE).
 
     The experts are one batched product of static shapes.
     """
@@ -491,7 +491,7 @@ class Block(nn.Module):
         return self.wqkv(x)
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What `wqkv` gave -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
+        """Output of `wqkv` -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
         sizes = self.num_heads + self.num_kv_heads, self.num_kv_heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, dim=2)
         if self.q_norm is not None:
@@ -609,7 +609,7 @@ class Transformer(nn.Module):
 
     @property
     def lm_rows(self) -> Tensor:
-        """What the logits are products with [V, H]: the lm_head's weight or, tied, the embedding's."""
+        """The rows [V, H] that logits are products with: the lm_head's weight or, tied, the embedding's."""
         return (self.embed if self.lm_head is None else self.lm_head).weight
 
     def logits(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from common.tree_shapes import PAPER_TREE, AnyTree, Level, PathTree, TreeShape, 
 __all__ = ["PAPER_TREE", "AnyTree", "Level", "PathTree", "TreeShape", "chains"]  # known by these names, too
 
 def likely_tree(nodes: int, levels: int) -> PathTree:
-    """A static tree of so many nodes, root included: those that are accepted most often.
+    """Return a static tree of the nodes that are accepted most often, root included.
 
     Assumed: the best child is right six times in ten at the first level and a tenth less often a level
     further down; the n-th best is right 0.25/n as often as the best. Raises ValueError if there is nothing to
@@ -73,7 +73,7 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The depth [B, T] and ancestors [B, T, T] bool of nodes with these parents [B, T].
 
-    levels: the trees have at most so many levels below the root.
+    levels: the most levels below the root.
     """
     nodes = torch.arange(parent.shape[1], device=parent.device)
     step = nodes.expand_as(parent)
@@ -164,8 +164,8 @@ class Growth:
 def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
     """The `nodes` most likely nodes of two trees with one root, by their scores, as a tree.
 
-    A path that both have counts once, with the better score. levels: the trees have at most so many below the
-    root. A child never outscores its parent; of equals the parent comes first, and stays with its child.
+    A path that both have counts once, with the better score. levels: the most levels below the root. A child
+    never outscores its parent; of equals the parent comes first, and stays with its child.
     """
     first = one.tokens.shape[1]
     # Which nodes of the other stand where a node of the one stands [B, T2, T1].
@@ -215,7 +215,7 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
     Returns path [B, W], node indices, root first, then zeros; and count [B] >= 1.
     chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token
-    drawn at its parent and its parent is accepted. Where siblings carry distinct tokens the accepted nodes
+    drawn at its parent and its parent is accepted. With distinct tokens of siblings the accepted nodes
     form one path; of equal paths side by side, as drafters that repeat themselves have them, the one to the
     first deepest node is taken. The step emits chosen[path[:count]]: the accepted tokens and, last, one more
     that becomes the next root. Because proposals are a deterministic set this is exactly sampling from the

@@ -1,4 +1,4 @@
-"""Where the sequences stand: the static buffers of a step."""
+"""The static buffers of a step."""
 from __future__ import annotations
 
 import copy
@@ -14,7 +14,7 @@ from sampling.options import MOST_LOGPROBS, Sampling
 
 
 class State(nn.Module):
-    """Where B sequences stand.
+    """The position of B sequences in their texts.
 
     tokens [B, S']     prompt and output; tokens[b, N] is the root, emitted but not committed
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
@@ -75,7 +75,7 @@ class State(nn.Module):
         self.register_buffer("stop_ids", stop_ids, persistent=False)
 
     def rows(self, first: int, count: int) -> State:
-        """The same buffers of the sequences first ... first + count - 1."""
+        """Return the same buffers of the sequences first ... first + count - 1."""
         some = copy.copy(self)
         some._buffers = {
             name: buffer if name == "stop_ids" else buffer.narrow(0, first, count)
@@ -84,13 +84,13 @@ class State(nn.Module):
         return some
 
     def exchange(self, one: int, other: int) -> None:
-        """Two sequences change places."""
+        """Exchange the places of two sequences."""
         for name, buffer in self._buffers.items():
             if name != "stop_ids":
                 buffer[[one, other]] = buffer[[other, one]]
 
     def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
-        """A new text in a place of the batch: it starts with the prompt, and has at most so many tokens."""
+        """Begin a text of at most `most` tokens with a prompt, in a place of the batch."""
         N = len(prompt) - 1
         self.tokens[place, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
@@ -112,13 +112,13 @@ class State(nn.Module):
             self.bias[place, token] = bias
 
     def rest(self, place: int) -> None:
-        """No text in a place of the batch: nothing moves there."""
+        """Clear a place of the batch: nothing moves there."""
         self.done[place], self.reading[place] = True, False
         self.length[place] = self.limit[place] = self.n_new[place] = 0
 
     @property
     def adjustments(self) -> Adjustments:
-        """What moves the logits of each sequence."""
+        """The penalties and biases of each sequence."""
         return Adjustments(
             self.counts, self.prompted, self.bias, self.presence, self.frequency, self.repetition
         )
@@ -136,11 +136,11 @@ class State(nn.Module):
             buffer[:, :W] = values
 
     def root(self) -> Tensor:
-        """The root token of each sequence [B]."""
+        """Return the root token of each sequence [B]."""
         return self.tokens.gather(1, self.length[:, None])[:, 0]
 
     def keep_last_unread(self) -> None:
-        """The drafter has read all of the unread tokens but the last."""
+        """Keep the last unread token: the drafter has read the others."""
         rows, width = self.features.shape[1:]
         last = (self.n_new - 1).clamp(0, rows - 1)[:, None, None].expand(-1, 1, width)
         self.features[:, :1] = self.features.gather(1, last)

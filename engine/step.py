@@ -20,11 +20,11 @@ from tree import Tree, pick
 def shape_logits(
     logits: Tensor | Part, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
-    """What is drawn from, of the target's logits [B, T, V]: moved by penalties and biases, -inf outside of
-    what a grammar allows and a request restricts them to.
+    """Apply penalties and biases to the target's logits [B, T, V], and mask with -inf the tokens outside the
+    grammar and the request's restrictions.
 
-    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone. A `Part` of them is
-    left as it is: no mode then asks for anything.
+    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone. A `Part` of the logits
+    stays unchanged: no mode then needs anything.
     """
     if modes.guided:
         logits = allow(logits, state.allowed[:, : tokens.shape[1]])
@@ -37,7 +37,7 @@ def shape_logits(
 
 
 def needs_all(modes: Modes) -> bool:
-    """Whether a step needs the logits of all tokens side by side, and not only the best with its noise."""
+    """Return whether a step needs the logits of all tokens, and not only the best with its noise."""
     return any(modes[1:])
 
 
@@ -63,7 +63,7 @@ def step(
     """Draft, verify, accept, commit: the whole of decoding, one graph.
 
     slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. modes: those of
-    `sampling.options.Modes`. Plain decoding is this step with a tree of one node. What was emitted is in
+    `sampling.options.Modes`. Plain decoding is this step with a tree of one node. Emitted tokens are in
     `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root first.
     """
     verified = verify(target, caches, drafter, state, slots, *modes)
@@ -73,7 +73,7 @@ def step(
 def verify(
     target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
 ) -> Verified:
-    """The first half of `step`: a tree is drafted, and read by the target."""
+    """Run the first half of `step`: draft a tree, and let the target read it."""
     modes, window = Modes(*modes), drafter.shape.window
     noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
@@ -99,9 +99,9 @@ def commit(
     target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: Verified,
     *modes: bool,
 ) -> tuple[Tree, Tensor]:
-    """The second half of `step`: tokens are drawn, a path is accepted, kept and emitted.
+    """Run the second half of `step`: draw tokens; accept, keep and emit a path.
 
-    Where a grammar guides, the host has filled `state.allowed` in between.
+    With a grammar, the host has filled `state.allowed` in between.
     """
     backend, modes, window = state.backend, Modes(*modes), drafter.shape.window
     tree, distribution, raw, features, noise = verified

@@ -2,7 +2,7 @@
 
 `TorchBackend` is complete: it calls the definition of every part, which stands here, in `tree`, or in
 `sampling`. `kernels.cpu.CpuBackend` and `kernels.gpu.backend.CudaBackend` replace what they have kernels for.
-All give the same results, but for the last bits of noise and of the draft's log-probabilities.
+All give the same results, except for the last bits of noise and of the draft's log-probabilities.
 
 A model is prepared for a backend, which puts the modules in place that run there (`model.backend`). A step
 runs on the backend of its target (`backend_of`), whatever the network of its drafter was prepared for.
@@ -71,7 +71,7 @@ class TorchBackend:
         """Put the modules of models that run here in place.
 
         They may share modules, as a head shares its target's lm_head. Returns whether every layer of the
-        targets among them runs here; the other layers stay as they are.
+        targets among them runs here; other layers stay unchanged.
         """
         for model in models:
             model.backend = self
@@ -196,7 +196,7 @@ class TorchBackend:
         """Leave the `count` [B] tokens just committed for the drafter to read.
 
         features [B, T, F]: the target's features of a pass; path [B, <=W]: the rows of it that the tokens
-        were. where [B]: in which sequences. more: after those that it has not read yet.
+        were. where [B]: the sequences to change. more: append to the tokens that it has not read yet.
         """
         if features is not None:
             features = tree.pick(features, path)

@@ -24,7 +24,7 @@ from tree import Growth, Tree
 
 
 class Layout(NamedTuple):
-    """How the operators of an instruction set read packed weights."""
+    """The layout of packed weights for an instruction set."""
 
     columns: int  # of one block
     bf16_per_word: int  # inputs side by side in a quantised weight, if x is bfloat16
@@ -68,14 +68,15 @@ class CpuBackend(TorchBackend):
     def prepare(self, *models: nn.Module) -> bool:
         """Pack the weights of models, in place, as `TorchBackend.prepare`.
 
-        float16, odd numbers of bfloat16 values, fp8 weights and the experts of a mixture stay as they are.
+        float16, odd numbers of bfloat16 values, fp8 weights and the experts of a mixture stay unpacked.
         """
         super().prepare(*models)
         return packed.pack_models(self, *models)
 
     @contextlib.contextmanager
     def threads(self) -> Iterator[None]:
-        """A context in which our operators have PyTorch's number of threads, and PyTorch's own have one.
+        """Give our operators PyTorch's number of threads, and PyTorch's own operators one, within this
+        context.
 
         Two pools of threads would take the processor from each other: those of OpenMP go on waiting, at full
         speed, long after their work. PyTorch computes little between our operators.
@@ -159,6 +160,14 @@ SHAPES = {
         (*qkv.shape[:2], qkv.shape[2] - 4 * k.shape[2] * cos.shape[2])
     ),
     "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
+    "layers": lambda x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read: (
+        x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
+    ),
+    "head": lambda tokens, table, table_norm, feature, *others: feature.new_empty(feature.shape),
+    "normed_linear": lambda x, norm, eps, packed, scale, bias, columns: x.new_empty(
+        (*x.shape[:-1], columns), dtype=torch.float32
+    ),
+    "move": lambda k, v, head_dim, source, target: None,
     "angles": lambda positions, inverse, factor: (
         inverse.new_empty((*positions.shape, inverse.shape[0])),
         inverse.new_empty((*positions.shape, inverse.shape[0])),

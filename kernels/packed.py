@@ -4,15 +4,15 @@
 `weight`. Each has the backend whose operators it calls: `ops`, see csrc/operators.cpp.
 
 Linear layers, MLPs and norms are replaced by modules of another kind. A block, a target or an EAGLE-3 head
-all of whose layers are packed takes a subclass of its class, in which all of it is one operator (as FSDP lets
-a module take one): whoever holds the module goes on holding it.
+keeps its identity: once its layers are packed, its class becomes a subclass in which all of it is one
+operator, as FSDP does with the modules that it shards.
 """
 from __future__ import annotations
 
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -32,7 +32,8 @@ SAME, FLOAT32, GATED = range(3)  # modes of `ops.linear`
 
 
 class CpuCache(KVCache):
-    """`KVCache`, attended to by an operator, which reads the mask as it is. backend: see `CpuCaches.of`."""
+    """`KVCache` whose attention is one operator, which reads the mask directly. backend: see
+    `CpuCaches.of`."""
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
         norms = (None, None, 0.0)
@@ -52,8 +53,15 @@ class CpuCaches(KVCaches):
     def of(
         cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
     ) -> CpuCaches:
-        caches = cls(cls._layer(args, batch, slots, dtype, device, backend) for _ in range(args.num_layers))
-        caches.head_dim = args.head_dim
+        layers = [cls._layer(args, batch, slots, dtype, device, backend) for _ in range(args.num_layers)]
+        return cls._over(layers, args.head_dim, backend)
+
+    @classmethod
+    def _over(cls, layers: Iterable[CpuCache], head_dim: int, backend) -> CpuCaches:
+        caches = cls(layers)
+        caches.head_dim, caches.backend = head_dim, backend
+        # The keys and the values of every layer, collected once: they keep their place.
+        caches.lists = [cache.k for cache in caches], [cache.v for cache in caches]
         for cache in caches:
             cache.backend = backend
         return caches
@@ -63,18 +71,10 @@ class CpuCaches(KVCaches):
         return cls.Layer(batch, slots, args, dtype, device)
 
     def rows(self, first: int, count: int) -> CpuCaches:
-        some = super().rows(first, count)
-        some.head_dim = self.head_dim
-        return some
-
-    def lists(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of every layer, collected once: they keep their place."""
-        if "_lists" not in self.__dict__:
-            self._lists = [cache.k for cache in self], [cache.v for cache in self]
-        return self._lists
+        return self._over(super().rows(first, count), self.head_dim, self.backend)
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        self[0].backend.ops.move(*self.lists(), self.head_dim, source, target)
+        self.backend.ops.move(*self.lists, self.head_dim, source, target)
 
 
 class ByteCache(CpuCache):
@@ -109,7 +109,7 @@ class ByteCaches(CpuCaches):
         return args.num_layers * sum(map(math.prod, cls._shapes(args, batch, slots, backend)))
 
     def entries(self, slots: int) -> int:
-        return -(-slots // self[0].backend.ops.byte_blocks(self.head_dim)[0])
+        return -(-slots // self.backend.ops.byte_blocks(self.head_dim)[0])
 
 
 # -- modules -----------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ class PackedTransformer(Transformer):
     ) -> tuple[Tensor, Tensor | None]:
         ops = self.backend.ops
         x, features = ops.layers(
-            x, *shared.angles(partial(_angles, ops)), *self.packed_weights, *caches.lists(), shared.slots,
+            x, *shared.angles(partial(_angles, ops)), *self.packed_weights, *caches.lists, shared.slots,
             shared.visible, self.args.norm_eps, aux_layers, None,
         )
         return x, features if aux_layers else None
@@ -224,7 +224,7 @@ class PackedEagle3Head(Eagle3Head):
         first = self.layer
         return self.backend.ops.head(
             tokens, self.embed.weight, first.embed_norm.weight, feature, first.feature_norm.weight, positions,
-            self.inv_freq, self.args.rope_factor, *self.packed_weights, *caches.lists(), slots, visible,
+            self.inv_freq, self.args.rope_factor, *self.packed_weights, *caches.lists, slots, visible,
             first.mlp_norm.eps,
         )
 
@@ -311,7 +311,7 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     """Return what `ops.layers` reads of a layer, collected once: asking modules takes as long as an operator.
 
-    Those that it has of thirteen, and which, a bit for each.
+    The first list has its weights, of thirteen kinds; the second a bit for each kind that it has.
     """
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
     norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)

@@ -20,7 +20,7 @@ from torch import Tensor
 from common.schema import Among, Either, Flag, Null, Text, Wrong, key, record_of
 from kernels.modes import FOUR_BITS, GROUPS, MODES
 
-INPUTS = 64  # w8a8: so many inputs of a layer share a scale
+INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
 # int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.
 EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
@@ -28,9 +28,9 @@ EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the layers of a module are quantised, as `quantization` in a config.json says.
+    """The quantisation of a module's layers, as `quantization` in a config.json describes it.
 
-    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None leaves it as it is.
+    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None: not quantised.
     """
 
     mode: str = key(Text(*MODES))
@@ -39,7 +39,7 @@ class Scheme:
 
     @classmethod
     def read(cls, quantization: dict) -> Scheme:
-        """What a config.json holds. Raises Wrong, a ValueError, if it is something else.
+        """Read a config.json's entry. Raises Wrong, a ValueError, if it is another.
 
         Older folders say of the lm_head true, for the mode of the layers, or false.
         """
@@ -193,7 +193,7 @@ class QuantizedLinear(nn.Module):
         return self._product(x, onto, wide=False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32, for an lm_head: on a GPU without rounding to x's dtype in between."""
+        """Return the same in float32, for an lm_head: on a GPU without rounding to x's dtype in between."""
         return self._product(x, None, wide=True)
 
     def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
@@ -244,13 +244,13 @@ class QuantizedStack(nn.Module):
         """
         if chosen is None:
             return dequantize(self.weight, self.scale, dtype)
-        # Indexing has no kernel for fp8; its bytes are moved as they are.
+        # Indexing has no kernel for fp8, so its bytes are indexed.
         weight = self.weight.view(torch.uint8)[chosen].view(self.weight.dtype)
         return dequantize(weight, self.scale[chosen], dtype)
 
 
 def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """The linear layers that quantisation replaces: the lm_head if asked for, no router of experts."""
+    """Return the linear layers that quantisation replaces: the lm_head on demand, no router of experts."""
     return [
         name for name, child in module.named_modules()
         if isinstance(child, nn.Linear) and not name.endswith("router")
@@ -259,7 +259,7 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
 
 
 def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """What quantisation replaces: linear layers and the stacks of experts."""
+    """Return the names of the modules that quantisation replaces: linear layers and stacks of experts."""
     return linear_names(module, lm_head) + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
@@ -286,7 +286,7 @@ def replace_all(module: nn.Module, scheme: Scheme) -> None:
 
 
 def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
-    """Quantise the linear layers of a loaded module in place. Those that are quantised already stay.
+    """Quantise the linear layers of a loaded module in place, except quantised ones.
 
     A tied lm_head becomes its own. Raises ValueError as `replace_all`.
     """

@@ -18,7 +18,6 @@ import hashlib
 import os
 import re
 import signal
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -40,7 +39,7 @@ from tree import Tree
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
 LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
-# What stands before and after a layer's name in a file, of targets and of heads.
+# The text before and after a layer's name in a file, of targets and of heads.
 AROUND = re.compile(r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|\.(weight|bias|scale)$")
 # A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
 PLAN = {
@@ -67,20 +66,20 @@ class Ranks:
 
     @property
     def of_heads(self) -> Ranks | None:
-        """The ranks that what drafts is dealt among, if it is."""
+        """The ranks among which the drafting network is dealt, if it is."""
         return self if self.heads else None
 
     def every(self, x: Tensor) -> Tensor:
-        """x [...] of all ranks [count, ...], in their order."""
+        """Return x [...] of all ranks [count, ...], in their order."""
         ops = torch.ops._c10d_functional
         all_of_them = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
         return ops.wait_tensor(all_of_them)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of x [...] over all ranks, on each.
+        """Return the sum of x [...] over all ranks, on each.
 
-        On a CPU it is added in the order of the ranks: what it gives for a row does not depend on how many
-        rows there are, as with all our kernels there, and is the same bits on each rank.
+        On a CPU it is added in the order of the ranks: a row's sum does not depend on the other rows, as with
+        all our kernels there, and has the same bits on each rank.
         """
         if x.is_cuda:
             ops = torch.ops._c10d_functional
@@ -91,13 +90,14 @@ class Ranks:
         return total
 
     def join(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """Parts x [..., sizes[rank]] of all ranks, side by side [..., sum(sizes)]."""
+        """Join the parts x [..., sizes[rank]] of all ranks side by side [..., sum(sizes)]."""
         most = max(sizes)
         parts = self.every(F.pad(x, (0, most - x.shape[-1])))
         return torch.cat([part[..., :size] for part, size in zip(parts.unbind(0), sizes)], -1)
 
     def best(self, value: Tensor, token: Tensor) -> Tensor:
-        """Of all ranks' best tokens [...] those with the largest value [...], float32. Of equals the first.
+        """Return the tokens [...] with the largest value [...], float32, over all ranks. The first of equals
+        wins.
 
         A token and its value travel as two float64, which hold both exactly.
         """
@@ -105,12 +105,12 @@ class Ranks:
         return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
 
     def first(self, x: Tensor) -> Tensor:
-        """What rank 0 has of x [...]."""
+        """Return rank 0's x [...]."""
         ops = torch.ops._c10d_functional
         return ops.wait_tensor(ops.broadcast(x.contiguous(), 0, self.group))
 
     def agree(self, what: str, device: torch.device | str) -> None:
-        """Raise InputError unless all ranks say the same of what their steps depend on."""
+        """Raise InputError unless all ranks have the same `what`, on which their steps depend."""
         said = self.every(_digest(what, device)).tolist()
         if len(set(said)) > 1:
             raise InputError(
@@ -129,7 +129,7 @@ class Ranks:
             )
 
     def name(self, what: str, device: torch.device | str) -> str:
-        """A digest of what rank 0 says."""
+        """Return a digest of rank 0's `what`."""
         return f"{self.first(_digest(what, device)).item():x}"
 
 
@@ -138,18 +138,18 @@ def _digest(what: str, device: torch.device | str) -> Tensor:
 
 
 def own_device(device: str) -> str:
-    """The device of this process: of those on a machine that share "cuda", each takes a GPU of its own."""
+    """Return the device of this process: processes of one machine on "cuda" take a GPU each."""
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 def is_loss(error: RuntimeError) -> bool:
-    """Whether an error says that another rank is lost."""
+    """Return whether an error means that another rank is lost."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST)
 
 
 @contextlib.contextmanager
 def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
-    """The ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
+    """Join the ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
 
     Raises InputError if it describes a part of them only, if they do not find each other, or, out of the
     context, if one of them is lost or torchrun ends this one.
@@ -184,7 +184,7 @@ def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
 
 @contextlib.contextmanager
 def _ended_by_a_signal(this: str) -> Iterator[None]:
-    """A context that SIGTERM, which torchrun sends when a rank has died, leaves with an InputError."""
+    """Turn SIGTERM, which torchrun sends when a rank has died, into an InputError within this context."""
     def end(number: int, frame: object) -> None:
         raise InputError(f"{this} is ended: torchrun, or another rank, has died or was told to end")
 
@@ -197,35 +197,8 @@ def _ended_by_a_signal(this: str) -> Iterator[None]:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def short_sums_in_shared_memory(ranks: Ranks, device: torch.device) -> str:
-    """Let GPUs that see each other's memory add short rows there (torch's symmetric memory), if they can; say
-    which way it is.
-
-    torch.compile then makes such a sum one kernel instead of NCCL's. Never run on a GPU so far.
-    """
-    import torch._inductor.config as settings
-
-    try:
-        from torch.distributed import _symmetric_memory as shared
-
-        most = settings._collective.one_shot_all_reduce_threshold_bytes
-        with warnings.catch_warnings():  # PyTorch 2.13 says that it is needless, and asks for it
-            warnings.simplefilter("ignore")
-            shared.enable_symm_mem_for_group(ranks.group)
-        tried = shared.empty(128, dtype=torch.bfloat16, device=device).fill_(1)
-        shared.rendezvous(tried, ranks.group)
-        total = torch.ops.symm_mem.one_shot_all_reduce(tried, "sum", ranks.group)
-        can, why = bool((total == ranks.count).all()), "it adds up wrongly"
-    except (ImportError, AttributeError, RuntimeError) as e:
-        can, why = False, first_line(e)
-    if bool(ranks.every(torch.tensor(can, device=device).int()).all()):
-        settings._collective.auto_select = True
-        return f"in symmetric memory up to {most:,} bytes, else by NCCL"
-    return f"by NCCL; symmetric memory cannot be had ({why if not can else 'on another rank'})"
-
-
 class Span(NamedTuple):
-    """Of something of this size, what one rank has: first ... last - 1."""
+    """One rank's part of something of this size: first ... last - 1."""
 
     size: int
     first: int
@@ -233,21 +206,21 @@ class Span(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many it has."""
+        """The size of the part."""
         return self.last - self.first
 
 
 def _dealt(count: int, unit: int, rank: int, ranks: int) -> Span:
-    """So many pieces of `unit` dealt evenly; where they do not divide, some ranks have one more."""
+    """Deal `count` pieces of `unit` evenly; if they do not divide, some ranks have one more."""
     return Span(count * unit, count * rank // ranks * unit, count * (rank + 1) // ranks * unit)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of a target: of its queries, its keys (or values), its MLP's inner width, its tokens.
+    """One rank's parts of a target's queries, keys (or values), MLP's inner width, and tokens.
 
-    A group of query heads stays with its key/value head. Where there are more ranks than key/value heads,
-    several ranks hold the same one.
+    A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
+    hold the same one.
     """
 
     queries: Span
@@ -261,7 +234,7 @@ class Share:
     ) -> Share:
         """tokens: of the lm_head, if it is not the vocabulary.
 
-        Raises InputError, with the numbers, if the target cannot be dealt to so many ranks.
+        Raises InputError, with the numbers, if the target cannot be dealt to these ranks.
         """
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         if nkv < ranks and (ranks % nkv or nh % ranks):
@@ -295,7 +268,7 @@ class Share:
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
-        """The shape of what this rank computes. The vocabulary is the whole one, as embeddings are."""
+        """Return the shape of this rank's model. The vocabulary is the whole one, as embeddings are."""
         hd = whole.head_dim
         return replace(
             whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
@@ -303,8 +276,9 @@ class Share:
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Of a tensor of the whole target, by its name and shape: the dimension that is cut, and the ranges
-        along it that this rank has. None: all of it.
+        """Return the dimension along which a tensor of the whole target is cut, and this rank's ranges of it.
+
+        None: the rank has all of it.
         """
         layer = AROUND.sub("", name)
         if layer not in PLAN:
@@ -323,14 +297,14 @@ class Share:
         return dimension % len(shape), ranges
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what this rank has of a tensor of the whole target."""
+        """Return the shape of this rank's part of a tensor of the whole target."""
         if (cut := self.cut(name, shape)) is None:
             return shape
         dimension, ranges = cut
         return *shape[:dimension], sum(b - a for a, b in ranges), *shape[dimension + 1 :]
 
     def take(self, name: str, file) -> Tensor:
-        """Read what this rank has of a tensor in an open safetensors file, and nothing else."""
+        """Read this rank's part of a tensor in an open safetensors file, and nothing else."""
         stored = file.get_slice(name)
         if (cut := self.cut(name, tuple(stored.get_shape()))) is None:
             return file.get_tensor(name)  # a view of the file, whose memory the ranks of a machine share
@@ -361,7 +335,7 @@ class Part(NamedTuple):
 
 
 class DealtHead(nn.Module):
-    """An lm_head of which every rank has some tokens. layer: this rank's. tokens: of how many each has."""
+    """An lm_head dealt by tokens. layer: this rank's. tokens: the number of tokens of each rank."""
 
     def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
         super().__init__()
@@ -422,8 +396,8 @@ def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:
 def agreed(target: Transformer, tree: Tree, distribution: Tensor | None) -> tuple[Tree, Tensor | None]:
     """The first rank's tree, and the distributions it was drawn from, on every rank of a target.
 
-    What drafts is whole everywhere and computes the same; but were a last bit to differ on another processor,
-    the ranks would verify different trees, and add up what does not belong together.
+    The drafting network is whole everywhere and computes the same. But if a last bit differed on another
+    processor, the ranks would verify different trees, and add up rows of different nodes.
     """
     if target.ranks is None or tree.tokens.shape[1] == 1:
         return tree, distribution

@@ -28,7 +28,7 @@ class BlockArgs(MarkovArgs):
 
     @property
     def drafts(self) -> int:
-        """How many tokens a block drafts: levels of a tree below the root."""
+        """The number of tokens a block drafts: levels of a tree below the root."""
         return self.block if self.from_anchor else self.block - 1
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class BlockHead(Head, Markov):
     """DFlash's, and what DSpark's has in common with it.
 
     Row j of a block stands j places after the anchor. It sees the features of all tokens before the anchor
-    and all rows of its block. What it gives is scored by the lm_head.
+    and all rows of its block. The lm_head scores its output.
     """
 
     Args = BlockArgs

@@ -26,7 +26,7 @@ class Eagle3Block(Block):
         self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [B, T, 2H], embedding first, and the residual stream [B, T, H].
+        """Return attention's input [B, T, 2H], embedding first, and the residual stream [B, T, H].
 
         embedded, feature [B, T, H]: token embeddings and features, not yet normed.
         """
@@ -139,9 +139,9 @@ class PEagleHead(Eagle3Head, Markov):
         self.add_markov(args)
 
     def rows(self, h: Tensor) -> Tensor:
-        """What `forward` gives [..., H] as the lm_head, the Markov and the confidence head read it."""
+        """Output of `forward` [..., H] -> the input of the lm_head, the Markov and the confidence head."""
         return h if self.args.recycle_normed else self.norm(h)
 
     def logits(self, feature: Tensor) -> Tensor:
-        """What `rows` gives [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
+        """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
         return project(self.lm_head, feature)

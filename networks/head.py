@@ -1,4 +1,4 @@
-"""What the draft heads share: their shape, and the face a drafter sees. Definitions only."""
+"""The base of the draft heads: their shape and interface. Definitions only."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -45,12 +45,12 @@ class HeadArgs(ModelArgs):
 
 
 class Head(nn.Module):
-    """What the draft heads share, and the face that a drafter sees.
+    """The base of the draft heads.
 
-    That face is `fuse`, `forward`, `logits`, `draft_ids` and `caches`.
+    Drafters call `fuse`, `forward`, `logits`, `draft_ids` and `caches`.
     Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the
     target go through `fuse` once; from the second drafted token on the head's own output is fed back in their
-    place. What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
+    place. Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
     """
 
     Args = HeadArgs

@@ -20,7 +20,7 @@ from tree import Growth, Tree
 
 
 class CudaBackend(TorchBackend):
-    """The kernels on a GPU for which `here.capable` is true."""
+    """Our kernels on a GPU (`here.capable`)."""
 
     name = "cuda"
     reads_length = True

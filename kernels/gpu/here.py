@@ -1,4 +1,4 @@
-"""Where our kernels for GPUs can run, and what they read of a device.
+"""Devices on which our kernels for GPUs run, and properties of those.
 
 They are written in Triton, which a CUDA build of PyTorch brings. Triton's interpreter (TRITON_INTERPRET=1 in
 the environment, before anything is imported) runs them on a CPU, slowly: for tests.
@@ -18,7 +18,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 CAN = (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
 
 def digest() -> str:
-    """A digest of the kernels' source."""
+    """Return a digest of the kernels' source."""
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(source).hexdigest()[:16]
 
@@ -34,11 +34,11 @@ def capable(device: torch.device) -> bool:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+    """Return the bytes of shared memory that a program may have."""
     return 1 << 30 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @cache
 def programs_at_once(device: torch.device) -> int:
-    """How many programs keep this device busy: one for each of its multiprocessors."""
+    """Return the number of programs that keep this device busy: one for each of its multiprocessors."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

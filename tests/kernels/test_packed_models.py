@@ -94,7 +94,7 @@ def test_what_the_kernels_cannot_take_is_left_alone():
 
 @pytest.mark.slow
 def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
-    """Attention and norms on the kernels, experts in PyTorch: in float32 the text of plain PyTorch."""
+    """Attention and norms on the kernels, as its head is, experts in PyTorch: in float32 PyTorch's text."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch.manual_seed(0)
     target = Transformer(ModelArgs(160, 64, 64, 2, 4, 2, 16, num_experts=4, experts_per_token=2))
