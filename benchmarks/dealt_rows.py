@@ -24,7 +24,7 @@ from drafters.eagle import Eagle
 from engine.calibrating import Recorder, record_answers
 from engine.calibration import USUAL
 from engine.text_decoder import encode
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
 

@@ -28,7 +28,7 @@ from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from engine.run import Run
 from engine.text_decoder import encode
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from networks.head import Head
 from sampling.options import Sampling
 from tokens.dataset import read_prompts

@@ -28,7 +28,7 @@ from shapes import random_models
 from checkpoint.loading import load_model
 from common.cli import note
 from common.errors import InputError, first_line
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from kernels.cpu import CpuBackend
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear

@@ -37,7 +37,7 @@ from checkpoint.names import CONFIG, WEIGHTS
 from common.cli import note
 from common.errors import InputError
 from common.files import atomic_path
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from kernels.modes import BESIDE
 from model import Transformer
 from tree import TreeShape

@@ -51,7 +51,7 @@ from engine.compiling import compile_graph, unguarded
 from engine.decoder import Decoder
 from engine.memory import bytes_per_step
 from engine.runtime import Runtime
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from kernels.modes import MODES
 from model import KVCaches, Transformer
 from networks.head import Head

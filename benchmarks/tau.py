@@ -20,7 +20,7 @@ from bench import describe, write
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from engine.text_decoder import encode
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from tokens.dataset import read_prompts
 from tokens.tokenizer import Tokenizer
 from training.validate import acceptance

@@ -42,7 +42,8 @@ from engine.runtime import Runtime
 from engine.seats import Seats
 from engine.text_decoder import Prompt, TextDecoder, encode
 from engine.tuning import Plan, make_plan
-from kernels.backend import TORCH, TorchBackend, backend_of, choose_backend
+from kernels.backend import TORCH, TorchBackend, backend_of
+from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from kernels.tp import Ranks
 from model import ModelArgs, Transformer

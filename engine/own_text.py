@@ -13,7 +13,7 @@ from engine.calibrating import PROMPTS
 from engine.decoder import Decoder
 from engine.run import Run
 from engine.text_decoder import encode
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 

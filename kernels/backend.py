@@ -1,4 +1,4 @@
-"""Backends: who computes the parts of a step. `choose_backend` is the one place that decides.
+"""Backends: who computes the parts of a step. `kernels.choose` is the one place that decides.
 
 `TorchBackend` is complete: it calls the definition of every part, which stands here, in `tree`, or in
 `sampling`. `kernels.cpu.CpuBackend` and `kernels.gpu.backend.CudaBackend` replace what they have kernels for.
@@ -10,7 +10,6 @@ runs on the backend of its target (`backend_of`), whatever the network of its dr
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,9 +19,7 @@ from torch import Tensor
 import sampling.noise
 import sampling.restrict
 import tree
-from kernels.build import NoKernels
 from kernels.float8 import Float8Caches
-from kernels.gpu import here
 from kernels.tp import Part
 from model import KVCaches
 from tree import Growth, Tree
@@ -211,35 +208,6 @@ class TorchBackend:
 
 
 TORCH = TorchBackend()
-
-
-def choose_backend(
-    device: torch.device | str, kernels: bool = True, isa: str | None = None,
-    say: Callable[[str], None] = lambda line: None, must: bool = False,
-) -> TorchBackend:
-    """Return the backend for a device.
-
-    kernels: use ours, where they run. isa: the instruction set of CPU kernels, one of `kernels.isa.SETS`;
-    None for the best one. must: something needs the CPU kernels. Without a compiler for them, PyTorch
-    computes alone and `say` is called with the reason. Raises InputError, one line, if the processor lacks
-    the instruction set; NoKernels, which is one, if the compiler is missing or fails, and `must` or `isa` is
-    given.
-    """
-    device = torch.device(device)
-    if kernels and device.type == "cpu":
-        from kernels.cpu import CpuBackend
-
-        try:
-            return CpuBackend.load(isa, say)
-        except NoKernels as e:
-            if must or isa is not None:
-                raise
-            say(f"{e}. Until then PyTorch decodes alone, which is slower")
-    elif kernels and here.capable(device):
-        from kernels.gpu.backend import CudaBackend  # imports Triton, which takes time
-
-        return CudaBackend(device)
-    return TORCH
 
 
 def backend_of(target: nn.Module) -> TorchBackend:

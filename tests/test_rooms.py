@@ -145,7 +145,7 @@ CIRCLE = "sampling/noise.py -> sampling/rules.py -> sampling/noise.py: a circle"
     ("engine/api.py", "import generate", "engine/api.py -> generate.py: generate is not below engine"),
     ("tree.py", "from helpers.states import state_of",
      "tree.py -> tests/helpers/states.py: tests/helpers is not below tree"),
-    ("sampling/noise.py", "from sampling.options import RULES", CIRCLE),
+    ("sampling/noise.py", "from sampling.rules import RULES", CIRCLE),
     ("sampling/noise.py", "from . import rules", CIRCLE),
     ("sampling/noise.py", "from .rules import RULES", CIRCLE),
     ("tests/a/test_b.py", "from test_tree import draw",

@@ -8,7 +8,7 @@ from checkpoint.folder import read_config
 from checkpoint.loading import identity, identity_of, load_model
 from common.errors import InputError
 from engine.runtime import Runtime
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from kernels.tp import Ranks
 from model import Transformer
 

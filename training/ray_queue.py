@@ -19,7 +19,8 @@ from checkpoint.loading import identity, load_model
 from common.errors import InputError
 from common.threads import use_threads
 from engine.runtime import Runtime
-from kernels.backend import TORCH, choose_backend
+from kernels.backend import TORCH
+from kernels.choose import choose_backend
 from training.collect import Collector
 from training.processes import Processes
 from training.text import plan_text

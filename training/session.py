@@ -28,7 +28,8 @@ from common.files import write_text
 from engine.calibration import Calibration
 from engine.dealing import prepare
 from engine.runtime import Runtime, check_compiler, check_device
-from kernels.backend import TORCH, choose_backend
+from kernels.backend import TORCH
+from kernels.choose import choose_backend
 from kernels.tp import learnt_from
 from networks.head import Head
 from training import corpus, figures

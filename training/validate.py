@@ -15,7 +15,7 @@ from drafters.p_eagle import PEagle
 from engine.calibrating import calibrate
 from engine.calibration import Calibration
 from engine.decoder import Decoder
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from model import Transformer
 from networks.block import BlockHead
 from networks.eagle import PEagleHead

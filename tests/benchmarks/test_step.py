@@ -11,7 +11,7 @@ from shapes import random_models
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
 from kernels import isa
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import TreeShape
 

@@ -161,7 +161,7 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode,
     out = tmp_path / "q"
     command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode]
     assert quantize.main(command + ([*GROUPED, "--calibrate", str(text)] if mode in BESIDE else [])) == 0
-    from kernels.backend import choose_backend
+    from kernels.choose import choose_backend
 
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     head = load_head(out / "eagle3", target, "eagle3")

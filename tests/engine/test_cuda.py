@@ -7,7 +7,7 @@ import torch
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape

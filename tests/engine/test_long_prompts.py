@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from model import ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs

@@ -19,7 +19,7 @@ from engine.decoder import REHEARSAL, Decoder
 from engine.run import Run
 from engine.switching import CHECK, FIRST_REST, FRESH, LOOK, LOOK_PLAIN, PROBE, Switch
 from engine.tuning import Plan, make_plan
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tree import TreeShape
 

@@ -6,7 +6,7 @@ from helpers.kernels import DTYPES
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.decoder import Decoder
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from kernels.packed import PackedEagle3Head, PackedLinear
 from model import MLP, ModelArgs, Transformer
 from networks.eagle import Eagle3Head

@@ -8,7 +8,7 @@ from helpers.training import ROWS
 
 from checkpoint.loading import load_model
 from common.errors import InputError
-from kernels.backend import choose_backend
+from kernels.choose import choose_backend
 from training import precision
 from training.features import Features, Reader, StoredFeatures
 from training.processes import Processes
