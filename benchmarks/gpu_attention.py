@@ -69,7 +69,7 @@ class Case:
         return self.kv[0].numel() * (1 if way == "fp8" else self.kv.element_size())
 
     def masked(self) -> Callable[[], object]:
-        """`scaled_dot_product_attention` with a mask, as `model.attention` calls it."""
+        """`scaled_dot_product_attention` with a mask, as `KVCache.attend` calls it."""
         bias = torch.where(self.visible, 0.0, float("-inf")).to(self.q.dtype)
         return lambda: [
             F.scaled_dot_product_attention(self.q, k, v, attn_mask=bias) for k, v in self.kv.unbind(0)

@@ -34,7 +34,7 @@ class Runtime:
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
-    offload: int = 0  # so many of the target's last layers stay in the host's memory, see `kernels.offload`
+    offload: int = 0  # of --offload, which nothing reads any more
 
     @property
     def device_name(self) -> str:

@@ -233,7 +233,7 @@ def emit(
     tokens: Tensor, count: Tensor, text: Tensor, length: Tensor, done: Tensor, out: Tensor, limit: Tensor,
     stop_ids: Tensor,
 ) -> Tensor:
-    """`engine.state.State.emit` on its buffers, in place -> how many were appended [B]."""
+    """Run `TorchBackend.emit` on a state's buffers, in place -> how many were appended [B]."""
     B, W = tokens.shape
     width = out.shape[1]
     appended = count.new_empty(B)

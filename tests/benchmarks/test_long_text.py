@@ -23,7 +23,7 @@ def test_what_is_computed_is_what_is_allocated():
     """A cache in bf16 and one in fp8, and a byte a value and a scale for each head in int8."""
     args = SHAPES["tiny"][0]
     for kv, cache in (("bf16", KVCaches), ("fp8", Float8Caches)):
-        caches = cache.of_layers(args.num_layers, 1, 100, args, torch.bfloat16, "cpu")
+        caches = cache.of(args, 1, 100, torch.bfloat16, "cpu", None)
         allocated = sum(b.nbytes for b in caches.buffers())
         assert long_text.kv_bytes(args, 100, kv) == allocated
     heads = 2 * args.num_layers * args.num_kv_heads * 100
