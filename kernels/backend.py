@@ -64,6 +64,9 @@ class TorchBackend:
     caches = {"auto": KVCaches, "fp8": Float8Caches}
     quantised_at_load: tuple[torch.dtype, ...] = ()
 
+    def __deepcopy__(self, memo: dict) -> TorchBackend:
+        return self  # copies of a model run on the same backend
+
     def prepare(self, *models: nn.Module) -> bool:
         """Put the modules of models that run here in place.
 

@@ -1,7 +1,7 @@
 """Models on `kernels.cpu.CpuBackend`: the same modules, their weights laid out for its operators.
 
 `pack_models` puts models there, in place. Packed modules are for decoding only: they have no gradient and no
-`weight`. Each has the backend whose operators it calls: `ops`, see csrc/operators.cpp.
+`weight`. Each has the backend whose operators (`ops`, see csrc/operators.cpp) it calls.
 
 Linear layers, MLPs and norms are replaced by modules of another kind. A block, a target or an EAGLE-3 head
 keeps its identity: once its layers are packed, its class becomes a subclass in which all of it is one
@@ -123,7 +123,7 @@ class PackedLinear(nn.Module):
 
     def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
-        self.ops = backend.ops
+        self.backend = backend
         self.columns, self.mode = len(linear.weight) // (2 if gated else 1), GATED if gated else SAME
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
         quantised = isinstance(linear, QuantizedLinear)
@@ -135,11 +135,13 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
         """x [..., K] -> [..., N] in x's dtype; bias and `onto` [..., N] are added before the only
         rounding."""
-        return self.ops.linear(x, self.packed, self.scale, self.bias, onto, self.columns, self.mode)
+        weight = self.packed, self.scale, self.bias
+        return self.backend.ops.linear(x, *weight, onto, self.columns, self.mode)
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the same in float32: nothing is rounded to 16 bits after the sums."""
-        return self.ops.linear(x, self.packed, self.scale, self.bias, None, self.columns, FLOAT32)
+        weight = self.packed, self.scale, self.bias
+        return self.backend.ops.linear(x, *weight, None, self.columns, FLOAT32)
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:
@@ -163,10 +165,10 @@ class PackedNorm(nn.Module):
 
     def __init__(self, backend, norm: RMSNorm):
         super().__init__()
-        self.ops, self.weight, self.eps = backend.ops, norm.weight, norm.eps
+        self.backend, self.weight, self.eps = backend, norm.weight, norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.ops.rms_norm(x, self.weight, self.eps)
+        return self.backend.ops.rms_norm(x, self.weight, self.eps)
 
 
 def _angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,7 +181,7 @@ class PackedBlock(Block):
 
     def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
         read = None if isinstance(self, TargetBlock) else x if inputs is None else inputs
-        ops = self.wqkv.ops
+        ops = self.wqkv.backend.ops
         x, _ = ops.layers(
             x, *shared.angles(partial(_angles, ops)), *self.packed_weights, [cache.k], [cache.v],
             shared.slots, shared.visible, self.mlp_norm.eps, (), read,

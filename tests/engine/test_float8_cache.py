@@ -103,11 +103,11 @@ def test_each_thing_that_is_done_with_a_cache(on_gpu):
     assert same(*both) and ours[0].k.dtype == torch.uint8 and (kind is Float8Caches) != on_gpu
     source, target = torch.tensor([[9, 5, 7], [30, 31, 4]]), torch.tensor([[5, 6, 7], [31, 4, 5]])
     for caches in both:
-        caches.move(source, target)
+        KVCaches.move(caches, source, target)
     assert same(*both) and not same(ours, filled(KVCaches))
     parts = [caches.rows(1, 1) for caches in both]
     for caches in parts:
-        caches.move(source[:1], target[:1])
+        KVCaches.move(caches, source[:1], target[:1])
     assert same(*parts) and same(*both) and type(parts[0]) is kind
     for caches in both:
         caches.put(0, caches.take(1, 21))
