@@ -43,7 +43,7 @@ from engine.api import Drafting, Target, load_target
 from engine.runtime import Runtime
 from engine.seats import Seats, Text
 from engine.text_decoder import encode
-from evaluation.asking import rotated
+from evaluation.sets import rotated
 from sampling.options import Sampling
 from tokens.dataset import read_prompts
 from tree import TreeShape

@@ -24,7 +24,7 @@ from common.threads import use_threads  # noqa: E402
 from engine.capture import capture  # noqa: E402
 from engine.runtime import check_device, use_device  # noqa: E402
 from engine.text_decoder import TextDecoder  # noqa: E402
-from evaluation.asking import rotated  # noqa: E402
+from evaluation.sets import rotated  # noqa: E402
 from kernels.cpu import isa_in_use  # noqa: E402
 from kernels.isa import processor_name  # noqa: E402
 

@@ -31,7 +31,7 @@ from common.cli import note, positive
 from common.errors import InputError
 from engine.api import load_target
 from engine.runtime import Runtime
-from evaluation.asking import rotated
+from evaluation.sets import rotated
 from kernels.isa import choose
 from tokens.dataset import read_prompts
 

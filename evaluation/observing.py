@@ -1,19 +1,18 @@
 """Statistics of drafted trees: how often nodes are accepted, by depth, by rank and by confidence."""
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from torch import Tensor
-
-from tree import Tree
+from engine.request import Draft
 
 BINS = 10  # of the drafter's confidence
 
 
 @dataclass
 class DraftedTree:
-    """The tree of one step and what was accepted of it. Node 0 is the root."""
+    """The tree of one step and its accepted nodes. Node 0 is the root."""
 
     tokens: list[int]
     parent: list[int]
@@ -21,16 +20,24 @@ class DraftedTree:
     probability: list[float]  # of each node given its parent; all 0 if the drafter gives none
     accepted: set[int]  # the root included
 
+    @classmethod
+    def of(cls, draft: Draft) -> DraftedTree:
+        """Read a step's `Draft`. A parent stands before its children there."""
+        depth, probability = [0], [0.0] * len(draft.tokens)
+        for node, parent in enumerate(draft.parent[1:], 1):
+            depth.append(depth[parent] + 1)
+            # A node that only fills the tree scores -inf.
+            if draft.scores and draft.scores[node] > -math.inf:
+                probability[node] = math.exp(draft.scores[node] - draft.scores[parent])
+        return cls(draft.tokens, draft.parent, depth, probability, {0, *draft.path})
+
     @cached_property
     def children(self) -> dict[int, list[int]]:
-        """The children of every node that has some, the likeliest first."""
+        """The children of each node that has some, likeliest first."""
         children: dict[int, list[int]] = {}
-        for node in range(1, len(self.tokens)):
+        for node in sorted(range(1, len(self.tokens)), key=lambda node: -self.probability[node]):
             children.setdefault(self.parent[node], []).append(node)
-        return {
-            node: sorted(siblings, key=lambda child: -self.probability[child])
-            for node, siblings in children.items()
-        }
+        return children
 
     def probability_label(self, node: int) -> str:
         """A node's probability as text; empty for the root and if the drafter gives none."""
@@ -49,32 +56,25 @@ class TreeStatistics:
     rank: dict[int, list[int]] = field(default_factory=dict)
     # For each tenth of the drafter's probability: tried, accepted, sum of the probabilities.
     confidence: list[list[float]] = field(default_factory=lambda: [[0, 0, 0.0] for _ in range(BINS)])
-    best: DraftedTree | None = None  # the one with most accepted nodes
+    best: DraftedTree | None = None  # with most accepted nodes; None: nothing was drafted
 
-    def add(self, tree: Tree, path: Tensor) -> None:
-        """Count a step's first sequence. tree: of [B, T] nodes; path [B, W]: the accepted ones, 0 after them.
-
-        This is an observer for `Decoder.observe`.
-        """
-        tokens, parent, depth = (t[0].tolist() for t in tree[:3])
-        accepted = {0, *path[0].tolist()}
-        probability = [0.0] * len(tokens)
-        if tree.scores is not None:
-            # A node that only fills the tree has none, nor have those below it.
-            given_parent = (tree.scores[0] - tree.scores[0][tree.parent[0]]).exp().nan_to_num(0.0)
-            probability = given_parent.tolist()
-        drafted = DraftedTree(tokens, parent, depth, probability, accepted)
-        for node in accepted:
-            children = drafted.children.get(node, [])
-            if children:
-                _count(self.depth, depth[node] + 1, any(child in accepted for child in children))
+    def add(self, draft: Draft) -> None:
+        """Count the tree of one step."""
+        if len(draft.tokens) == 1:
+            return
+        tree = DraftedTree.of(draft)
+        for node in tree.accepted & tree.children.keys():
+            children = tree.children[node]
+            hit = any(child in tree.accepted for child in children)
+            _count(self.depth, tree.depth[node] + 1, hit)
             for rank, child in enumerate(children, 1):
-                _count(self.rank, rank, child in accepted)
-                if tree.scores is not None:
-                    cell = self.confidence[min(BINS - 1, int(probability[child] * BINS))]
-                    cell[:] = cell[0] + 1, cell[1] + (child in accepted), cell[2] + probability[child]
-        if self.best is None or len(accepted) > len(self.best.accepted):
-            self.best = drafted
+                accepted, probability = child in tree.accepted, tree.probability[child]
+                _count(self.rank, rank, accepted)
+                if draft.scores:
+                    cell = self.confidence[min(BINS - 1, int(probability * BINS))]
+                    cell[:] = cell[0] + 1, cell[1] + accepted, cell[2] + probability
+        if self.best is None or len(tree.accepted) > len(self.best.accepted):
+            self.best = tree
 
 
 def _count(table: dict[int, list[int]], key: int, accepted: bool) -> None:

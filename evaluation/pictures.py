@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.plots import picture
+from evaluation.answers import PLAIN
 from evaluation.observing import DraftedTree, TreeStatistics
-from evaluation.table import PLAIN, by_temperature
+from evaluation.table import by_temperature
 
 GREEN, GREY = "#3a9b5c", "#b8b8b8"
 MOST_LABELLED = 4  # with more methods side by side, numbers on the bars would overlap
@@ -14,9 +15,9 @@ LEAST_COUNTED = 20  # shares of fewer are noise
 
 
 def text_tree(drafted: DraftedTree, word: Callable[[int], str]) -> str:
-    """A tree for the terminal: accepted nodes are marked, nodes carry the drafter's probability.
+    """Draw a tree for the terminal: ● accepted, ○ rejected, each with the drafter's probability.
 
-    word: the text of a token id.
+    word: gives the text of a token id.
     """
     lines = [f"● {word(drafted.tokens[0])!r}"]
 
@@ -25,8 +26,9 @@ def text_tree(drafted: DraftedTree, word: Callable[[int], str]) -> str:
         for i, node in enumerate(children):
             branch, below = ("└─", "   ") if i == len(children) - 1 else ("├─", "│  ")
             mark = "●" if node in drafted.accepted else "○"
-            text = f"{word(drafted.tokens[node])!r}{drafted.probability_label(node)}"
-            lines.append(f"{indent}{branch}{mark} {text}")
+            lines.append(
+                f"{indent}{branch}{mark} {word(drafted.tokens[node])!r}{drafted.probability_label(node)}"
+            )
             add_children(node, indent + below)
 
     add_children(0, "")
@@ -34,7 +36,7 @@ def text_tree(drafted: DraftedTree, word: Callable[[int], str]) -> str:
 
 
 def draw_tree(drafted: DraftedTree, word: Callable[[int], str], method: str, path: Path) -> None:
-    """The same tree as a PNG, the root at the left."""
+    """Draw the same tree as a PNG, the root at the left."""
     height: dict[int, float] = {}
 
     def place(node: int, row: float) -> float:
@@ -48,109 +50,108 @@ def draw_tree(drafted: DraftedTree, word: Callable[[int], str], method: str, pat
         height[node] = (height[children[0]] + height[children[-1]]) / 2
         return row
 
-    rows, levels = place(0, 0), max(drafted.depth)
+    rows, levels, depth = place(0, 0), max(drafted.depth), drafted.depth
     with picture(path, 1.9 * (levels + 1), max(2.5, 0.24 * rows + 0.8)) as figure:
         axes = figure.add_subplot()
         for node, token in enumerate(drafted.tokens):
             accepted, parent = node in drafted.accepted, drafted.parent[node]
             if node:
                 axes.plot(
-                    [drafted.depth[parent], drafted.depth[node]], [height[parent], height[node]], zorder=1,
+                    [depth[parent], depth[node]], [height[parent], height[node]], zorder=1,
                     color=GREEN if accepted else GREY, linewidth=2.2 if accepted else 0.8,
                 )
             text = repr(word(token))[1:-1].replace("$", r"\$").replace(" ", "␣") or "∅"
+            colour = GREEN if accepted else "0.95"
+            box = {"boxstyle": "round,pad=0.25", "facecolor": colour, "edgecolor": "none"}
             axes.text(
-                drafted.depth[node], height[node], text + drafted.probability_label(node), ha="center",
-                va="center", fontsize=8, color="white" if accepted else "0.25", zorder=2,
-                bbox={
-                    "boxstyle": "round,pad=0.25", "facecolor": GREEN if accepted else "0.95",
-                    "edgecolor": "none"
-                },
+                depth[node], height[node], text + drafted.probability_label(node), ha="center", va="center",
+                fontsize=8, color="white" if accepted else "0.25", zorder=2, bbox=box,
             )
-        accepted_nodes = len(drafted.accepted) - 1
-        title = f"{method}, greedy: {len(drafted.tokens)} nodes; drafted and accepted: {accepted_nodes}"
+        title = f"{method}, greedy: {len(depth)} nodes; drafted and accepted: {len(drafted.accepted) - 1}"
         axes.set(xlim=(-0.5, levels + 0.5), ylim=(rows, -1), title=title)
         axes.axis("off")
 
 
 def draw_acceptance(statistics: dict[str, TreeStatistics], path: Path) -> None:
-    """Acceptance of each method by draft depth, and by rank among siblings."""
+    """Draw the acceptance of each method by draft depth, and by rank among siblings."""
     with picture(path, 9, 3.6) as figure:
-        left, right = figure.subplots(1, 2)
-        for axes, what, title, xlabel in (
-            (left, "depth", "by draft depth", "depth, where the tree went on"),
-            (right, "rank", "by rank among siblings", "rank"),
+        axes = figure.subplots(1, 2)
+        for panel, what, title, xlabel in (
+            (axes[0], "depth", "by draft depth", "depth, where the tree went on"),
+            (axes[1], "rank", "by rank among siblings", "rank"),
         ):
-            most = 1
-            for number, (name, counts) in enumerate(statistics.items()):
-                cells = {k: v for k, v in sorted(getattr(counts, what).items()) if v[0] >= LEAST_COUNTED}
-                if cells:
-                    shares = [accepted / tried for tried, accepted in cells.values()]
-                    axes.plot([*cells], shares, marker="o", markersize=4, color=f"C{number}", label=name)
-                    most = max(most, *cells)
-            axes.set(title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1), xlabel=xlabel)
-            axes.set_xticks(range(1, most + 1))
-        _legend_below(figure, left)
+            counts = [sorted(getattr(s, what).items()) for s in statistics.values()]
+            points = [[(x, hits / tried) for x, (tried, hits) in c if tried >= LEAST_COUNTED] for c in counts]
+            _draw_lines(panel, [*statistics], points)
+            panel.set(title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1), xlabel=xlabel)
+            panel.set_xticks(range(1, max((x for line in points for x, _ in line), default=1) + 1))
+        _legend_below(figure, axes[0])
 
 
 def draw_calibration(statistics: dict[str, TreeStatistics], path: Path) -> None:
-    """How often nodes are accepted, against the drafter's probability: dynamic trees rest on it."""
+    """Draw the share of nodes accepted against the drafter's probability: trees are pruned by it."""
+    points = [
+        [(total / tried, hits / tried) for tried, hits, total in s.confidence if tried >= LEAST_COUNTED]
+        for s in statistics.values()
+    ]
     with picture(path, 4.6, 4.2) as figure:
         axes = figure.add_subplot()
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
-        for number, (name, counts) in enumerate(statistics.items()):
-            cells = [cell for cell in counts.confidence if cell[0] >= LEAST_COUNTED]
-            if cells:  # some drafters give no probabilities
-                probability, share = [c[2] / c[0] for c in cells], [c[1] / c[0] for c in cells]
-                axes.plot(probability, share, marker="o", markersize=4, color=f"C{number}", label=name)
+        _draw_lines(axes, [*statistics], points)
         axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
         axes.set(title="the drafter's confidence (greedy)")
-        if axes.get_legend_handles_labels()[0]:
+        if any(points):  # some drafters give no probabilities
             axes.legend()
 
 
+def _draw_lines(axes, names: list[str], points: list[list[tuple[float, float]]]) -> None:
+    """Draw a line through the points of each method that has some."""
+    for number, (name, line) in enumerate(zip(names, points)):
+        if line:
+            axes.plot(*zip(*line), marker="o", markersize=4, color=f"C{number}", label=name)
+
+
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
-    """How many tokens the steps of each method emitted."""
+    """Draw the distribution of the tokens that a step emits, for each method."""
     with picture(path, 6, 3.4) as figure:
         axes = figure.add_subplot()
         values = range(1, max(max(n) for n in lengths.values()) + 1)
         for number, (name, steps) in enumerate(lengths.items()):
             at, width = _beside(number, len(lengths), values)
-            axes.bar(
-                at, [steps.count(n) / len(steps) for n in values], width, color=f"C{number}",
-                label=f"{name}, {sum(steps) / len(steps):.2f} over all steps",
-            )
+            label = f"{name}, {sum(steps) / len(steps):.2f} over all steps"
+            shares = [steps.count(n) / len(steps) for n in values]
+            axes.bar(at, shares, width, color=f"C{number}", label=label)
         axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
         axes.set_xticks(values)
         axes.legend()
 
 
 def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
-    """τ and speedup of each method on each set, a pair of panels per temperature (rows: see `summarise`)."""
+    """Draw τ and speedup of each method on each set, a pair of panels per temperature. rows: see `summarise`.
+    """
     tables = by_temperature([row for row in rows if row["method"] != PLAIN], sets)
     with picture(path, 11, 3.3 * len(tables)) as figure:
-        for line, (temperature, shown_sets, methods) in enumerate(tables):
+        panels = figure.subplots(len(tables), 2, squeeze=False)
+        for line, (temperature, shown_sets, methods) in zip(panels, tables):
             one = len(methods) == 1
-            for column, (what, title) in enumerate(
-                (("tau", "acceptance length τ"), ("speedup", "speedup over plain decoding")), 1
+            for axes, what, title in zip(
+                line, ("tau", "speedup"), ("acceptance length τ", "speedup over plain decoding")
             ):
-                axes = figure.add_subplot(len(tables), 2, 2 * line + column)
                 for number, (method, by_set) in enumerate(methods.items()):
                     at, width = _beside(number, len(methods), range(len(shown_sets)))
                     heights = [by_set.get(name, {}).get(what) or 0 for name in shown_sets]
                     bars = axes.bar(at, heights, width, color=f"C{number}", label=method)
                     if len(methods) <= MOST_LABELLED:
-                        rotation = 0 if one else 90
-                        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=rotation)
+                        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if one else 90)
                 axes.axhline(1, color=GREY, linewidth=1)
                 axes.set_xticks(range(len(shown_sets)), shown_sets, rotation=20, ha="right")
                 axes.set(title=f"{title}, temperature {temperature:g}")
                 axes.margins(y=0.15 if one else 0.25)
-        _legend_below(figure, axes)
+        _legend_below(figure, panels[0, 0])
 
 
 def _beside(number: int, count: int, places: range) -> tuple[list[float], float]:
-    """Where the bars of one of `count` methods stand around these places, and how wide each is."""
+    """Return the positions of one method's bars, of `count` around each place, and their width."""
     width = 0.8 / count
     return [place + (number - (count - 1) / 2) * width for place in places], width
 

@@ -3,19 +3,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from tqdm import tqdm
 
 from common.files import write_text
 from evaluation import pictures
-from evaluation.answers import Answer, Book, digest
-from evaluation.asking import ask, rounds
-from evaluation.lossless import Difference, Judge
-from evaluation.methods import Contender
+from evaluation.answers import PLAIN, Answer, Book, digest
+from evaluation.lossless import Difference, Judge, bound_to_be_plain
+from evaluation.methods import Contender, ask
 from evaluation.observing import TreeStatistics
-from evaluation.table import PLAIN, as_csv, bound_to_be_plain, markdown, summarise
+from evaluation.sets import MEAN, rounds
+from evaluation.table import as_csv, for_screen, markdown, summarise
 from sampling.noise import seed_of
 from sampling.options import Sampling
 
@@ -37,78 +37,69 @@ class Evaluation:
 
     def answer(self) -> None:
         """Ask every question that a method has not answered yet. A live line shows the figures so far."""
-        methods = [*self.contenders]
         todo = [
             (name, question, temperature, order)
-            for name, question, temperature, order in rounds(self.sets, self.temperatures, methods)
-            if not all(self._is_answered(name, question, method, temperature) for method in methods)
+            for name, question, temperature, order in rounds(self.sets, self.temperatures, [*self.contenders])
+            if not all(self._find(name, question, method, temperature) for method in order)
         ]
         if not todo:
             return
         for temperature in self.temperatures:
-            for contender in self.contenders.values():
-                contender.model.warm_up(Sampling(8, temperature, seed=self.seed), every_length=True)
-                ask(contender.model, {"turns": ["Hello"]}, 16, temperature, self.seed)
+            for engine, _ in self.contenders.values():
+                engine.warm_up(Sampling(8, temperature, seed=self.seed), every_length=True)
+                ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.seed))
         bar = tqdm(todo, desc="questions", unit="question")
         for name, question, temperature, order in bar:
             self.book.forget(name, question, temperature)
             for method in order:
                 self._ask(name, question, method, temperature)
-            bar.set_postfix_str(self._running(temperature))
+            means = (r for r in self._rows() if (r["set"], r["temperature"]) == (MEAN, temperature))
+            bar.set_postfix_str(", ".join(
+                f"{r['method']} τ {r['tau']:.2f} {r['speedup']:.2f}×" for r in means
+                if r["method"] != PLAIN and r["speedup"] and r["tau"]
+            ))
 
     def _ask(self, name: str, question: dict, method: str, temperature: float) -> None:
-        """Ask one question of one method and keep the answer."""
-        contender, number = self.contenders[method], question["question_id"]
-        seed = seed_of(self.seed, name, number)
-        turns = ask(contender.model, question, self.max_new_tokens, temperature, seed)
+        """Ask one question of one method and store the answer."""
+        (engine, identity), number = self.contenders[method], question["question_id"]
+        sampling = Sampling(self.max_new_tokens, temperature, seed=seed_of(self.seed, name, number))
+        turns = ask(engine, question, sampling)
         if len(turns) < len(question["turns"]):
+            left_out = "" if turns else "; the question is left out"
             self.say(
-                f"{name} question {number}: turn {len(turns) + 1} does not fit in"
-                f" {contender.model.decoder.max_seq_len} tokens"
-                + ("" if turns else "; the question is left out")
+                f"{name} question {number}: turn {len(turns) + 1} does not fit in {engine.max_seq_len}"
+                f" tokens{left_out}"
             )
         if turns:
-            asked = digest(question, contender.identity)
-            category = question["category"]
-            self.book.add(Answer(name, number, category, method, temperature, seed, asked, turns))
+            asked = digest(question, identity)
+            self.book.add(Answer(
+                name, number, question["category"], method, temperature, sampling.seed, asked, turns
+            ))
 
-    def _is_answered(self, name: str, question: dict, method: str, temperature: float) -> bool:
-        return self.book.has(name, question, method, temperature, self.contenders[method].identity)
+    def _find(self, name: str, question: dict, method: str, temperature: float) -> Answer | None:
+        return self.book.find(name, question, method, temperature, self.contenders[method].identity)
 
-    def _running(self, temperature: float) -> str:
-        """The means so far at one temperature."""
-        means = [
-            row for row in self._rows(self._answers(), [])
-            if (row["set"], row["temperature"]) == ("mean", temperature) and row["method"] != PLAIN
-        ]
-        return ", ".join(
-            f"{row['method']} τ {row['tau']:.2f} {row['speedup']:.2f}×" for row in means
-            if row["speedup"] and row["tau"]
-        )
+    def _answers(self) -> Iterator[Answer]:
+        """Yield the answers of this run's methods to its questions; the folder may hold others."""
+        for temperature in self.temperatures:
+            for name, questions in self.sets.items():
+                for question in questions:
+                    found = (self._find(name, question, method, temperature) for method in self.contenders)
+                    yield from filter(None, found)
 
-    def _answers(self) -> list[Answer]:
-        """The answers of this run's methods to this run's questions; the folder may hold others."""
-        questions = {(name, q["question_id"]): q for name, group in self.sets.items() for q in group}
-        return [
-            a for a in self.book.answers.values()
-            if (a.set, a.question) in questions and a.temperature in self.temperatures
-            and a.method in self.contenders
-            and self._is_answered(a.set, questions[a.set, a.question], a.method, a.temperature)
-        ]
-
-    def _rows(self, answers: list[Answer], differences: list[Difference]) -> list[dict]:
-        return summarise(answers, [*self.sets], [*self.contenders], differences)
+    def _rows(self, differences: Sequence[Difference] = ()) -> list[dict]:
+        return summarise(self._answers(), [*self.sets], [*self.contenders], differences)
 
     def report(self) -> int:
-        """Write and print the figures so far. Returns how many texts differ by more than rounding."""
-        answers = self._answers()
-        self.book.write_fastchat(answers)  # first: it needs nothing that may fail
-        differences = self._differences(answers)
-        rows = self._rows(answers, differences)
+        """Write and print the figures so far. Returns the number of texts that differ by more than rounding.
+        """
+        self.book.write_fastchat(self._answers())  # first: it needs nothing that may fail
+        differences = [*self._differences()]
+        rows = self._rows(differences)
         if not rows:
             self.say("no answers yet")
             return 0
-        self._write(rows, answers, differences)
+        self._write(rows, differences)
         errors = [d for d in differences if not d.tie]
         for d in errors[:MOST_PRINTED]:
             self.say(
@@ -118,29 +109,28 @@ class Evaluation:
             )
         return len(errors)
 
-    def _differences(self, answers: list[Answer]) -> list[Difference]:
-        """The first difference of every text that is not the plain one and must be."""
-        plain_answers = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
-        differences = []
+    def _differences(self) -> Iterator[Difference]:
+        """Yield the first difference of every text that is not the plain one and must be."""
+        answers = [*self._answers()]
+        plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
         for a in answers:
-            plain = plain_answers.get((a.set, a.question, a.temperature))
-            if plain and a.method != PLAIN and bound_to_be_plain(a.method, a.temperature):
-                differences.append(self.judge.difference(plain, a))
-        return [d for d in differences if d is not None]
+            same = plain.get((a.set, a.question, a.temperature))
+            judged = same and bound_to_be_plain(a.method, a.temperature)
+            if judged and (difference := self.judge.difference(same, a)):
+                yield difference
 
-    def _write(self, rows: list[dict], answers: list[Answer], differences: list[Difference]) -> None:
+    def _write(self, rows: list[dict], differences: list[Difference]) -> None:
         """Write the tables, the differences and their pictures; print the table."""
-        out, sets = self.book.folder, [*self.sets]
-        text = markdown(rows, sets)
+        out, sets, answers = self.book.folder, [*self.sets], [*self._answers()]
         answered = {(a.set, a.question) for a in answers if a.method == PLAIN}
+        room, rest = self.contenders[PLAIN].engine.max_seq_len, ""
         if left := sum(map(len, self.sets.values())) - len(answered):
-            room = self.contenders[PLAIN].model.decoder.max_seq_len
-            text += f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
+            rest = f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]
         for name, content in (
-            ("table.md", text), ("table.json", json.dumps(rows, indent=1) + "\n"),
+            ("table.md", markdown(rows, sets) + rest), ("table.json", json.dumps(rows, indent=1) + "\n"),
             ("table.csv", as_csv(rows)), ("differences.json", json.dumps(listed, indent=1) + "\n"),
         ):
             write_text(out / name, content)
@@ -153,7 +143,7 @@ class Evaluation:
                 lengths.setdefault(name, []).extend(a.lengths)
         if lengths:
             pictures.draw_lengths(lengths, out / "lengths.png")
-        print(text)
+        print(for_screen(rows, sets) + rest + f"all figures: {out / 'table.md'}, table.json, table.csv")
 
     def observe(self, questions: int, show_tree: bool) -> None:
         """Draw what the drafted trees look like, from a few questions of every set answered again, untimed.
@@ -162,13 +152,12 @@ class Evaluation:
         draw, and print, the tree with most accepted nodes.
         """
         statistics = {name: TreeStatistics() for name in self.contenders if name != PLAIN}
+        sampling = Sampling(min(128, self.max_new_tokens), seed=self.seed)
         for name, counts in statistics.items():
-            model = self.contenders[name].model
-            with model.decoder.observe(counts.add):
-                for group in self.sets.values():
-                    for question in group[: max(1, questions)]:
-                        first_turn = question | {"turns": question["turns"][:1]}
-                        ask(model, first_turn, min(128, self.max_new_tokens), 0.0, self.seed)
+            for group in self.sets.values():
+                for question in group[: max(1, questions)]:
+                    first_turn = question | {"turns": question["turns"][:1]}
+                    ask(self.contenders[name].engine, first_turn, sampling, counts.add)
         drafted = {name: counts.best for name, counts in statistics.items() if counts.best}
         if drafted:
             pictures.draw_acceptance(statistics, self.book.folder / "acceptance.png")
@@ -177,7 +166,7 @@ class Evaluation:
             self.say("--show-tree: nothing was drafted")
         elif show_tree:
             method = max(drafted, key=lambda name: len(drafted[name].accepted))
-            tokenizer = self.contenders[method].model.tokenizer
+            tokenizer = self.contenders[method].engine.tokenizer
 
             def word(token: int) -> str:
                 return tokenizer.piece(token).decode("utf-8", "replace")

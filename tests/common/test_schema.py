@@ -37,7 +37,6 @@ from common.schema import (
 )
 from drafters.rest_store import STORE
 from engine.costs import KEPT
-from evaluation.answers import Answer
 from kernels.quantized import Scheme
 from model import ROPE, ModelArgs, RopeScaling, inverse_frequencies
 from tokens.files import TOKENIZER_CONFIG
@@ -49,7 +48,7 @@ RECORDS = {
     **{f"of a {kind} head": record_of(head.Args) for kind, head in HEADS.items()},
     "config.json of others": PUBLISHED, "generation_config.json": GENERATION, "index": INDEX,
     "tokenizer_config.json": TOKENIZER_CONFIG, "tokenizer.json": TOKENIZER, "metadata of a GGUF": METADATA,
-    "calibration.json": MEASURED, "costs.json": KEPT, "answers.jsonl": record_of(Answer), "store.json": STORE,
+    "calibration.json": MEASURED, "costs.json": KEPT, "store.json": STORE,
 }
 LEAVES = (
     st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.integers(-3, 70) | st.floats() | st.text()
