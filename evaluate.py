@@ -18,7 +18,6 @@ The exit status is 1 if any text differs from the plain one by more than roundin
 """
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import tempfile
@@ -32,9 +31,9 @@ from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
 from common.torchrun import command_in_words, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
+from sampling.options import Sampling
 
 ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
-FIGURES = 2  # version of the figures in answers.jsonl: a folder of another one is refused
 
 
 def parser() -> Options:
@@ -44,8 +43,8 @@ def parser() -> Options:
     p.add_argument("--out", required=True, help="folder for answers, tables and pictures")
 
     g = p.add_argument_group("methods")
-    g.add_argument("--speculate", type=lambda text: text.split(","), default="eagle3",
-                   metavar="METHOD[,METHOD]", help=f"of {', '.join(METHODS)}; plain decoding always runs")
+    g.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]",
+                   help=f"of {', '.join(METHODS)}; plain decoding always runs")
     for flag, value, what in (
         ("--draft", "DIR", "head or draft model"), ("--tree", "SPEC", "as for generate.py"),
         ("--accept", "RULE", "equal or residual"),
@@ -54,7 +53,7 @@ def parser() -> Options:
         g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
     add_flags(g)
     check_numbers(p)
-    add_window(g, p, lambda o: o.speculate)
+    add_window(g, p, lambda o: o.speculate.split(","))
 
     add = p.add_argument_group("questions").add_argument
     add("--questions", metavar="FILE_OR_FOLDER", help="FastChat questions (default: our own)")
@@ -79,8 +78,6 @@ def parser() -> Options:
 
 def read_temperatures(text: str) -> list[float]:
     """Parse --temperature, each value once. Raises InputError."""
-    from sampling.options import Sampling
-
     try:
         temperatures = [Sampling(temperature=float(part)).temperature for part in text.split(",")]
     except ValueError as e:
@@ -114,26 +111,25 @@ def run(o, unreported: list) -> int:
     unreported: holds the `evaluation.session.Evaluation` of a single process while it has answers without a
     table. Raises InputError, ValueError, OSError or RuntimeError.
     """
-    methods = [known(name) for name in dict.fromkeys(o.speculate)]
+    methods = [known(name) for name in dict.fromkeys(o.speculate.split(","))]
     if o.calibrate and several():
         raise InputError("--calibrate: trees are measured by one process; start it without torchrun")
     if o.calibrate and not any(map(grows, methods)):
-        raise InputError(
-            f"--calibrate: {', '.join(methods)} has no head that grows trees; add --speculate eagle3"
-        )
-    flags, temperatures = read_flags(o, methods), read_temperatures(o.temperature)
+        raise InputError(f"--calibrate: {o.speculate} has no head that grows trees; add --speculate eagle3")
+    o.temperature = read_temperatures(o.temperature)
     from engine.runtime import Runtime
     from evaluation.methods import read_draftings
+    from evaluation.session import load
     from evaluation.sets import read_sets
     from kernels.ranks import joined, own_device
 
     settings = {"draft": o.draft, "tree": o.tree, "accept": o.accept}
-    draftings = read_draftings(methods, settings, flags, o.draft_window)
-    asked = draftings, read_sets(o.questions, o.limit), temperatures
+    draftings = read_draftings(methods, settings, read_flags(o, methods), o.draft_window)
+    sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     if not several():
-        evaluation = load(o, runtime, *asked)
+        evaluation = load(o, runtime, draftings, sets, say)
         unreported.append(evaluation)
         evaluation.answer()
         unreported.clear()
@@ -145,52 +141,10 @@ def run(o, unreported: list) -> int:
                 shutil.copytree(o.out, folder, dirs_exist_ok=True)
             o.out = folder
         trees = [drafting.tree for drafting in draftings.values()]
-        # After it all have read the folder.
-        ranks.agree_on(command_in_words(o, trees, *asked[1:]), runtime.device)
-        evaluation = load(o, runtime, *asked, ranks)
+        ranks.agree_on(command_in_words(o, trees, sets), runtime.device)  # all have read the folder by now
+        evaluation = load(o, runtime, draftings, sets, say, ranks)
         evaluation.answer()
         return finish(o, evaluation)
-
-
-def load(o, runtime, draftings: dict, sets: dict[str, list[dict]], temperatures: list[float], ranks=None):
-    """Load the target and each method on it -> `evaluation.session.Evaluation`.
-
-    ranks: the `kernels.ranks.Ranks` that share the target, if any. Raises InputError, ValueError, OSError or
-    RuntimeError.
-    """
-    import torch
-
-    from checkpoint.folder import read_config
-    from common.threads import use_threads
-    from engine.target import load_target, longest_text
-    from evaluation.answers import Book, check_out
-    from evaluation.lossless import Judge
-    from evaluation.methods import load_contenders
-    from evaluation.session import Evaluation
-    from model import ModelArgs
-
-    use_threads(o.threads, say)
-    longest = ModelArgs.from_config(read_config(o.checkpoint, "target")).max_seq_len
-    options = {  # all that answers and figures depend on, but the methods and questions
-        "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
-        "max_new_tokens": o.max_new_tokens, "max_seq_len": longest_text(longest, o.max_seq_len),
-        "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv, "torch": torch.__version__,
-        "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
-        "ranks": ranks.count if ranks else 1,
-    }
-    check_out(Path(o.out), options)
-    target = load_target(o.checkpoint, runtime, say, ranks)
-    if o.calibrate:
-        prompts = [question["turns"][0] for group in sets.values() for question in group]
-        for drafting in (d for d in draftings.values() if grows(d.method)):
-            say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
-    contenders = load_contenders(target, draftings, o.max_seq_len)
-    weight = target.model.embed.weight
-    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks, o.kv)
-    book = Book(Path(o.out), options)
-    if ranks:  # all have read the first one's files, and have the same questions left
-        ranks.agree(f"the answers so far, {sorted(map(repr, book.answers))}", weight.device)
-    return Evaluation(contenders, sets, book, judge, temperatures, o.max_new_tokens, o.seed, say)
 
 
 def finish(o, evaluation) -> int:

@@ -7,9 +7,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from common.errors import InputError, printable
@@ -19,9 +18,6 @@ PLAIN = "none"  # the method that drafts nothing
 OPTIONS = "options.json"  # of the folder's first run
 ADVICE = "delete it, or choose another --out"
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-Number = Annotated[int, Field(ge=0, lt=2**31)]
-Seconds = Annotated[float, Field(ge=0, le=1e9)]
-FileName = Annotated[str, Field(pattern=r"^[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,199}$")]
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -32,24 +28,24 @@ class Turn:
     no earlier text in its caches begins with, so later turns of a conversation take less.
     """
 
-    prompt: list[Number]  # token ids
-    ids: list[Number]  # of the answer
+    prompt: list[int]  # token ids
+    ids: list[int]  # of the answer
     text: str
     finish: str  # see `engine.request.Finish`
-    prefill_seconds: Seconds
-    seconds: Seconds  # after the first token
-    lengths: list[Number]  # tokens emitted by each step
+    prefill_seconds: float
+    seconds: float  # after the first token
+    lengths: list[int]  # tokens emitted by each step
 
 
 @dataclass(frozen=True, config=STRICT)
 class Answer:
     """All turns of one question, answered by one method."""
 
-    set: FileName
+    set: str
     question: int | str
     category: str
-    method: FileName
-    temperature: Annotated[float, Field(ge=0, le=1e6)]
+    method: str
+    temperature: float
     seed: int
     asked: str  # `digest` of the question and of what answered it
     turns: list[Turn]
@@ -135,10 +131,9 @@ class Book:
     def forget(self, set_name: str, question: dict, temperature: float) -> None:
         """Drop the answers of all methods to a question: only answers of one round are compared."""
         asked = set_name, question["question_id"], temperature
-        keys = [a.key for a in self.answers.values() if (a.set, a.question, a.temperature) == asked]
-        for key in keys:
-            del self.answers[key]
-        if keys:
+        kept = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != asked}
+        if len(kept) < len(self.answers):
+            self.answers = kept
             self._write()
 
     def add(self, answer: Answer) -> None:
@@ -159,8 +154,8 @@ class Book:
             steps = [len(t.lengths) for t in a.turns]
             choice = {
                 "index": 0, "turns": [t.text for t in a.turns], "idxs": steps, "decoding_steps": steps,
-                "new_tokens": [len(t.ids) for t in a.turns],
-                "wall_time": [t.prefill_seconds + t.seconds for t in a.turns], "accept_lengths": a.lengths,
+                "new_tokens": [len(t.ids) for t in a.turns], "accept_lengths": a.lengths,
+                "wall_time": [t.prefill_seconds + t.seconds for t in a.turns],
             }
             row = {
                 "question_id": a.question, "category": a.category,

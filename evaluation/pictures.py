@@ -75,54 +75,51 @@ def draw_tree(drafted: DraftedTree, word: Callable[[int], str], method: str, pat
 def draw_acceptance(statistics: dict[str, TreeStatistics], path: Path) -> None:
     """Draw the acceptance of each method by draft depth, and by rank among siblings."""
     with picture(path, 9, 3.6) as figure:
-        axes = figure.subplots(1, 2)
-        for panel, what, title, xlabel in (
-            (axes[0], "depth", "by draft depth", "depth, where the tree went on"),
-            (axes[1], "rank", "by rank among siblings", "rank"),
+        panels = figure.subplots(1, 2)
+        for axes, what, title, xlabel in zip(
+            panels, ("depth", "rank"), ("by draft depth", "by rank among siblings"),
+            ("depth, where the tree went on", "rank"),
         ):
-            counts = [sorted(getattr(s, what).items()) for s in statistics.values()]
-            points = [[(x, hits / tried) for x, (tried, hits) in c if tried >= LEAST_COUNTED] for c in counts]
-            _draw_lines(panel, [*statistics], points)
-            panel.set(title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1), xlabel=xlabel)
-            panel.set_xticks(range(1, max((x for line in points for x, _ in line), default=1) + 1))
-        _legend_below(figure, axes[0])
+            counts = {name: sorted(getattr(s, what).items()) for name, s in statistics.items()}
+            _draw_shares(axes, {n: [(x, *cell) for x, cell in cells] for n, cells in counts.items()})
+            axes.set(title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1), xlabel=xlabel)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        _legend_below(figure, panels[0])
 
 
 def draw_calibration(statistics: dict[str, TreeStatistics], path: Path) -> None:
     """Draw the share of nodes accepted against the drafter's probability: trees are pruned by it."""
-    points = [
-        [(total / tried, hits / tried) for tried, hits, total in s.confidence if tried >= LEAST_COUNTED]
-        for s in statistics.values()
-    ]
     with picture(path, 4.6, 4.2) as figure:
         axes = figure.add_subplot()
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
-        _draw_lines(axes, [*statistics], points)
+        _draw_shares(axes, {
+            name: [(total / max(tried, 1), tried, hits) for tried, hits, total in s.confidence]
+            for name, s in statistics.items()
+        })
         axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
         axes.set(title="the drafter's confidence (greedy)")
-        if any(points):  # some drafters give no probabilities
-            axes.legend()
+        _legend_below(figure, axes)
 
 
-def _draw_lines(axes, names: list[str], points: list[list[tuple[float, float]]]) -> None:
-    """Draw a line through the points of each method that has some."""
-    for number, (name, line) in enumerate(zip(names, points)):
-        if line:
-            axes.plot(*zip(*line), marker="o", markersize=4, color=f"C{number}", label=name)
+def _draw_shares(axes, counts: dict[str, list[tuple[float, int, int]]]) -> None:
+    """Draw a line of hits / tried over x for each method. counts: its (x, tried, hits)."""
+    for number, (name, cells) in enumerate(counts.items()):
+        points = [(x, hits / tried) for x, tried, hits in cells if tried >= LEAST_COUNTED]
+        if points:  # some drafters give no probabilities
+            axes.plot(*zip(*points), marker="o", markersize=4, color=f"C{number}", label=name)
 
 
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
     """Draw the distribution of the tokens that a step emits, for each method."""
+    values = range(1, max(max(n) for n in lengths.values()) + 1)
     with picture(path, 6, 3.4) as figure:
         axes = figure.add_subplot()
-        values = range(1, max(max(n) for n in lengths.values()) + 1)
-        for number, (name, steps) in enumerate(lengths.items()):
-            at, width = _beside(number, len(lengths), values)
-            label = f"{name}, {sum(steps) / len(steps):.2f} over all steps"
-            shares = [steps.count(n) / len(steps) for n in values]
-            axes.bar(at, shares, width, color=f"C{number}", label=label)
+        _draw_bars(axes, {
+            f"{name}, {sum(steps) / len(steps):.2f} over all steps":
+                [steps.count(n) / len(steps) for n in values] for name, steps in lengths.items()
+        })
         axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
-        axes.set_xticks(values)
+        axes.set_xticks(range(len(values)), values)
         axes.legend()
 
 
@@ -132,28 +129,30 @@ def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
     tables = by_temperature([row for row in rows if row["method"] != PLAIN], sets)
     with picture(path, 11, 3.3 * len(tables)) as figure:
         panels = figure.subplots(len(tables), 2, squeeze=False)
-        for line, (temperature, shown_sets, methods) in zip(panels, tables):
-            one = len(methods) == 1
+        for pair, (temperature, shown, methods) in zip(panels, tables):
             for axes, what, title in zip(
-                line, ("tau", "speedup"), ("acceptance length τ", "speedup over plain decoding")
+                pair, ("tau", "speedup"), ("acceptance length τ", "speedup over plain decoding")
             ):
-                for number, (method, by_set) in enumerate(methods.items()):
-                    at, width = _beside(number, len(methods), range(len(shown_sets)))
-                    heights = [by_set.get(name, {}).get(what) or 0 for name in shown_sets]
-                    bars = axes.bar(at, heights, width, color=f"C{number}", label=method)
-                    if len(methods) <= MOST_LABELLED:
-                        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=0 if one else 90)
+                _draw_bars(axes, {
+                    method: [by_set.get(name, {}).get(what) or 0 for name in shown]
+                    for method, by_set in methods.items()
+                })
+                for bars in axes.containers if len(methods) <= MOST_LABELLED else ():
+                    rotation = 0 if len(methods) == 1 else 90
+                    axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=rotation)
                 axes.axhline(1, color=GREY, linewidth=1)
-                axes.set_xticks(range(len(shown_sets)), shown_sets, rotation=20, ha="right")
+                axes.set_xticks(range(len(shown)), shown, rotation=20, ha="right")
                 axes.set(title=f"{title}, temperature {temperature:g}")
-                axes.margins(y=0.15 if one else 0.25)
+                axes.margins(y=0.15 if len(methods) == 1 else 0.25)
         _legend_below(figure, panels[0, 0])
 
 
-def _beside(number: int, count: int, places: range) -> tuple[list[float], float]:
-    """Return the positions of one method's bars, of `count` around each place, and their width."""
-    width = 0.8 / count
-    return [place + (number - (count - 1) / 2) * width for place in places], width
+def _draw_bars(axes, heights: dict[str, list[float]]) -> None:
+    """Draw the heights of each method beside those of the others."""
+    width = 0.8 / len(heights)
+    for number, (name, values) in enumerate(heights.items()):
+        left = (number - (len(heights) - 1) / 2) * width
+        axes.bar([i + left for i in range(len(values))], values, width, color=f"C{number}", label=name)
 
 
 def _legend_below(figure, axes) -> None:

@@ -3,22 +3,33 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
+from checkpoint.folder import read_config
 from common.files import write_text
+from common.threads import use_threads
+from drafters import grows
+from engine.runtime import Runtime
+from engine.target import Drafting, load_target, longest_text
 from evaluation import pictures
-from evaluation.answers import PLAIN, Answer, Book, digest
+from evaluation.answers import PLAIN, Answer, Book, check_out, digest
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
-from evaluation.methods import Contender, ask
+from evaluation.methods import Contender, ask, load_contenders
 from evaluation.observing import TreeStatistics
 from evaluation.sets import MEAN, rounds
 from evaluation.table import as_csv, for_screen, markdown, summarise
+from kernels.ranks import Ranks
+from model import ModelArgs
 from sampling.noise import seed_of
 from sampling.options import Sampling
 
+FIGURES = 2  # version of the figures in a folder: one of another version is refused
 MOST_PRINTED = 10  # errors printed; differences.json has all of them
 
 
@@ -173,3 +184,35 @@ class Evaluation:
 
             print(f"a tree of {method}, greedy; ● accepted:\n{pictures.text_tree(drafted[method], word)}")
             pictures.draw_tree(drafted[method], word, method, self.book.folder / "tree.png")
+
+
+def load(
+    o, runtime: Runtime, draftings: dict[str, Drafting], sets: dict[str, list[dict]],
+    say: Callable[[str], None], ranks: Ranks | None = None,
+) -> Evaluation:
+    """Load the target and each method on it, as the options `o` of evaluate.py ask for.
+
+    ranks: the processes that share the target. Raises InputError, ValueError, OSError or RuntimeError.
+    """
+    use_threads(o.threads, say)
+    longest = ModelArgs.from_config(read_config(o.checkpoint, "target")).max_seq_len
+    options = {  # all that answers and figures depend on, beside methods and questions
+        "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
+        "max_new_tokens": o.max_new_tokens, "max_seq_len": longest_text(longest, o.max_seq_len),
+        "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv, "torch": torch.__version__,
+        "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
+        "ranks": ranks.count if ranks else 1,
+    }
+    check_out(Path(o.out), options)
+    target = load_target(o.checkpoint, runtime, say, ranks)
+    if o.calibrate:
+        prompts = [question["turns"][0] for group in sets.values() for question in group]
+        for drafting in (d for d in draftings.values() if grows(d.method)):
+            say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
+    contenders = load_contenders(target, draftings, o.max_seq_len)
+    weight = target.model.embed.weight
+    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks, o.kv)
+    book = Book(Path(o.out), options)
+    if ranks:  # all have read the first one's files, and have the same questions left
+        ranks.agree(f"the answers so far, {sorted(map(repr, book.answers))}", weight.device)
+    return Evaluation(contenders, sets, book, judge, o.temperature, o.max_new_tokens, o.seed, say)

@@ -11,6 +11,7 @@ from evaluation.answers import PLAIN, Answer
 from evaluation.lossless import Difference, bound_to_be_plain
 from evaluation.sets import MEAN
 
+MEANS = ("tokens_per_second", "speedup", "speedup_total", "tau")
 LONGEST_NAME = 20  # characters of a method's or a set's name on the screen
 
 
@@ -29,21 +30,21 @@ def summarise(
     `equal`: number of the `questions` with the text of plain decoding; `ties` and `errors` count the others.
     All three are None if texts need not be equal.
     """
-    answers = list(answers)
+    answers = sorted(answers, key=lambda a: a.temperature)
     plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
     cells: dict[tuple, list[tuple[Answer, Answer]]] = defaultdict(list)
     for a in answers:
         if p := plain.get((a.set, a.question, a.temperature)):
             cells[a.temperature, a.method, a.set].append((a, p))
     rows = []
-    for temperature in sorted({a.temperature for a in answers}):
+    for temperature in dict.fromkeys(a.temperature for a in answers):
         for method in methods:
             of_sets = [
                 {"temperature": temperature, "method": method, "set": name, **_figures(pairs, differences)}
                 for name in sets if (pairs := cells.get((temperature, method, name)))
             ]
             if of_sets:
-                rows += [*of_sets, of_sets[0] | {"set": MEAN} | _mean(of_sets)]
+                rows += [*of_sets, _mean(of_sets)]
     return rows
 
 
@@ -71,29 +72,23 @@ def _figures(pairs: list[tuple[Answer, Answer]], differences: Sequence[Differenc
 
 
 def _mean(rows: list[dict]) -> dict:
-    """Return means of speeds and tau over the sets, and sums of all that is counted."""
-    mean = {}
-    for name in ("tokens_per_second", "speedup", "speedup_total", "tau"):
-        known = [row[name] for row in rows if row[name] is not None]
-        mean[name] = statistics.fmean(known) if known else None
-    for name in ("questions", "equal", "ties", "errors", "seconds", "prefill_seconds"):
-        mean[name] = None if rows[0][name] is None else sum(row[name] for row in rows)
-    return mean
+    """Return the row of the mean set: means of speeds and tau over the sets, sums of all that is counted."""
+    row = rows[0] | {"set": MEAN}
+    for name in list(row)[3:]:  # after temperature, method, set
+        known = [other[name] for other in rows if other[name] is not None]
+        row[name] = (statistics.fmean if name in MEANS else sum)(known) if known else None
+    return row
 
 
 def by_temperature(
     rows: list[dict], sets: list[str]
 ) -> list[tuple[float, list[str], dict[str, dict[str, dict]]]]:
     """Return (temperature, the sets it has rows of, its rows by method and set) for each temperature."""
-    tables = []
-    for temperature in sorted({row["temperature"] for row in rows}):
-        methods: dict[str, dict[str, dict]] = {}
-        for row in rows:
-            if row["temperature"] == temperature:
-                methods.setdefault(row["method"], {})[row["set"]] = row
-        present = {name for by_set in methods.values() for name in by_set}
-        tables.append((temperature, [name for name in (*sets, MEAN) if name in present], methods))
-    return tables
+    tables: dict[float, dict[str, dict[str, dict]]] = {}
+    for row in rows:
+        tables.setdefault(row["temperature"], {}).setdefault(row["method"], {})[row["set"]] = row
+    present = {(row["temperature"], row["set"]) for row in rows}
+    return [(t, [n for n in (*sets, MEAN) if (t, n) in present], methods) for t, methods in tables.items()]
 
 
 def markdown(rows: list[dict], sets: list[str]) -> str:
@@ -121,7 +116,7 @@ def for_screen(rows: list[dict], sets: list[str]) -> str:
     for temperature, shown_sets, methods in by_temperature(rows, sets):
         table = [heads]
         for method, by_set in methods.items():
-            shown = shown_sets[:1] if len(shown_sets) == 2 else shown_sets  # of one set, the mean says no more
+            shown = shown_sets[:1] if len(shown_sets) == 2 else shown_sets  # one set is its own mean
             for row in (by_set[name] for name in shown if name in by_set):
                 names = _name(method), row["set"]
                 short = [n if len(n) <= LONGEST_NAME else n[: LONGEST_NAME - 1] + "…" for n in names]
