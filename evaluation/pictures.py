@@ -98,7 +98,8 @@ def draw_calibration(statistics: dict[str, TreeStatistics], path: Path) -> None:
         })
         axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
         axes.set(title="the drafter's confidence (greedy)")
-        _legend_below(figure, axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
 
 
 def _draw_shares(axes, counts: dict[str, list[tuple[float, int, int]]]) -> None:

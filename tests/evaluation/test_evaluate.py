@@ -25,7 +25,7 @@ TREES = ["--tree", "eagle3=8,2,3", "--tree", "eagle2=8,2,3"]  # else their accep
 
 @pytest.fixture(scope="module")
 def run(golden, tmp_path_factory):
-    """A complete run: two small sets, both temperatures. Returns its folder and a function that runs again."""
+    """A complete run of two small sets at both temperatures: its folder, and a function that runs again."""
     folder = tmp_path_factory.mktemp("evaluate")
     (folder / "questions").mkdir()
     (folder / "questions" / "one.jsonl").write_text(
@@ -34,9 +34,12 @@ def run(golden, tmp_path_factory):
     (folder / "questions" / "two.jsonl").write_text('{"question_id": "x", "turns": ["count to 7"]}\n')
 
     def go(*more: str, out="out", plan=("--speculate", "eagle3,eagle2", *TREES)) -> int:
-        argv = ["--checkpoint", golden, "--out", folder / out, "--questions", folder / "questions", "--no-compile"]
-        argv += ["--threads", "1", "--max-new-tokens", "24", "--temperature", "0,1", "--dtype", "fp32"]
-        return evaluate.main([str(word) for word in (*argv, "--observe", "0", *plan, *more)])
+        argv = [
+            "--checkpoint", golden, "--out", folder / out, "--questions", folder / "questions",
+            "--threads", 1, "--max-new-tokens", 24, "--temperature", "0,1", "--dtype", "fp32", "--observe", 0,
+            *plan, *more,
+        ]
+        return evaluate.main(["--no-compile", *map(str, argv)])
 
     assert go("--show-tree", "--observe", "2") == 0
     return folder, go
@@ -166,29 +169,32 @@ def test_only_answers_of_one_round_are_compared(run, monkeypatch, capsys):
 def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     _, go = run
     (tmp_path / "q.jsonl").write_text(json.dumps({"turns": ["x" * 300]}) + '\n{"turns": ["short"]}\n')
-    assert go("--questions", tmp_path, "--max-seq-len", "100", "--max-new-tokens", "9", out=tmp_path / "o") == 0
+    few = "--max-seq-len", "100", "--max-new-tokens", "9"
+    assert go("--questions", tmp_path, *few, out=tmp_path / "o") == 0
     words = "question 0: turn 1 does not fit in 100 tokens; the question is left out"
     assert words in capsys.readouterr().err
     assert all(row["questions"] == 1 for row in rows_in(tmp_path / "o"))
 
 
 def test_every_method(run, golden, tmp_path):
-    """Heads that draft blocks are random. The drafts of `residual` are drawn, so that its texts may differ."""
+    """Heads that draft blocks are random. The drafts of `residual` are drawn: its texts may differ."""
     target = tmp_path / "target"
     shutil.copytree(golden, target)
     for kind in ("p-eagle", "dflash", "dspark"):
-        convert(write_head(tmp_path / kind, *published(kind, load_model(golden)[0])), target=target, quiet=True)
+        head = write_head(tmp_path / kind, *published(kind, load_model(golden)[0]))
+        convert(head, target=target, quiet=True)
     (tmp_path / "text").write_text("the tide comes in and the tide goes out")
     assert rest.main(["build", "--checkpoint", str(target), "--out", str(tmp_path / "store"),
                       str(tmp_path / "text")]) == 0
-    heads = ["eagle3", "eagle2", "eagle", "p-eagle", "dflash", "dspark", "lookup+eagle3", "draft-model"]
-    methods = [*heads, "lookahead", "lookup", "rest"]
-    trees = [word for name in heads if name != "eagle" for word in ("--tree", f"{name}=5,3,2")]
+    grown = ["eagle3", "eagle2", "p-eagle", "dflash", "dspark", "lookup+eagle3"]
+    methods = [*grown, "eagle", "draft-model", "lookahead", "lookup", "rest"]
+    trees = [f"--tree={name}=5,3,2" for name in grown]
     plan = [
-        "--checkpoint", target, "--speculate", ",".join(methods), "--datastore", tmp_path / "store", *trees[:-2],
-        "--draft", f"draft-model={golden}", "--tree", "draft-model=5,3,1", "--accept", "draft-model=residual",
+        "--checkpoint", target, "--speculate", ",".join(methods), "--datastore", tmp_path / "store",
+        "--draft", f"draft-model={golden}", "--accept", "draft-model=residual", "--tree", "draft-model=5,3,1",
+        *trees, "--limit", "1", "--max-new-tokens", "8", "--observe", "1",
     ]
-    assert run[1]("--limit", "1", "--max-new-tokens", "8", "--observe", "1", plan=plan, out=tmp_path / "out") == 0
+    assert run[1](plan=plan, out=tmp_path / "out") == 0
     rows = rows_in(tmp_path / "out")
     labels = {name if name != "draft-model" else "draft-model+residual" for name in methods}
     assert {r["method"] for r in rows} == labels | {"none"}
@@ -245,7 +251,7 @@ REFUSED = {  # id: what the error says, and the option that is changed
     "limit 0": ("--limit 0: must be", "--limit", "0"),
     "observe -1": ("--observe -1: must be", "--observe", "-1"),
     "no new tokens": ("--max-new-tokens 0: must be", "--max-new-tokens", "0"),
-    "too long": ("--max-seq-len 1000000: must be 2 to 512", "--max-seq-len", "1000000"),
+    "too long": ("--max-seq-len 1000000: must be 2 to 1024", "--max-seq-len", "1000000"),
     "questions that are not there": ("--questions {folder}/none.jsonl: no such file", "--questions",
                                      "{folder}/none.jsonl"),
     "folder without questions": ("holds no question files", "--questions", "{folder}/empty"),
@@ -276,7 +282,7 @@ def folder(run, golden, tmp_path_factory):
 @pytest.mark.parametrize("words, flag, value", REFUSED.values(), ids=REFUSED)
 def test_bad_input_is_one_line_and_writes_nothing(run, folder, tmp_path, capsys, words, flag, value):
     words, value = (text.format(folder=folder) for text in (words, value))
-    assert run[1](flag, *value.split(), plan=(), out=folder / "older" if "older" in value else tmp_path / "out") == 1
+    assert run[1](flag, *value.split(), plan=(), out=tmp_path / "out") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and words in lines[0], lines
     assert not (tmp_path / "out").exists()
