@@ -119,7 +119,7 @@ def run(o, unreported: list) -> int:
     o.temperature = read_temperatures(o.temperature)
     from engine.runtime import Runtime
     from evaluation.methods import read_draftings
-    from evaluation.session import load
+    from evaluation.session import Evaluation
     from evaluation.sets import read_sets
     from kernels.ranks import joined, own_device
 
@@ -129,7 +129,7 @@ def run(o, unreported: list) -> int:
     check_folder("--out", o.out)
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     if not several():
-        evaluation = load(o, runtime, draftings, sets, say)
+        evaluation = Evaluation(o, runtime, draftings, sets, say)
         unreported.append(evaluation)
         evaluation.answer()
         unreported.clear()
@@ -142,7 +142,7 @@ def run(o, unreported: list) -> int:
             o.out = folder
         trees = [drafting.tree for drafting in draftings.values()]
         ranks.agree_on(command_in_words(o, trees, sets), runtime.device)  # all have read the folder by now
-        evaluation = load(o, runtime, draftings, sets, say, ranks)
+        evaluation = Evaluation(o, runtime, draftings, sets, say, ranks)
         evaluation.answer()
         return finish(o, evaluation)
 

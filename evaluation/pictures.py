@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.plots import picture
+from engine.request import Draft
 from evaluation.answers import PLAIN
-from evaluation.observing import DraftedTree, TreeStatistics
+from evaluation.observing import TreeStatistics, children_of, depths, probabilities
 from evaluation.table import by_temperature
 
 GREEN, GREY = "#3a9b5c", "#b8b8b8"
@@ -14,60 +15,61 @@ MOST_LABELLED = 4  # with more methods side by side, numbers on the bars would o
 LEAST_COUNTED = 20  # shares of fewer are noise
 
 
-def text_tree(drafted: DraftedTree, word: Callable[[int], str]) -> str:
+def text_tree(draft: Draft, word: Callable[[int], str]) -> str:
     """Draw a tree for the terminal: ● accepted, ○ rejected, each with the drafter's probability.
 
     word: gives the text of a token id.
     """
-    lines = [f"● {word(drafted.tokens[0])!r}"]
+    children, labels, lines = children_of(draft), _labels(draft), [f"● {word(draft.tokens[0])!r}"]
 
     def add_children(parent: int, indent: str) -> None:
-        children = drafted.children.get(parent, [])
-        for i, node in enumerate(children):
-            branch, below = ("└─", "   ") if i == len(children) - 1 else ("├─", "│  ")
-            mark = "●" if node in drafted.accepted else "○"
-            lines.append(
-                f"{indent}{branch}{mark} {word(drafted.tokens[node])!r}{drafted.probability_label(node)}"
-            )
-            add_children(node, indent + below)
+        *others, last = children[parent]
+        for node in (*others, last):
+            branch, below = ("└─", "   ") if node == last else ("├─", "│  ")
+            mark = "●" if node in draft.path else "○"
+            lines.append(f"{indent}{branch}{mark} {word(draft.tokens[node])!r}{labels[node]}")
+            if node in children:
+                add_children(node, indent + below)
 
     add_children(0, "")
     return "\n".join(lines)
 
 
-def draw_tree(drafted: DraftedTree, word: Callable[[int], str], method: str, path: Path) -> None:
+def _labels(draft: Draft) -> list[str]:
+    """Write the probability of each node; empty for the root, and for all if the drafter gives none."""
+    return ["", *(f" {p:.2f}" if draft.scores else "" for p in probabilities(draft)[1:])]
+
+
+def draw_tree(draft: Draft, word: Callable[[int], str], method: str, path: Path) -> None:
     """Draw the same tree as a PNG, the root at the left."""
-    height: dict[int, float] = {}
+    children, labels, depth, height = children_of(draft), _labels(draft), depths(draft), {}
 
     def place(node: int, row: float) -> float:
         """Give a node the middle of its leaves; return the next free row."""
-        children = drafted.children.get(node, [])
-        if not children:
+        if node not in children:
             height[node] = row
             return row + 1
-        for child in children:
+        for child in children[node]:
             row = place(child, row)
-        height[node] = (height[children[0]] + height[children[-1]]) / 2
+        height[node] = (height[children[node][0]] + height[children[node][-1]]) / 2
         return row
 
-    rows, levels, depth = place(0, 0), max(drafted.depth), drafted.depth
+    rows, levels, accepted = place(0, 0), max(depth), {0, *draft.path}
     with picture(path, 1.9 * (levels + 1), max(2.5, 0.24 * rows + 0.8)) as figure:
         axes = figure.add_subplot()
-        for node, token in enumerate(drafted.tokens):
-            accepted, parent = node in drafted.accepted, drafted.parent[node]
-            if node:
-                axes.plot(
-                    [depth[parent], depth[node]], [height[parent], height[node]], zorder=1,
-                    color=GREEN if accepted else GREY, linewidth=2.2 if accepted else 0.8,
-                )
-            text = repr(word(token))[1:-1].replace("$", r"\$").replace(" ", "␣") or "∅"
-            colour = GREEN if accepted else "0.95"
-            box = {"boxstyle": "round,pad=0.25", "facecolor": colour, "edgecolor": "none"}
-            axes.text(
-                depth[node], height[node], text + drafted.probability_label(node), ha="center", va="center",
-                fontsize=8, color="white" if accepted else "0.25", zorder=2, bbox=box,
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parent)):
+            hit, ends = node in accepted, (parent, node)
+            axes.plot(
+                [depth[end] for end in ends], [height[end] for end in ends], zorder=1,
+                color=GREEN if hit else GREY, linewidth=2.2 if hit else 0.8,
             )
-        title = f"{method}, greedy: {len(depth)} nodes; drafted and accepted: {len(drafted.accepted) - 1}"
+            text = repr(word(token))[1:-1].replace("$", r"\$").replace(" ", "␣") or "∅"
+            box = {"boxstyle": "round,pad=0.25", "facecolor": GREEN if hit else "0.95", "edgecolor": "none"}
+            axes.text(
+                depth[node], height[node], text + labels[node], ha="center", va="center", fontsize=8,
+                color="white" if hit else "0.25", zorder=2, bbox=box,
+            )
+        title = f"{method}, greedy: {len(depth)} nodes; drafted and accepted: {len(accepted) - 1}"
         axes.set(xlim=(-0.5, levels + 0.5), ylim=(rows, -1), title=title)
         axes.axis("off")
 
@@ -75,16 +77,14 @@ def draw_tree(drafted: DraftedTree, word: Callable[[int], str], method: str, pat
 def draw_acceptance(statistics: dict[str, TreeStatistics], path: Path) -> None:
     """Draw the acceptance of each method by draft depth, and by rank among siblings."""
     with picture(path, 9, 3.6) as figure:
-        panels = figure.subplots(1, 2)
-        for axes, what, title, xlabel in zip(
-            panels, ("depth", "rank"), ("by draft depth", "by rank among siblings"),
-            ("depth, where the tree went on", "rank"),
-        ):
-            counts = {name: sorted(getattr(s, what).items()) for name, s in statistics.items()}
-            _draw_shares(axes, {n: [(x, *cell) for x, cell in cells] for n, cells in counts.items()})
-            axes.set(title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1), xlabel=xlabel)
+        left, right = figure.subplots(1, 2)
+        _draw_shares(left, {name: s.depth for name, s in statistics.items()})
+        left.set(title="accepted, by draft depth", xlabel="depth, where the tree went on")
+        _draw_shares(right, {name: s.rank for name, s in statistics.items()})
+        right.set(title="accepted, by rank among siblings", xlabel="rank")
+        for axes in (left, right):
             axes.xaxis.get_major_locator().set_params(integer=True)
-        _legend_below(figure, panels[0])
+        _legend_below(figure, left)
 
 
 def draw_calibration(statistics: dict[str, TreeStatistics], path: Path) -> None:
@@ -92,22 +92,20 @@ def draw_calibration(statistics: dict[str, TreeStatistics], path: Path) -> None:
     with picture(path, 4.6, 4.2) as figure:
         axes = figure.add_subplot()
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
-        _draw_shares(axes, {
-            name: [(total / max(tried, 1), tried, hits) for tried, hits, total in s.confidence]
-            for name, s in statistics.items()
-        })
-        axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
-        axes.set(title="the drafter's confidence (greedy)")
-        if axes.get_legend_handles_labels()[0]:
+        _draw_shares(axes, {name: s.confidence for name, s in statistics.items()})
+        axes.set(xlabel="probability the drafter gave", xlim=(0, 1), title="the drafter's confidence")
+        if axes.get_legend_handles_labels()[0]:  # some drafters give no probabilities
             axes.legend()
 
 
-def _draw_shares(axes, counts: dict[str, list[tuple[float, int, int]]]) -> None:
-    """Draw a line of hits / tried over x for each method. counts: its (x, tried, hits)."""
-    for number, (name, cells) in enumerate(counts.items()):
-        points = [(x, hits / tried) for x, tried, hits in cells if tried >= LEAST_COUNTED]
-        if points:  # some drafters give no probabilities
+def _draw_shares(axes, counts: dict[str, dict[int, list]]) -> None:
+    """Draw the share accepted of each method, see `TreeStatistics` for its counts."""
+    for number, (name, table) in enumerate(counts.items()):
+        cells = [table[key] for key in sorted(table) if table[key][0] >= LEAST_COUNTED]
+        if cells:
+            points = [(total / tried, hits / tried) for tried, hits, total in cells]
             axes.plot(*zip(*points), marker="o", markersize=4, color=f"C{number}", label=name)
+    axes.set(ylabel="share accepted, greedy", ylim=(0, 1))
 
 
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:

@@ -100,13 +100,14 @@ def test_steps_are_counted_where_a_node_had_a_chance():
     scores = [math.log(p) for p in (1.0, 0.65, 0.25, 0.65 * 0.55, 0.65 * 0.15, 0.25 * 0.85)]
     statistics = TreeStatistics()
     statistics.add(Draft([*range(6)], [0, 0, 0, 1, 1, 2], [0, 1, 0], scores))
-    expected = {1: [1, 1], 2: [1, 0]}, {1: [2, 1], 2: [2, 0]}
+    expected = {1: [1, 1, 1], 2: [1, 0, 2]}, {1: [2, 1, 2], 2: [2, 0, 4]}
     assert (statistics.depth, statistics.rank) == expected
-    tried = {i: cell[:2] for i, cell in enumerate(statistics.confidence) if cell[0]}
+    assert statistics.confidence[6][2] == pytest.approx(0.65)
+    tried = {tenth: count[:2] for tenth, count in statistics.confidence.items()}
     assert tried == {6: [1, 1], 2: [1, 0], 5: [1, 0], 1: [1, 0]}
     lines = text_tree(statistics.best, lambda token: f"w{token}").splitlines()
     assert lines[:3] == ["● 'w0'", "├─● 'w1' 0.65", "│  ├─○ 'w3' 0.55"]
     statistics.add(Draft([5], [0], [0], None))  # a bare root has nothing to count
     assert (statistics.depth, statistics.rank) == expected
     statistics.add(Draft([5, 6, 7], [0, 0, 1], [0, 1, 2], [0.0, -math.inf, -math.inf]))  # fillers
-    assert statistics.depth[2] == [2, 1] and statistics.confidence[0] == [2, 2, 0.0]
+    assert statistics.depth[2] == [2, 1, 4] and statistics.confidence[0] == [2, 2, 0]

@@ -2,7 +2,8 @@
 import pytest
 
 from common.errors import InputError
-from evaluation.methods import by_method, read_draftings
+from engine.target import Drafting
+from evaluation.methods import read_draftings
 from evaluation.sets import read_sets, rounds
 from tree import TreeShape
 
@@ -34,26 +35,10 @@ def test_sets_are_named_by_file_or_folder(tmp_path):
         file.unlink()
 
 
-def test_a_flag_is_for_one_method_once():
-    assert by_method("--tree", ["auto"], ["none", "eagle3"]) == {"eagle3": "auto"}
-    assert by_method("--tree", ["eagle=paper", "eagle3=auto"], ["eagle3", "eagle"]) == {
-        "eagle": "paper", "eagle3": "auto"
-    }
-    for values, message in (
-        (["auto"], "of which method"), (["lookup=auto"], "lookup is none of eagle3, eagle"),
-        (["eagle=auto", "eagle=paper"], "eagle is named twice"),
-    ):
-        with pytest.raises(InputError, match=message):
-            by_method("--tree", values, ["eagle3", "eagle"])
-
-
-def test_draftings_are_named_by_their_rule():
+def test_options_reach_the_method_that_they_name():
     methods, flags = ["none", "eagle3", "draft-model"], {"eagle3": {}, "draft-model": {}}
     settings = {"draft": ["draft-model=DIR"], "tree": ["eagle3=8,2,4"], "accept": ["draft-model=residual"]}
-    draftings = read_draftings(methods, settings, flags, window=64)
-    assert [*draftings] == ["none", "eagle3", "draft-model+residual"]
-    assert (draftings["eagle3"].tree, draftings["eagle3"].window) == (TreeShape(8, 2, 4), 64)
-    residual = draftings["draft-model+residual"]
-    assert (residual.draft, residual.accept, residual.window) == ("DIR", "residual", 0)
-    with pytest.raises(InputError, match="choose from"):
-        read_draftings(methods, {"accept": ["eagle3=never"]}, flags)
+    assert read_draftings(methods, settings, flags, window=64) == {
+        "none": Drafting(), "eagle3": Drafting("eagle3", tree=TreeShape(8, 2, 4), window=64),
+        "draft-model+residual": Drafting("draft-model", "DIR", accept="residual"),
+    }
