@@ -111,7 +111,7 @@ def _draw_shares(axes, counts: dict[str, dict[int, list]]) -> None:
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
     """Draw the distribution of the tokens that a step emits, for each method."""
     values = range(1, max(max(n) for n in lengths.values()) + 1)
-    with picture(path, 6, 3.4) as figure:
+    with picture(path, 6, max(3.4, 0.25 * len(lengths))) as figure:  # the legend stands in it
         axes = figure.add_subplot()
         _draw_bars(axes, {
             f"{name}, {sum(steps) / len(steps):.2f} over all steps":
