@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_checkpoint, check_head
+from checkpoint.folder import known_config, read_config
 from common.cli import Options, command, count, note
 from common.errors import InputError
-from common.gpus import check_gpu
 from common.torchrun import command_in_words, is_first, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.early import judge_method
@@ -126,9 +125,9 @@ def run(o) -> int:
     """
     from kernels.isa import choose
 
-    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
-    check_gpu(o.device, o.offload)
-    check_head("--draft", o.draft)
+    config = known_config(o.checkpoint, o.max_seq_len)
+    if o.draft:
+        read_config(o.draft, what="--draft")
     tree = read_tree(o.tree)
     judge_method(o.checkpoint, config, o.speculate, o.draft, tree, read_flags(o, [o.speculate])[o.speculate])
     if o.isa:
@@ -149,11 +148,9 @@ def run(o) -> int:
 def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     """Load and serve, alone or as one of several ranks, of which the first listens. As `run` otherwise."""
     from checkpoint.convert import converted_folder
-    from checkpoint.folder import read_config
-    from checkpoint.verifying import verify
+    from checkpoint.folder import verify
     from common.threads import use_threads
     from engine.api import Drafting, load_target
-    from engine.fitting import settle
     from engine.runtime import Runtime, check_device
     from kernels.ranks import own_device
     from server.app import Server, Settings, make_app
@@ -176,7 +173,6 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
         o.speculate, o.draft, tree, coupled=o.coupled, int8=o.draft_int8, flags=flags, window=o.draft_window
     )
     places = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
-    runtime = settle(o.offload, checkpoint, runtime, (drafting,), places, o.max_seq_len, note)
     target = load_target(checkpoint, runtime, note, ranks)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")

@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from common.errors import InputError, printable
-from common.files import read_bytes, read_json, write_text, writing
+from common.files import parse_json, read_bytes, read_json, write_text, writing
+from common.schema import Name, Text, Whole, number, schema_of, text, whole
 
 PLAIN = "none"  # the method that drafts nothing
 OPTIONS = "options.json"  # of the folder's first run
 ADVICE = "delete it, or choose another --out"
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+Seconds = number(0, 1e9)
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True)
 class Turn:
     """The answer to one user turn.
 
@@ -28,26 +28,26 @@ class Turn:
     no earlier text in its caches begins with, so later turns of a conversation take less.
     """
 
-    prompt: list[int]  # token ids
-    ids: list[int]  # of the answer
-    text: str
-    finish: str  # see `engine.request.Finish`
-    prefill_seconds: float
-    seconds: float  # after the first token
-    lengths: list[int]  # tokens emitted by each step
+    prompt: list[Whole]  # token ids
+    ids: list[Whole]  # of the answer
+    text: text(1 << 26)
+    finish: Text  # see `engine.request.Finish`
+    prefill_seconds: Seconds
+    seconds: Seconds  # after the first token
+    lengths: list[Whole]  # tokens emitted by each step
 
 
-@dataclass(frozen=True, config=STRICT)
+@dataclass(frozen=True)
 class Answer:
     """All turns of one question, answered by one method."""
 
-    set: str
-    question: int | str
-    category: str
-    method: str
-    temperature: float
-    seed: int
-    asked: str  # `digest` of the question and of what answered it
+    set: Name
+    question: whole(-(2**63), 2**63 - 1) | Text
+    category: Text
+    method: Name
+    temperature: number(0, 1e6)
+    seed: whole(-(2**63), 2**64 - 1)
+    asked: Text  # `digest` of the question and of what answered it
     turns: list[Turn]
 
     @property
@@ -74,11 +74,10 @@ class Answer:
     def read(cls, line: bytes, where: str) -> Answer:
         """Read a line of answers.jsonl. Raises InputError, which begins with `where`, on a damaged one."""
         try:
-            return TypeAdapter(cls).validate_json(line)
-        except ValidationError as e:
-            error = e.errors()[0]
-            key = ".".join(map(str, error["loc"])) or "the line"
-            raise InputError(f"{where}: {printable(key)}: {error['msg']}; {ADVICE}") from None
+            row = parse_json(line, where)
+        except InputError as e:
+            raise InputError(f"{e}; {ADVICE}") from None
+        return cls(**schema_of(cls).require(row, where, ADVICE))
 
 
 def digest(question: dict, identity: str) -> str:

@@ -15,7 +15,7 @@ from engine.target import Drafting, Target
 from evaluation.answers import PLAIN, Turn
 from evaluation.lossless import label
 from sampling.options import Sampling
-from tokens.spelling import TooLong
+from tokens.tokenizer import TooLong
 
 
 def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from common.errors import InputError, printable
-from common.texts import check_readable
+from common.files import check_readable
 from tokens.dataset import read_questions
 
 OWN = Path(__file__).resolve().parent / "questions"

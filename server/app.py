@@ -31,8 +31,7 @@ from server.tools import as_dict, form_of
 from server.worker import Closing, Delta, Job, QueueFull, Worker
 from tokens.grammar import Guide
 from tokens.schema import ANY_OBJECT
-from tokens.spelling import TooLong
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, TooLong
 
 PAGE = Path(__file__).parent / "page"
 SCRIPT = "text/javascript"

@@ -1,4 +1,4 @@
-"""Medusa and Hydra: their formulas, their layouts, their trees, their training; the text is plain text."""
+"""Medusa and Hydra: their formulas, their layouts, their trees; the text is plain text."""
 import json
 import shutil
 from pathlib import Path
@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.drafters import guessing_heads
 from safetensors.torch import load_file, save_file
 
 import convert_checkpoint
 import generate
 from checkpoint.convert import convert
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import build_module, load_head, load_model
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
@@ -20,7 +21,6 @@ from engine.decoder import Decoder
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 from sampling.options import Sampling
-from training.new_head import new_multi_token_heads
 from tree import PathTree, likely_tree
 
 PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
@@ -30,7 +30,7 @@ KINDS = {"medusa": {}, "hydra": {"prefix": False}, "hydra++": {"prefix": True}}
 def heads_of(target, kind: str, guesses: int = 3, blocks: int = 2, vocabulary: int = 200):
     """Random heads that are not far from the target's own guess."""
     ids = torch.arange(vocabulary) + 20
-    head = new_multi_token_heads(target, kind.rstrip("+"), ids, guesses, blocks, kind.endswith("++"), seed=0)
+    head = guessing_heads(target, kind.rstrip("+"), ids, guesses, blocks, kind.endswith("++"), seed=0)
     for p in head.parameters():
         p.requires_grad_(False)
     return head
@@ -375,5 +375,5 @@ def test_heads_that_lack_a_tensor_are_refused(golden, folder, tmp_path, capsys):
 
 
 def test_a_configuration_without_guesses_is_refused(folder):
-    with pytest.raises(Exception, match="guesses is 0; expected a whole number from 1"):
+    with pytest.raises(Exception, match="guesses is 0; expected at least 1"):
         build_module(read_config(folder / "ours") | {"guesses": 0})

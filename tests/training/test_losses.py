@@ -1,0 +1,331 @@
+"""Losses against their definitions, and on heads that run as the decoder runs them."""
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.training import ROWS, random_rows
+from torch.nn.utils.rnn import pad_sequence
+
+from model import KVCache
+from networks.eagle import PEagleHead
+from training.batches import Draw
+from training.features import Features, TargetStates
+from training.heads import KINDS, HeadShape, new_head
+from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective, row_loss
+
+DEFINITIONS = {
+    "ce": lambda p, q: -(p * q.log()).sum(-1), "lk": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
+}
+
+
+@pytest.mark.parametrize("kind", DEFINITIONS)
+def test_losses_and_gradients_are_those_of_the_definition(kind):
+    g = torch.Generator().manual_seed(0)
+    logits, other = (2 * torch.randn(40, 22, generator=g, dtype=torch.float64) for _ in "ab")
+    p = (other + 0.5 * logits).softmax(-1)
+    logits.requires_grad_(True)
+    expected = DEFINITIONS[kind](p, logits.softmax(-1))
+    slope, = torch.autograd.grad(expected.sum(), logits)
+    loss, found, overlap = row_loss(kind, logits.detach(), p)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found, slope)
+    torch.testing.assert_close(overlap, torch.minimum(p, logits.detach().softmax(-1)).sum(-1))
+
+
+def test_losses_are_summed_with_their_shares():
+    """Gradients for what the lm_head reads and for itself, over more rows than a block holds."""
+    g = torch.Generator().manual_seed(3)
+    x, head = torch.randn(300, 8, generator=g), torch.randn(30, 8, generator=g)
+    teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
+    weight, losses = torch.rand(300, generator=g), (("ce", 0.3), ("lk", 0.7))
+    x.requires_grad_(True), head.requires_grad_(True)
+    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, losses)
+    found = torch.autograd.grad(loss, (x, head))
+    logits, p = x @ head.T, teacher[places].softmax(-1)
+    q = logits.softmax(-1)
+    expected = sum(share * (DEFINITIONS[kind](p, q) * weight).sum() for kind, share in losses)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(choices, logits.argmax(-1))
+    torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).detach())
+    for a, b in zip(found, torch.autograd.grad(expected, (x, head))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def chain_steps(head, features, row: dict, steps: int):
+    """Run the head as the decoder does, with caches: yields (draft step, position j, output [H]) for every
+    scored chain.
+    """
+    ids = row["ids"]
+    for begin, end in row["answers"]:
+        for j in range(begin - 1, end - 2):
+            caches = [KVCache(1, 64, head.args, torch.float32, "cpu")]
+            at = torch.arange(j + 1)[None]
+            visible, feature = torch.arange(64) <= at[..., None], head.fuse(features[None, : j + 1])
+            h = head(torch.tensor([ids[1 : j + 2]]), feature, at, at, visible, caches)[:, -1:]
+            for step in range(steps):
+                if j + 2 + step >= end:
+                    break
+                if step:
+                    at = torch.tensor([[j + step]])
+                    visible, token = torch.arange(64) <= at[..., None], torch.tensor([[ids[j + 1 + step]]])
+                    h = head(token, h, at, at, visible, caches)
+                yield step, j, h[0, 0]
+
+
+@torch.no_grad()
+def test_unrolled_losses_are_the_drafters_chains(models):
+    target, head = models
+    steps = 4
+    objective = Eagle3Objective(target, head, steps)
+    batch = objective.batch(ROWS, steps)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    in_draft = set(head.draft_ids.tolist())
+    losses = [torch.zeros(()) for _ in range(steps)]
+    right, valid, scored = [0] * steps, [0] * steps, [0] * steps
+    for features, state, greedy, row in zip(*states, ROWS):
+        teacher = F.linear(state, target.lm_head.weight[head.draft_ids]).softmax(-1)
+        for step, j, h in chain_steps(head, features, row, steps):
+            valid[step] += 1
+            if row["ids"][j + 2 + step] in in_draft:
+                logits = head.logits(h)
+                scored[step] += 1
+                right[step] += int(head.draft_ids[logits.argmax()] == greedy[j + 1 + step])
+                losses[step] = losses[step] - (teacher[j + 1 + step] * logits.log_softmax(-1)).sum()
+    expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert hits.tolist() == right and batch.valid == valid and batch.scored == scored
+    # Both answers of the last row, nothing between them.
+    assert valid[0] == 8 + 6 + 2 + 5 + 8 and 0 < scored[0] < valid[0]
+
+
+@torch.no_grad()
+def test_regression_losses_are_the_heads_outputs(models1):
+    target, head = models1
+    objective = Eagle1Objective(target, head)
+    batch = objective.batch(ROWS, 1)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    # Without gradients there is no noise.
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    expected, right = torch.zeros(()), 0
+    tokens = pad_sequence([torch.tensor(r["ids"]) for r in ROWS], batch_first=True)
+    raw = target.causal(tokens, head.args.aux_layers)[1]
+    for i, row in enumerate(ROWS):
+        for _, j, h in chain_steps(head, raw[i], row, 1):
+            feature, logits = states.normed[i, j + 1], head.logits(h)
+            token_loss = -(head.logits(feature).softmax(-1) * logits.log_softmax(-1)).sum()
+            expected = expected + F.smooth_l1_loss(h, feature) + TOKEN_LOSS * token_loss
+            right += int(logits.argmax() == states.greedy[i, j + 1])
+    torch.testing.assert_close(loss, expected / batch.scored[0], rtol=1e-5, atol=1e-5)
+    assert hits.tolist() == [right]
+
+
+def test_noise_belongs_to_the_row(models1):
+    """EAGLE-1 reads noisy features in training: the same for a row in any batch, other for another seed, of
+    the stated size.
+    """
+    target, head = models1
+    objective = Eagle1Objective(target, head)
+    states = Features(target, ()).read(ROWS)
+    objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
+    noises, outputs = [], objective.run
+
+    def watched(head, batch, feature):
+        noises.append(feature - (states.normed if len(batch.rows) > 1 else states.normed[1:2, :9]))
+        return outputs(head, batch, feature)
+
+    objective.run = watched
+
+    def compute(rows: list[dict], states: TargetStates, seeds: list[int]) -> None:
+        batch = objective.batch(rows, 1)
+        objective.loss(batch, states, batch.scored, seeds)
+
+    compute(ROWS, states, [3, 4, 5, 6])
+    compute(ROWS[1:2], TargetStates(*(x[1:2, :9] for x in states)), [4])
+    together, alone = noises
+    assert torch.equal(together[1, :9], alone[0]) and not torch.equal(together[0, :9], together[1, :9])
+    most = 0.1 * float(objective.scale)
+    assert float(together.abs().max()) <= most
+    assert float(together[3].abs().mean()) == pytest.approx(most / 2, rel=0.1)
+    with torch.no_grad():
+        compute(ROWS, states, [3, 4, 5, 6])
+    assert not noises[-1].any()
+
+
+@pytest.mark.compile
+@pytest.mark.slow
+def test_a_compiled_loss_is_the_loss(models):
+    """Compiled and not, over batches of several shapes."""
+    target, head = models
+    head = head.twin(target, torch.float32)
+    objectives = [Eagle3Objective(target, head, 3, compiled=compiled) for compiled in (False, True)]
+    for rows in (ROWS, ROWS[1:]):
+        states = Features(target, objectives[0].aux_layers).read(rows)
+        (plain, _), (compiled, _) = (
+            objective.loss(objective.batch(rows, 3), states, [9, 9, 9], [0] * len(rows))
+            for objective in objectives
+        )
+        torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_features_are_scaled_and_the_scale_is_folded_back(models):
+    """What is trained on scaled features is the head written for raw ones."""
+    target, head = models
+    head = head.twin(target, torch.float32)
+    objective = Eagle3Objective(target, head, 2)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
+    scaled = (states.features / objective.scale)[:, 1:]
+    size = scaled.pow(2).mean((0, 1)).sqrt()
+    torch.testing.assert_close(size, torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
+    raw = Eagle3Objective(target, objective.trained(), 2)
+    with torch.no_grad():
+        a, b = (x.loss(x.batch(ROWS, 2), states, [9, 9], [0] * 4)[0] for x in (objective, raw))
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def drafted_rows(head, features, row: dict):
+    """Blocks as the decoder drafts them, with caches: yields (position j, what the lm_head reads)."""
+    ids = row["ids"]
+    for begin, end in row["answers"]:
+        for j in range(begin - 1, end - 2):
+            n, args = j + 1, head.args
+            caches = head.caches(1, 64, torch.float32, "cpu")
+            context, slots = head.fuse(features[None, :n]), torch.arange(64)
+            if isinstance(head, PEagleHead):
+                at = torch.arange(n + args.drafts - 1)[None]
+                hidden = head.fuse(head.mask_hidden[None, None]).expand(1, args.drafts - 1, -1)
+                tokens = torch.tensor([ids[1 : j + 2] + [args.mask_id] * (args.drafts - 1)])
+                h = head(tokens, torch.cat((context, hidden), 1), at, at, slots <= at[..., None], caches)
+                yield j, head.rows(h)[0, -args.drafts :]
+            else:
+                at = torch.arange(n + args.block)[None]
+                last = torch.where(at < n, at, at if args.causal else n + args.block - 1)
+                anchor = torch.tensor([ids[j + 1]])
+                yield j, head(anchor, context, at, at, slots <= last[..., None], caches)[0]
+
+
+BLOCKS = {
+    "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
+    "dflash": HeadShape(num_layers=2, drafts=3, states=2),
+    "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
+    "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
+    "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
+}
+
+
+def block_head(target, name: str, ids):
+    """A head of BLOCKS from nothing; JetSpec's is DFlash's with a causal block, which --start may bring."""
+    head = new_head(target, name.split("+")[0], ids, BLOCKS[name], 0)
+    if "causal" in name:
+        head.args = replace(head.args, causal=True)
+    return head
+
+
+def objective_of(target, name: str, head, **more):
+    """The objective of a head of BLOCKS."""
+    return KINDS[name.split("+")[0]].objective(target, head, **more)
+
+
+def shaken(head):
+    """The head with some of every weight changed at random: parts that begin as nothing count too."""
+    torch.manual_seed(4)
+    for p in head.own_state().values():  # the table is the target's
+        if p.is_floating_point():
+            p.data.add_(0.05 * torch.randn_like(p))
+    return head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_losses_are_the_drafters_rows(models, name):
+    """All positions; cross-entropy, what the Markov head adds and what the confidence head costs."""
+    target, _ = models
+    ids = torch.arange(0, 320, 2)
+    head = shaken(block_head(target, name, ids))
+    objective, steps = objective_of(target, name, head), head.args.drafts
+    batch = objective.batch(ROWS, steps)
+    states = Features(target, objective.aux_layers).read(ROWS)
+    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
+    losses = [torch.zeros(()) for _ in range(steps)]
+    right, scored = [0] * steps, [0] * steps
+    for features, state, greedy, row in zip(*states, ROWS):
+        teacher = F.linear(state, target.lm_head.weight[ids]).softmax(-1)
+        end_of = {j: end for begin, end in row["answers"] for j in range(begin - 1, end - 2)}
+        for j, rows in drafted_rows(head, features, row):
+            for i, h in enumerate(rows):
+                if j + 2 + i >= end_of[j]:
+                    break
+                before = torch.tensor(row["ids"][j + 1 + i])
+                logits = head.logits(h)
+                if head.args.markov_rank:
+                    logits = logits + head.after(h, before)
+                if row["ids"][j + 2 + i] % 2:
+                    continue
+                scored[i] += 1
+                right[i] += int(ids[logits.argmax()] == greedy[j + 1 + i])
+                p, q = teacher[j + 1 + i], logits.softmax(-1)
+                losses[i] = losses[i] - (p * q.log()).sum()
+                if head.args.confidence:
+                    accepted = torch.minimum(p, q).sum()
+                    doubt = head.doubt(h, before)
+                    losses[i] = losses[i] + F.binary_cross_entropy_with_logits(doubt, accepted)
+    expected = sum(DECAY**i * total / n for i, (total, n) in enumerate(zip(losses, scored)))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)
+    assert batch.scored == scored and hits.tolist() == right
+
+
+def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
+    """A share of the positions, of which fewer go on at each step; the same for a row beside any others."""
+    rows = random_rows((40, [[2, 40]]), (30, [[5, 28]]))
+    head = new_head(models[0], "p-eagle", torch.arange(320), BLOCKS["p-eagle"], 0)
+    objective = objective_of(models[0], "p-eagle", head)
+    objective.draw = Draw(0.5, 0.5)
+    batch = objective.batch(rows, 3, [1, 2])
+    assert batch.at.shape == (2, 19) and batch.chains == [19, 10, 5]
+    assert batch.valid[0] == 19 + 11 and batch.valid[1] <= 10 + 6 and batch.valid[2] <= 5 + 3
+    alone = objective.batch(rows[1:], 3, [2])
+    assert torch.equal(alone.at[0], batch.at[1, :11])
+    assert not torch.equal(objective.batch(rows, 3, [3, 4]).at, batch.at)
+    assert objective.batch(rows, 3).at.shape == (2, 37)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_weight_of_a_block_head_learns(models, name):
+    """And the target's, which it borrows, do not."""
+    target, _ = models
+    head = block_head(target, name, torch.arange(320))
+    objective = objective_of(target, name, head, losses=(("ce", 0.1), ("lk", 0.9)))
+    objective.draw = Draw(0.7, 0.8)
+    states, steps = Features(target, objective.aux_layers).read(ROWS), head.args.drafts
+    for _ in range(2):  # the Markov head begins where nothing reads it
+        batch = objective.batch(ROWS, steps, [1, 2, 3, 4])
+        loss, _ = objective.loss(batch, states, batch.scored, [0] * 4)
+        loss.backward()
+        with torch.no_grad():
+            for p in head.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+    own = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    assert not [name for name, p in own.items() if p.grad is None or not p.grad.any()]
+    assert target.embed.weight.grad is None
+
+
+@pytest.mark.parametrize("name", ("dspark", "p-eagle+markov"))
+def test_only_the_confidence_head_learns_how_sure_it_is(models, name):
+    """What else there is to learn gets the same gradient without it (arXiv 2607.05147, section 3)."""
+    target, found = models[0], []
+    for confidence in (True, False):
+        head = shaken(block_head(target, name, torch.arange(320)))
+        head.args = replace(head.args, confidence=confidence)
+        objective = objective_of(target, name, head)
+        states = Features(target, objective.aux_layers).read(ROWS)
+        batch = objective.batch(ROWS, head.args.drafts)
+        objective.loss(batch, states, batch.scored, [0] * 4)[0].backward()
+        found.append({n: p.grad for n, p in head.named_parameters() if p.grad is not None})
+    learnt, without = found
+    alone = learnt.keys() - without.keys()
+    assert alone and all("confidence" in name for name in alone), alone
+    off = {n: float((learnt[n] - gradient).abs().max()) for n, gradient in without.items()}
+    assert max(off.values()) < 1e-6, off
