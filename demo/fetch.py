@@ -8,6 +8,7 @@ again only does what is missing or stale.
 """
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import os
 import subprocess
@@ -32,7 +33,7 @@ HEAD_SOURCE = ROOT / "heads" / "smollm2-135m-eagle3"
 
 
 def fetch(gguf: Path | None = None) -> None:
-    """Make `TARGET` and `TARGET`/eagle3.
+    """Make `TARGET` and `TARGET`/eagle3. Another head in its place is replaced.
 
     gguf: a local copy of the target instead of the download. Raises InputError if there is no network, if the
     file is another one, or if there is no space.
@@ -48,11 +49,12 @@ def fetch(gguf: Path | None = None) -> None:
         print(f"{HEAD_SOURCE}: no head to convert; the demo runs without a drafter")
         return
     head = TARGET / "eagle3"
-    newest = max(file.stat().st_mtime for file in (HEAD_SOURCE, *HEAD_SOURCE.iterdir()))
-    if _loads(TARGET, head) and (head / WEIGHTS).stat().st_mtime >= newest:
+    if _is_current(head):
         print(f"{head}: is there")
-    else:
-        convert(HEAD_SOURCE, head, target=TARGET, force=True)
+        return
+    if head.exists():
+        print(f"{head}: is not the head of {HEAD_SOURCE}, which replaces it now")
+    convert(HEAD_SOURCE, head, target=TARGET, force=True)
 
 
 def check_sha256(file: Path, expected: str) -> None:
@@ -68,8 +70,17 @@ def check_sha256(file: Path, expected: str) -> None:
         raise InputError(f"{file}: SHA-256 is {digest.hexdigest()}, expected {expected}")
 
 
+def _is_current(head: Path) -> bool:
+    """Return True if a head loads and has the weights that `HEAD_SOURCE` is converted to."""
+    if not _loads(TARGET, head):
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        convert(HEAD_SOURCE, Path(folder) / "head", target=TARGET, quiet=True)
+        return filecmp.cmp(Path(folder) / "head" / WEIGHTS, head / WEIGHTS, shallow=False)
+
+
 def _loads(target: Path, head: Path | None = None) -> bool:
-    """Whether the target loads, and the head if one is given: config, every tensor, every shape.
+    """Return True if the target loads, and the head if one is given: config, every tensor, every shape.
 
     The files are memory-mapped, so this reads next to nothing.
     """

@@ -1,1 +1,1 @@
-"""What evaluate.py is made of: question sets, answers, losslessness, tables, pictures."""
+"""Parts of evaluate.py: question sets, methods, answers, losslessness, the table, pictures."""

@@ -1,30 +1,37 @@
-"""Answers, and the folder that keeps each one from the moment it is there."""
+"""Answers, and the folder that stores them one by one."""
 from __future__ import annotations
 
 import hashlib
 import json
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
+
+from pydantic.dataclasses import dataclass
 
 from common.errors import InputError, printable
 from common.files import parse_json, read_bytes, read_json, write_text, writing
 from common.schema import Name, Text, Whole, number, schema_of, text, whole
 
-Seconds = number(0, 1e9)
-OPTIONS = "options.json"  # of the first run, in its folder
+PLAIN = "none"  # the method that drafts nothing
+OPTIONS = "options.json"  # of the folder's first run
 ADVICE = "delete it, or choose another --out"
+Seconds = number(0, 1e9)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The answer to one user turn: prompt ids, new ids and times in seconds."""
+    """The answer to one user turn.
 
-    prompt: list[Whole]
-    ids: list[Whole]
+    prefill_seconds: from the question to the first token. The engine reads only that part of a prompt which
+    no earlier text in its caches begins with, so later turns of a conversation take less.
+    """
+
+    prompt: list[Whole]  # token ids
+    ids: list[Whole]  # of the answer
     text: text(1 << 26)
-    finish: text(100)  # see `engine.run.Output`
+    finish: Text  # see `engine.request.Finish`
     prefill_seconds: Seconds
     seconds: Seconds  # after the first token
     lengths: list[Whole]  # tokens emitted by each step
@@ -40,17 +47,17 @@ class Answer:
     method: Name
     temperature: number(0, 1e6)
     seed: whole(-(2**63), 2**64 - 1)
-    asked: text(100)  # `digest` of the question and of what answered it
+    asked: Text  # `digest` of the question and of what answered it
     turns: list[Turn]
 
     @property
     def key(self) -> tuple[str, int | str, str, float]:
-        """What is answered once."""
+        """The name of an answer: a folder has one for each key."""
         return self.set, self.question, self.method, self.temperature
 
     @property
     def tokens(self) -> int:
-        """Tokens after the first one of each turn. `seconds` is the time they took."""
+        """Tokens after the first one of each turn, decoded in `seconds`."""
         return sum(max(0, len(t.ids) - 1) for t in self.turns)
 
     @property
@@ -65,63 +72,71 @@ class Answer:
 
     @classmethod
     def read(cls, line: bytes, where: str) -> Answer:
-        """Read a line of answers.jsonl. Raises InputError, which begins with `where`, if it is none."""
-        row = schema_of(cls).require(parse_json(line, where), where, ADVICE)
-        turns = [Turn(**{f.name: turn[f.name] for f in fields(Turn)}) for turn in row["turns"]]
-        return cls(**{**{f.name: row[f.name] for f in fields(cls)}, "turns": turns})
+        """Read a line of answers.jsonl. Raises InputError, which begins with `where`, on a damaged one."""
+        try:
+            row = parse_json(line, where)
+        except InputError as e:
+            raise InputError(f"{e}; {ADVICE}") from None
+        return cls(**schema_of(cls).require(row, where, ADVICE))
 
 
 def digest(question: dict, identity: str) -> str:
-    """A short hash of a question's turns and of the identity of what answers it (`evaluation.methods`)."""
+    """Return a short hash of a question's turns and of what answers it (`methods.Contender.identity`)."""
     return hashlib.sha256(json.dumps([question["turns"], identity]).encode()).hexdigest()[:16]
 
 
+def check_out(folder: Path, options: dict) -> None:
+    """Raise InputError if a folder holds no evaluation, or one with other options.
+
+    Ignore hidden files: a run that is killed at its first write leaves one.
+    """
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if any(not name.startswith(".") for name in names) and OPTIONS not in names:
+        raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
+    try:
+        first = read_json(folder / OPTIONS) if OPTIONS in names else options
+    except InputError as e:
+        raise InputError(f"{e}; {ADVICE}") from None
+    if other := sorted(n for n in first.keys() | options.keys() if first.get(n) != options.get(n)):
+        words = printable(", ".join(other))
+        raise InputError(f"{folder}: holds answers made with other options ({words}); choose another --out")
+
+
 class Book:
-    """All answers of runs with the same options, kept in FOLDER/answers.jsonl and FOLDER/options.json."""
+    """All answers of runs with the same options, stored in FOLDER/answers.jsonl and FOLDER/options.json."""
 
     def __init__(self, folder: Path, options: dict):
-        """Open a folder, or make it.
-
-        Raises InputError if it is damaged or holds answers of runs with other options, and OSError.
-        """
+        """Open a folder, or make it. Raises InputError as `check_out` or on a damaged file, and OSError."""
+        check_out(folder, options)
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "answers.jsonl"
-        check_options(folder, options, all_of_them=True)
         write_text(folder / OPTIONS, json.dumps(options, indent=1) + "\n")
-        self.answers = {answer.key: answer for answer in self._read()}
+        content = read_bytes(self.path) if self.path.exists() else b""
+        *lines, _ = content.split(b"\n")  # a killed run leaves a line without an end
+        answers = (Answer.read(line, f"{self.path}: line {i}") for i, line in enumerate(lines, 1))
+        self.answers = {answer.key: answer for answer in answers}
         self._write()
-
-    def _read(self) -> list[Answer]:
-        if not self.path.exists():
-            return []
-        *lines, _ = read_bytes(self.path).split(b"\n")  # what has no end was being written by a killed run
-        try:
-            return [Answer.read(line, f"{self.path}: line {i}") for i, line in enumerate(lines, 1)]
-        except InputError as e:
-            raise InputError(str(e) if str(e).endswith(ADVICE) else f"{e}; {ADVICE}") from None
 
     def _write(self) -> None:
         write_text(self.path, "".join(json.dumps(asdict(a)) + "\n" for a in self.answers.values()))
 
-    def has(self, set_name: str, question: dict, method: str, temperature: float, identity: str) -> bool:
-        """Whether exactly this question is answered, by a method of this identity."""
+    def find(
+        self, set_name: str, question: dict, method: str, temperature: float, identity: str
+    ) -> Answer | None:
+        """Return the answer to exactly this question by a method of this identity, if there is one."""
         answer = self.answers.get((set_name, question["question_id"], method, temperature))
-        return answer is not None and answer.asked == digest(question, identity)
+        return answer if answer and answer.asked == digest(question, identity) else None
 
     def forget(self, set_name: str, question: dict, temperature: float) -> None:
         """Drop the answers of all methods to a question: only answers of one round are compared."""
-        keys = [
-            a.key for a in self.answers.values()
-            if (a.set, a.question, a.temperature) == (set_name, question["question_id"], temperature)
-        ]
-        for key in keys:
-            del self.answers[key]
-        if keys:
+        asked = set_name, question["question_id"], temperature
+        kept = {a.key: a for a in self.answers.values() if (a.set, a.question, a.temperature) != asked}
+        if len(kept) < len(self.answers):
+            self.answers = kept
             self._write()
 
     def add(self, answer: Answer) -> None:
-        """Keep an answer."""
-        schema_of(Answer).check(asdict(answer))
+        """Store an answer."""
         self.answers[answer.key] = answer
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
@@ -138,8 +153,8 @@ class Book:
             steps = [len(t.lengths) for t in a.turns]
             choice = {
                 "index": 0, "turns": [t.text for t in a.turns], "idxs": steps, "decoding_steps": steps,
-                "new_tokens": [len(t.ids) for t in a.turns],
-                "wall_time": [t.prefill_seconds + t.seconds for t in a.turns], "accept_lengths": a.lengths,
+                "new_tokens": [len(t.ids) for t in a.turns], "accept_lengths": a.lengths,
+                "wall_time": [t.prefill_seconds + t.seconds for t in a.turns],
             }
             row = {
                 "question_id": a.question, "category": a.category,
@@ -151,27 +166,3 @@ class Book:
         for path, lines in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, "\n".join(lines) + "\n")
-
-
-def check_out(folder: Path) -> None:
-    """Raise InputError if a folder holds something else than the answers of an evaluation.
-
-    Hidden files are none of anybody's: a run that was killed at its first write has left one.
-    """
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if any(not name.startswith(".") for name in names) and OPTIONS not in names:
-        raise InputError(f"--out {folder}: holds something else than an evaluation; choose another folder")
-
-
-def check_options(folder: Path, options: dict, all_of_them: bool = False) -> None:
-    """Raise InputError if a folder's first run had other options than these, of which some may be missing,
-    unless it is said that they are `all_of_them`.
-    """
-    try:
-        first = read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else options
-    except InputError as e:
-        raise InputError(f"{e}; {ADVICE}") from None
-    names = first.keys() | options.keys() if all_of_them else options.keys()
-    if other := sorted(n for n in names if first.get(n) != options.get(n)):
-        words = printable(", ".join(other))
-        raise InputError(f"{folder}: holds answers made with other options ({words}); choose another --out")

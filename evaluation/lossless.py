@@ -1,4 +1,4 @@
-"""Whether speculative text is plain text, and if not, whether rounding explains it.
+"""Losslessness: speculative text is plain text, or rounding explains where it is not.
 
 In float32, and on our CPU kernels in any dtype, texts must be equal. Elsewhere a 16-bit pass over one row and
 one over many rows round differently, so two nearly equal logits may change places. The first difference of a
@@ -17,10 +17,11 @@ from evaluation.answers import Answer
 from kernels.tp import Ranks
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
+from sampling.options import RULES
 from tokens.ids import common_prefix
 
-# How far rounding may move a logit, as a share of the largest one: twice the unit of the dtype. The
-# differences that occur are a tenth of it.
+# Largest error of a logit by rounding, as a share of the largest logit: twice the unit of the dtype. Actual
+# differences are a tenth of it.
 TIE = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 # These modes, and caches in fp8, round more than weights: a small difference may move a number to the next of
 # few values.
@@ -29,7 +30,7 @@ ROUNDED_TIE = {"fp8": 2**-4, "w8a8": 2**-5, "w4a8": 2**-5}
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the plain one."""
+    """The first token at which an answer is not the plain one."""
 
     set: str
     question: int | str
@@ -39,17 +40,28 @@ class Difference:
     token: int  # index in the turn's answer
     plain: int  # the token id of each; -1 after the last one
     other: int
-    gap: float  # how far the plain token's logit is ahead in float32
-    bound: float  # the largest gap that rounding explains
+    gap: float  # lead of the plain token's logit in float32
+    bound: float  # largest gap that rounding explains
 
     @property
     def tie(self) -> bool:
-        """Whether rounding explains it."""
+        """True if rounding explains it."""
         return abs(self.gap) <= self.bound
 
 
+def label(method: str, rule: str) -> str:
+    """Name a method that accepts by this rule of `sampling.options`."""
+    return method if rule == "equal" else f"{method}+{rule}"
+
+
+def bound_to_be_plain(method: str, temperature: float) -> bool:
+    """Return True if the texts of a method with this label must be those of plain decoding."""
+    others = tuple(label("", rule) for rule in RULES if rule != "equal")
+    return temperature == 0 or not method.endswith(others)
+
+
 def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
-    """(turn, token) of the first difference between two answers, None if they are equal."""
+    """Return (turn, token) of the first difference between two answers, None if they are equal."""
     for turn, (a, b) in enumerate(zip(plain.turns, other.turns)):
         same = common_prefix(a.ids, b.ids)
         if same < max(len(a.ids), len(b.ids)):
@@ -64,10 +76,10 @@ class Judge:
         self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
         ranks: Ranks | None = None, kv: str = "auto",
     ):
-        """dtype, device, kv: those the answers were computed in, as `engine.runtime.Runtime` has them.
+        """Take the dtype, the device and the kind of cache (see `engine.runtime.Runtime`) of the answers.
 
         exact: the rows of a pass do not depend on each other (on our kernels), so no difference is a tie.
-        ranks: that the target is dealt among, which all judge the same texts.
+        ranks: the processes that share the target; all judge the same texts.
         """
         self.checkpoint, self.device, self.ranks = checkpoint, device, ranks
         mode = read_config(checkpoint).get("quantization", {}).get("mode")
@@ -77,7 +89,7 @@ class Judge:
 
     @torch.no_grad()
     def difference(self, plain: Answer, other: Answer) -> Difference | None:
-        """The first difference of an answer to the plain one of the same question, temperature and seed."""
+        """Return the first difference of an answer to the plain one with the same seed, None if equal."""
         place = first_difference(plain, other)
         if place is None:
             return None
@@ -96,7 +108,7 @@ class Judge:
         return Difference(*where, gap=float(logits[ids[0]] - logits[ids[1]]), bound=bound)
 
     def _logits(self, prefix: list[int]) -> torch.Tensor:
-        """The float32 logits [V] after these tokens."""
+        """Return the float32 logits [V] after these tokens."""
         if self._target is None:
             try:
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32, self.ranks)

@@ -1,72 +1,124 @@
-"""The methods under comparison: plain decoding and those of --speculate, all on one target."""
+"""The methods under comparison, plain decoding and those of --speculate, and asking one a question."""
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 from checkpoint.loading import identity
 from common.errors import InputError
 from drafters import grows
-from engine.api import Drafting, Target
-from engine.text_decoder import TextDecoder
-from evaluation.settings import PLAIN, read_settings
-from evaluation.table import label
+from engine.engine import Engine
+from engine.prompt import encode
+from engine.request import Draft
+from engine.target import Drafting, Target
+from evaluation.answers import PLAIN, Turn
+from evaluation.lossless import label
+from sampling.options import Sampling
+from tokens.tokenizer import TooLong
+
+
+def by_method(flag: str, values: list[str], methods: list[str]) -> dict[str, str]:
+    """Read the METHOD=VALUE texts of a flag, by method.
+
+    The method may be left out if only one drafts. Raises InputError on an unknown method, or one that is
+    named twice.
+    """
+    drafting = [name for name in methods if name != PLAIN]
+    settings = {}
+    for value in values:
+        name, separator, setting = value.partition("=")
+        if not separator:
+            if len(drafting) != 1:
+                raise InputError(f"{flag} {value}: of which method? write {flag} METHOD={value}")
+            name, setting = drafting[0], value
+        if name in settings:
+            raise InputError(f"{flag} {value}: {name} is named twice")
+        if name not in drafting:
+            raise InputError(f"{flag} {value}: {name} is none of {', '.join(drafting)}")
+        settings[name] = setting
+    return settings
 
 
 def read_draftings(
-    methods: list[str], drafts: list[str], trees: list[str], rules: list[str], flags: dict[str, dict],
-    window: int = 0,
+    methods: list[str], settings: dict[str, list[str]], flags: dict[str, dict], window: int = 0
 ) -> dict[str, Drafting]:
-    """How each method drafts, by its label, plain decoding first.
+    """Return each method's `Drafting` by its label, plain decoding first.
 
-    drafts, trees, rules: the values of --draft, --tree and --accept, see `evaluation.settings.by_method`.
-    flags: of each method its own, see `drafters.read_flags`. window: of all heads that take one. Raises
-    InputError, ValueError on a bad tree.
+    settings: the values of --draft, --tree and --accept, see `by_method`. flags: the own flags of each
+    method, see `drafters.read_flags`. window: of all heads that have one. Raises InputError or ValueError.
     """
-    draft_of, tree_of, rule_of = read_settings(methods, drafts, trees, rules)
+    read = {field: by_method(f"--{field}", values, methods) for field, values in settings.items()}
     draftings = {PLAIN: Drafting()}
     for name in methods:
-        rule = rule_of.get(name, "equal")
         if name != PLAIN:
-            draft, tree = draft_of.get(name), tree_of.get(name)
-            own = window if grows(name) else 0
-            draftings[label(name, rule)] = Drafting(name, draft, tree, rule, flags=flags[name], window=own)
+            own = {field: values[name] for field, values in read.items() if name in values}
+            reach = window if grows(name) else 0
+            drafting = Drafting(name, flags=flags[name], window=reach, **own)
+            draftings[label(name, drafting.accept)] = drafting
     return draftings
 
 
-@dataclass(frozen=True)
-class Contender:
-    """A decoder under comparison."""
+class Contender(NamedTuple):
+    """A method under comparison. identity: of all that its answers depend on, weights included."""
 
-    model: TextDecoder
-    identity: str  # of target, template, stop ids, drafter, tree and flags: what its answers depend on
+    engine: Engine
+    identity: str
 
 
 def load_contenders(
     target: Target, draftings: dict[str, Drafting], max_seq_len: int | None
 ) -> dict[str, Contender]:
-    """A decoder for each way of drafting, by its label, all on one target.
+    """Make an engine for each method, by its label, all on one target.
 
-    Raises InputError if the target cannot hold a conversation, or if one of the drafters cannot be made.
+    Raises InputError if the target cannot hold a conversation, or if a drafter cannot be made; ValueError if
+    memory is short.
     """
-    if target.tokenizer is None or not target.tokenizer.has_template:
+    tokenizer = target.tokenizer
+    if tokenizer is None or not tokenizer.has_template:
         raise InputError(
             f"{target.checkpoint}: questions need a tokenizer and a chat template, this folder lacks them"
         )
-    models = {name: target.decoder(d, max_seq_len=max_seq_len) for name, d in draftings.items()}
-    stop_ids = models[PLAIN].decoder.state.stop_ids.tolist()
-    format_hash = hashlib.sha256(f"{target.tokenizer.template} {stop_ids}".encode()).hexdigest()[:16]
-    target_identity = identity(target.model)
+    form = hashlib.sha256(f"{tokenizer.template} {target.config['stop_ids']}".encode()).hexdigest()
+    shared = f"{identity(target.model)} {form} {target.runtime.compile}"
     contenders = {}
-    for name, model in models.items():
-        drafter, switch = model.decoder.drafter, model.decoder.switch
-        flags, window = draftings[name].flags, draftings[name].window
-        drafter_identity = identity(drafter) + drafter.made_of
-        tree = switch.plan.trees if switch else drafter.shape
-        known_by = f"{target_identity} {format_hash} {drafter_identity} {tree} {flags}"
-        if window:
-            known_by += f" {window}"
-        if ranks := target.model.ranks:  # each knows its own part
-            known_by = f"{ranks.count} ranks: {ranks.name(known_by, model.decoder.device)}"
-        contenders[name] = Contender(model, known_by)
+    for name, drafting in draftings.items():
+        engine = target.engine(drafting, max_seq_len=max_seq_len)
+        drafter, tuner = engine.drafter, engine.tuner
+        tree = tuner.shapes if tuner else drafter.shape
+        own = f"{identity(drafter)} {drafter.made_of} {tree} {drafting.flags} {drafting.window}"
+        known_by = f"{shared} {own}"
+        if ranks := target.model.ranks:  # each has its own part of the weights
+            known_by = f"{ranks.count} ranks: {ranks.name(known_by, engine.device)}"
+        contenders[name] = Contender(engine, known_by)
     return contenders
+
+
+def ask(
+    engine: Engine, question: dict, sampling: Sampling, watch: Callable[[Draft], None] | None = None
+) -> list[Turn]:
+    """Ask a question turn by turn, each with the engine's own answers as history.
+
+    The conversation ends before a turn that no longer fits; if the first one does not, the list is empty.
+    watch: called with the drafted tree of each step.
+    """
+    messages, turns = [], []
+    for text in question["turns"]:
+        messages.append({"role": "user", "content": text})
+        try:
+            ids = encode(engine.tokenizer, messages, room=engine.max_seq_len)
+        except TooLong:
+            break
+        if len(ids) >= engine.max_seq_len:
+            break
+        request = engine.admit(ids, sampling, watch=watch is not None)
+        while engine.busy:
+            for event in engine.step():
+                if event.draft:
+                    watch(event.draft)
+        messages.append({"role": "assistant", "content": request.text})
+        turns.append(Turn(
+            ids, request.ids, request.text, request.finish, request.prefill_seconds, request.seconds,
+            request.accept_lengths,
+        ))
+    return turns

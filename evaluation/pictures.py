@@ -5,154 +5,153 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common.plots import picture
-from evaluation.observing import DraftedTree, TreeStatistics
-from evaluation.table import PLAIN, by_temperature
+from engine.request import Draft
+from evaluation.answers import PLAIN
+from evaluation.observing import TreeStatistics, children_of, depths, probabilities
+from evaluation.table import by_temperature
 
 GREEN, GREY = "#3a9b5c", "#b8b8b8"
 MOST_LABELLED = 4  # with more methods side by side, numbers on the bars would overlap
 LEAST_COUNTED = 20  # shares of fewer are noise
 
 
-def text_tree(drafted: DraftedTree, word: Callable[[int], str]) -> str:
-    """A tree for the terminal: accepted nodes are marked, nodes carry the drafter's probability.
+def text_tree(draft: Draft, word: Callable[[int], str]) -> str:
+    """Draw a tree for the terminal: ● accepted, ○ rejected, each with the drafter's probability.
 
-    word: the text of a token id.
+    word: gives the text of a token id.
     """
-    lines = [f"● {word(drafted.tokens[0])!r}"]
+    children, labels, lines = children_of(draft), _labels(draft), [f"● {word(draft.tokens[0])!r}"]
 
     def add_children(parent: int, indent: str) -> None:
-        children = drafted.children.get(parent, [])
-        for i, node in enumerate(children):
-            branch, below = ("└─", "   ") if i == len(children) - 1 else ("├─", "│  ")
-            mark = "●" if node in drafted.accepted else "○"
-            text = f"{word(drafted.tokens[node])!r}{drafted.probability_label(node)}"
-            lines.append(f"{indent}{branch}{mark} {text}")
-            add_children(node, indent + below)
+        *others, last = children[parent]
+        for node in (*others, last):
+            branch, below = ("└─", "   ") if node == last else ("├─", "│  ")
+            mark = "●" if node in draft.path else "○"
+            lines.append(f"{indent}{branch}{mark} {word(draft.tokens[node])!r}{labels[node]}")
+            if node in children:
+                add_children(node, indent + below)
 
     add_children(0, "")
     return "\n".join(lines)
 
 
-def draw_tree(drafted: DraftedTree, word: Callable[[int], str], method: str, path: Path) -> None:
-    """The same tree as a PNG, the root at the left."""
-    height: dict[int, float] = {}
+def _labels(draft: Draft) -> list[str]:
+    """Write the probability of each node; empty for the root, and for all if the drafter gives none."""
+    return ["", *(f" {p:.2f}" if draft.scores else "" for p in probabilities(draft)[1:])]
+
+
+def draw_tree(draft: Draft, word: Callable[[int], str], method: str, path: Path) -> None:
+    """Draw the same tree as a PNG, the root at the left."""
+    children, labels, depth, height = children_of(draft), _labels(draft), depths(draft), {}
 
     def place(node: int, row: float) -> float:
         """Give a node the middle of its leaves; return the next free row."""
-        children = drafted.children.get(node, [])
-        if not children:
+        if node not in children:
             height[node] = row
             return row + 1
-        for child in children:
+        for child in children[node]:
             row = place(child, row)
-        height[node] = (height[children[0]] + height[children[-1]]) / 2
+        height[node] = (height[children[node][0]] + height[children[node][-1]]) / 2
         return row
 
-    rows, levels = place(0, 0), max(drafted.depth)
+    rows, levels, accepted = place(0, 0), max(depth), {0, *draft.path}
     with picture(path, 1.9 * (levels + 1), max(2.5, 0.24 * rows + 0.8)) as figure:
         axes = figure.add_subplot()
-        for node, token in enumerate(drafted.tokens):
-            accepted, parent = node in drafted.accepted, drafted.parent[node]
-            if node:
-                axes.plot(
-                    [drafted.depth[parent], drafted.depth[node]], [height[parent], height[node]], zorder=1,
-                    color=GREEN if accepted else GREY, linewidth=2.2 if accepted else 0.8,
-                )
-            text = repr(word(token))[1:-1].replace("$", r"\$").replace(" ", "␣") or "∅"
-            axes.text(
-                drafted.depth[node], height[node], text + drafted.probability_label(node), ha="center",
-                va="center", fontsize=8, color="white" if accepted else "0.25", zorder=2,
-                bbox={
-                    "boxstyle": "round,pad=0.25", "facecolor": GREEN if accepted else "0.95",
-                    "edgecolor": "none"
-                },
+        for node, (token, parent) in enumerate(zip(draft.tokens, draft.parent)):
+            hit, ends = node in accepted, (parent, node)
+            axes.plot(
+                [depth[end] for end in ends], [height[end] for end in ends], zorder=1,
+                color=GREEN if hit else GREY, linewidth=2.2 if hit else 0.8,
             )
-        accepted_nodes = len(drafted.accepted) - 1
-        title = f"{method}, greedy: {len(drafted.tokens)} nodes; drafted and accepted: {accepted_nodes}"
+            text = repr(word(token))[1:-1].replace("$", r"\$").replace(" ", "␣") or "∅"
+            box = {"boxstyle": "round,pad=0.25", "facecolor": GREEN if hit else "0.95", "edgecolor": "none"}
+            axes.text(
+                depth[node], height[node], text + labels[node], ha="center", va="center", fontsize=8,
+                color="white" if hit else "0.25", zorder=2, bbox=box,
+            )
+        title = f"{method}, greedy: {len(depth)} nodes; drafted and accepted: {len(accepted) - 1}"
         axes.set(xlim=(-0.5, levels + 0.5), ylim=(rows, -1), title=title)
         axes.axis("off")
 
 
 def draw_acceptance(statistics: dict[str, TreeStatistics], path: Path) -> None:
-    """Acceptance of each method by draft depth, and by rank among siblings."""
+    """Draw the acceptance of each method by draft depth, and by rank among siblings."""
     with picture(path, 9, 3.6) as figure:
         left, right = figure.subplots(1, 2)
-        for axes, what, title, xlabel in (
-            (left, "depth", "by draft depth", "depth, where the tree went on"),
-            (right, "rank", "by rank among siblings", "rank"),
-        ):
-            most = 1
-            for number, (name, counts) in enumerate(statistics.items()):
-                cells = {k: v for k, v in sorted(getattr(counts, what).items()) if v[0] >= LEAST_COUNTED}
-                if cells:
-                    shares = [accepted / tried for tried, accepted in cells.values()]
-                    axes.plot([*cells], shares, marker="o", markersize=4, color=f"C{number}", label=name)
-                    most = max(most, *cells)
-            axes.set(title=f"accepted, {title}", ylabel="share accepted, greedy", ylim=(0, 1), xlabel=xlabel)
-            axes.set_xticks(range(1, most + 1))
+        _draw_shares(left, {name: s.depth for name, s in statistics.items()})
+        left.set(title="accepted, by draft depth", xlabel="depth, where the tree went on")
+        _draw_shares(right, {name: s.rank for name, s in statistics.items()})
+        right.set(title="accepted, by rank among siblings", xlabel="rank")
+        for axes in (left, right):
+            axes.xaxis.get_major_locator().set_params(integer=True)
         _legend_below(figure, left)
 
 
 def draw_calibration(statistics: dict[str, TreeStatistics], path: Path) -> None:
-    """How often nodes are accepted, against the drafter's probability: dynamic trees rest on it."""
+    """Draw the share of nodes accepted against the drafter's probability: trees are pruned by it."""
     with picture(path, 4.6, 4.2) as figure:
         axes = figure.add_subplot()
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
-        for number, (name, counts) in enumerate(statistics.items()):
-            cells = [cell for cell in counts.confidence if cell[0] >= LEAST_COUNTED]
-            if cells:  # some drafters give no probabilities
-                probability, share = [c[2] / c[0] for c in cells], [c[1] / c[0] for c in cells]
-                axes.plot(probability, share, marker="o", markersize=4, color=f"C{number}", label=name)
-        axes.set(xlabel="probability the drafter gave", ylabel="share accepted", xlim=(0, 1), ylim=(0, 1))
-        axes.set(title="the drafter's confidence (greedy)")
-        if axes.get_legend_handles_labels()[0]:
+        _draw_shares(axes, {name: s.confidence for name, s in statistics.items()})
+        axes.set(xlabel="probability the drafter gave", xlim=(0, 1), title="the drafter's confidence")
+        if axes.get_legend_handles_labels()[0]:  # some drafters give no probabilities
             axes.legend()
 
 
+def _draw_shares(axes, counts: dict[str, dict[int, list]]) -> None:
+    """Draw the share accepted of each method, see `TreeStatistics` for its counts."""
+    for number, (name, table) in enumerate(counts.items()):
+        cells = [table[key] for key in sorted(table) if table[key][0] >= LEAST_COUNTED]
+        if cells:
+            points = [(total / tried, hits / tried) for tried, hits, total in cells]
+            axes.plot(*zip(*points), marker="o", markersize=4, color=f"C{number}", label=name)
+    axes.set(ylabel="share accepted, greedy", ylim=(0, 1))
+
+
 def draw_lengths(lengths: dict[str, list[int]], path: Path) -> None:
-    """How many tokens the steps of each method emitted."""
-    with picture(path, 6, 3.4) as figure:
+    """Draw the distribution of the tokens that a step emits, for each method."""
+    values = range(1, max(max(n) for n in lengths.values()) + 1)
+    with picture(path, 6, max(3.4, 0.25 * len(lengths))) as figure:  # the legend stands in it
         axes = figure.add_subplot()
-        values = range(1, max(max(n) for n in lengths.values()) + 1)
-        for number, (name, steps) in enumerate(lengths.items()):
-            at, width = _beside(number, len(lengths), values)
-            axes.bar(
-                at, [steps.count(n) / len(steps) for n in values], width, color=f"C{number}",
-                label=f"{name}, {sum(steps) / len(steps):.2f} over all steps",
-            )
+        _draw_bars(axes, {
+            f"{name}, {sum(steps) / len(steps):.2f} over all steps":
+                [steps.count(n) / len(steps) for n in values] for name, steps in lengths.items()
+        })
         axes.set(xlabel="tokens emitted by a step", ylabel="share of steps")
-        axes.set_xticks(values)
+        axes.set_xticks(range(len(values)), values)
         axes.legend()
 
 
 def draw_table(rows: list[dict], sets: list[str], path: Path) -> None:
-    """τ and speedup of each method on each set, a pair of panels per temperature (rows: see `summarise`)."""
+    """Draw τ and speedup of each method on each set, a pair of panels per temperature. rows: see `summarise`.
+    """
     tables = by_temperature([row for row in rows if row["method"] != PLAIN], sets)
     with picture(path, 11, 3.3 * len(tables)) as figure:
-        for line, (temperature, shown_sets, methods) in enumerate(tables):
-            one = len(methods) == 1
-            for column, (what, title) in enumerate(
-                (("tau", "acceptance length τ"), ("speedup", "speedup over plain decoding")), 1
+        panels = figure.subplots(len(tables), 2, squeeze=False)
+        for pair, (temperature, shown, methods) in zip(panels, tables):
+            for axes, what, title in zip(
+                pair, ("tau", "speedup"), ("acceptance length τ", "speedup over plain decoding")
             ):
-                axes = figure.add_subplot(len(tables), 2, 2 * line + column)
-                for number, (method, by_set) in enumerate(methods.items()):
-                    at, width = _beside(number, len(methods), range(len(shown_sets)))
-                    heights = [by_set.get(name, {}).get(what) or 0 for name in shown_sets]
-                    bars = axes.bar(at, heights, width, color=f"C{number}", label=method)
-                    if len(methods) <= MOST_LABELLED:
-                        rotation = 0 if one else 90
-                        axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=rotation)
+                _draw_bars(axes, {
+                    method: [by_set.get(name, {}).get(what) or 0 for name in shown]
+                    for method, by_set in methods.items()
+                })
+                for bars in axes.containers if len(methods) <= MOST_LABELLED else ():
+                    rotation = 0 if len(methods) == 1 else 90
+                    axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2, rotation=rotation)
                 axes.axhline(1, color=GREY, linewidth=1)
-                axes.set_xticks(range(len(shown_sets)), shown_sets, rotation=20, ha="right")
+                axes.set_xticks(range(len(shown)), shown, rotation=20, ha="right")
                 axes.set(title=f"{title}, temperature {temperature:g}")
-                axes.margins(y=0.15 if one else 0.25)
-        _legend_below(figure, axes)
+                axes.margins(y=0.15 if len(methods) == 1 else 0.25)
+        _legend_below(figure, panels[0, 0])
 
 
-def _beside(number: int, count: int, places: range) -> tuple[list[float], float]:
-    """Where the bars of one of `count` methods stand around these places, and how wide each is."""
-    width = 0.8 / count
-    return [place + (number - (count - 1) / 2) * width for place in places], width
+def _draw_bars(axes, heights: dict[str, list[float]]) -> None:
+    """Draw the heights of each method beside those of the others."""
+    width = 0.8 / len(heights)
+    for number, (name, values) in enumerate(heights.items()):
+        left = (number - (len(heights) - 1) / 2) * width
+        axes.bar([i + left for i in range(len(values))], values, width, color=f"C{number}", label=name)
 
 
 def _legend_below(figure, axes) -> None:

@@ -1,114 +1,141 @@
-"""One run of evaluate.py: ask every question, judge the texts, write tables and pictures."""
+"""One run of evaluate.py: load the methods, ask the questions, judge the texts, write tables and pictures."""
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
+from checkpoint.folder import read_config
 from common.files import write_text
+from common.threads import use_threads
+from drafters import grows
+from engine.runtime import Runtime
+from engine.target import Drafting, load_target, longest_text
 from evaluation import pictures
-from evaluation.answers import Answer, Book, digest
-from evaluation.asking import ask, rounds
-from evaluation.lossless import Difference, Judge
-from evaluation.methods import Contender
+from evaluation.answers import PLAIN, Answer, Book, check_out, digest
+from evaluation.lossless import Difference, Judge, bound_to_be_plain
+from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics
-from evaluation.table import PLAIN, as_csv, bound_to_be_plain, markdown, summarise
+from evaluation.sets import MEAN, rounds
+from evaluation.table import as_csv, for_screen, markdown, summarise
+from kernels.backend import backend_of
+from kernels.tp import Ranks
+from model import ModelArgs
 from sampling.noise import seed_of
 from sampling.options import Sampling
 
+FIGURES = 2  # version of the figures in a folder: one of another version is refused
 MOST_PRINTED = 10  # errors printed; differences.json has all of them
 
 
-@dataclass
 class Evaluation:
-    """The contenders, the questions, and the book of answers so far."""
+    """The methods, the questions, and the book of answers so far."""
 
-    contenders: dict[str, Contender]  # by label
-    sets: dict[str, list[dict]]
-    book: Book
-    judge: Judge
-    temperatures: list[float]
-    max_new_tokens: int
-    seed: int
-    say: Callable[[str], None]
+    def __init__(
+        self, o, runtime: Runtime, draftings: dict[str, Drafting], sets: dict[str, list[dict]],
+        say: Callable[[str], None], ranks: Ranks | None = None,
+    ):
+        """Load the target and each method on it, as the options `o` of evaluate.py ask for.
+
+        ranks: the processes that share the target. Raises InputError, ValueError, OSError or RuntimeError.
+        """
+        self.o, self.sets, self.say = o, sets, say
+        use_threads(o.threads, say)
+        longest = ModelArgs.from_config(read_config(o.checkpoint, "target")).max_seq_len
+        options = {  # all that answers and figures depend on, beside methods and questions
+            "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
+            "max_new_tokens": o.max_new_tokens, "max_seq_len": longest_text(longest, o.max_seq_len),
+            "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv,
+            "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
+            "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
+        }
+        check_out(Path(o.out), options)
+        target = load_target(o.checkpoint, runtime, say, ranks)
+        if o.calibrate:
+            prompts = [question["turns"][0] for group in sets.values() for question in group]
+            for drafting in (d for d in draftings.values() if grows(d.method)):
+                say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
+        self.contenders = load_contenders(target, draftings, o.max_seq_len)
+        weight, exact = target.model.embed.weight, backend_of(target.model).row_invariant
+        self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
+        self.book = Book(Path(o.out), options)
+        if ranks:  # all have read the first one's files, and have the same questions left
+            ranks.agree(f"the answers so far, {sorted(map(repr, self.book.answers))}", weight.device)
 
     def answer(self) -> None:
         """Ask every question that a method has not answered yet. A live line shows the figures so far."""
-        methods = [*self.contenders]
         todo = [
-            (name, question, temperature, order)
-            for name, question, temperature, order in rounds(self.sets, self.temperatures, methods)
-            if not all(self._is_answered(name, question, method, temperature) for method in methods)
+            (name, question, temperature, methods)
+            for name, question, temperature, methods in self._rounds()
+            if not all(self._find(name, question, method, temperature) for method in methods)
         ]
-        if not todo:
-            return
-        for temperature in self.temperatures:
-            for contender in self.contenders.values():
-                contender.model.warm_up(Sampling(8, temperature, seed=self.seed), every_length=True)
-                ask(contender.model, {"turns": ["Hello"]}, 16, temperature, self.seed)
-        bar = tqdm(todo, desc="questions", unit="question")
-        for name, question, temperature, order in bar:
+        for temperature in self.o.temperature if todo else ():
+            for engine, _ in self.contenders.values():
+                engine.warm_up(Sampling(8, temperature, seed=self.o.seed), every_length=True)
+                ask(engine, {"turns": ["Hello"]}, Sampling(16, temperature, seed=self.o.seed))
+        bar = tqdm(todo, desc="questions", unit="question", disable=not todo)
+        for name, question, temperature, methods in bar:
             self.book.forget(name, question, temperature)
-            for method in order:
+            for method in methods:
                 self._ask(name, question, method, temperature)
-            bar.set_postfix_str(self._running(temperature))
+            means = (r for r in self._rows() if (r["set"], r["temperature"]) == (MEAN, temperature))
+            bar.set_postfix_str(", ".join(
+                f"{r['method']} τ {r['tau']:.2f} {r['speedup']:.2f}×" for r in means
+                if r["method"] != PLAIN and r["speedup"] and r["tau"]
+            ))
 
     def _ask(self, name: str, question: dict, method: str, temperature: float) -> None:
-        """Ask one question of one method and keep the answer."""
-        contender, number = self.contenders[method], question["question_id"]
-        seed = seed_of(self.seed, name, number)
-        turns = ask(contender.model, question, self.max_new_tokens, temperature, seed)
+        """Ask one question of one method and store the answer."""
+        (engine, identity), number = self.contenders[method], question["question_id"]
+        sampling = Sampling(self.o.max_new_tokens, temperature, seed=seed_of(self.o.seed, name, number))
+        turns = ask(engine, question, sampling)
         if len(turns) < len(question["turns"]):
             self.say(
-                f"{name} question {number}: turn {len(turns) + 1} does not fit in"
-                f" {contender.model.decoder.max_seq_len} tokens"
+                f"{name} question {number}: turn {len(turns) + 1} does not fit in {engine.max_seq_len} tokens"
                 + ("" if turns else "; the question is left out")
             )
         if turns:
-            asked = digest(question, contender.identity)
-            category = question["category"]
-            self.book.add(Answer(name, number, category, method, temperature, seed, asked, turns))
+            about = name, number, question["category"], method, temperature, sampling.seed
+            self.book.add(Answer(*about, digest(question, identity), turns))
 
-    def _is_answered(self, name: str, question: dict, method: str, temperature: float) -> bool:
-        return self.book.has(name, question, method, temperature, self.contenders[method].identity)
+    def _rounds(self) -> Iterator[tuple[str, dict, float, list[str]]]:
+        return rounds(self.sets, self.o.temperature, [*self.contenders])
 
-    def _running(self, temperature: float) -> str:
-        """The means so far at one temperature."""
-        means = [
-            row for row in self._rows(self._answers(), [])
-            if (row["set"], row["temperature"]) == ("mean", temperature) and row["method"] != PLAIN
-        ]
-        return ", ".join(
-            f"{row['method']} τ {row['tau']:.2f} {row['speedup']:.2f}×" for row in means
-            if row["speedup"] and row["tau"]
-        )
+    def _find(self, name: str, question: dict, method: str, temperature: float) -> Answer | None:
+        return self.book.find(name, question, method, temperature, self.contenders[method].identity)
 
-    def _answers(self) -> list[Answer]:
-        """The answers of this run's methods to this run's questions; the folder may hold others."""
-        questions = {(name, q["question_id"]): q for name, group in self.sets.items() for q in group}
-        return [
-            a for a in self.book.answers.values()
-            if (a.set, a.question) in questions and a.temperature in self.temperatures
-            and a.method in self.contenders
-            and self._is_answered(a.set, questions[a.set, a.question], a.method, a.temperature)
-        ]
+    def _answers(self) -> Iterator[Answer]:
+        """Yield the answers of this run's methods to its questions; the folder may hold others."""
+        for temperature in self.o.temperature:
+            for name, questions in self.sets.items():
+                for question in questions:
+                    found = (self._find(name, question, method, temperature) for method in self.contenders)
+                    yield from filter(None, found)
 
-    def _rows(self, answers: list[Answer], differences: list[Difference]) -> list[dict]:
-        return summarise(answers, [*self.sets], [*self.contenders], differences)
+    def _rows(self, differences: Sequence[Difference] = ()) -> list[dict]:
+        return summarise(self._answers(), [*self.sets], [*self.contenders], differences)
 
     def report(self) -> int:
-        """Write and print the figures so far. Returns how many texts differ by more than rounding."""
-        answers = self._answers()
+        """Write and print the figures so far. Returns the number of texts that differ by more than rounding.
+        """
+        answers = [*self._answers()]
         self.book.write_fastchat(answers)  # first: it needs nothing that may fail
-        differences = self._differences(answers)
-        rows = self._rows(answers, differences)
+        plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
+        pairs = ((plain.get((a.set, a.question, a.temperature)), a) for a in answers)
+        judged = ((p, a) for p, a in pairs if p and bound_to_be_plain(a.method, a.temperature))
+        differences = [d for d in (self.judge.difference(p, a) for p, a in judged) if d]
+        rows = self._rows(differences)
         if not rows:
             self.say("no answers yet")
             return 0
-        self._write(rows, answers, differences)
+        self._write_tables(rows, differences, len({key[:2] for key in plain}))
+        self._draw_tables(rows, answers)
         errors = [d for d in differences if not d.tie]
         for d in errors[:MOST_PRINTED]:
             self.say(
@@ -118,42 +145,32 @@ class Evaluation:
             )
         return len(errors)
 
-    def _differences(self, answers: list[Answer]) -> list[Difference]:
-        """The first difference of every text that is not the plain one and must be."""
-        plain_answers = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
-        differences = []
-        for a in answers:
-            plain = plain_answers.get((a.set, a.question, a.temperature))
-            if plain and a.method != PLAIN and bound_to_be_plain(a.method, a.temperature):
-                differences.append(self.judge.difference(plain, a))
-        return [d for d in differences if d is not None]
-
-    def _write(self, rows: list[dict], answers: list[Answer], differences: list[Difference]) -> None:
-        """Write the tables, the differences and their pictures; print the table."""
-        out, sets = self.book.folder, [*self.sets]
-        text = markdown(rows, sets)
-        answered = {(a.set, a.question) for a in answers if a.method == PLAIN}
-        if left := sum(map(len, self.sets.values())) - len(answered):
-            room = self.contenders[PLAIN].model.decoder.max_seq_len
-            text += f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
+    def _write_tables(self, rows: list[dict], differences: list[Difference], answered: int) -> None:
+        """Write the tables and the differences; print the table. answered: number of questions."""
+        out, sets, rest = self.book.folder, [*self.sets], ""
+        if left := sum(map(len, self.sets.values())) - answered:
+            room = self.contenders[PLAIN].engine.max_seq_len
+            rest = f"{left} questions have no answer: not asked yet, or too long for {room} tokens.\n"
         listed = [
             asdict(d) | {"tie": d.tie, "gap": d.gap if math.isfinite(d.gap) else None} for d in differences
         ]
-        for name, content in (
-            ("table.md", text), ("table.json", json.dumps(rows, indent=1) + "\n"),
-            ("table.csv", as_csv(rows)), ("differences.json", json.dumps(listed, indent=1) + "\n"),
-        ):
-            write_text(out / name, content)
-        if any(row["method"] != PLAIN for row in rows):
-            pictures.draw_table(rows, sets, out / "sets.png")
+        write_text(out / "table.md", markdown(rows, sets) + rest)
+        write_text(out / "table.json", json.dumps(rows, indent=1) + "\n")
+        write_text(out / "table.csv", as_csv(rows))
+        write_text(out / "differences.json", json.dumps(listed, indent=1) + "\n")
+        print(for_screen(rows, sets) + rest + f"all figures: {out / 'table.md'}, table.json, table.csv")
+
+    def _draw_tables(self, rows: list[dict], answers: list[Answer]) -> None:
+        """Draw the bars of the table, and how many tokens the steps of each method emitted."""
         lengths: dict[str, list[int]] = {}
         for a in answers:
             if a.method != PLAIN and a.lengths:
-                name = a.method if len(self.temperatures) == 1 else f"{a.method}, T = {a.temperature:g}"
+                name = a.method if len(self.o.temperature) == 1 else f"{a.method}, T = {a.temperature:g}"
                 lengths.setdefault(name, []).extend(a.lengths)
+        if any(row["method"] != PLAIN for row in rows):
+            pictures.draw_table(rows, [*self.sets], self.book.folder / "sets.png")
         if lengths:
-            pictures.draw_lengths(lengths, out / "lengths.png")
-        print(text)
+            pictures.draw_lengths(lengths, self.book.folder / "lengths.png")
 
     def observe(self, questions: int, show_tree: bool) -> None:
         """Draw what the drafted trees look like, from a few questions of every set answered again, untimed.
@@ -162,25 +179,23 @@ class Evaluation:
         draw, and print, the tree with most accepted nodes.
         """
         statistics = {name: TreeStatistics() for name in self.contenders if name != PLAIN}
+        sampling = Sampling(min(128, self.o.max_new_tokens), seed=self.o.seed)
         for name, counts in statistics.items():
-            model = self.contenders[name].model
-            with model.decoder.observe(counts.add):
-                for group in self.sets.values():
-                    for question in group[: max(1, questions)]:
-                        first_turn = question | {"turns": question["turns"][:1]}
-                        ask(model, first_turn, min(128, self.max_new_tokens), 0.0, self.seed)
-        drafted = {name: counts.best for name, counts in statistics.items() if counts.best}
+            for question in (q for group in self.sets.values() for q in group[: max(1, questions)]):
+                first_turn = question | {"turns": question["turns"][:1]}
+                ask(self.contenders[name].engine, first_turn, sampling, counts.add)
+        drafted, out = {name: s.best for name, s in statistics.items() if s.best}, self.book.folder
         if drafted:
-            pictures.draw_acceptance(statistics, self.book.folder / "acceptance.png")
-            pictures.draw_calibration(statistics, self.book.folder / "calibration.png")
+            pictures.draw_acceptance(statistics, out / "acceptance.png")
+            pictures.draw_calibration(statistics, out / "calibration.png")
         if show_tree and not drafted:
             self.say("--show-tree: nothing was drafted")
         elif show_tree:
-            method = max(drafted, key=lambda name: len(drafted[name].accepted))
-            tokenizer = self.contenders[method].model.tokenizer
+            method = max(drafted, key=lambda name: len({*drafted[name].path}))
+            tokenizer = self.contenders[method].engine.tokenizer
 
             def word(token: int) -> str:
                 return tokenizer.piece(token).decode("utf-8", "replace")
 
             print(f"a tree of {method}, greedy; ● accepted:\n{pictures.text_tree(drafted[method], word)}")
-            pictures.draw_tree(drafted[method], word, method, self.book.folder / "tree.png")
+            pictures.draw_tree(drafted[method], word, method, out / "tree.png")

@@ -6,6 +6,7 @@ import subprocess
 from helpers import ROOT
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
+from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from demo import fetch as demo
 
@@ -36,10 +37,31 @@ def test_demo_fetch_is_idempotent(tmp_path, capsys, monkeypatch):
     assert demo.main(["--gguf", str(file)]) == 0
     assert capsys.readouterr().out.count("is there") == 2
     assert (tmp_path / "out" / "model.safetensors").stat().st_ino == first
-    os.truncate(tmp_path / "out" / "eagle3" / "model.safetensors", 1000)
+    head = tmp_path / "out" / "eagle3" / "model.safetensors"
+    good = head.read_bytes()
+    os.truncate(head, 1000)
     os.truncate(tmp_path / "out" / "model.safetensors", 1000)
     assert demo.main(["--gguf", str(file)]) == 0
     assert load_head(tmp_path / "out" / "eagle3", load_model(tmp_path / "out")[0])
+    assert head.read_bytes() == good
+
+
+def test_another_head_in_its_place_is_replaced(tmp_path, capsys, monkeypatch):
+    """As one that was trained and converted there: it loads, and is as new."""
+    file = write_gguf(tmp_path / "m.gguf", target_state())
+    monkeypatch.setattr(demo, "GGUF_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "TARGET", tmp_path / "out")
+    monkeypatch.setattr(demo, "HEAD_SOURCE", write_source(tmp_path / "head", head_state(), HEAD_CONFIG))
+    other = {name: t * 2 if t.is_floating_point() else t for name, t in head_state().items()}
+    assert demo.main(["--gguf", str(file)]) == 0
+    head = tmp_path / "out" / "eagle3"
+    good = (head / "model.safetensors").read_bytes()
+    convert(write_source(tmp_path / "other", other, HEAD_CONFIG), head, target=tmp_path / "out", force=True)
+    assert (head / "model.safetensors").read_bytes() != good
+    capsys.readouterr()
+    assert demo.main(["--gguf", str(file)]) == 0
+    assert "replaces it now" in capsys.readouterr().out
+    assert (head / "model.safetensors").read_bytes() == good
 
 
 def test_demo_without_network(tmp_path, capsys, monkeypatch):

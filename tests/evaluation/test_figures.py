@@ -1,14 +1,18 @@
-"""The figures of the table are the arithmetic of the answers, and differences are judged rightly."""
+"""Figures are the arithmetic of the answers, differences are judged rightly, trees are counted."""
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from checkpoint.loading import load_model
-from engine.decoder import Decoder
+from engine.engine import Engine
+from engine.request import Draft
 from evaluation.answers import Answer, Turn
 from evaluation.lossless import ROUNDED_TIE, TIE, Judge, first_difference
-from evaluation.table import as_csv, markdown, summarise
+from evaluation.observing import TreeStatistics
+from evaluation.pictures import text_tree
+from evaluation.table import as_csv, for_screen, markdown, summarise
 from sampling.options import Sampling
 
 
@@ -33,22 +37,27 @@ def test_the_table_is_the_arithmetic_of_the_answers():
     rows = {(r["method"], r["set"]): r for r in summarise(answers, ["set", "other"], ["none", "eagle3"], [])}
     row = rows["eagle3", "set"]
     assert row["questions"] == row["equal"] == 2 and row["tau"] == pytest.approx(30 / 12)
-    assert row["speedup"] == pytest.approx((2 + 4) / 2)
+    assert row["speedup"] == pytest.approx((2 + 4) / 2) and row["tokens_per_second"] == pytest.approx(20)
     assert row["speedup_total"] == pytest.approx((30 / 1.5) / (30 / 4))
     assert rows["eagle3", "mean"]["tau"] == pytest.approx((2.5 + 4) / 2)
-    assert rows["none", "set"]["speedup"] == 1
+    assert rows["eagle3", "mean"]["questions"] == 3 and rows["none", "set"]["speedup"] == 1
     assert row["seconds"] == 1.5 and row["prefill_seconds"] == 1.0
     text = markdown([*rows.values()], ["set", "other"])
     assert "| eagle3 | 3.00× | 2.50 | 2.00× | 4.00 |" in text and "3/3 | 0 | 0 |" in text
     assert as_csv([*rows.values()]).splitlines()[0].startswith("temperature,method,set,questions")
+    for_screen_line = "eagle3  set       20.00    3.00×  2.50          2/2     0       0"
+    assert for_screen_line in for_screen([*rows.values()], ["set", "other"]).splitlines()
 
 
-def test_an_answer_of_one_token_has_no_speed():
-    answers = [answer(1, method, [turn([5])]) for method in ("none", "eagle3")]
-    rows = summarise(answers, ["set"], ["none", "eagle3"], [])
-    for name in ("speedup", "speedup_total", "tokens_per_second", "tau"):
-        assert all(row[name] is None for row in rows)
-    assert "| eagle3 | – | – | – | – | 1/1 | 0 | 0 |" in markdown(rows, ["set"])
+def test_an_answer_of_one_token_has_no_speed_and_long_names_fit_a_screen():
+    method, name = "lookup+draft-model+residual", "s" * 60
+    answers = [answer(1, m, [turn([5])], 1.0, name) for m in ("none", method)]
+    rows = summarise(answers, [name], ["none", method], [])
+    for figure in ("speedup", "speedup_total", "tokens_per_second", "tau"):
+        assert all(row[figure] is None for row in rows)
+    assert f"| {method} | – | – | – | – | other draws |  |  |" in markdown(rows, [name])
+    big = [row | {"tokens_per_second": 12345.678, "speedup": 12.0, "tau": 12.0} for row in rows]
+    assert max(map(len, for_screen(big, [name]).splitlines())) <= 100
 
 
 def test_where_answers_part():
@@ -63,8 +72,8 @@ def test_ties_and_errors(golden, temperature):
     """A token within rounding of the best is a tie, any other an error, an early end always an error."""
     target, _ = load_model(golden)
     prompt = list(b"u:question 3\na:")
-    decoder = Decoder(target, compile=False, max_seq_len=64)
-    ids = decoder.generate([prompt], Sampling(6, temperature, seed=4))[0].ids
+    engine = Engine(target, compile=False, max_seq_len=64)
+    ids = engine.generate([prompt], Sampling(6, temperature, seed=4))[0].ids
     plain = dataclasses.replace(answer(1, "none", [turn(ids, prompt=prompt)], temperature), seed=4)
 
     def judged(judge: Judge, other_ids: list[int]):
@@ -79,9 +88,26 @@ def test_ties_and_errors(golden, temperature):
     assert all(d.gap > 0 for d in differences)  # the plain token is the best in float32
     assert any(not d.tie for d in differences) and all(d.tie == (d.gap <= d.bound) for d in differences)
     judge.share = 100.0
-    assert judged(judge, [*ids[:3], ids[3] + 1, *ids[4:]]).tie
+    other = [*ids[:3], (ids[3] + 1) % 256, *ids[4:]]
+    assert judged(judge, other).tie and not judged(judge, ids[:3]).tie
     exact = Judge(str(golden), torch.bfloat16, "cpu", exact=True)
-    assert not judged(exact, [*ids[:3], ids[3] + 1, *ids[4:]]).tie  # on our kernels nothing is excused
+    assert not judged(exact, other).tie  # on our kernels nothing is excused
     shares = [Judge(str(golden), torch.float32, "cpu", kv=kv).share for kv in ("auto", "int8", "fp8")]
     assert shares == [TIE[torch.float32], TIE[torch.float32], ROUNDED_TIE["fp8"]]  # int8: on our kernels only
-    assert not judged(judge, ids[:3]).tie and set(TIE) == {torch.bfloat16, torch.float16, torch.float32}
+
+
+def test_steps_are_counted_where_a_node_had_a_chance():
+    scores = [math.log(p) for p in (1.0, 0.65, 0.25, 0.65 * 0.55, 0.65 * 0.15, 0.25 * 0.85)]
+    statistics = TreeStatistics()
+    statistics.add(Draft([*range(6)], [0, 0, 0, 1, 1, 2], [0, 1, 0], scores))
+    expected = {1: [1, 1, 1], 2: [1, 0, 2]}, {1: [2, 1, 2], 2: [2, 0, 4]}
+    assert (statistics.depth, statistics.rank) == expected
+    assert statistics.confidence[6][2] == pytest.approx(0.65)
+    tried = {tenth: count[:2] for tenth, count in statistics.confidence.items()}
+    assert tried == {6: [1, 1], 2: [1, 0], 5: [1, 0], 1: [1, 0]}
+    lines = text_tree(statistics.best, lambda token: f"w{token}").splitlines()
+    assert lines[:3] == ["● 'w0'", "├─● 'w1' 0.65", "│  ├─○ 'w3' 0.55"]
+    statistics.add(Draft([5], [0], [0], None))  # a bare root has nothing to count
+    assert (statistics.depth, statistics.rank) == expected
+    statistics.add(Draft([5, 6, 7], [0, 0, 1], [0, 1, 2], [0.0, -math.inf, -math.inf]))  # fillers
+    assert statistics.depth[2] == [2, 1, 4] and statistics.confidence[0] == [2, 2, 0]

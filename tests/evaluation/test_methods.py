@@ -1,0 +1,44 @@
+"""Question sets, their order, and the methods that answer them."""
+import pytest
+
+from common.errors import InputError
+from engine.target import Drafting
+from evaluation.methods import read_draftings
+from evaluation.sets import read_sets, rounds
+from tree import TreeShape
+
+
+def test_our_questions_are_complete_and_each_method_begins_as_often():
+    sets = read_sets(None, None)
+    assert set(sets) == {"writing", "code", "math", "summary", "translation", "qa"}
+    assert all(len(questions) == 8 for questions in sets.values())
+    ids = [q["question_id"] for questions in sets.values() for q in questions]
+    assert len(set(ids)) == 48 and any(len(q["turns"]) > 1 for questions in sets.values() for q in questions)
+    order = list(rounds({k: v[:3] for k, v in sets.items()}, [0.0, 1.0], ["none", "a", "b"]))
+    assert len(order) == 36 and {name for name, *_ in order[:12]} == set(sets)
+    for cell in {(name, temperature) for name, _, temperature, _ in order}:
+        rounds_here = [methods for name, _, temperature, methods in order if (name, temperature) == cell]
+        assert rounds_here == [["none", "a", "b"], ["a", "b", "none"], ["b", "none", "a"]]
+
+
+def test_sets_are_named_by_file_or_folder(tmp_path):
+    for name in ("gsm8k", "qa"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "question.jsonl").write_text('{"turns": ["what is 3?"]}\n')
+    assert [*read_sets(tmp_path, None)] == ["gsm8k", "qa"]
+    assert [*read_sets(tmp_path / "qa" / "question.jsonl", None)] == ["qa"]
+    for taken in ("qa", "mean", ".hidden"):
+        file = tmp_path / f"{taken}.jsonl"
+        file.write_text('{"turns": ["what is 4?"]}\n')
+        with pytest.raises(InputError, match=f"cannot be named {taken}"):
+            read_sets(tmp_path, None)
+        file.unlink()
+
+
+def test_options_reach_the_method_that_they_name():
+    methods, flags = ["none", "eagle3", "draft-model"], {"eagle3": {}, "draft-model": {}}
+    settings = {"draft": ["draft-model=DIR"], "tree": ["eagle3=8,2,4"], "accept": ["draft-model=residual"]}
+    assert read_draftings(methods, settings, flags, window=64) == {
+        "none": Drafting(), "eagle3": Drafting("eagle3", tree=TreeShape(8, 2, 4), window=64),
+        "draft-model+residual": Drafting("draft-model", "DIR", accept="residual"),
+    }
