@@ -3,7 +3,6 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-
 from types import SimpleNamespace
 
 import pytest
