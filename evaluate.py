@@ -35,8 +35,7 @@ from common.errors import InputError
 from common.gpus import check_gpu
 from common.texts import check_readable
 from common.torchrun import command_in_words, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
-from drafters.early import judge_method
+from drafters import METHODS, add_flags, add_window, grows, read_flags
 from evaluation.answers import check_options, check_out
 from evaluation.sets import read_sets
 from evaluation.settings import read_settings
@@ -66,8 +65,7 @@ def parser() -> Options:
         metavar = f"[METHOD=]{value}"
         add(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
     add_flags(g)
-    check_numbers(p)
-    p.judge(lambda o: read_flags(o, [known(name) for name in o.speculate.split(",")]))
+    p.judge(lambda o: read_flags(o, o.speculate.split(",")))
     add_window(g, p, lambda o: o.speculate.split(","))
 
     g = p.add_argument_group("questions")
@@ -125,17 +123,15 @@ class Asked(NamedTuple):
 
 def judge(o) -> Asked:
     """Read what the options name, all that needs no torch. Raises InputError or ValueError."""
-    methods = [known(name) for name in dict.fromkeys(o.speculate.split(","))]
+    methods = [*dict.fromkeys(o.speculate.split(","))]
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)
     flags = read_flags(o, methods)
-    config = check_target(o.checkpoint, o.max_seq_len, o.offload)
+    check_target(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
-    drafts, trees, _ = read_settings(methods, o.draft, o.tree, o.accept)
+    drafts, _, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
         check_head("--draft", draft)
-    for name in methods:
-        judge_method(o.checkpoint, config, name, drafts.get(name), trees.get(name), flags[name])
     if o.isa:
         choose(o.isa)
     check_folder("--out", o.out)

@@ -14,8 +14,17 @@ from common.errors import InputError
 from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
 from common.tree_shapes import TreeShape
-from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
-from drafters.tree_spec import MOST_NODES, default_tree, read_tree, with_numbers
+from drafters import (
+    METHODS,
+    MOST_NODES,
+    add_flags,
+    add_window,
+    default_tree,
+    method_name,
+    read_flags,
+    read_tree,
+    with_numbers,
+)
 from sampling.options import Sampling
 from sampling.rules import RULES
 from tokens.dataset import read_prompts
@@ -87,7 +96,6 @@ def parser() -> Options:
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
     add_flags(group)
-    check_numbers(p)
     add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.accept != "equal" and o.speculate == "none",
            lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")

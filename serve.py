@@ -19,9 +19,7 @@ from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.gpus import check_gpu
 from common.torchrun import command_in_words, is_first, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
-from drafters.early import judge_method
-from drafters.tree_spec import TreeSpec, read_tree
+from drafters import METHODS, TreeSpec, add_flags, add_window, method_name, read_flags, read_tree
 
 STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -77,7 +75,6 @@ def parser() -> Options:
     add("--shard-head", action="store_true",
         help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
     add_flags(group)
-    check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
     add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
@@ -126,11 +123,10 @@ def run(o) -> int:
     """
     from kernels.isa import choose
 
-    config = check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
+    check_checkpoint(o.checkpoint, o.max_seq_len, o.offload)
     check_gpu(o.device, o.offload)
     check_head("--draft", o.draft)
     tree = read_tree(o.tree)
-    judge_method(o.checkpoint, config, o.speculate, o.draft, tree, read_flags(o, [o.speculate])[o.speculate])
     if o.isa:
         choose(o.isa)
     key_of(o)
@@ -177,6 +173,7 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     )
     places = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)
     runtime = settle(o.offload, checkpoint, runtime, (drafting,), places, o.max_seq_len, note)
+    drafting.folders(Path(checkpoint))  # refused before the target's weights are read
     target = load_target(checkpoint, runtime, note, ranks)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")

@@ -34,7 +34,7 @@ from common.schema import Wrong
 from common.sizes import GUESSES, TARGET
 from common.torchrun import one_voice, several
 from common.tree_shapes import PAPER_TREE, TreeShape
-from drafters.tree_spec import within_limits
+from drafters import within_limits
 from tokens.dataset import check_dataset, read_chats, read_conversations, read_openings
 from training.choices import (
     BLOCK_KINDS,

@@ -37,8 +37,7 @@ from bench import describe, settle, write
 from checkpoint.folder import read_config
 from common.cli import note, positive
 from common.errors import InputError
-from drafters import METHODS
-from drafters.tree_spec import read_tree
+from drafters import METHODS, read_tree
 from engine.api import Drafting, Target, load_target
 from engine.runtime import Runtime
 from engine.seats import Seats, Text

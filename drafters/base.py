@@ -1,4 +1,4 @@
-"""The face of a drafter, what it proposes, and the drafter that drafts nothing (plain decoding)."""
+"""What a drafter is built from, its interface, its proposals, and the drafter of plain decoding."""
 from __future__ import annotations
 
 import copy
@@ -11,9 +11,43 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from checkpoint.loading import load_head
 from kernels import cpu
-from model import KVCache, ModelArgs
-from tree import Level, PathTree, Tree, TreeShape, chain
+from model import KVCache, ModelArgs, Transformer
+from networks.head import Head
+from tokens.tokenizer import Tokenizer
+from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape, chain
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a drafter is built from: the target, and what the user asked for. See `drafters.Drafting`."""
+
+    method: str  # a name of `drafters.METHODS`
+    kind: str | None  # of the checkpoint in `folder`
+    folder: Path | None  # of its head or draft model
+    tree: TreeShape | PathTree | str | None  # None: not given
+    default_tree: TreeShape
+    target: Transformer
+    tokenizer: Tokenizer | None
+    max_seq_len: int  # tokens of the longest text
+    coupled: bool
+    reach: int  # the last tokens of a text that a head attends to; 0: all
+    rule: str  # by which nodes are accepted, see `sampling.rules`
+    flags: dict  # all flags of the method
+    prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
+
+    @property
+    def grown(self) -> TreeShape | PathTree:
+        """The tree of a drafter that grows trees: as --tree says, else the default."""
+        tree = self.default_tree if self.tree in (None, "auto") else self.tree
+        return PAPER_TREE if tree == "paper" else tree
+
+    def load_head(self) -> Head:
+        """Load the head and put it on the kernels. Raises InputError if it is damaged or does not fit."""
+        head = load_head(self.folder, self.target, self.kind)
+        self.prepare(head)
+        return head
 
 
 class ExtraRows(NamedTuple):

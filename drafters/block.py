@@ -14,13 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import unread_rows
-from drafters.folders import head_folder
-from drafters.network import FEW, HeadDrafter, grow_crossed
-from drafters.request import Request
-from drafters.tree_spec import eagle_tree
+from drafters.base import Setup, unread_rows
+from drafters.network import HeadDrafter, grow_crossed
 from kernels.parts import advance, once, rank, visible_slots
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
@@ -120,19 +116,6 @@ class BlockDrafter(HeadDrafter):
             grown.extend(*children(level, grown.beam_tokens))
         return grown
 
-
-    def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head.logits(self.catch_up(state, slots))
-        return rank(logits, None, min(FEW, logits.shape[-1]), self._names)
-
-    def level_pass(
-        self, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if not self.head.args.markov_rank:  # the first pass drafts all levels
-            return tokens + 1, tokens
-        logits = self.head.after(feature, tokens)
-        return self._ranked(logits, feature, tokens, None, min(FEW, logits.shape[-1]))
-
     def _ranked(
         self, logits: Tensor, row: Tensor, tokens: Tensor, noise: Tensor | None, k: int
     ) -> tuple[Tensor, Tensor]:
@@ -145,30 +128,22 @@ class BlockDrafter(HeadDrafter):
         return scores, ids
 
 
-def build_block(request: Request, drafter: type[BlockDrafter]) -> BlockDrafter:
-    """A drafter with the head in CHECKPOINT/METHOD, or where --draft says.
-
-    Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
-    """
-    folder = head_folder(request.checkpoint, request.method, request.draft)
-    head = load_head(folder, request.target, request.method)
-    request.prepare(head)
-    given = request.tree not in (None, "auto")
-    tree = eagle_tree(request.tree if given else request.default_tree)
+def build_block(setup: Setup, drafter: type[BlockDrafter]) -> BlockDrafter:
+    """Load the head. Raises InputError if it does not fit or the tree is static, ValueError on deep trees."""
+    tree = setup.grown
     if isinstance(tree, PathTree):
-        raise InputError(
-            f"--speculate {request.method}: grows its tree: --tree T,D,K, or a chain of n tokens as"
-            " --tree n+1,n-1,1"
-        )
-    made = drafter(head, tree if given else deep_tree(tree, head.args.drafts), request.coupled, request.reach)
-    made.folder = folder
+        raise InputError(f"--speculate {setup.method}: grows its tree: --tree T,D,K, or a chain of n tokens"
+                         " as --tree n+1,n-1,1")
+    head = setup.load_head()
+    if setup.tree in (None, "auto"):
+        tree = deep_tree(tree, head.args.drafts)
+    made = drafter(head, tree, setup.coupled, setup.reach)
+    made.folder = setup.folder
     return made
 
 
 def deep_tree(usual: TreeShape, levels: int) -> TreeShape:
-    """The default tree of a drafter whose levels cost next to nothing.
-
-    It has the nodes of the usual tree and all levels, and follows on each as many nodes as there could be, up
-    to a dozen.
+    """Return the default tree of a drafter whose levels cost next to nothing: the nodes of the usual tree,
+    all levels, and on each as many expanded nodes as there could be, up to a dozen.
     """
     return TreeShape(usual.nodes, min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12))

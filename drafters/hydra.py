@@ -10,10 +10,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, StaticLevel, newest, unread_rows
+from drafters.base import Proposal, Setup, StaticLevel, newest, unread_rows
 from drafters.medusa import MultiTokenDrafter, build_multi_token
 from drafters.network import rank
-from drafters.request import Request
 from kernels.parts import visible_before
 from networks.hydra import HydraHeads
 from tree import PathTree, pick
@@ -56,6 +55,6 @@ class Hydra(MultiTokenDrafter):
         return Proposal(self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1)))
 
 
-def build(request: Request) -> Hydra:
-    """The heads in CHECKPOINT/hydra; see `medusa.build_multi_token`."""
-    return build_multi_token(request, "hydra", Hydra)
+def build(setup: Setup) -> Hydra:
+    """Load the heads; see `medusa.build_multi_token`."""
+    return build_multi_token(setup, Hydra)

@@ -15,26 +15,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, ExtraRows, Proposal, StaticTree, constants
-from drafters.lookahead_sizes import check_rows
-from drafters.request import Request
+from drafters.base import Drafter, ExtraRows, Proposal, Setup, StaticTree, constants
 from tree import chains
 
 EMPTY = -1
+MOST_ROWS = 1024  # of a pass, beyond which nobody gains
 
 
 class Lookahead(Drafter):
     """Proposes the n-grams that the target guessed before.
 
-    window: columns W. level: tokens N of an n-gram. guesses: G, how many n-grams are kept by first token, the
-    latest.
+    window: columns W. level: tokens N of an n-gram. guesses: G, the latest n-grams kept for each first token.
     The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
     """
 
     per_sequence = ("window_rows", "pool")
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
-        check_rows(window, level, guesses)
+        sizes = f"lookahead: window {window}, level {level}, guess set {guesses}"
+        if window < 1 or level < 3 or guesses < 1:
+            raise ValueError(f"{sizes}: at least 1, 3 and 1")
+        if (rows := (level - 1) * (window + guesses)) > MOST_ROWS:
+            raise ValueError(f"{sizes}: {rows} rows a pass, at most {MOST_ROWS}")
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
@@ -47,7 +49,7 @@ class Lookahead(Drafter):
             root_only + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
         ]
         constants(self, depth=[r + c for r, c in places], sees=sees)
-        # Of each node of the tree: its n-gram, and its place in it.
+        # The n-gram of each node, and its place in it.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) - 1 for p in shape.paths])
 
     def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
@@ -87,7 +89,7 @@ class Lookahead(Drafter):
         return Proposal(tree, extra=ExtraRows(window, depth, sees, self.columns, learn))
 
     def learn(self, root: Tensor, chosen: Tensor, where: Tensor) -> None:
-        """Take in the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
+        """Learn the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
 
         The columns go into the pool one after the other, for two may begin alike; then the window moves up a
         row. where [B]: in which sequences; those that are held still learn nothing.
@@ -108,8 +110,7 @@ class Lookahead(Drafter):
         self.window_rows.copy_(torch.where(where[:, None, None], rows, self.window_rows))
 
 
-def build(request: Request) -> Lookahead:
-    """Needs nothing. Raises InputError on a head or a tree, ValueError on sizes that cannot be."""
-    request.refuse(draft=request.draft, tree=request.tree)
-    window, level, guesses = (request.flags[flag] for flag in ("window", "level", "guess-set"))
-    return Lookahead(request.target.args.vocab_size, window, level, guesses)
+def build(setup: Setup) -> Lookahead:
+    """Build the drafter of these flags. Raises ValueError on sizes that cannot be."""
+    sizes = (setup.flags[flag] for flag in ("window", "level", "guess-set"))
+    return Lookahead(setup.target.args.vocab_size, *sizes)

@@ -1,25 +1,21 @@
 """Two drafters, one tree: what both propose is joined, and the nodes most likely to be accepted are kept.
 
-`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Drafters measure likelihood by
-different rods, a head by its softmax, lookup by the length of a match. How far each is to be believed was
-measured once, see `base.Confidence` and `engine.calibrating`.
+`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Scores of different drafters are
+on different scales: a head has its softmax, lookup the length of a match. `base.Confidence` maps each to the
+probability of acceptance, which `engine.calibrate` measures.
 """
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.errors import InputError
 from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
-from drafters.folders import of_draft
 from drafters.network import HeadDrafter
-from drafters.request import Request
 from kernels.parts import join
 from tree import AnyTree, Tree, TreeShape
 
@@ -46,15 +42,12 @@ class View(NamedTuple):
 class Mixed(Drafter):
     """Two drafters on one tree of `nodes` nodes, the root included.
 
-    If one of them grows its trees with a head, the joint ones are as large as its own are to be, and the
-    decoder may choose among them as if the head were alone. Raises ValueError if their proposals cannot be
-    joined.
+    If one of them grows its trees with a head, the joint ones are as large as its own would be, and the
+    engine may choose among them as if the head were alone.
     """
 
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
-        if any(part.rule != "equal" for part in parts):
-            raise ValueError("proposals that are drawn at random cannot be joined with others")
         grown = next((part for part in parts if isinstance(part, HeadDrafter)), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
         # A path of all nodes is the longest: a step makes noise for no more positions.
@@ -174,24 +167,3 @@ class Mixed(Drafter):
         own = extra.sees[..., -extra.tokens.shape[1] :]
         drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
         return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))
-
-
-def build_mixed(
-    request: Request, names: list[str], headless: set[str], build: Callable[[Request], Drafter]
-) -> Mixed:
-    """The drafters of two methods as one; `build` makes each. Raises InputError and ValueError.
-
-    --draft and --tree are for those that take them, which those in `headless` do not. Where a draft model
-    is one of two, --draft names it.
-    """
-    takers = [name for name in names if name not in headless]
-    named = of_draft(takers, request.draft)
-    if not takers:
-        request.refuse(draft=request.draft, tree=request.tree)
-    if request.rule != "equal":
-        raise InputError(f"--accept {request.rule}: joint trees of two drafters are accepted by equality")
-    parts = []
-    for name in names:
-        draft, tree = request.draft if name in named else None, request.tree if name in takers else None
-        parts.append(build(dataclasses.replace(request, method=name, draft=draft, tree=tree)))
-    return Mixed(*parts)

@@ -39,9 +39,6 @@ def grow_crossed(
     return grown
 
 
-FEW = 4  # best children that are asked for where only the time counts
-
-
 class NetworkDrafter(Drafter):
     """What drafters share whose network grows a tree level by level.
 
@@ -189,17 +186,6 @@ class HeadDrafter(NetworkDrafter):
         if self.kept.reach:
             known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
             self.kept.keep(self.head.move, self.caches, state.length - state.n_new, state.window, known)
-
-    def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What every step begins with, whatever its tree: catching up, and the best of the first level."""
-        return self._best(self.catch_up(state, slots), None, 0, min(FEW, self.head.args.draft_vocab_size))
-
-    def level_pass(
-        self, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What each further level takes, over so many nodes [B, R]; positions and slots are `own`."""
-        h = self._rows(tokens, feature, own, own, visible)
-        return self._best(h, None, 0, min(FEW, self.head.args.draft_vocab_size))
 
     @property
     def _names(self) -> Tensor:

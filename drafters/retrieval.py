@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, constants
-from drafters.request import Request
-from drafters.rest_store import AGAIN, ARRAYS, find_store, fingerprint
+from drafters.base import Drafter, Proposal, Setup, constants
+from drafters.rest import AGAIN, open_store
 from tree import AnyTree, Tree, link
 
 PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
@@ -161,24 +161,16 @@ class Rest(Drafter):
         return Proposal(Tree(tokens, parents, *link(parents, D), scores))
 
 
-def build(request: Request) -> Rest:
-    """The drafter with the store that --datastore names.
+def build(setup: Setup) -> Rest:
+    """Open the store that --datastore names.
 
     Raises InputError if there is none, it is damaged, or of another vocabulary, ValueError on a tree of one
     node.
     """
-    request.refuse(draft=request.draft, tree=request.tree)
-    vocab_size = request.target.args.vocab_size
-    folder, about = find_store(request.flags, vocab_size)
-    if request.tokenizer and about["tokenizer"] != fingerprint(request.tokenizer):
-        raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count, dtype = about["tokens"], getattr(torch, about["suffixes"])
-    arrays = [
-        torch.from_file(str(folder / name), shared=False, size=count, dtype=kind)
-        for name, kind in zip(ARRAYS, (torch.int32, dtype))
-    ]
-    drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
+    folder, vocab_size = Path(setup.flags["datastore"]), setup.target.args.vocab_size
+    arrays = open_store(folder, vocab_size, setup.tokenizer)
+    drafter = Rest(*arrays, vocab_size, nodes=setup.flags["draft-tokens"])
     if drafter.damaged():
         raise InputError(f"{folder}: damaged, its suffixes are out of order; {AGAIN}")
-    drafter.device = request.target.embed.weight.device
+    drafter.device = setup.target.embed.weight.device
     return drafter

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from common.errors import InputError
-from drafters.tree_spec import read_tree
+from drafters import read_tree
 from sampling.rules import RULES
 
 PLAIN = "none"  # the method that drafts nothing

@@ -11,7 +11,7 @@ from helpers.hostile import with_key
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
-from drafters.tree_spec import read_tree
+from drafters import read_tree
 from engine.calibration import Calibration
 
 MOST_SECONDS = 5

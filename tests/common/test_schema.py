@@ -35,7 +35,7 @@ from common.schema import (
     in_words,
     record_of,
 )
-from drafters.rest_store import STORE
+from drafters.rest import STORE
 from engine.costs import KEPT
 from evaluation.answers import Answer
 from kernels.quantized import Scheme

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import InputError
-from drafters.tree_spec import GPU_ROWS, default_tree, eagle_tree
+from drafters import GPU_ROWS, default_tree
 from engine.api import Drafting, Target, load_target
 from engine.decoder import Decoder
 from engine.runtime import Runtime, check_compiler, check_device
@@ -128,9 +128,9 @@ def test_batches_that_do_not_fit(target):
 
 
 def test_a_cpu_has_a_small_tree():
-    assert default_tree("cuda:1") == "paper" and default_tree("cpu").nodes > default_tree("cpu", True).nodes
+    assert default_tree("cuda:1") == PAPER_TREE and default_tree("cpu").nodes > default_tree("cpu", True).nodes
     for batch in range(1, 49):
-        tree = eagle_tree(default_tree("cuda", batch=batch))
+        tree = default_tree("cuda", batch=batch)
         assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
     assert default_tree("cuda", batch=64).nodes == 4
     assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
