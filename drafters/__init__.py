@@ -101,7 +101,7 @@ def grows(name: str) -> bool:
 
 
 def check_window(names: list[str], window: int) -> None:
-    """Raise InputError if --draft-window has an impossible value, or is for none of these methods."""
+    """Raise InputError if --draft-window has an impossible value, or none of these methods takes it."""
     if window < 0:
         raise InputError(f"--draft-window {window}: must be at least 1 token, or 0 for the whole text")
     if window and not any(map(grows, names)):
@@ -175,7 +175,7 @@ def add_window(group, options: Options, names: Callable[[argparse.Namespace], li
 
 # -- trees --------------------------------------------------------------------------------------
 
-# What a GPU multiplies in about the time of one row, and trees for fewer rows than the paper's.
+# Rows that a GPU multiplies in about the time of one, and trees for fewer rows than the paper's.
 GPU_ROWS = 192
 SMALLER = tuple(TreeShape(*s) for s in ((40, 6, 8), (24, 5, 6), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
 # Instruction sets without AVX-512.
@@ -200,9 +200,9 @@ def default_tree(
 
 
 def read_tree(text: str | None) -> TreeSpec:
-    """Parse --tree: a name as it is, T,D,K, or a JSON file with the paths of a static tree.
+    """Parse --tree: "auto", "paper", T,D,K, or a JSON file with the paths of a static tree.
 
-    "auto" and "paper" stay names: the paper's tree of EAGLE is not that of Medusa. Raises InputError.
+    Names stay names: the paper's tree of EAGLE is not that of Medusa. Raises InputError.
     """
     if text in (None, "auto", "paper"):
         return text
@@ -237,7 +237,7 @@ def with_numbers(nodes: int | None, depth: int | None, width: int | None, usual:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How tokens are drafted for a target, and accepted.
+    """Options of drafting and acceptance.
 
     tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement
     (`engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else

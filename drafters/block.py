@@ -1,12 +1,11 @@
-"""What drafters share whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
+"""Drafters whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
 
-The pass reads what the last step committed, with the target's true features, and rows for what is not known
-yet. In the head's caches the committed rows come first. The others stand after them, and are overwritten by
-the next pass.
+The pass reads the tokens that the last step committed, with the target's true features, and rows for unknown
+tokens. In the head's caches the committed rows come first. The next pass overwrites the others.
 
-Where the head has a Markov head (DSpark's papers draft chains with it), k nodes of each level are followed:
-for each it is a product of small rank, so that branches differ by what stands before them. What a confidence
-head says of a node counts for all that follows it.
+With a Markov head (DSpark's papers draft chains with it) k nodes of each level are expanded: for each it is
+a product of small rank, so that branches differ by the tokens before them. The score of a confidence head
+counts for a node and all that follow it.
 """
 from __future__ import annotations
 
@@ -53,9 +52,9 @@ class BlockDrafter(HeadDrafter):
         return max(self.shape.nodes, self.shape.window + self.block_rows)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read up to W rows, of which the first n_new are real, and draft: all levels' rows [B, L, H].
+        """Read up to W rows, the first n_new of them real, and draft: the rows of all levels [B, L, H].
 
-        What the others write is overwritten or never seen.
+        The caches' entries of the other rows are overwritten or never seen.
         """
         W, rows, n_new = unread_rows(state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
@@ -75,7 +74,7 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def _sees_all(self) -> bool:
-        """Whether rows of a block see those after them, too."""
+        """Return whether rows of a block see those after them, too."""
         raise NotImplementedError
 
     def _draft(

@@ -1,6 +1,6 @@
 """Drafting with a DFlash head (arXiv 2602.06036): the target's features as keys and values, a block of masks.
 
-Its levels know nothing of each other's tokens; the tree over them is DDTree's (arXiv 2604.12989), and
+Its levels do not depend on each other's tokens; the tree over them is DDTree's (arXiv 2604.12989), and
 `--tree n+1,n-1,1` is the paper's chain. A causal head is JetSpec's (arXiv 2606.18394). A DSpark head (arXiv
 2607.05147) drafts in the same pass, and the tree grows through its Markov head (`drafters.block`).
 """
@@ -14,7 +14,7 @@ from networks.block import BlockHead
 
 
 class DFlash(BlockDrafter):
-    """A DFlash head, which drafts the whole block it was trained for whatever the tree needs of it."""
+    """A DFlash head. It drafts the whole block it was trained for, also for a smaller tree."""
 
     head: BlockHead
 

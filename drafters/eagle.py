@@ -27,9 +27,9 @@ class Eagle(HeadDrafter):
         self.head(next_tokens, self.head.fuse(features), positions, own, visible, self.caches)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read up to W rows with the target's true features, of which the first n_new are real.
+        """Read up to W rows with the target's true features, the first n_new of them real.
 
-        What the others write is overwritten or never seen.
+        The caches' entries of the other rows are overwritten or never seen.
         """
         head, start, rows = self.head, state.length - state.n_new, unread_rows(state)
         positions = start[:, None] + torch.arange(rows, device=slots.device)

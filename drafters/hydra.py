@@ -2,7 +2,7 @@
 
 The tree is static. Each node is guessed from those above it.
 The published code fills short paths up with their last token, and greedily chooses a path before it cuts that
-off, so that one may win by its filling. Here a path is as long as it is.
+off, so that one may win by its filling. Here nothing is filled up.
 """
 from __future__ import annotations
 

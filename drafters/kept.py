@@ -1,4 +1,4 @@
-"""Which of a text's tokens a head keeps keys and values of, and in which slots of its caches.
+"""The tokens whose keys and values a head keeps, and their slots in its caches.
 
 All of them, a slot each; or the last ones, in a ring. The papers' heads are trained on 2,048 tokens, and a
 head that attends to all of a long text reads more in every draft pass than the pass has weights.
@@ -26,15 +26,15 @@ class Whole(nn.Module):
         """Make what is needed on this device. room: rows that a pass may have after the committed ones."""
 
     def count(self, slots: int, room: int) -> int:
-        """How many slots the caches have, if those of the target have so many."""
+        """Return the number of slots of the head's caches, where the target's have `slots`."""
         return slots
 
     def live(self, slots: Tensor) -> Tensor:
-        """The slots that a pass looks at [n], if it is given these."""
+        """Return the slots that a pass attends to [n], where it would attend to these."""
         return slots
 
     def first(self, length: Tensor) -> Tensor:
-        """The slot after the committed rows of texts of these lengths [B]: a pass's own rows begin there."""
+        """Return the slot after the committed rows of these lengths [B]: a pass's own begin there."""
         return length
 
     def rows(self, positions: Tensor, visible):
@@ -42,10 +42,7 @@ class Whole(nn.Module):
         return positions, visible
 
     def reusable(self, same: int, held: int, length: int) -> int:
-        """How many of the first `same` tokens of a text need not be read again.
-
-        They begin a text of which the caches hold `held` tokens. length: of the new one's prompt.
-        """
+        """See `drafters.base.Drafter.reusable`."""
         return same
 
 
@@ -87,7 +84,7 @@ class Ring(Whole):
         start [B]: how many were committed before. move: `model.move`, or a function like it.
         """
         row, known, spare = torch.arange(rows, device=start.device), known[:, None], len(self.slots) - 1
-        # Of more rows than the ring has slots the last ones. So no row stands where another one goes.
+        # If there are more rows than slots in the ring, keep the last ones: no row is overwritten by another.
         kept = (row < known) & (row >= known - self.reach)
         source = torch.where(kept, self.first(start)[:, None] + row, spare)
         target = torch.where(kept, (start[:, None] + row) % self.reach, spare)
@@ -101,5 +98,5 @@ class Ring(Whole):
 
 
 def kept(reach: int) -> Whole:
-    """What a head keeps that attends to the last `reach` tokens, or to all if that is 0."""
+    """Return the store for the last `reach` tokens, or for all if that is 0."""
     return Ring(reach) if reach else Whole()

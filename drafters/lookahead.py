@@ -1,9 +1,9 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future while it verifies.
 
 A window of columns stands after the root, row below row: row r holds guesses made r steps ago of what comes
-after the row above. Each step the target reads the window along with the tree and says what follows its
-newest row; a column is then an n-gram the target would write, and goes into a pool, by its first token. What
-the pool has for the root is the tree.
+after the row above. Each step the target reads the window along with the tree and predicts what follows its
+newest row; a column is then an n-gram the target would write, and goes into a pool, by its first token. The
+pool's n-grams for the root are the tree.
 
 Window, pool and what moves between them are tensors of fixed size. Two things differ from what is published:
 there the window's rows are filled one by one in as many steps, here all at once with random tokens of the
@@ -19,7 +19,7 @@ from drafters.base import Drafter, ExtraRows, Proposal, Setup, StaticTree, const
 from tree import chains
 
 EMPTY = -1
-MOST_ROWS = 1024  # of a pass, beyond which nobody gains
+MOST_ROWS = 1024  # of a pass: more cost more than they gain
 
 
 class Lookahead(Drafter):
@@ -41,8 +41,8 @@ class Lookahead(Drafter):
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
         self.static = StaticTree(shape)
-        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, of which
-        # the root is the first, and its own column in the rows between.
+        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, where the
+        # root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
         root_only = [i == 0 for i in range(shape.nodes)]
         sees = [
@@ -78,7 +78,7 @@ class Lookahead(Drafter):
         B = root.shape[0]
         # [B, T-1].
         guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]
-        # Where the pool has nothing, the guess is the root: as bad as any, and never a wrong text.
+        # An empty place repeats the root: a bad guess, never a wrong text.
         tree = self.static.of(torch.cat((root, torch.where(guessed == EMPTY, root, guessed)), 1))
         window = self.window_rows.flatten(1)[:, 1:]
 
@@ -92,7 +92,7 @@ class Lookahead(Drafter):
         """Learn the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
 
         The columns go into the pool one after the other, for two may begin alike; then the window moves up a
-        row. where [B]: in which sequences; those that are held still learn nothing.
+        row. where [B]: the sequences that learn; the others are held still.
         """
         firsts = torch.cat((root[:, None], self.window_rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)

@@ -1,11 +1,11 @@
-"""Prompt lookup: the text itself drafts. What followed its last tokens before is proposed again.
+"""Prompt lookup: the text itself drafts. The tokens that followed its last ones before are proposed again.
 
 PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and
 proposes one chain; Spec-Bench's copy passes over matches with fewer than ten tokens after them, and proposes
 the id 100 where there are none. Here every match competes, longer ones first and of those the latest, and the
 best few with different continuations make a small tree. It runs on the device in static shapes: one
-comparison per n-gram position. On a CPU a step in which no sequence has a match is a plain step; on a GPU the
-rows cost next to nothing, and asking would cost a synchronisation.
+comparison per n-gram position. On a CPU a step without any match is a plain step; on a GPU the rows cost next
+to nothing, and looking would cost a synchronisation.
 """
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two drafters, one tree: what both propose is joined, and the nodes most likely to be accepted are kept.
+"""Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
 
 `--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Scores of different drafters are
 on different scales: a head has its softmax, lookup the length of a match. `base.Confidence` maps each to the
@@ -23,7 +23,7 @@ UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
 
 
 class View(NamedTuple):
-    """What a drafter reads of an `engine.state.State`, with the features of its own layers."""
+    """The fields of an `engine.state.State` that drafters read, with the features of one drafter's layers."""
 
     tokens: Tensor
     length: Tensor
@@ -63,7 +63,7 @@ class Mixed(Drafter):
         self.believe([part.confidence for part in parts])
 
     def believe(self, confidences: list[Confidence]) -> None:
-        """How far each drafter's scores are to be believed from now on."""
+        """Set the confidence of each drafter's scores."""
         device = next((buffer.device for buffer in self.buffers()), "cpu")
         constants(self, believed=torch.tensor([dataclasses.astuple(c) for c in confidences], device=device))
 
@@ -78,7 +78,7 @@ class Mixed(Drafter):
         return next(asked, None) if self.grown else None
 
     def with_tree(self, shape: TreeShape) -> Mixed:
-        """The same with another tree of the drafter that grows one."""
+        """Return the same drafters, with another tree of the one that grows trees."""
         grown = self.grown
         other = Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
         other.believed = self.believed
@@ -131,7 +131,7 @@ class Mixed(Drafter):
         return torch.stack([part.has_guess(state, slots) for part in self.parts]).any()
 
     def _own(self, part: Drafter, features: Tensor) -> Tensor:
-        """The features of a drafter's layers, of those of all [..., F]."""
+        """Select the features of a drafter's layers from those of all [..., F]."""
         if part.aux_layers == self.aux_layers or not part.aux_layers:
             return features
         places = [self.aux_layers.index(layer) for layer in part.aux_layers]
@@ -163,7 +163,7 @@ class Mixed(Drafter):
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 
     def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:
-        """Extra rows, which see nothing of a tree but its root, behind another tree."""
+        """Put extra rows behind another tree, of which they see the root only."""
         own = extra.sees[..., -extra.tokens.shape[1] :]
         drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
         return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))

@@ -71,7 +71,7 @@ def fingerprint(tokenizer: Tokenizer) -> str:
 def read_ids(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
     """Yield the token ids of every text of a file.
 
-    The file holds JSON lines (conversations, prompts, "text", or "ids" as they are) or one text.
+    The file holds JSON lines (conversations, prompts, "text", or token "ids") or one text.
     """
     if path.suffix.lower() not in (".jsonl", ".json"):
         text = read_text(path, MOST_OF_DATA)
