@@ -81,7 +81,7 @@ def test_what_a_request_may_ask_for(cli):
 
 def test_prompts_of_every_kind_in_one_batch(cli, tmp_path):
     """And those beyond the batch wait their turn."""
-    (tmp_path / "one.txt").write_text("\ufefftwo\nlines\n\n", encoding="utf-8")
+    (tmp_path / "one.txt").write_text("two\nlines\n\n")
     (tmp_path / "many.jsonl").write_text('{"turns": ["first", "unused"]}\n\n{"prompt": "second"}\n')
     common = "--max-new-tokens", 12, "--json", *EAGLE3
     several = (

@@ -1,4 +1,4 @@
-"""generate.py on several ranks, as a user starts it: one voice, the text of one process, one line at the end."""
+"""generate.py on several ranks, as a user starts it: one voice, the text of one process, one error."""
 import contextlib
 import json
 import os
@@ -39,10 +39,10 @@ def ours(err: str) -> list[str]:
 
 @pytest.mark.slow
 def test_two_ranks_speak_with_one_voice(golden, capsys, tmp_path):
-    """With the text, the trees and the trace of one process; a grammar guides both alike, the head is dealt."""
+    """With the text, the trees and the trace of one process; a grammar guides both, the head is dealt."""
     args = (
-        "--checkpoint", golden, *EAGLE, "--max-new-tokens", 24, "--no-compile", "--temperature", 0.8, "--json",
-        "--json-object",
+        "--checkpoint", golden, *EAGLE, "--max-new-tokens", 24, "--no-compile", "--temperature", 0.8,
+        "--json", "--json-object",
     )
     assert generate.main([*map(str, args), "--trace", str(tmp_path / "one")]) == 0
     alone = json.loads(capsys.readouterr().out)
@@ -134,7 +134,7 @@ def test_when_one_dies_all_end_within_seconds(golden):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, "RANK, MASTER_ADDR, MASTER_PORT: not set; start"),
+    ({"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, "RANK, MASTER_ADDR, MASTER_PORT: not set;"),
     ({"RANK": "5"}, "RANK='5' in the environment: must be 0 to 1"), ({"RANK": "x"}, "RANK='x'"),
     ({"WORLD_SIZE": "-2"}, "WORLD_SIZE='-2'"), ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
 ], ids=str)
@@ -165,8 +165,8 @@ def test_ranks_with_different_options_do_not_decode(golden):
     run = start("--no-python", "bash", "-c", one)
     out, err = run.communicate(timeout=240)
     assert run.returncode and not out
-    assert ours(err) == ["error: 2 ranks with different options, prompts or questions (rank 1 has not those of"
-                         " rank 0): start all with one command"]
+    (line,) = ours(err)
+    assert line.startswith("error: 2 ranks with different options, prompts or questions (rank 1 has not")
 
 
 def test_ranks_that_differ_do_not_decode():
