@@ -101,7 +101,7 @@ def grows(name: str) -> bool:
 
 
 def check_window(names: list[str], window: int) -> None:
-    """Raise InputError if --draft-window has an impossible value, or none of these methods takes it."""
+    """Raise InputError if --draft-window is negative, or is not for any of these methods."""
     if window < 0:
         raise InputError(f"--draft-window {window}: must be at least 1 token, or 0 for the whole text")
     if window and not any(map(grows, names)):

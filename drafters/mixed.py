@@ -163,7 +163,7 @@ class Mixed(Drafter):
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 
     def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:
-        """Put extra rows behind another tree, of which they see the root only."""
+        """Put extra rows behind another tree. They see its root only."""
         own = extra.sees[..., -extra.tokens.shape[1] :]
         drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
         return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))

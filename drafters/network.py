@@ -182,7 +182,7 @@ class HeadDrafter(NetworkDrafter):
         raise NotImplementedError
 
     def _keep_unread(self, state) -> None:
-        """Keep the rows of a catch-up over W unread tokens, but nothing of sequences that are held still."""
+        """Keep the rows of a catch-up over W unread tokens, except of sequences that are held still."""
         if self.kept.reach:
             known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
             self.kept.keep(self.head.move, self.caches, state.length - state.n_new, state.window, known)

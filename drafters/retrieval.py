@@ -12,9 +12,9 @@ places a round instead of one. The suffixes of its places stand side by side, in
 continuations are neighbours: the length of a run of neighbours is the count of a beginning, and the most
 frequent beginnings are the tree. All of it in static shapes.
 
-Of more than `hits` places that many are counted, evenly spread (published: the first 5,000). Without a match
-nothing is drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a
-GPU copies it into its memory.
+At most `hits` places are counted, evenly spread (published: the first 5,000). Without a match nothing is
+drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a GPU copies it
+into its memory.
 """
 from __future__ import annotations
 

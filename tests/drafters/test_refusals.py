@@ -12,6 +12,7 @@ from helpers.refusals import refused
 
 from common.errors import InputError
 from drafters import (
+    GPU_ROWS,
     METHODS,
     Drafting,
     Flag,
@@ -31,7 +32,7 @@ from drafters.lookup import Lookup
 from drafters.medusa import Medusa
 from drafters.retrieval import Rest
 from llm import LLM
-from tree import PathTree, TreeShape, likely_tree
+from tree import PAPER_TREE, PathTree, TreeShape, likely_tree
 
 STORE = torch.arange(8, dtype=torch.int32)
 TREE, DEEP = TreeShape(8, 2, 3), PathTree(tuple((0,) * n for n in range(1, 5)))
@@ -201,6 +202,12 @@ def test_default_trees():
         assert tree.nodes == nodes and tree.window - 1 <= levels
     with pytest.raises(ValueError, match="draft nothing"):
         likely_tree(1, 4)
+    assert default_tree("cuda:1") == PAPER_TREE and default_tree("cuda", batch=64).nodes == 4
+    for batch in range(1, 49):
+        tree = default_tree("cuda", batch=batch)
+        assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
+    assert default_tree("cpu").nodes > default_tree("cpu", True).nodes
+    assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
 
 
 @pytest.mark.parametrize("text, words", [
