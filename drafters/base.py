@@ -38,7 +38,7 @@ class Setup:
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
 
     @property
-    def grown(self) -> TreeShape | PathTree:
+    def grown_tree(self) -> TreeShape | PathTree:
         """The tree of a drafter that grows trees: as --tree says, else the default."""
         tree = self.default_tree if self.tree in (None, "auto") else self.tree
         return PAPER_TREE if tree == "paper" else tree

@@ -129,7 +129,7 @@ class BlockDrafter(HeadDrafter):
 
 def build_block(setup: Setup, drafter: type[BlockDrafter]) -> BlockDrafter:
     """Load the head. Raises InputError if it does not fit or the tree is static, ValueError on deep trees."""
-    tree = setup.grown
+    tree = setup.grown_tree
     if isinstance(tree, PathTree):
         raise InputError(f"--speculate {setup.method}: grows its tree: --tree T,D,K, or a chain of n tokens"
                          " as --tree n+1,n-1,1")

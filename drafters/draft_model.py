@@ -110,4 +110,4 @@ def build(setup: Setup) -> DraftModel:
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
     setup.prepare(model)
     chain = setup.rule == "residual" and setup.tree is None
-    return DraftModel(model, TreeShape(6, 4, 1) if chain else setup.grown, setup.coupled, setup.rule)
+    return DraftModel(model, TreeShape(6, 4, 1) if chain else setup.grown_tree, setup.coupled, setup.rule)

@@ -85,7 +85,7 @@ class StaticEagle(Eagle):
 def build(setup: Setup) -> Eagle:
     """Load the head. Raises InputError if it does not fit, ValueError if the tree does not."""
     head = setup.load_head()
-    tree = EAGLE1_TREE if setup.tree is None and setup.method == "eagle" else setup.grown
+    tree = EAGLE1_TREE if setup.tree is None and setup.method == "eagle" else setup.grown_tree
     drafter = (StaticEagle if isinstance(tree, PathTree) else Eagle)(head, tree, setup.coupled, setup.reach)
     drafter.folder = setup.folder
     return drafter

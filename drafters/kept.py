@@ -17,7 +17,7 @@ from kernels.parts import visible_before
 MOST = 64  # rows that are moved in one call, whose entries a GPU holds in registers
 
 
-class Whole(nn.Module):
+class EveryToken(nn.Module):
     """Token i of a text is in slot i."""
 
     reach = 0  # tokens that are kept, 0: all
@@ -46,7 +46,7 @@ class Whole(nn.Module):
         return same
 
 
-class Ring(Whole):
+class Ring(EveryToken):
     """Token i is in slot i mod N until token i + N takes its place; a pass's own rows stand behind the ring.
 
     So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
@@ -97,6 +97,6 @@ class Ring(Whole):
         return same if held <= max(self.reach, length) else max(0, same - self.reach)
 
 
-def kept(reach: int) -> Whole:
+def kept(reach: int) -> EveryToken:
     """Return the store for the last `reach` tokens, or for all if that is 0."""
-    return Ring(reach) if reach else Whole()
+    return Ring(reach) if reach else EveryToken()

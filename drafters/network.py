@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Proposal
-from drafters.kept import Whole, kept
+from drafters.kept import EveryToken, kept
 from kernels.parts import advance, prune, rank, visible_slots
 from networks.head import Head
 from tree import Growth, PathTree, TreeShape, pick
@@ -54,7 +54,7 @@ class NetworkDrafter(Drafter):
         super().__init__(shape)
         if shape.width > vocabulary:
             raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
-        self.coupled, self.passes, self.kept = coupled, shape.window - 1, Whole()
+        self.coupled, self.passes, self.kept = coupled, shape.window - 1, EveryToken()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self.catch_up(state, slots)

@@ -13,8 +13,8 @@ continuations are neighbours: the length of a run of neighbours is the count of 
 frequent beginnings are the tree. All of it in static shapes.
 
 At most `hits` places are counted, evenly spread (published: the first 5,000). Without a match nothing is
-drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a GPU copies it
-into its memory.
+drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a GPU copies
+it into its memory.
 """
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from helpers.decoding import drafts, ids, load, plain, prompts
 from helpers.drafters import make_drafter
 
 from drafters.eagle import Eagle
-from drafters.kept import Ring, Whole
+from drafters.kept import EveryToken, Ring
 from drafters.lookup import Lookup
 from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
@@ -139,7 +139,7 @@ def test_what_a_ring_has_lost_is_read_again(models):
 
 
 def test_how_much_a_ring_can_reuse():
-    ring, whole = Ring(10), Whole()
+    ring, whole = Ring(10), EveryToken()
     assert whole.reusable(7, 99, 8) == 7
     assert ring.reusable(7, 9, 8) == 7  # it has not gone round yet
     assert ring.reusable(50, 60, 70) == 50  # the new text goes further than the old one
