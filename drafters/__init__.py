@@ -55,15 +55,9 @@ METHODS: dict[str, Method | None] = {
     "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree", "eagle", True),
     "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree", "eagle", True),
     "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three target layers", "eagle3", True),
-    "p-eagle": Method(
-        "drafters.p_eagle", "P-EAGLE: an EAGLE-3 head that drafts all levels in one pass", "p-eagle", True
-    ),
-    "dflash": Method(
-        "drafters.dflash", "DFlash: a head that drafts a block in one pass, as a tree", "dflash", True
-    ),
-    "dspark": Method(
-        "drafters.dflash", "DSpark: the same with a Markov head, so that branches differ", "dspark", True
-    ),
+    "p-eagle": Method("drafters.p_eagle", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
+    "dflash": Method("drafters.dflash", "DFlash: a head that drafts a block in one pass", "dflash", True),
+    "dspark": Method("drafters.dflash", "DSpark: the same with a Markov head", "dspark", True),
     "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once", "medusa"),
     "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it", "hydra"),
     "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
@@ -84,14 +78,11 @@ def methods_of(name: str) -> dict[str, Method]:
     """
     parts = name.split("+")
     if not METHODS.keys() >= {*parts}:
-        raise InputError(
-            f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them, such as"
-            " lookup+eagle3"
-        )
+        raise InputError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them,"
+                         " such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or "none" in parts)):
-        raise InputError(
-            f"--speculate {name}: two different methods that draft can be joined, such as lookup+eagle3"
-        )
+        raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
+                         " lookup+eagle3")
     return {part: METHODS[part] for part in parts if METHODS[part]}
 
 

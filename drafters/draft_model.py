@@ -48,9 +48,7 @@ class DraftModel(NetworkDrafter):
     def network(self) -> Transformer:
         return self.model
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def allocate(self, batch: int, slots: int, *_) -> None:
         self.caches = self.model.caches(batch, slots)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:

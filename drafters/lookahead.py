@@ -55,13 +55,11 @@ class Lookahead(Drafter):
     def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
         return batch * self.vocab_size * self.guesses * (self.level - 1) * torch.int32.itemsize
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def allocate(self, batch: int, *sizes) -> None:
         rows, G = self.level - 1, self.guesses
         pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # latest last
         constants(self, window_rows=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
-        super().allocate(batch, slots, room, dtype, device)
+        super().allocate(batch, *sizes)
 
     def begin(self, place: int, prompt: list[int]) -> None:
         self.pool[place] = EMPTY

@@ -89,12 +89,10 @@ class Mixed(Drafter):
         networks = [part.network for part in self.parts if part.network is not None]
         return nn.ModuleList(networks) if networks else None
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().allocate(batch, slots, room, dtype, device)
+    def allocate(self, *sizes) -> None:
+        super().allocate(*sizes)
         for part in self.parts:
-            part.allocate(batch, slots, room, dtype, device)
+            part.allocate(*sizes)
 
     def memory(self, *sizes) -> int:
         return sum(part.memory(*sizes) for part in self.parts)

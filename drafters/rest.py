@@ -43,9 +43,8 @@ def open_store(folder: Path, vocab_size: int, tokenizer: Tokenizer | None) -> li
     """
     file = folder / ABOUT
     if not file.exists():
-        raise InputError(
-            f"--datastore {folder}: no store, it holds no {ABOUT}; python -m drafters.rest build makes one"
-        )
+        raise InputError(f"--datastore {folder}: no store, it holds no {ABOUT}; python -m drafters.rest build"
+                         " makes one")
     about = STORE.require(read_json(file), file, AGAIN)
     if vocab_size != (own := about["vocab_size"]):
         raise InputError(f"{folder}: made for a vocabulary of {own}, the target has {vocab_size}")
@@ -95,9 +94,8 @@ def make_store(checkpoint: Path, files: list[Path], out: Path, force: bool = Fal
     try:
         from pydivsufsort import divsufsort
     except ImportError:
-        raise InputError(
-            "building a store needs the suffix arrays of pydivsufsort: pip install pydivsufsort"
-        ) from None
+        raise InputError("building a store needs the suffix arrays of pydivsufsort: pip install"
+                         " pydivsufsort") from None
     vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
     if tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer")
