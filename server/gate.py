@@ -1,0 +1,101 @@
+"""The gate before the routes: requests without the key, and bodies too long, too slow or too many, are refused."""
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from server.protocol import Refusal, refusal_of_body
+
+SLOWEST = 60.0  # seconds until a body has to be complete
+MOST_HELD = 256 << 20  # bytes of all incomplete bodies together; a single one is bounded by `most_bytes` only
+
+
+class Gate:
+    """ASGI middleware. most_bytes: of a body. open_paths: they need no key."""
+
+    def __init__(self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...]):
+        self.app, self.key, self.most, self.open_paths = app, key, most_bytes, open_paths
+        self.held = 0  # bytes of incomplete bodies
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            self._check_key(scope, headers)
+            length = headers.get(b"content-length", b"")
+            if length.isdigit() and int(length) > self.most:
+                raise self._too_long()
+            body = await asyncio.wait_for(self._body(receive), SLOWEST)
+        except asyncio.TimeoutError:
+            slow = Refusal(408, f"the request was not complete after {SLOWEST:.0f} s", "request_timeout")
+            await slow.response()(scope, receive, send)
+            return
+        except Refusal as e:
+            await e.response()(scope, receive, send)
+            return
+        if body is None:
+            return
+        whole = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay():
+            return whole.pop() if whole else await receive()
+
+        await self.app(scope, replay, send)
+
+    def _check_key(self, scope, headers: dict[bytes, bytes]) -> None:
+        if self.key is None or scope["path"] in self.open_paths or scope["method"] == "OPTIONS":
+            return
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self.key.encode()):
+            raise Refusal(401, "the API key is missing or wrong", "invalid_api_key")
+
+    async def _body(self, receive) -> bytes | None:
+        """Return the body of a request, None if its client has gone. Raises Refusal."""
+        body, more = bytearray(), True
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part, more = message.get("body", b""), message.get("more_body", False)
+                body += part
+                self.held += len(part)
+                if len(body) > self.most:
+                    raise self._too_long()
+                if more and self.held > max(MOST_HELD, self.most):
+                    raise Refusal(503, "too many requests are being sent at once", "overloaded")
+        finally:
+            self.held -= len(body)
+        return bytes(body)
+
+    def _too_long(self) -> Refusal:
+        return Refusal(413, f"the request is longer than {self.most:,} bytes", "request_too_large")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Make an app answer every error with a Refusal."""
+
+    @app.exception_handler(Refusal)
+    async def refused(http: HttpRequest, e: Refusal) -> Response:
+        return e.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: HttpRequest, e: HTTPException) -> Response:
+        if e.status_code == 400:  # of fastapi, where reading JSON raised anything but a JSONDecodeError
+            words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
+            return Refusal(400, words, "invalid_json").response()
+        response = Refusal(e.status_code, str(e.detail)).response()
+        response.headers.update(e.headers or {})  # the allowed methods
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: HttpRequest, e: RequestValidationError) -> Response:
+        return refusal_of_body(e.errors(), http.headers).response()
