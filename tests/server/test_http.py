@@ -1,0 +1,304 @@
+"""The server's routes, limits and end, with clients that are hostile, hasty, or go."""
+import concurrent.futures
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import ROOT
+from helpers.serving import serving
+from safetensors.torch import load_file, save_file
+
+httpx = pytest.importorskip("httpx")
+
+pytestmark = pytest.mark.slow
+MESSAGES = [{"role": "user", "content": "tell me something"}]
+CHAT = {"messages": MESSAGES, "seed": 1}
+ENDLESS = {**CHAT, "max_tokens": 280, "logit_bias": {"257": -100}}
+DEEP = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+def metrics(server) -> dict[str, float]:
+    """Return the metrics that have one label."""
+    lines = server.get("/metrics").text.splitlines()
+    return {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
+
+
+def quiet(server, seconds: float = 10.0) -> bool:
+    """Return whether soon nothing runs or waits."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        health = server.get("/health").json()
+        if health["running"] == health["waiting"] == 0:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# A body of a chat, and words of its error; a dictionary is added to a good body.
+REFUSED = (
+    (b"", ""), (b"{", ""), (b"[]", "the body: "), (b'"x"', ""), (b"null", ""), (b"\xff\xfe", "no JSON"), (b"\x80", "no UTF-8"),
+    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"), (DEEP, "nested too deeply"),
+    ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "messages.0.role: "),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type: Input should be 'text'"),
+    ({"n": 0}, "n: Input should be greater"), ({"n": 99}, "n: "), ({"stop": [""]}, "none of them empty"),
+    ({"stop": ["x"] * 17}, "stop: List should have at most 16"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias"), ({"temperature": float("inf")}, "temperature: "),
+    ({"max_tokens": -1}, "max_tokens: "), ({"max_tokens": 0}, "max_tokens: "),
+    ({"max_completion_tokens": 0, "max_tokens": 3}, "max_completion_tokens: "),
+    ({"tool_choice": "required"}, "tool_choice: "), ({"chat_template_kwargs": {"messages": 3}}, "messages cannot"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: json_schema needs a schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}}, ""),
+)
+
+
+@pytest.mark.parametrize("body, words", REFUSED, ids=lambda x: str(x)[-40:])
+def test_bad_bodies_are_one_line_errors(server, body, words):
+    if isinstance(body, dict):
+        body = json.dumps(CHAT | body).encode()
+    headers = {"Content-Type": "application/json"}
+    found = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
+    error = found.json()["error"]
+    assert found.status_code == 400 and error["type"] == "invalid_request_error"
+    assert error["message"] and "\n" not in error["message"] and words in error["message"]
+
+
+@pytest.mark.parametrize("path, body, words", (
+    ("/v1/completions", {"prompt": []}, "prompt: "), ("/v1/completions", {"prompt": [[]]}, "is empty"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens: 0 is only of use with echo"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: text cannot be filled in"),
+    # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
+    ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
+    ("/tokenize", {}, "give prompt or messages"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is no token"),
+))
+def test_other_bad_bodies(server, path, body, words):
+    begin = time.monotonic()
+    found = server.post(path, **body)
+    assert found.status_code == 400 and words in found.json()["error"]["message"]
+    assert time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize("kind", ("text/plain", "application/x-www-form-urlencoded"))
+def test_json_must_be_called_so(server, kind):
+    """A page of another site may send text without the browser's asking, so text is refused."""
+    url, headers = f"{server.url}/v1/chat/completions", {"Content-Type": kind}
+    found = httpx.post(url, content=json.dumps(CHAT), headers=headers)
+    assert found.status_code == 400 and "Content-Type: application/json" in found.json()["error"]["message"]
+
+
+def test_null_and_unknown_fields_are_ignored(server):
+    names = (
+        "speculate", "return_speculation", "stream", "stream_options", "n", "stop", "seed", "top_p", "model",
+        "logprobs", "top_logprobs", "tools", "tool_choice", "response_format", "logit_bias",
+        "max_completion_tokens",
+    )
+    unknown = {"user": "me", "store": True, "reasoning_effort": "low", "metadata": {"a": 1}, "nothing": None}
+    found = server.post(**CHAT | dict.fromkeys(names) | unknown, max_tokens=3)
+    assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 3
+    with server.stream(**CHAT, max_tokens=3, stream_options={"include_usage": None}) as events:
+        assert list(events)[-1] == "[DONE]"
+
+
+def test_a_prompt_counts_once_for_all_its_choices(server):
+    usage = server.post("/v1/completions", prompt=["the sea", "sand"], n=3, max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12
+
+
+def test_offsets_are_places_in_the_text(server):
+    """Also of tokens that are no whole character, and of those that are no part of the text."""
+    ids = [*"é 猫x".encode(), 257, *b"ab"]
+    body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
+    choice = server.post("/v1/completions", **body).json()["choices"][0]
+    found, text = choice["logprobs"], choice["text"]
+    assert found["text_offset"][: len(ids)] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5] and text.startswith("é 猫xab")
+    for token, at in zip(found["tokens"][8:], found["text_offset"][8:]):
+        assert "\ufffd" in token or text[at : at + len(token)] == token
+    with server.stream("/v1/completions", **body) as events:
+        parts = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    assert [x for part in parts for x in part["logprobs"]["text_offset"]] == found["text_offset"]
+    assert "".join(part["text"] for part in parts) == text
+
+
+def test_speculation_is_told(server):
+    """Each step's tree has the accepted path in it, which begins the step's tokens."""
+    with server.stream(**ENDLESS | {"max_tokens": 30, "return_speculation": True}) as events:
+        chunks = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    steps = [chunk["speculation"] for chunk in chunks if chunk.get("speculation", {}).get("tree")]
+    assert steps and sum(step["drafted"] for step in steps) > 0
+    for step in steps:
+        tree = step["tree"]
+        assert len(tree["texts"]) == len(tree["parent"]) == len(tree["scores"]) == step["nodes"] + 1 == 16
+        assert all(tree["parent"][node] == above for above, node in zip(tree["path"], tree["path"][1:]))
+        assert "".join(tree["texts"][node] for node in tree["path"][1:]) == step["text"]
+        assert all(score <= 0 for score in tree["scores"]) and step["drafted"] <= step["tokens"]
+    with server.stream(**ENDLESS | {"max_tokens": 30, "return_speculation": True, "speculate": False}) as events:
+        assert not any('"drafted": 1' in event or '"parent": [0, 0' in event for event in events)
+
+
+def test_routes(server):
+    assert server.get("/v1/models/golden").json()["id"] == "golden"
+    assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 300
+    assert server.get("/v1/models/other/one").status_code == 404
+    assert server.get("/v1/chat/completions").headers["Allow"] == "POST"
+    assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200
+    for file in ("/", "/page.js", "/markdown.js", "/tree.js", "/page.css", "/openapi.json"):
+        assert server.get(file).status_code == 200
+    for path in ("/nothing", "/v1/chat", "/page.py", "/../serve.py", "/%2e%2e/serve.py"):
+        found = server.get(path)
+        assert found.status_code == 404 and found.json()["error"]["type"] == "not_found_error"
+
+
+def test_tokenize_and_back(server):
+    found = server.post("/tokenize", prompt="the sea").json()
+    assert found == {"tokens": list(b"the sea"), "count": 7, "max_model_len": 300}
+    assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the sea"}
+    assert server.post("/detokenize", tokens=[104, 257]).json()["prompt"].startswith("h<")  # a control token
+    chat = server.post("/tokenize", messages=MESSAGES).json()
+    assert bytes(chat["tokens"]) == b"u:tell me something\na:"
+    assert "chat_template" in server.get("/tokenizer_info").json()
+
+
+def test_too_many_are_refused(server):
+    """Three places and a queue of five: of twelve at once, eight are answered."""
+    assert quiet(server)
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        found = list(pool.map(lambda _: server.post(**ENDLESS), range(12)))
+    refused = [answer for answer in found if answer.status_code == 429]
+    assert 1 <= len(refused) <= 4 and all(answer.headers["Retry-After"] for answer in refused)
+    assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
+    answers = [answer.json() for answer in found if answer.status_code == 200]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("stream", (True, False))
+def test_a_client_that_goes_frees_its_place(server, stream):
+    assert quiet(server)
+    before = metrics(server)
+    host, port = server.url.removeprefix("http://").split(":")
+    for _ in range(6):
+        body = json.dumps({**ENDLESS, "stream": stream}).encode()
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            if stream:
+                client.recv(100)
+            else:
+                time.sleep(0.05)
+    assert quiet(server, 2.0)
+    after = metrics(server)
+    assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 6 * 280
+    assert server.post(**CHAT, max_tokens=2).status_code == 200
+
+
+def test_metrics_add_up(server):
+    assert quiet(server)
+    before = metrics(server)
+    usage = server.post(**CHAT, max_tokens=50).json()["usage"]
+    grown = {name: value - before[name] for name, value in metrics(server).items() if name in before}
+    assert grown["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
+    assert grown["vllm:generation_tokens_total"] == usage["completion_tokens"]
+    details = usage["completion_tokens_details"]
+    accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+    assert grown["vllm:spec_decode_num_accepted_tokens_total"] == accepted
+    assert grown["vllm:spec_decode_num_draft_tokens_total"] == accepted + rejected
+    drafts = grown["vllm:spec_decode_num_drafts_total"]
+    assert drafts == grown["eagle_steps_total"] and accepted + rejected == 15 * drafts
+    assert grown["vllm:time_to_first_token_seconds_count"] == 1
+    # A step's own token is left out where the text ends before it.
+    assert usage["completion_tokens"] - accepted - drafts - 1 in (-1, 0)
+
+
+def test_key_origins_size_and_time(golden, tmp_path):
+    options = ("--api-key", "secret", "--cors", "http://a.page", "--max-body", "2000", "--time-limit", "0.5")
+    right, path = {"Authorization": "Bearer secret"}, "/v1/chat/completions"
+    with serving(golden, tmp_path / "log", *options) as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret2"}):
+            found = server.post(headers=headers, **CHAT)
+            assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
+            assert server.get("/v1/models", headers=headers).status_code == 401
+        assert server.get("/v1/models", headers={"Authorization": "bearer secret"}).status_code == 200
+        assert {server.get(path).status_code for path in ("/health", "/metrics", "/")} == {200}
+        assert server.post(headers=right, **CHAT, max_tokens=2).status_code == 200
+        for origin, allowed in (("http://a.page", "http://a.page"), ("http://b.page", None)):
+            headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            found = httpx.options(server.url + path, headers=headers)
+            assert found.headers.get("Access-Control-Allow-Origin") == allowed
+        assert server.post(headers=right, messages=[{"role": "user", "content": "x" * 3000}]).status_code == 413
+        pieces = httpx.post(server.url + path, content=iter([b" " * 1500] * 2), headers=right)
+        assert pieces.status_code == 413
+        late = server.post(headers=right, **ENDLESS | {"max_tokens": 1500})
+        assert late.status_code == 504 and "0.5 seconds" in late.json()["error"]["message"]
+        with server.stream(headers=right, **ENDLESS | {"max_tokens": 1500}) as events:
+            *_, last, end = events
+        assert end == "[DONE]" and "0.5 seconds" in json.loads(last)["error"]["message"]
+
+
+def test_scores_that_are_no_numbers_are_an_error(golden, tmp_path):
+    """No JSON can hold nan. Requests without scores get a text all the same."""
+    for file in golden.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["norm.weight"].fill_(torch.nan)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with serving(tmp_path, tmp_path / "log", "--no-verify") as server:
+        few = {**CHAT, "max_tokens": 2}
+        assert server.post(**few).status_code == 200
+        text = {"prompt": "x", "max_tokens": 2, "logprobs": 1}
+        for path, body in (
+            ("/v1/chat/completions", {**few, "logprobs": True, "top_logprobs": 2}), ("/v1/completions", text),
+            ("/v1/completions", {**text, "echo": True, "max_tokens": 0}),
+        ):
+            found = server.post(path, **body)
+            assert found.status_code == 500 and "nan or infinite" in found.json()["error"]["message"]
+        with server.stream("/v1/completions", **text) as events:
+            *_, last, end = events
+        assert end == "[DONE]" and "nan or infinite" in json.loads(last)["error"]["message"]
+        assert "Traceback" not in server.printed()
+
+
+def test_a_second_server_says_why_it_does_not_start(server, golden):
+    port = server.url.rsplit(":", 1)[1]
+    done = subprocess.run(
+        [sys.executable, "serve.py", "--checkpoint", golden, "--port", port], cwd=ROOT, capture_output=True,
+        text=True, timeout=60,
+    )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert f"--port {port}: another process listens there" in done.stderr
+
+
+def test_requests_end_before_the_server_does(golden, tmp_path):
+    with serving(golden, tmp_path / "log", "--grace", "30") as server:
+        with server.stream(**ENDLESS) as events:
+            next(events)
+            server.process.send_signal(signal.SIGINT)
+            *_, last, end = events
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length" and end == "[DONE]"
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.printed() and "going down" in server.printed()
+
+
+def test_no_longer_than_the_grace(golden, tmp_path):
+    """Streams, whole answers and waiting requests that have not ended by then get an error."""
+    with serving(golden, tmp_path / "log", "--grace", "0.3", "--slots", "2") as server:
+        body = {**ENDLESS, "max_tokens": 1900}
+        with concurrent.futures.ThreadPoolExecutor(4) as pool, server.stream(**body) as events:
+            next(events)  # the stream has a place; one of the others gets the second, two wait
+            whole = [pool.submit(server.post, **body) for _ in range(3)]
+            while metrics(server)["vllm:num_requests_waiting"] < 2:
+                time.sleep(0.01)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, end = events
+        assert end == "[DONE]" and "going down" in json.loads(last)["error"]["message"]
+        for answer in (each.result() for each in whole):
+            assert answer.status_code == 503 and answer.headers["Retry-After"]
+            assert "going down" in answer.json()["error"]["message"]
+        assert server.process.wait(30) == 0 and time.monotonic() - began < 10
+        assert "Traceback" not in server.printed()

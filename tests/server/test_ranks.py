@@ -1,0 +1,126 @@
+"""A server on two ranks answers as one process does, and ends in order."""
+import concurrent.futures
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from helpers.serving import serving
+
+import serve
+from engine.request import Request
+from sampling.options import Sampling
+from server.metrics import Metrics
+from server.protocol import Refusal
+from server.worker import Job, Worker
+
+pytest.importorskip("httpx")
+
+pytestmark = pytest.mark.slow
+OPTIONS = (
+    "--speculate", "eagle3", "--tree", "8,2,3", "--slots", "3", "--max-seq-len", "300", "--dtype", "fp32"
+)
+ENDLESS = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 280, "logit_bias": {"257": -100}}
+BODIES = [
+    {"seed": 1, "max_tokens": 40}, {"seed": 2, "temperature": 1.0, "max_tokens": 30},
+    {"seed": 3, "temperature": 0.8, "top_p": 0.9, "max_tokens": 50, "stop": ["e"]}, {"seed": 4, "max_tokens": 1},
+    {"seed": 5, "max_tokens": 24, "response_format": {"type": "json_object"}},
+    {"seed": 6, "max_tokens": 60, "presence_penalty": 0.5, "logprobs": True, "top_logprobs": 2},
+]
+
+
+def ask(server, i: int, body: dict) -> str:
+    messages = [{"role": "user", "content": f"tell me something about {i}"}]
+    answer = server.post(**{"messages": messages, "temperature": 0, **body}).json()
+    return answer["choices"][0]["message"]["content"]
+
+
+def answers(server) -> list[str]:
+    """All at once, on three places, while another client reads a little of a long text and goes."""
+    with concurrent.futures.ThreadPoolExecutor(7) as pool:
+        waiting = [pool.submit(ask, server, i, body) for i, body in enumerate(BODIES)]
+        with server.stream(**ENDLESS) as events:
+            for _ in zip(range(3), events):
+                pass
+        return [one.result() for one in waiting]
+
+
+def test_answers_are_those_of_one_process(golden, tmp_path):
+    with serving(golden, tmp_path / "one", *OPTIONS) as server:
+        want = answers(server)
+    with serving(golden, tmp_path / "two", *OPTIONS, ranks=2) as server:
+        assert answers(server) == want and answers(server) == want
+        bad = server.post("/v1/completions", prompt=[1, 99999], max_tokens=4)
+        assert bad.status_code == 400 and ask(server, 0, BODIES[0]) == want[0]
+        server.end()
+        printed = server.printed()
+    assert "2 ranks: each holds" in printed and printed.count("ready ") == 1 and "error: " not in printed
+    assert "going down: requests that run are ended first" in printed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_rank_that_dies_ends_the_server(golden, tmp_path, busy):
+    with serving(golden, tmp_path / "log", *OPTIONS, ranks=2) as server:
+        pid = server.process.pid
+        ranks = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        follower = next(
+            pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
+        )
+        with contextlib.ExitStack() as stack:
+            events = iter(())
+            if busy:
+                events = stack.enter_context(server.stream(**ENDLESS))
+                next(events)
+            os.kill(follower, signal.SIGKILL)
+            began, received = time.monotonic(), list(events)
+        assert server.process.wait(60) != 0 and time.monotonic() - began < 15
+        if busy:  # a client that waits for an answer gets the reason why there is none
+            assert received[-1] == "[DONE]" and "the server is going down: " in received[-2]
+        printed = server.printed()
+        assert printed.count("error: rank 0 of 2 has lost another one") == 1
+        assert "decoding failed" not in printed
+        assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+@pytest.mark.parametrize("ranks, seconds", [("1", 30), ("2", 20)])
+def test_requests_end_before_torchrun_kills(monkeypatch, ranks, seconds):
+    """It does so 30 seconds after it has sent SIGTERM."""
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert serve.parser().parse_args(["--checkpoint", "one"]).grace == seconds
+
+
+class Stuck:
+    """An engine whose step waits forever for another rank, as some do."""
+
+    batch, free, busy = 1, 1, True
+
+    def __init__(self):
+        self.steps = threading.Event()
+
+    def admit(self, *_):
+        self.free = 0
+        return Request([1], Sampling())
+
+    def step(self):
+        self.steps.set()
+        threading.Event().wait()
+
+
+def test_no_job_waits_for_a_rank_that_is_lost():
+    worker, received = Worker(Stuck(), Metrics("x", 1, 1)), []
+    worker.start()
+    worker.submit(Job([1], Sampling(4), on_event=received.append))
+    assert worker.engine.steps.wait(30)
+    worker.stop_if_lost()
+    assert not received  # nothing is lost yet
+    worker.is_lost = lambda: True
+    worker.stop_if_lost()
+    (refusal,) = received
+    assert refusal.status == 503 and "another rank of this server has died" in refusal.message
+    with pytest.raises(Refusal, match="has died"):
+        worker.submit(Job([1], Sampling(4)))
