@@ -1,0 +1,242 @@
+"""The page in a real browser: by keyboard, on a phone, in the dark, and when the server dies.
+
+Needs the package playwright and a Chromium in the PATH; its own download is not used.
+"""
+import shutil
+import signal
+
+import pytest
+from helpers.launching import free_port
+from helpers.serving import serving
+
+sync_api = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed"),
+]
+expect = sync_api.expect
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture
+def page(browser, server):
+    """The page, empty. A script error or a request to another machine is a failure."""
+    context = browser.new_context()
+    opened, wrong = context.new_page(), []
+    opened.on("pageerror", lambda error: wrong.append(str(error)))
+    opened.on("request", lambda request: wrong.append(request.url) if server.url not in request.url else None)
+    opened.goto(server.url)
+    fill(opened, seed=3, most=60)
+    yield opened
+    assert not wrong
+    context.close()
+
+
+def fill(page, **settings) -> None:
+    """Fill in settings: seed, most, temperature."""
+    labels = {"seed": "Seed", "most": "At most tokens", "temperature": "Temperature"}
+    for name, value in settings.items():
+        page.get_by_label(labels[name]).fill(str(value))
+
+
+def write(page, words: str, wait: bool = True) -> None:
+    """Send a message by keyboard, and wait for the answer's end."""
+    page.get_by_label("Message", exact=True).press_sequentially(words)
+    page.keyboard.press("Enter")
+    if wait:
+        ended(page)
+
+
+def ended(page) -> None:
+    """Wait until no answer is running."""
+    expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=30_000)
+
+
+def press(page, name: str) -> None:
+    page.get_by_role("button", name=name).click()
+
+
+def test_an_answer_with_its_figures_and_its_tree(page):
+    page.get_by_label("plain decoding beside it").check()
+    write(page, "tell me something")
+    panels = page.locator(".assistant .answers section")
+    expect(panels).to_have_count(2)
+    for panel in panels.all():
+        expect(panel.locator(".figures")).to_contain_text("tokens/s")
+    expect(panels.first.locator(".figures")).to_contain_text("τ")
+    expect(page.locator(".tools")).to_contain_text("texts equal")
+    expect(page.locator("#model")).to_have_text("golden")
+    assert page.locator(".coloured .d").count() > 0
+    expect(page.locator("#tree")).to_be_visible()
+    assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
+    assert page.locator("#drawing title").nth(1).text_content().endswith(" %")
+    expect(page.locator("#treewords")).to_contain_text("nodes")
+
+
+def test_regenerate_keep_and_forget(page):
+    write(page, "first")
+    text = page.locator(".assistant .text").inner_text()
+    press(page, "Regenerate")
+    ended(page)
+    assert page.locator(".assistant").count() == 1
+    assert page.locator(".assistant .text").inner_text() == text  # the seed is the same
+    page.keyboard.press("Alt+n")
+    assert page.locator(".message").count() == 0
+    write(page, "second")
+    page.reload()
+    names = page.locator("#conversations .pick")
+    expect(names).to_have_text(["second", "first"])
+    assert page.get_by_label("Seed").input_value() == "3"  # settings are kept too
+    names.nth(1).click()
+    assert page.locator(".user .text").inner_text() == "first"
+    assert page.locator(".assistant .text").inner_text() == text
+    press(page, "Delete first")
+    expect(names).to_have_text(["second"])
+
+
+def test_escape_stops(page):
+    fill(page, most=280, temperature=2)
+    write(page, "long", wait=False)
+    expect(page.get_by_role("button", name="Stop")).to_be_visible()
+    page.keyboard.press("Escape")
+    ended(page)
+    write(page, "and on")  # the place is free again
+    assert page.locator(".assistant").count() == 2
+
+
+def test_everything_is_reached_by_keyboard(page):
+    found = set()
+    page.get_by_label("Message", exact=True).focus()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        found.add(page.evaluate("document.activeElement.id"))
+    assert {"dark", "new", "system", "temperature", "top_p", "seed", "max_tokens", "drafts", "beside",
+            "coloured", "trees", "input", "send"} <= found
+
+
+def test_a_phone_in_the_dark(page):
+    def back():
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    light = back()
+    press(page, "Dark or light")
+    dark = back()
+    page.set_viewport_size({"width": 360, "height": 640})
+    page.reload()
+    assert back() == dark != light
+    write(page, "small")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
+    for name in ("#input", "#send", "#menu", ".assistant"):
+        box = page.locator(name).bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 360, name
+        assert name == ".assistant" or box["y"] + box["height"] <= 640, name
+    expect(page.locator("#side")).to_be_hidden()
+    press(page, "Conversations")
+    expect(page.locator("#side")).to_be_visible()
+    press(page, "New conversation")
+    expect(page.locator("#side")).to_be_hidden()
+    assert page.locator(".message").count() == 0
+
+
+HOSTILE = """# <img src=x onerror=alert(1)> **bold** `<b>` [bad](javascript:alert(1)) [good](https://a.page/)
+
+```html
+<script>alert(1)</script>
+```
+- one
+  - two
+
+| a | b |
+|---|---|
+| 1 | *x* |
+
+![i](https://a.page/x.png) <iframe>"""
+
+
+def test_what_a_model_writes_is_no_markup(page):
+    page.evaluate("""async (source) => {
+        const { render } = await import("./markdown.js");
+        const into = document.createElement("div");
+        into.id = "tried";
+        document.body.append(into);
+        render(into, source, [[2, 9]], () => document.createElement("i"));
+    }""", HOSTILE)
+    tried = page.locator("#tried")
+    assert not any(tried.locator(tag).count() for tag in ("img", "script", "iframe", "b"))
+    links = [link.get_attribute("href") for link in tried.locator("a").all()]
+    assert links == ["https://a.page/", "https://a.page/x.png"]  # a picture is a link: nothing is fetched
+    assert tried.locator("pre code").inner_text().strip() == "<script>alert(1)</script>"
+    assert tried.locator("li").count() == 2 and tried.locator("td em").inner_text() == "x"
+    assert tried.locator("strong").inner_text() == "bold"
+    assert tried.locator("span.d").first.inner_text() == "<img sr"
+
+
+def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
+    options = "--port", str(free_port()), "--api-key", "secret"
+    page = browser.new_context().new_page()
+    page.on("dialog", lambda dialog: dialog.accept("secret"))
+    with serving(golden, tmp_path / "one", *options) as server:
+        page.goto(server.url)
+        expect(page.locator("#model")).to_have_text("target")
+        fill(page, most=1900, temperature=2)
+        write(page, "long", wait=False)
+        expect(page.locator(".assistant .figures")).to_contain_text("tokens/s", timeout=30_000)
+        server.end(signal.SIGKILL)
+        expect(page.locator("#banner")).to_contain_text("does not answer")
+        expect(page.locator(".assistant .figures")).to_contain_text("the server has gone")
+    with serving(golden, tmp_path / "two", *options):
+        expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
+        fill(page, most=5)
+        press(page, "Regenerate")
+        ended(page)
+        expect(page.locator(".assistant .figures")).to_contain_text("tokens")
+        assert page.locator(".assistant .failed").count() == 0
+
+
+def test_conversations_while_an_answer_runs(page):
+    """One that is deleted stays deleted; a question outlives a reload."""
+    write(page, "first")
+    fill(page, most=280)
+    write(page, "second", wait=False)
+    press(page, "Delete first")
+    page.wait_for_timeout(1500)
+    expect(page.locator("#conversations li")).to_have_count(0)
+    assert page.evaluate("localStorage.getItem('eagle.conversations')") == "[]"
+    write(page, "what was asked", wait=False)
+    page.wait_for_timeout(100)
+    page.reload()
+    page.get_by_role("button", name="what was asked", exact=True).click()
+    expect(page.locator(".user .text")).to_have_text("what was asked")
+
+
+def test_two_tabs_keep_what_both_have(page):
+    other = page.context.new_page()
+    other.goto(page.url)
+    write(page, "from one")
+    fill(other, most=20)
+    write(other, "from the other")
+    for tab in (page, other):
+        expect(tab.locator("#conversations li")).to_have_count(2)
+    page.reload()
+    expect(page.locator("#conversations li")).to_have_count(2)
+
+
+@pytest.mark.parametrize("stored", (
+    "{}", "5", "[null]", '[{"title": 3}]', '[{"title": "x", "messages": [7]}]', "{",
+))
+def test_whatever_is_stored_the_page_works(page, stored):
+    for key in ("conversations", "settings"):
+        page.evaluate(f"localStorage.setItem('eagle.{key}', {stored!r})")
+    page.reload()
+    fill(page, most=20)
+    write(page, "still here")
+    expect(page.locator(".assistant")).to_have_count(1)
