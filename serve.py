@@ -57,7 +57,8 @@ def parser() -> Options:
     ):
         p.within(flag, low, high)
     p.refuse(lambda o: any(not ORIGIN.fullmatch(origin) for origin in o.cors),
-             lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or http://host:8080")
+             lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
+                       " http://host:8080")
     p.judge(key_of)
     add_drafting(p)
     p.add_runtime()
@@ -107,7 +108,7 @@ def drafting_of(o):
 
 
 def key_of(o) -> str | None:
-    """Return the key that requests need, None if they need none. Raises InputError if no header can hold it."""
+    """Return the key that requests need, if any. Raises InputError if no header can hold it."""
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
     if key and not (key.isascii() and key.isprintable() and key == key.strip()):
         where = "--api-key" if o.api_key else "EAGLE_API_KEY"
@@ -160,7 +161,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from common.threads import use_threads
     from engine.target import load_target
     from sampling.options import Sampling
-    from server.app import Server, Settings, make_app
+    from server.app import Server, make_app
     from server.metrics import Metrics
     from server.ranks import Channel, Leader, follow
     from server.run import serve
@@ -189,11 +190,11 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    settings = Settings(names, key_of(o), tuple(o.cors), o.max_body, o.time_limit)
+    server = Server(worker, target.tokenizer, names, o.time_limit)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
-    serve(make_app(Server(worker, target.tokenizer, settings)), worker, listener, o.grace)
+    serve(make_app(server, key_of(o), o.cors, o.max_body), worker, listener, o.grace)
     if ranks:
         engine.end()
 

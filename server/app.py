@@ -4,8 +4,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from common.errors import InputError, printable
 from engine.prompt import encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
-from server.protocol import ChatBody, CompletionBody, DetokenizeBody, Refusal, TokenizeBody
+from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts, form_of
 from server.worker import Job, Worker
 from tokens.tokenizer import Tokenizer
@@ -31,82 +30,64 @@ QUIET = 1.0  # seconds without an event, after which a stream sends a comment, a
 OPEN = ("/health", "/metrics", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of a server. models: the names that it answers to, its own first."""
-
-    models: tuple[str, ...]
-    api_key: str | None = None
-    origins: tuple[str, ...] = ()  # of pages that may call it from a browser
-    most_bytes: int = 4 << 20  # of a request
-    seconds: float = 600.0  # that a request may take
-
-
 class Server:
-    """Turns bodies of requests into jobs, and their events into responses."""
+    """Turns bodies of requests into jobs, and their events into responses.
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, settings: Settings):
-        self.worker, self.tokenizer, self.settings = worker, tokenizer, settings
+    models: the names that it answers to, its own first. seconds: time limit of a request.
+    """
+
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], seconds: float = 600.0):
+        self.worker, self.tokenizer, self.models, self.seconds = worker, tokenizer, models, seconds
         self.tokens, self.max_seq_len = TokenTexts(tokenizer), worker.engine.max_seq_len
 
     def model(self, name: str | None) -> str:
         """Return the name of the model that a request names. Raises Refusal if it is another one."""
-        if name is not None and name not in self.settings.models:
-            known = ", ".join(self.settings.models)
-            words = f"there is no model {printable(name)!r} here; there is {known}"
+        if name is not None and name not in self.models:
+            words = f"there is no model {printable(name)!r} here; there is {', '.join(self.models)}"
             raise Refusal(404, words, "model_not_found", "model")
-        return name or self.settings.models[0]
+        return name or self.models[0]
 
     def chat(self, body: ChatBody) -> ChatReply:
         """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
-        model = self.model(body.model)
-        tools = body.tools if body.tool_choice == "auto" else []
-        form = form_of(self.tokenizer.template) if tools else None
-        variables = dict(body.chat_template_kwargs)
-        if tools:
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+        model, variables, form = self.model(body.model), dict(body.chat_template_kwargs), None
+        if body.tools and body.tool_choice == "auto":
+            form = form_of(self.tokenizer.template)
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
         if not self.tokenizer.has_template:
             raise InputError("this checkpoint has no chat template: use /v1/completions")
-        messages = [message.as_dict() for message in body.messages]
-        prompt = encode(self.tokenizer, messages, room=self.max_seq_len, variables=variables)
-        most = body.max_completion_tokens or body.max_tokens or self.max_seq_len
-        return ChatReply(model, self.tokens, self._jobs(body, [prompt], most), body, form=form)
+        jobs = self._jobs(body, [[message.as_dict() for message in body.messages]], variables=variables)
+        return ChatReply(model, self.tokens, body, jobs, form=form)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
-        model = self.model(body.model)
-        self._check_count(body, len(body.prompts))
-        prompts = [encode(self.tokenizer, prompt, raw=True, room=self.max_seq_len) for prompt in body.prompts]
-        score_prompt = body.echo and body.scored is not None
-        jobs = self._jobs(body, prompts, max(1, body.max_tokens), score_prompt=score_prompt)
-        return CompletionReply(model, self.tokens, jobs, body)
+        model, score_prompt = self.model(body.model), body.echo and body.scored is not None
+        jobs = self._jobs(body, body.prompts, score_prompt=score_prompt, raw=True)
+        return CompletionReply(model, self.tokens, body, jobs)
 
-    def _check_count(self, body: ChatBody | CompletionBody, prompts: int) -> None:
-        """Raise InputError if there are more outputs than can ever wait, before prompts are read."""
-        if prompts * body.n > self.worker.capacity:
-            raise InputError(
-                f"{prompts * body.n} outputs are asked for at once, at most {self.worker.capacity} run or wait"
-                " here: send fewer prompts at a time, or start the server with a larger --queue"
-            )
-
-    def _jobs(self, body: ChatBody | CompletionBody, prompts: list[list[int]], most: int, **options) -> list[Job]:
+    def _jobs(
+        self, body: GenerationBody, prompts: list, *, score_prompt: bool = False, **encoding
+    ) -> list[Job]:
         """Make a job for each choice of each prompt. Raises InputError or ValueError."""
-        self._check_count(body, len(prompts))
-        samplings, engine = body.samplings(most), self.worker.engine
+        count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
+        if count > most:  # before prompts are read
+            raise InputError(
+                f"{count} outputs at once, at most {most} run or wait here: send fewer prompts at a time, or"
+                " start the server with a larger --queue"
+            )
+        samplings, jobs = body.samplings(self.max_seq_len), []
+        same = {"watch": body.return_speculation, "plain": not body.speculate, "score_prompt": score_prompt}
         for prompt in prompts:
-            engine.check(prompt, samplings[0])
-        options |= {"watch": body.return_speculation, "plain": not body.speculate}
-        jobs = [Job(prompt, one, self.settings.seconds, dict(options)) for prompt in prompts for one in samplings]
-        if schema := samplings[0].json_schema:
-            for job in jobs:
-                job.options["guide"] = engine.guide(schema)
+            ids = encode(self.tokenizer, prompt, room=self.max_seq_len, **encoding)
+            engine.check(ids, samplings[0])
+            for sampling in samplings:  # each with a guide of its own, made here: it takes time
+                guide = engine.guide(sampling.json_schema) if sampling.json_schema else None
+                jobs.append(Job(ids, sampling, self.seconds, {"guide": guide, **same}))
         return jobs
 
-    async def respond(self, http: HttpRequest, body: ChatBody | CompletionBody, prepare: Callable) -> Response:
+    async def respond(self, http: HttpRequest, body: GenerationBody, prepare: Callable) -> Response:
         """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
         reply: Reply = await in_thread(partial(prepare, body))
-        queue = self._submit(reply.jobs)
-        events, cancel = _events(http, queue, len(reply.jobs)), partial(self.worker.cancel, *reply.jobs)
+        events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
             return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
         try:
@@ -119,34 +100,32 @@ class Server:
             return Response(status_code=499)
         return JSONResponse(reply.whole())
 
-    def _submit(self, jobs: list[Job]) -> asyncio.Queue:
-        """Submit jobs; returns a queue of their events, as (job, event). Raises Refusal."""
+    def _events(self, http: HttpRequest, jobs: list[Job]) -> AsyncIterator:
+        """Submit jobs; returns their events until all have ended or the client has gone. Raises Refusal.
+
+        Each is a pair: number of the job, Event or Refusal; or (0, None) after `QUIET` seconds without one.
+        """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
         def on_event(i: int, event: Event | Refusal) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(queue.put_nowait, (i, event))
 
+        async def arriving():
+            running = len(jobs)
+            while running and not await http.is_disconnected():
+                try:
+                    i, event = await asyncio.wait_for(queue.get(), QUIET)
+                except asyncio.TimeoutError:
+                    yield 0, None
+                    continue
+                running -= isinstance(event, Refusal) or event.finish is not None
+                yield i, event
+
         for i, job in enumerate(jobs):
             job.on_event = partial(on_event, i)
         self.worker.submit(*jobs)
-        return queue
-
-
-async def _events(
-    http: HttpRequest, queue: asyncio.Queue, running: int
-) -> AsyncIterator[tuple[int, Event | Refusal | None]]:
-    """Yield events until `running` jobs have ended or the client has gone; (0, None) after `QUIET` seconds
-    without one.
-    """
-    while running and not await http.is_disconnected():
-        try:
-            i, event = await asyncio.wait_for(queue.get(), QUIET)
-        except asyncio.TimeoutError:
-            yield 0, None
-            continue
-        running -= isinstance(event, Refusal) or event.finish is not None
-        yield i, event
+        return arriving()
 
 
 async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> AsyncIterator[str]:
@@ -185,8 +164,7 @@ class EventStream(StreamingResponse):
 
 
 async def in_thread(work: Callable):
-    """Return what slow work returns, beside other requests. Raises Refusal if it raises InputError or ValueError.
-    """
+    """Do slow work beside other requests. Raises Refusal if it raises InputError or ValueError."""
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
@@ -194,15 +172,18 @@ async def in_thread(work: Callable):
         raise Refusal(400, str(e), code) from None
 
 
-def make_app(server: Server) -> FastAPI:
-    """Make the application."""
-    settings, tokenizer, worker = server.settings, server.tokenizer, server.worker
+def make_app(
+    server: Server, key: str | None = None, origins: Sequence[str] = (), most_bytes: int = 4 << 20
+) -> FastAPI:
+    """Make the application.
+
+    key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
+    """
+    tokenizer, worker = server.tokenizer, server.worker
     app = FastAPI(title="EAGLE", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, key=settings.api_key, most_bytes=settings.most_bytes, open_paths=OPEN)
-    if settings.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"]
-        )
+    app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     add_handlers(app)
 
     @app.post("/v1/chat/completions")
@@ -224,7 +205,7 @@ def make_app(server: Server) -> FastAPI:
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
     async def models():
-        return {"object": "list", "data": [described(name) for name in settings.models]}
+        return {"object": "list", "data": [described(name) for name in server.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str):

@@ -1,4 +1,4 @@
-"""The gate before the routes: requests without the key, and bodies too long, too slow or too many, are refused."""
+"""The gate before the routes: it refuses requests without the key, and bodies that are too long or too slow."""
 from __future__ import annotations
 
 import asyncio
@@ -29,33 +29,31 @@ class Gate:
             return
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
-            self._check_key(scope, headers)
+            if self.key and scope["path"] not in self.open_paths and scope["method"] != "OPTIONS":
+                self._check_key(headers.get(b"authorization", b""))
             length = headers.get(b"content-length", b"")
-            if length.isdigit() and int(length) > self.most:
-                raise self._too_long()
+            self._check_size(int(length) if length.isdigit() else 0)
             body = await asyncio.wait_for(self._body(receive), SLOWEST)
-        except asyncio.TimeoutError:
+        except (Refusal, asyncio.TimeoutError) as e:
             slow = Refusal(408, f"the request was not complete after {SLOWEST:.0f} s", "request_timeout")
-            await slow.response()(scope, receive, send)
-            return
-        except Refusal as e:
-            await e.response()(scope, receive, send)
-            return
-        if body is None:
+            await (e if isinstance(e, Refusal) else slow).response()(scope, receive, send)
             return
         whole = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay():
             return whole.pop() if whole else await receive()
 
-        await self.app(scope, replay, send)
+        if body is not None:  # else the client has gone
+            await self.app(scope, replay, send)
 
-    def _check_key(self, scope, headers: dict[bytes, bytes]) -> None:
-        if self.key is None or scope["path"] in self.open_paths or scope["method"] == "OPTIONS":
-            return
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    def _check_key(self, authorization: bytes) -> None:
+        scheme, _, given = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self.key.encode()):
             raise Refusal(401, "the API key is missing or wrong", "invalid_api_key")
+
+    def _check_size(self, size: int) -> None:
+        if size > self.most:
+            raise Refusal(413, f"the request is longer than {self.most:,} bytes", "request_too_large")
 
     async def _body(self, receive) -> bytes | None:
         """Return the body of a request, None if its client has gone. Raises Refusal."""
@@ -68,16 +66,12 @@ class Gate:
                 part, more = message.get("body", b""), message.get("more_body", False)
                 body += part
                 self.held += len(part)
-                if len(body) > self.most:
-                    raise self._too_long()
+                self._check_size(len(body))
                 if more and self.held > max(MOST_HELD, self.most):
                     raise Refusal(503, "too many requests are being sent at once", "overloaded")
         finally:
             self.held -= len(body)
         return bytes(body)
-
-    def _too_long(self) -> Refusal:
-        return Refusal(413, f"the request is longer than {self.most:,} bytes", "request_too_large")
 
 
 def add_handlers(app: FastAPI) -> None:

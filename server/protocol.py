@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, Json, field_validator, model_validator
 
 from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
 from tokens.schema import ANY_OBJECT
@@ -16,9 +16,8 @@ RETRY_AFTER = "2"  # seconds
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
 # Fields that `Sampling` has under the same name.
-SAMPLED = {
-    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-}
+PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+SAMPLED = {"temperature", "top_p", "min_p", *PENALTIES}
 
 TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -81,17 +80,10 @@ class FunctionCall(Body):
     """A function's name, and its arguments: an object, or its JSON."""
 
     name: str
-    arguments: str | dict[str, Any] = {}
-
-    @field_validator("arguments")
-    @classmethod
-    def _parse(cls, arguments: str | dict) -> str | dict:
-        """Chat templates expect an object."""
-        try:
-            found = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except ValueError:
-            return arguments
-        return found if isinstance(found, dict) else arguments
+    # Chat templates expect an object.
+    arguments: Annotated[
+        Json[dict[str, Any]] | dict[str, Any] | str, Field(union_mode="left_to_right")
+    ] = {}
 
 
 class ToolCall(Body):
@@ -141,31 +133,23 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class JsonSchema(Body):
-    """A schema that the output has to fit."""
-
-    name: str = ""
-    definition: dict[str, Any] | None = Field(None, alias="schema")
-
-
 class ResponseFormat(Body):
     """The form of the output."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchema = JsonSchema()
+    json_schema: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema.definition is None:
+        if self.type == "json_schema" and not isinstance(self.json_schema.get("schema"), dict):
             raise ValueError("json_schema needs a schema")
         return self
 
     @property
     def text(self) -> str | None:
         """The JSON schema as text, None if the output is free."""
-        if self.type == "json_schema":
-            return json.dumps(self.json_schema.definition)
-        return ANY_OBJECT if self.type == "json_object" else None
+        schemas = {"json_object": ANY_OBJECT, "json_schema": json.dumps(self.json_schema.get("schema"))}
+        return schemas.get(self.type)
 
 
 class GenerationBody(Body):
@@ -189,14 +173,14 @@ class GenerationBody(Body):
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
 
-    def samplings(self, max_new_tokens: int) -> list[Sampling]:
-        """Return the sampling options of each of `n` choices, whose seeds count up from `seed` or a random one.
+    def samplings(self, room: int) -> list[Sampling]:
+        """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.
 
-        Raises ValueError.
+        room: most tokens of output, if the body does not say. Raises ValueError.
         """
         first = random.getrandbits(48) if self.seed is None else self.seed
         same = self.model_dump(include=SAMPLED) | {
-            "max_new_tokens": max_new_tokens, "top_k": max(0, self.top_k), "stop": self.stop or (),
+            "max_new_tokens": self.most_tokens or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
             "logprobs": self.scored, "json_schema": self.response_format.text,
         }
         return [Sampling(seed=first + i, **same) for i in range(self.n)]
@@ -217,8 +201,13 @@ class ChatBody(GenerationBody):
     ] = {}
 
     @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of the output, None: as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
     def scored(self) -> int | None:
-        """Number of likeliest tokens wanted beside each token's log-probability; None: no log-probabilities."""
+        """Number of likeliest tokens with each token's log-probability; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else self.top_logprobs
 
     @field_validator("chat_template_kwargs")
@@ -245,6 +234,11 @@ class CompletionBody(GenerationBody):
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 is only of use with echo")
         return self
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of the output."""
+        return max(1, self.max_tokens)
 
     @property
     def scored(self) -> int | None:

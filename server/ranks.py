@@ -1,8 +1,7 @@
 """A server on several ranks: the first one has the requests, the others repeat what it does with its engine.
 
-All that decoding does to a model goes through three methods of `engine.engine.Engine`: admit, step, leave. The
-first rank sends each call to the others before it makes it. The result is the same everywhere, since no rank
-decides by time.
+Decoding changes an engine through three methods only: admit, step, leave. The first rank sends each call to the
+others before it makes it. The result is the same everywhere, since no rank decides by time.
 """
 from __future__ import annotations
 

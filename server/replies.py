@@ -11,8 +11,8 @@ from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
 from tokens.tokenizer import Tokenizer
 
-# How a model writes calls, by its chat template. Qwen and others: <tool_call>{"name": ..., "arguments": {...}}
-# </tool_call>. Llama 3: {"name": ..., "parameters": {...}} as the whole text.
+# Forms of calls. TAGGED (Qwen and others): <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+# BARE (Llama 3): {"name": ..., "parameters": {...}} as the whole text.
 TAGGED, BARE = "tagged", "bare"
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 
@@ -58,9 +58,9 @@ class TokenTexts:
 
 
 class Offsets:
-    """The characters at which tokens begin in a text; one that is no part of it begins where the next one does.
+    """The characters at which tokens begin in a text. before: characters before the first token.
 
-    before: characters before the first token.
+    A token that is no part of the text begins where the next one does.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: int):
@@ -76,11 +76,15 @@ class Offsets:
 
 
 class Reply:
-    """The reply to one request, made of jobs: `n` for each prompt."""
+    """The reply to one request, made of jobs: `n` for each prompt.
+
+    Its kinds have `choice(i, job)`, the choice of a job that has ended; and `parts(i, event, finish, first)`,
+    the choices of the chunks for an event of job i, which may be its first.
+    """
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, model: str, tokens: TokenTexts, jobs: list[Job], body: ChatBody | CompletionBody):
+    def __init__(self, model: str, tokens: TokenTexts, body: ChatBody | CompletionBody, jobs: list[Job]):
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.tokens, self.jobs, self.body = model, tokens, jobs, body
         self._begun = [False] * len(jobs)
@@ -114,14 +118,6 @@ class Reply:
                 "rejected_prediction_tokens": sum(job.rejected for job in self.jobs),
             },
         }
-
-    def choice(self, i: int, job: Job) -> dict:
-        """Return the choice of job i, which has ended."""
-        raise NotImplementedError
-
-    def parts(self, i: int, event: Event, finish: str | None, first: bool) -> list[dict]:
-        """Return the choices of the chunks for an event of job i. first: it is the job's first one."""
-        raise NotImplementedError
 
     def speculation(self, event: Event) -> dict:
         """Return the drafted tokens of a step, if the request asks for them, and their tree."""

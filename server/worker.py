@@ -86,16 +86,15 @@ class Worker(threading.Thread):
             self._changed.notify()
 
     def close(self) -> None:
-        """Accept no more jobs; decode the current ones to their end."""
+        """Accept no more jobs; end when the current ones have."""
         with self._changed:
             self._closing = True
             self._changed.notify()
 
     def stop(self) -> None:
         """End now; current jobs get a Refusal."""
-        with self._changed:
-            self._closing = self._stopped = True
-            self._changed.notify()
+        self._stopped = True
+        self.close()
 
     def stop_if_lost(self) -> None:
         """Refuse all jobs if a process of the engine has died: the thread may wait for it forever."""
