@@ -83,7 +83,7 @@ def add_drafting(p: Options) -> None:
     p.judge(lambda o: read_flags(o, [o.speculate]))
     add_window(group, p, lambda o: [o.speculate])
     p.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
-             lambda o: "--shard-head: deals what drafts among ranks; add --speculate, and start with torchrun")
+             lambda o: "--shard-head: deals what drafts among ranks; add --speculate, start with torchrun")
     p.refuse(lambda o: o.draft and o.speculate == "none",
              lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
     p.refuse(lambda o: o.tree and o.speculate == "none",

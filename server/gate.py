@@ -1,4 +1,4 @@
-"""The gate before the routes: it refuses requests without the key, and bodies that are too long or too slow."""
+"""The gate before the routes: it refuses requests without the key, and bodies too long or too slow."""
 from __future__ import annotations
 
 import asyncio

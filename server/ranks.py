@@ -1,7 +1,7 @@
 """A server on several ranks: the first one has the requests, the others repeat what it does with its engine.
 
-Decoding changes an engine through three methods only: admit, step, leave. The first rank sends each call to the
-others before it makes it. The result is the same everywhere, since no rank decides by time.
+Decoding changes an engine through three methods only: admit, step, leave. The first rank sends each call to
+the others before it makes it. The result is the same everywhere, since no rank decides by time.
 """
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sampling.options import Sampling
 from server.worker import EngineLost
 from tokens.grammar import Guide
 
-FOREVER = timedelta(days=365)  # the other ranks wait as long as there are no requests
+FOREVER = timedelta(days=365)  # for the next request, on the other ranks
 
 
 class Channel:

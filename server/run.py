@@ -14,7 +14,7 @@ from common.cli import note
 from server.worker import Worker
 
 LAST_WORDS = 3  # seconds for the errors that end requests after the grace period
-NOTICE = 2  # seconds in which a decoding rank notices that another one has died, if it ever does
+NOTICE = 2  # seconds for a decoding rank to notice that another one has died
 KEEP_ALIVE = 75  # seconds that an idle connection stays: longer than clients keep theirs
 
 
