@@ -13,8 +13,9 @@ import argparse
 import re
 import sys
 
-# Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_head, check_unconverted
+from checkpoint.convert import convert
+from checkpoint.folder import read_config
+from checkpoint.layouts import Answers
 from common.cli import Options, check_replaceable, command
 from common.dtypes import DTYPES
 from common.errors import InputError
@@ -67,21 +68,17 @@ def parser() -> Options:
 
 def run(o) -> None:
     """Do what the options say. Raises InputError on bad input."""
-    check_unconverted(o.checkpoint)
-    check_head("--target", o.target, "target")
+    if o.target:
+        read_config(o.target, "target", "--target")
     if o.out:
         check_replaceable("--out", o.out)
     if o.template != "none":
         find_template(o.template)
-
-    from checkpoint.convert import convert
-    from checkpoint.head_layouts import Answers
-
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:
         convert(
-            o.checkpoint, o.out, o.target, o.dtype, answers, o.template, o.force,
+            o.checkpoint, o.out, o.target, dtype=o.dtype, answers=answers, template=o.template, force=o.force,
             allow_nonfinite=o.allow_nonfinite,
         )
     except (InputError, BrokenPipeError):

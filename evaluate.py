@@ -29,11 +29,10 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_head, check_target
+from checkpoint.folder import known_config, read_config
 from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
-from common.gpus import check_gpu
-from common.texts import check_readable
+from common.files import check_readable
 from common.torchrun import command_in_words, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
 from drafters.early import judge_method
@@ -129,11 +128,11 @@ def judge(o) -> Asked:
     temperatures = read_temperatures(o.temperature)
     Sampling(o.max_new_tokens)
     flags = read_flags(o, methods)
-    config = check_target(o.checkpoint, o.max_seq_len, o.offload)
-    check_gpu(o.device, o.offload)
+    read_config(o.checkpoint, "target")
+    config = known_config(o.checkpoint, o.max_seq_len)
     drafts, trees, _ = read_settings(methods, o.draft, o.tree, o.accept)
     for draft in drafts.values():
-        check_head("--draft", draft)
+        read_config(draft, what="--draft")
     for name in methods:
         judge_method(o.checkpoint, config, name, drafts.get(name), trees.get(name), flags[name])
     if o.isa:
@@ -165,7 +164,6 @@ def load(o, asked: Asked, ranks=None):
 
     from common.threads import use_threads
     from engine.api import load_target
-    from engine.fitting import settle
     from engine.runtime import Runtime
     from evaluation.answers import Book
     from evaluation.lossless import Judge
@@ -180,9 +178,6 @@ def load(o, asked: Asked, ranks=None):
     runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
     if ranks:
         runtime = replace(runtime, device=own_device(runtime.device_name))
-    runtime = settle(
-        o.offload, Path(o.checkpoint), runtime, draftings.values(), 1, o.max_seq_len, say
-    )
     target = load_target(o.checkpoint, runtime, say, ranks)
     if o.calibrate:
         prompts = [question["turns"][0] for group in sets.values() for question in group]
@@ -196,7 +191,6 @@ def load(o, asked: Asked, ranks=None):
         "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
         **({"kv": o.kv} if o.kv != "auto" else {}),
         **({"ranks": ranks.count} if ranks else {}),
-        **({"offload": runtime.offload} if runtime.offload else {}),
     })
     if ranks:  # now nobody reads what another one writes, and all have the same left to ask
         ranks.agree(f"the answers so far, {sorted(map(repr, book.answers))}", weight.device)

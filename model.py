@@ -21,97 +21,39 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from common.schema import ABSENT, Flag, Kind, List, Number, Record, Whole, Wrong, key, maybe, record_of
-from common.sizes import IDS, LAYERS, MANY, WIDTH, check_attention
-
-FACTOR = Number(1e-3, 1e6)
-LENGTH = Number(1, 2**31)
-# The fields of `rope_scaling`, by its type. See `inverse_frequencies`.
-ROPE = {
-    "default": Record(),
-    "linear": Record({"factor": FACTOR}),
-    "llama3": Record({
-        "factor": FACTOR, "low_freq_factor": FACTOR, "high_freq_factor": FACTOR,
-        "original_max_position_embeddings": LENGTH,
-    }),
-    "yarn": Record({"factor": FACTOR, "original_max_position_embeddings": LENGTH}, {
-        **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), maybe(FACTOR)),
-        **dict.fromkeys(("mscale", "mscale_all_dim"), maybe(Number(0, 1e6))), "truncate": maybe(Flag()),
-    }),
-    "divisors": Record({"divisors": List(FACTOR, 1, 2**15)}),
-}
-
-
-class RopeScaling(Kind):
-    """The parameters of a rope scaling that we have."""
-
-    words = "the parameters of a rope scaling"
-
-    def check(self, value: object, key: str) -> None:
-        if not isinstance(value, dict):
-            raise Wrong(key, value, self.words)
-        place = "rope_type" if "rope_type" in value else "type"
-        kind = value.get(place, ABSENT)
-        if kind == "dynamic":
-            raise Wrong(
-                f"{key}.{place}", kind, "linear or yarn: the frequencies of a dynamic one, which is not"
-                " supported, change as the text grows, so that keys already in the cache would be wrong"
-            )
-        if not isinstance(kind, str) or kind not in ROPE:
-            raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
-        ROPE[kind].check(value, key)
-        if kind == "llama3" and not value["low_freq_factor"] < value["high_freq_factor"]:
-            raise Wrong(f"{key}.low_freq_factor", value["low_freq_factor"], "less than high_freq_factor")
+from common.schema import Flag, Ids, Layers, Many, Width, number, whole
 
 
 @dataclass(frozen=True)
 class ModelArgs:
-    """Everything about a target's shape, read from the checkpoint's own `config.json`."""
+    """The shape of a target, as the checkpoint's own `config.json` gives it.
 
-    vocab_size: int = key(IDS)
-    hidden_size: int = key(WIDTH)
-    intermediate_size: int = key(WIDTH)
-    num_layers: int = key(LAYERS)
-    num_heads: int = key(MANY)
-    num_kv_heads: int = key(MANY)
-    head_dim: int = key(MANY)  # explicit: it need not be hidden_size / num_heads
-    norm_eps: float = key(Number(above=0, high=1), 1e-6)
-    rope_base: float = key(Number(above=1, high=1e15), 10000.0)
-    rope_scaling: dict | None = key(maybe(RopeScaling()), None)  # see `inverse_frequencies`
-    tie_embeddings: bool = key(Flag(), False)
-    max_seq_len: int = key(Whole(1), 2048)  # the longest context the model was trained for
-    qkv_bias: bool = key(Flag(), False)  # Qwen2
-    qk_norm: bool = key(Flag(), False)  # Qwen3: an RMSNorm over each query and key head, before RoPE
-    # E; 0: one dense MLP. With experts, intermediate_size is that of one expert
-    num_experts: int = key(Whole(0, 10_000), 0)
-    experts_per_token: int = key(Whole(0, 10_000), 0)  # A
-    # Whether the weights of the A chosen experts are scaled to sum to 1.
-    renormalise_experts: bool = key(Flag(), True)
+    The types say what a file may hold; relations between fields are in `checkpoint.folder`.
+    """
+
+    vocab_size: Ids
+    hidden_size: Width
+    intermediate_size: Width
+    num_layers: Layers
+    num_heads: Many
+    num_kv_heads: Many
+    head_dim: Many  # explicit: it need not be hidden_size / num_heads
+    norm_eps: number(above=0, high=1) = 1e-6
+    rope_base: number(above=1, high=1e15) = 10000.0
+    rope_scaling: dict | None = None  # see `inverse_frequencies`
+    tie_embeddings: Flag = False
+    max_seq_len: whole(1) = 2048  # the longest context the model was trained for
+    qkv_bias: Flag = False  # Qwen2
+    qk_norm: Flag = False  # Qwen3: an RMSNorm over each query and key head, before RoPE
+    num_experts: whole(0, 10_000) = 0  # E; 0: one dense MLP. With experts, intermediate_size is of one expert
+    experts_per_token: whole(0, 10_000) = 0  # A
+    renormalise_experts: Flag = True  # the weights of the A chosen experts are scaled to sum to 1
 
     @classmethod
     def from_config(cls, config: dict):
-        """Take the fields of this class out of a parsed `config.json`. Other keys belong to others.
-
-        Raises Wrong, a ValueError, that names the first missing or inconsistent field.
-        """
-        record_of(cls).check(config)
+        """Take the fields of this class out of a config.json that was checked (`checkpoint.folder`)."""
         names = {f.name for f in fields(cls)}
-        args = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
-        args.check()
-        return args
-
-    def check(self) -> None:
-        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
-        record_of(type(self)).check(vars(self))
-        check_attention(self.num_heads, self.num_kv_heads, self.head_dim)
-        if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
-            raise Wrong("experts_per_token", self.experts_per_token, f"1 to num_experts, {self.num_experts}")
-        divisors = (self.rope_scaling or {}).get("divisors")
-        if divisors is not None and len(divisors) != self.head_dim // 2:
-            raise Wrong(
-                "rope_scaling.divisors", divisors, f"{self.head_dim // 2} numbers, half of head_dim, not"
-                f" {len(divisors)}"
-            )
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in config.items() if k in names})
 
     @property
     def rope_factor(self) -> float:
@@ -189,7 +131,7 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
         pairs = torch.arange(args.head_dim // 2, device="cpu")
         ramp = ((pairs - low) / max(high - low, 1e-3)).clamp(0, 1)
         return ramp * freq / factor + (1 - ramp) * freq
-    return freq  # "default"; `ModelArgs.check` lets no other through
+    return freq  # "default"; no other kind is let through when a config is read
 
 
 def rope_table(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

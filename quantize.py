@@ -18,13 +18,16 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.early import check_exact, check_out
-from checkpoint.names import CONFIG, HEAD_KINDS, WEIGHTS, glance
+from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
+from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
+from checkpoint.writer import staging
 from common.cli import Options, check_replaceable, command, note
 from common.errors import InputError
-from common.texts import read_text
+from common.files import read_text
 from common.threads import use_threads
+from engine.own_text import own_text
 from kernels.modes import BESIDE, FOUR_BITS, GROUPS, MODES
+from kernels.quantized import Scheme
 
 GROUP = 64
 PIECE = 256  # tokens of a --calibrate text that are read together
@@ -82,9 +85,7 @@ def parser() -> Options:
 
 
 def schemes(o):
-    """How the checkpoint itself and how the heads inside it are quantised -> (Scheme, Scheme)."""
-    from kernels.quantized import Scheme
-
+    """Return the schemes of the checkpoint itself and of the heads inside it."""
     beside = BESIDE.get(o.mode, o.mode)
     lm_head = None if o.keep_lm_head else o.lm_head or beside
     group = (o.group or GROUP) if {o.mode, lm_head} & {*FOUR_BITS} else 0
@@ -97,12 +98,8 @@ def calibration_text(o, text: str | None, source: Path):
     Raises InputError if they cannot be had.
     """
     if text is not None:
-        from checkpoint.quantizing import text_ids
-
         ids = text_ids(source, f"--calibrate {o.calibrate}", text, 2048, 8192)
         return ids[: len(ids) // PIECE * PIECE].view(-1, PIECE)
-    from engine.own_text import own_text
-
     note(f"{source}: writes a text to calibrate on")
     try:
         return own_text(source, note)
@@ -128,7 +125,7 @@ def report(source: Path, out: Path, errors: list) -> None:
 
 
 class Asked(NamedTuple):
-    """What the options ask for."""
+    """The options, resolved."""
 
     source: Path
     out: Path
@@ -138,10 +135,10 @@ class Asked(NamedTuple):
 
 
 def judge(o) -> Asked:
-    """Judge what the options name, all that needs no torch. Raises InputError."""
+    """Judge what the options name, before anything is loaded. Raises InputError."""
     source = Path(o.checkpoint)
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
-    kind = glance(source)["kind"]
+    kind = read_config(source)["kind"]
     is_target = kind == "target"
     if out.resolve() == source.resolve():
         raise InputError(f"--out {out}: is the checkpoint itself; choose another folder")
@@ -153,7 +150,7 @@ def judge(o) -> Asked:
     heads = [kind for kind in sorted(HEAD_KINDS) if is_target and (source / kind / CONFIG).is_file()]
     kinds = {"": kind, **dict(zip(heads, heads))}
     for name, kind in kinds.items():
-        check_exact(source / name, glance(source / name, kind))
+        check_exact(source / name, read_config(source / name, kind))
     stale = [kind for kind in HEAD_KINDS if is_target and kind not in heads and (out / kind).exists()]
     if stale:
         raise InputError(
@@ -172,10 +169,6 @@ def judge(o) -> Asked:
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
     source, out, kinds, compared, calibrate = judge(o)
-    # Nothing above needs torch: mistakes answer at once.
-    from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
-    from checkpoint.writer import staging
-
     use_threads()
     ids = None if compared is None else text_ids(source, f"--text {o.text}", compared, 16, 16384)
     scheme, of_heads = schemes(o)

@@ -60,34 +60,14 @@ def parser() -> Options:
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
     p.judge(key_of)
-    add_drafting(p)
-    p.add_runtime()
-    return p
-
-
-def add_drafting(p: Options) -> None:
-    """Add the options of `engine.target.Drafting`."""
-    group, on_off = p.add_argument_group("drafting"), argparse.BooleanOptionalAction
-    add = group.add_argument
-    how = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    add("--speculate", type=method_name, default="none", metavar="METHOD",
-        help=f"none: not at all (default); {how}. Two with a plus, such as lookup+eagle3, draft one tree")
-    add("--draft", help="folder of the head (default CHECKPOINT/KIND, eagle for EAGLE-2 too) or draft model")
-    add("--tree", metavar="SPEC", help="as for generate.py; the default shrinks as slots fill")
-    add("--coupled", action=on_off, default=True, help="draft with the target's sampling noise")
-    add("--draft-int8", action=on_off, default=True, help="on our kernels, quantise a 16-bit head at loading")
-    add("--shard-head", action="store_true",
-        help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
+    methods = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
+    group = p.add_drafting(method_name, methods)
     add_flags(group)
     check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
     add_window(group, p, lambda o: [o.speculate])
-    p.refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
-             lambda o: "--shard-head: deals what drafts among ranks; add --speculate, start with torchrun")
-    p.refuse(lambda o: o.draft and o.speculate == "none",
-             lambda o: f"--draft {o.draft}: plain decoding uses no head; add --speculate eagle3")
-    p.refuse(lambda o: o.tree and o.speculate == "none",
-             lambda o: f"--tree {o.tree}: plain decoding drafts no tree; add --speculate")
+    p.add_runtime()
+    return p
 
 
 def runtime_of(o):
@@ -139,12 +119,16 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
+    from checkpoint.folder import known_config, read_config
+
     drafting, runtime = drafting_of(o), runtime_of(o)
+    known_config(o.checkpoint, o.max_seq_len)  # before a checkpoint is converted
+    if o.draft:
+        read_config(o.draft, what="--draft")
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
     if not several():
         start(o, runtime, drafting, listener)
         return
-    from checkpoint.folder import read_config
     from kernels.ranks import joined, own_device
 
     read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
@@ -157,7 +141,7 @@ def run(o) -> None:
 def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> None:
     """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
     from checkpoint.convert import converted_folder
-    from checkpoint.verifying import verify
+    from checkpoint.folder import verify
     from common.threads import use_threads
     from engine.target import load_target
     from sampling.options import Sampling

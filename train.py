@@ -25,13 +25,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 # Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_copy, check_exact, check_head, check_target
-from checkpoint.names import ADVICE, CONFIG, LAYOUTS
+from checkpoint.folder import check_exact, read_config
+from checkpoint.heads import LAYOUTS
 from common.cli import Options, check_folder, check_replaceable, command, count, dtype, positive, seed
 from common.errors import InputError
-from common.gpus import check_gpu
 from common.schema import Wrong
-from common.sizes import GUESSES, TARGET
 from common.torchrun import one_voice, several
 from common.tree_shapes import PAPER_TREE, TreeShape
 from drafters.tree_spec import within_limits
@@ -147,8 +145,8 @@ def parser() -> Options:
     add("--guesses", type=positive, metavar="K", help="Medusa, Hydra: tokens guessed ahead (default 4)")
     add("--blocks", type=positive, metavar="N",
         help="Medusa, Hydra: residual blocks of each guess (default 1)")
-    within("--guesses", GUESSES.low, GUESSES.high)
-    within("--blocks", GUESSES.low, GUESSES.high)
+    within("--guesses", 1, 64)
+    within("--blocks", 1, 64)
     belongs("--guesses", "--kind medusa and hydra", lambda o: o.guesses and o.kind not in MULTI_TOKEN)
     belongs("--blocks", "--kind medusa and hydra", lambda o: o.blocks and o.kind not in MULTI_TOKEN)
     add("--prefix", action=on_off, help="Hydra: with a layer of its own, Hydra++ (default)")
@@ -289,15 +287,13 @@ FLAGS = {
 
 def judge(o: argparse.Namespace) -> None:
     """Judge what the options name, all that needs no torch. Raises InputError, ValueError on a shape."""
-    config = check_target(o.checkpoint)
-    check_gpu(o.device)
+    config = read_config(o.checkpoint, "target")
     check_out(Path(o.out), o.kind, Path(work_of(o)))
     check_exact(o.checkpoint, config)
-    TARGET.require(config, Path(o.checkpoint) / CONFIG, ADVICE)
     for flag, folder in (("--writer", o.writer), ("--reader", o.reader)):
-        if copy := check_head(flag, folder, "target"):
-            check_copy(f"{flag} {folder}", copy, o.checkpoint, config)
-    start = check_head("--start", o.start)
+        if folder:
+            check_copy(f"{flag} {folder}", read_config(folder, "target", flag), o.checkpoint, config)
+    start = read_config(o.start, what="--start") if o.start else {}
     if start:
         check_start(start["kind"], o.kind)
         judge_start(o, start)
@@ -327,6 +323,16 @@ def judge(o: argparse.Namespace) -> None:
         if not Path(folder).is_dir():
             raise InputError(f"--shards {folder}: not a folder")
         check_shards(Path(folder), config["vocab_size"])
+
+
+def check_copy(what: str, copy: dict, checkpoint: str, config: dict) -> None:
+    """Raise InputError if `copy` is not the config of a quantised copy of the target with `config`."""
+    sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
+    for key in (*sizes, "head_dim", "stop_ids"):
+        if copy[key] != config[key]:
+            raise InputError(
+                f"{what}: no copy of {checkpoint}: its {key} is {copy[key]}; expected {config[key]}"
+            )
 
 
 def judge_start(o: argparse.Namespace, start: dict) -> None:

@@ -1,25 +1,20 @@
-"""Draw the charts of README.md and docs/benchmarks.md, and write the numbers beside them.
+"""Draw the charts of README.md, and write the numbers beside them.
 
     python benchmarks/charts.py
 
-Nothing is measured: the figures come from peers-emerald.json, evaluate.json, drafters.json, step.json,
-step_batch.json and ranks.json in benchmarks/results, and everything that is written goes there too.
+Nothing is measured: the figures come from peers-emerald.json and drafters.json in benchmarks/results, where
+everything is written too.
 """
 from __future__ import annotations
 
 import csv
 import json
-import statistics
 import sys
 
 from bench import RESULTS  # first: it makes the modules below importable
-from step import TREES
-from step_model import TERMS, StepModel
 
 from common.plots import picture
 
-# The result files name the processor only.
-MACHINE = "2 threads of a virtual AMD EPYC (AVX512-BF16, VNNI)"
 PEERS, PEERS_MACHINE = "peers-emerald", "2 threads of a virtual Intel Xeon (AVX-512, VNNI)"
 DARK, LIGHT, GREY = "#2a6fbb", "#9cc3e6", "#b8b8b8"
 SETS = ("alpaca", "gsm8k", "humaneval", "mt_bench", "qa", "sum", "mean")
@@ -34,7 +29,6 @@ NAMES = {
     "p-eagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "lookup+eagle3": "lookup + EAGLE-3",
     "ours": "EAGLE-3, our head", "lookup+ours": "lookup + our head",  # trained for longer than the others
 }
-PRECISIONS = {"none": "bf16", "int8": "int8", "w8a8": "w8a8"}
 
 
 def read(name: str) -> dict:
@@ -69,14 +63,6 @@ def overview() -> None:
         axes.set(xlabel="tokens per second, one text at a time", xlim=(0, 295))
         words = f"SmolLM2-135M-Instruct, the same weights, 12 questions of MT-bench, greedy;\n{PEERS_MACHINE}"
         figure.suptitle(words, fontsize="medium")
-
-
-def sets() -> None:
-    """EAGLE-3 on the papers' six sets: the numbers only, `evaluate.py` has drawn them."""
-    write_csv("evaluate", ["temperature", "set", "questions", "speedup", "tau", "texts equal", "errors"], [
-        [row[key] for key in ("temperature", "set", "questions", "speedup", "tau", "equal", "errors")]
-        for row in read("evaluate")["rows"] if row["method"] == "eagle3"
-    ])
 
 
 def drafters() -> None:
@@ -125,90 +111,14 @@ def drafters() -> None:
         figure.suptitle(f"SmolLM2-135M-Instruct, greedy, {machine}; Spec-Bench: Vicuna-7B, one RTX 3090")
 
 
-def steps() -> None:
-    """What a step costs, by rows, context and precision."""
-    record = read("step")
-    rows = record["rows"]
-    write_csv("step", ["precision", "context", "rows", "milliseconds", "times plain", "share of bandwidth"], [
-        [PRECISIONS[r["mode"]], r["context"], r["rows"], r["step"], r["x plain"], r["roof"]] for r in rows
-    ])
-    contexts = sorted({r["context"] for r in rows})
-    with picture(RESULTS / "step.png", 10, 3.2) as figure:
-        for axes, context in zip(figure.subplots(1, len(contexts)), contexts):
-            for mode, label in PRECISIONS.items():
-                own = [r for r in rows if (r["mode"], r["context"]) == (mode, context)]
-                axes.plot([r["rows"] for r in own], [r["step"] for r in own], "o-", markersize=3, label=label)
-            axes.set(xlabel="rows of a step", ylim=(0, None), title=f"context {context:,}")
-            axes.set_xticks((1, 8, 16, 30, 60))
-        figure.axes[0].set_ylabel("milliseconds")
-        figure.axes[0].legend()
-        figure.suptitle(f"A step of SmolLM2-135M-Instruct (1 row: plain decoding), {_machine(record)}")
-
-
-def scaling() -> None:
-    """A step over batch, tree, context and ranks: what was measured (points), what the model says (lines)."""
-    records = [read(name) for name in ("step", "step_batch")]
-    rows = [row for record in records for row in record["rows"] if row["mode"] == "none"]
-    measured = [(TREES[row["rows"]], row["batch"], row["context"], row["step"]) for row in rows]
-    ranks = read("ranks")
-    model = StepModel.fitted(measured, ranks["exchange"]["layers"])
-    errors = model.errors(measured)
-    write_csv("scaling", ["what", "milliseconds"], [
-        *([term, f"{ms:.6f}"] for term, ms in zip(TERMS, model.milliseconds)),
-        ["steps measured", len(errors)],
-        ["relative error, median", errors[len(errors) // 2]], ["relative error, most", errors[-1]],
-    ])
-    with picture(RESULTS / "scaling.png", 12, 3.2) as figure:
-        batch, tree, context, several = figure.subplots(1, 4)
-        for nodes, colour in ((1, GREY), (8, DARK)):
-            own, label = [m for m in measured if m[0].nodes == nodes], "plain" if nodes == 1 else "tree 8/2/4"
-            _steps(batch, model, [m for m in own if m[2] == 128], 1, colour, label)
-            _steps(context, model, [m for m in own if m[1] == 1], 2, colour, label)
-        _steps(tree, model, [m for m in measured if m[1:3] == (1, 128)], 0, DARK, None)
-        words = "texts decoded together", "rows of a tree (1: plain)", "tokens of context"
-        for axes, label in zip((batch, tree, context), words):
-            axes.set(xlabel=label, ylim=(0, None))
-        batch.legend()
-        _ranks(several, ranks)
-        batch.set_ylabel("milliseconds of a step")
-        machine = _machine(records[0])
-        figure.suptitle(f"SmolLM2-135M-Instruct, bf16, {machine}: measured (points, bars), model (lines)")
-
-
 def _machine(record: dict) -> str:
-    """What a result file says of processor, threads and instruction set."""
+    """Return processor, threads and instruction set of a result file."""
     return f"{record['threads']} threads of a virtual {record['device']} ({record['isa']})"
-
-
-def _steps(axes, model: StepModel, measured: list[tuple], along: int, colour: str, label: str | None) -> None:
-    """Measured steps as points and the model as a line, over what stands at place `along` of a step."""
-    def at(step: tuple) -> int:
-        return step[along].nodes if along == 0 else step[along]
-
-    ordered = sorted(measured, key=at)
-    places = [at(step) for step in ordered]
-    axes.plot(places, [ms for *_, ms in ordered], "o", markersize=4, color=colour)
-    axes.plot(places, [model(*step) for *step, _ in ordered], color=colour, label=label)
-
-
-def _ranks(axes, record: dict) -> None:
-    """A step in one process and on several ranks, and what the former and the exchanges add up to."""
-    exchanges = 2 * record["exchange"]["layers"] + 1
-    took = sorted((int(rows), us / 1e3) for rows, us in record["exchange"]["microseconds"].items())
-    for x, (method, (_, exchange)) in enumerate(zip(("plain", "EAGLE-3"), took)):
-        runs = [run for run in record["runs"] if run["method"] == method]
-        times = [(run["ranks"], run["tau"] / rate * 1e3) for run in runs for rate in run["rates"]]
-        steps = [statistics.median(ms for n, ms in times if n == count) for count in (1, record["ranks"])]
-        for shift, ms, colour in zip((-0.19, 0.19), steps, (GREY, DARK)):
-            axes.bar_label(axes.bar(x + shift, ms, 0.36, color=colour), fmt="%.1f", padding=2)
-        axes.plot(x + 0.19, steps[0] + exchanges * exchange, "_", markersize=22, color="black")
-    axes.set_xticks(range(2), ("plain", f"tree {record['tree'].replace(',', '/')}"))
-    axes.set_xlabel(f"one process of {record['threads']} threads; {record['ranks']} ranks of one")
 
 
 def main() -> int:
     """Draw all. Returns the exit status."""
-    for draw in (overview, sets, drafters, steps, scaling):
+    for draw in (overview, drafters):
         draw()
     return 0
 

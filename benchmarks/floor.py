@@ -1,13 +1,13 @@
-"""Whether drafting is ever slower than plain decoding: sets of questions, temperatures, lengths of context.
+"""Drafting beside plain decoding, to see whether it is ever slower: over sets, temperatures, contexts.
 
     python benchmarks/floor.py --checkpoint DIR --questions DATA_DIR [--context 0 4096] [--isa avx2]
 
-Each question is answered plainly and with EAGLE-3 on the trees that were chosen here, both at once: whoever
-has fewer tokens takes the next step, so that both meet the same moods of the machine. A cell is the median of
-a set's speedups: the plain answer's decoding time over EAGLE's, whose text is the same.
---context N puts other questions of the set before a question, up to N tokens; 0 asks the question alone.
+Each question is answered plainly and with EAGLE-3 on the trees chosen here, both at once: the one with fewer
+tokens takes the next step, so that both meet the same moods of the machine. A cell is the median of a set's
+speedups: the plain answer's decoding time over EAGLE-3's, whose text is the same.
+--context N puts other questions of the set before a question, up to N tokens.
 
-The cells, texts that differ, and which trees were taken go to benchmarks/results/NAME.json.
+Writes the cells, the texts that differ and the trees that were taken to benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -15,128 +15,110 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import bench  # first: it makes the modules below importable
-from bench import describe, pooled_tau, write
+import ours
+from bench import positive
+from ours import Model, Runner, Sampling
 
 from common.cli import note
 from common.errors import InputError
-from engine.api import Drafting, Target, load_target
-from engine.decoder import Decoder
-from engine.run import Output, Run
-from engine.runtime import Runtime
-from engine.text_decoder import encode
-from sampling.options import Sampling
 from tokens.dataset import read_prompts
 
 
-def prompts_of(target: Target, questions: list[str], count: int, context: int) -> Iterator[list[int]]:
-    """The first `count` questions as ids, each after the same others, of `context` tokens at most."""
+def prompts_of(model: Model, questions: list[str], count: int, context: int) -> list[list[int]]:
+    """Return the first `count` questions as ids, each after the same others of at most `context` tokens."""
+    others, asked = questions[count:] or questions, questions[:count]
     before, used = "", 0
-    others = questions[count:] or questions
     while context:
-        text = others[used % len(others)] + "\n\n"
-        if len(encode(target.tokenizer, before + text + max(questions[:count], key=len))) > context:
+        longer = before + others[used % len(others)] + "\n\n"
+        if len(model.encode(longer + max(asked, key=len))) > context:
             break
-        before, used = before + text, used + 1
-    yield from (encode(target.tokenizer, before + question) for question in questions[:count])
+        before, used = longer, used + 1
+    return [model.encode(before + question) for question in asked]
 
 
 def answer_at_once(
-    decoders: tuple[Decoder, ...], prompt: list[int], sampling: Sampling
-) -> list[tuple[Output, float]]:
-    """The answer of each decoder, and the seconds that it took after the first token.
-
-    What the cache holds of the prompt, from the question before, is not read again.
-    """
-    runs = [Run(decoder, [prompt], [sampling], reuse=True) for decoder in decoders]
-    steps, seconds = [iter(run) for run in runs], [0.0] * len(runs)
-    for run, step in zip(runs, steps):
-        while not run.ids[0]:
-            next(step)
-    left = [*range(len(runs))]
+    runners: list[Runner], prompt: list[int], sampling: Sampling
+) -> list[tuple[list[int], list[int], float]]:
+    """Return each runner's ids, tokens by step, and seconds after the first token."""
+    steps = [runner.passes([prompt], [sampling]) for runner in runners]
+    ids, lengths, seconds = [[] for _ in runners], [[] for _ in runners], [0.0] * len(runners)
+    for i, runner in enumerate(runners):
+        while not ids[i]:
+            ids[i] += next(steps[i])[0]
+        seconds[i] = runner.since_first()
+    left = [*range(len(runners))]
     while left:
-        i = min(left, key=lambda i: len(runs[i].ids[0]))
+        i = min(left, key=lambda i: len(ids[i]))
         began = time.perf_counter()
-        if next(steps[i], None) is None:
-            left.remove(i)
+        emitted = next(steps[i], None)
         seconds[i] += time.perf_counter() - began
-    return [(run.outputs()[0], took) for run, took in zip(runs, seconds)]
+        if emitted is None:
+            left.remove(i)
+        elif emitted[0]:
+            ids[i] += emitted[0]
+            lengths[i].append(len(emitted[0]))
+    return [*zip(ids, lengths, seconds)]
 
 
-def run(o) -> None:
-    """Fill in the cells."""
-    files = sorted(Path(o.questions).glob("*.jsonl"))
-    if not files:
-        raise InputError(f"{o.questions}: has no .jsonl files")
-    target = load_target(o.checkpoint, Runtime(isa=o.isa), note)
-    length = {"max_seq_len": max(o.context) + 1024 + o.max_new_tokens}
-    fast, plain = (target.decoder(drafting, **length) for drafting in (Drafting("eagle3"), Drafting()))
-    record = describe(o.threads) | {"checkpoint": o.checkpoint, "tokens": o.max_new_tokens, "cells": []}
-    for temperature in o.temperature:
-        for model in (fast, plain):
-            model.warm_up(Sampling(8, temperature))
-    for context in o.context:
-        for file in files:
-            for temperature in o.temperature:  # the caches hold what stands before the questions of a set
-                cell = {"set": file.stem, "context": context, "temperature": temperature}
-                cell |= measure(o, target, (fast.decoder, plain.decoder), file, context, temperature)
-                record["cells"].append(cell)
-                note(f"  {cell}")
-    print_table(record, [file.stem for file in files])
-    write(o.name, record)
-
-
-def print_table(record: dict, sets: list[str]) -> None:
-    """A row for each context and temperature."""
-    print(f"| {record['device']}, {record['isa']}: context, temperature | {' | '.join(sets)} | least |")
-    print("|---" * (len(sets) + 2) + "|")
-    rows: dict[tuple, list[float]] = {}
-    for cell in record["cells"]:
-        rows.setdefault((cell["context"], cell["temperature"]), []).append(cell["speedup"])
-    for (context, temperature), ratios in rows.items():
-        cells = " | ".join(f"{ratio:.2f}" for ratio in (*ratios, min(ratios)))
-        print(f"| {context}, {temperature:g} | {cells} |")
-
-
-def measure(
-    o, target: Target, decoders: tuple[Decoder, Decoder], file: Path, context: int, temperature: float
-) -> dict:
-    """One cell."""
+def measure(o, runners: list[Runner], prompts: list[list[int]], temperature: float) -> dict:
+    """Return a cell. Raise InputError if no answer can be timed."""
     ratios, equal, lengths, trees = [], 0, [], Counter()
-    for i, prompt in enumerate(prompts_of(target, read_prompts(file), o.limit, context)):
+    for i, prompt in enumerate(prompts):
         sampling = Sampling(o.max_new_tokens, temperature, seed=i)
-        (fast, seconds), (plain, plain_seconds) = answer_at_once(decoders, prompt, sampling)
-        equal += fast.ids == plain.ids
-        if fast.accept_lengths:
+        (fast, steps, seconds), (plain, _, plain_seconds) = answer_at_once(runners, prompt, sampling)
+        equal += fast == plain
+        if steps:
             ratios.append(plain_seconds / seconds)
-            lengths.append(fast.accept_lengths)
-        trees.update(decoders[0].trees_taken())
-    if not ratios:
-        raise InputError(f"{file}: no answer has more than one token: nothing to time")
+            lengths.append(steps)
+        trees += runners[0].trees()
     return {
-        "speedup": statistics.median(ratios), "speedups": ratios, "tau": pooled_tau(lengths),
-        "trees": dict(trees), "texts_equal": equal, "of": i + 1,
+        "tau": bench.tau(lengths), "speedup": statistics.median(ratios), "speedups": ratios,
+        "trees": dict(trees), "texts_equal": equal, "of": len(prompts),
     }
 
 
+def action(o) -> None:
+    """Measure all cells. Print a row for each context and temperature."""
+    files = sorted(Path(o.questions).glob("*.jsonl"))
+    if not files:
+        raise InputError(f"{o.questions}: has no .jsonl files")
+    model = ours.load(o.checkpoint, isa=o.isa)
+    longest = min(model.longest, max(o.context) + 1024 + o.max_new_tokens)
+    runners = [model.runner(method, max_seq_len=longest) for method in ("eagle3", "none")]
+    for runner in runners:
+        for temperature in o.temperature:
+            runner.warm_up(temperature)
+    record = bench.describe(o) | {"checkpoint": o.checkpoint, "tokens": o.max_new_tokens, "cells": []}
+    for context in o.context:
+        for file in files:  # a temperature after the other: the caches hold what precedes a set's questions
+            prompts = prompts_of(model, read_prompts(file), o.limit, context)
+            for temperature in o.temperature:
+                cell = {"set": file.stem, "context": context, "temperature": temperature}
+                record["cells"].append(cell | measure(o, runners, prompts, temperature))
+                note(f"  {record['cells'][-1]}")
+    bench.write(o.name, record)
+    rows: dict[tuple, list[float]] = {}
+    for cell in record["cells"]:
+        rows.setdefault((cell["context"], cell["temperature"]), []).append(cell["speedup"])
+    heads = ["context", "temperature", *(file.stem for file in files), "least"]
+    print(bench.table(record, heads, [[*key, *cells, min(cells)] for key, cells in rows.items()]))
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line. Returns the exit status."""
+    """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "floor")
     add = p.add_argument
     add("--checkpoint", required=True, help="a converted target with an EAGLE-3 head")
     add("--questions", required=True, help="a folder of question files, see docs/evaluating.md")
-    add("--limit", type=int, default=4, help="questions of each set (default 4)")
+    add("--limit", type=positive, default=4, help="questions of each set (default 4)")
     add("--context", type=int, nargs="+", default=[0, 4096], help="tokens before an answer (default 0 4096)")
     add("--temperature", type=float, nargs="+", default=[0.0, 1.0], help="default 0 1")
-    add("--max-new-tokens", type=int, default=96, help="of an answer (default 96)")
+    add("--max-new-tokens", type=positive, default=96, help="of an answer (default 96)")
     add("--isa", help="of the kernels (default: the best)")
-    p.refuse(lambda o: min(o.context) < 0, lambda o: "--context: must be 0 or more tokens")
-    for flag, least in (("--limit", 1), ("--max-new-tokens", 2)):
-        p.within(flag, least, float("inf"))
-    return bench.run(p, run, argv)
+    return bench.run(p, action, argv)
 
 
 if __name__ == "__main__":

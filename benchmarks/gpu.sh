@@ -1,32 +1,31 @@
 #!/bin/sh
-# What a GPU is asked, in stages. Each takes less than 9 minutes, needs no other one, and goes on after a
-# failure; at the end stands what has failed.
+# Measure a GPU, in stages. Each takes less than 9 minutes, needs no other one, and goes on after a failure;
+# the last lines name what has failed.
 #
 #   benchmarks/gpu.sh STAGE...    or `all` of them
 #
-#   probe     versions, memory bandwidth, the cost of a launch, products in bf16
+#   probe     versions, driver, the GPU's state
 #   correct   tests on the GPU: kernels, captured steps, the text of every drafter, of CHECKPOINT's two;
-#             compute-sanitizer
-#   step      a step of 1, 8, 32 and 60 rows, and where its time goes
-#   context   1 and 60 rows after 128 to 32,768 tokens; attention against torch's
+#             compute-sanitizer, where it is installed
+#   step      plain steps and trees of 8, 32 and 60 rows; a profile of each
+#   context   plain steps and the tree of 60 rows after 128 to 32,768 tokens, on our kernels and on PyTorch's
 #   kv        the same steps over caches in fp8
-#   batch     1, 16 and 60 rows of 1 to 32 texts
+#   batch     plain steps, trees of 16 and 60 rows of 1 to 32 texts
 #   quant     int8, fp8 and int4; their products alone
-#   offload   a step with more and more layers in the host's memory, and the rate of copies from there
-#   peers     transformers, torch.compile and, if GPT_FAST and GPT_FAST_CHECKPOINT are set, gpt-fast
-#   smollm2   peers on CHECKPOINT, with the questions of QUESTIONS if that is set
+#   peers     transformers and ours
+#   smollm2   peers on CHECKPOINT, with QUESTIONS
 #   batches   1 to 56 texts of CHECKPOINT at a time, plainly, with EAGLE-3 and by transformers; QUESTIONS
 #   train     heads of KINDS (eagle3 p-eagle dflash dspark) for CHECKPOINT on the shards in TRAIN_DATA, all
 #             in MINUTES (7); another call on the same machine goes on, and only a run that ends writes its head
 #
 # Models have random weights of SHAPE (llama-3.1-8b), made on the GPU. CHECKPOINT is checkpoints/smollm2-135m;
-# what is not there is joined from runs/carry, see parts.py. OPTIONS are more of step.py and peers.py, such as
-# --autotune, TRAIN_OPTIONS of train.py. PYTHON is .venv/bin/python, or else python3. Raw figures go to
-# benchmarks/results/gpu-*, or into OUT.
+# without it, the files runs/carry/part-* are unpacked, which `tar c -C checkpoints smollm2-135m | split -b 38M
+# - runs/carry/part-` makes. OPTIONS are more of step.py and peers.py, such as --autotune, TRAIN_OPTIONS of
+# train.py. PYTHON is .venv/bin/python, or else python3. Raw figures go to benchmarks/results/gpu-*, or to OUT.
 
 set -u
 cd "$(dirname "$0")/.." || exit 1
-STAGES="probe correct step context kv batch quant offload peers smollm2 batches train"
+STAGES="probe correct step context kv batch quant peers smollm2 batches train"
 SHAPE=${SHAPE:-llama-3.1-8b}
 CHECKPOINT=${CHECKPOINT:-checkpoints/smollm2-135m}
 OPTIONS=${OPTIONS:-}
@@ -72,13 +71,24 @@ left_out() {
 
 # have_checkpoint STAGE: whether CHECKPOINT is there, or can be joined
 have_checkpoint() {
-    [ -d "$CHECKPOINT" ] || [ ! -d runs/carry ] ||
-        part 50 join "$PYTHON" benchmarks/parts.py join runs/carry "$(dirname "$CHECKPOINT")"
+    [ -d "$CHECKPOINT" ] || [ ! -d runs/carry ] || {
+        mkdir -p "$(dirname "$CHECKPOINT")" && cat runs/carry/part-* | tar x -C "$(dirname "$CHECKPOINT")"
+    }
     [ -d "$CHECKPOINT" ] || { left_out "$1 (no $CHECKPOINT)"; return 1; }
 }
 
 probe() {
-    measure 300 probe probe --shape "$SHAPE"
+    part 100 versions "$PYTHON" -m torch.utils.collect_env
+    part 20 nvidia-smi nvidia-smi
+}
+
+# sanitize CHECK: the small tests of the kernels under compute-sanitizer
+sanitize() {
+    # Each tensor is an allocation of its own, so that reading beyond it is an error.
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 part 70 "$1" compute-sanitizer --tool "$1" --error-exitcode 99 \
+        --target-processes application-only "$PYTHON" -m pytest -o addopts= --import-mode=importlib -q -x \
+        -p no:cacheprovider -k "counters or test_move or share_tiles or (gpu and (emit or accept_of or other_names))" \
+        tests/kernels/gpu tests/kernels/test_parts.py
 }
 
 correct() {
@@ -93,61 +103,56 @@ correct() {
         beside checkpoint tests/engine/test_cuda_drafters.py -k smollm2
     wait
     cat "${OUT:-$notes}"/tests-*.log
-    part 140 sanitizer "$PYTHON" benchmarks/sanitize.py
+    PATH=$PATH:/usr/local/cuda/bin
+    command -v compute-sanitizer >/dev/null || { left_out "compute-sanitizer (not installed)"; return; }
+    sanitize memcheck
+    sanitize racecheck
 }
 
+TREES="1,0,0 60,7,10"
+CONTEXTS="128 1024 4096 8192 16384 32768"
+
 step() {
-    measure 520 step step --shape "$SHAPE" --rows 1 8 32 60 --context 128 --top 12 --limit 430 $OPTIONS
+    measure 520 step step --shape "$SHAPE" --tree 1,0,0 8,2,4 32,4,8 60,7,10 --context 128 --top 12 $OPTIONS
 }
 
 context() {
-    measure 130 attention gpu_attention --shape "$SHAPE"
-    measure 400 context step --shape "$SHAPE" --rows 1 60 \
-        --context 128 1024 4096 8192 16384 32768 --limit 310 $OPTIONS
+    measure 270 context step --shape "$SHAPE" --tree $TREES --context $CONTEXTS $OPTIONS
+    measure 250 context-pytorch step --shape "$SHAPE" --no-kernels --tree $TREES --context $CONTEXTS $OPTIONS
 }
 
 kv() {
-    measure 520 kv step --shape "$SHAPE" --kv fp8 --rows 1 60 \
-        --context 128 1024 4096 8192 16384 32768 --limit 430 $OPTIONS
+    measure 520 kv step --shape "$SHAPE" --kv fp8 --tree $TREES --context $CONTEXTS $OPTIONS
 }
 
 batch() {
-    measure 520 batch step --shape "$SHAPE" --rows 60 1 16 --batch 32 8 1 2 4 16 \
-        --context 1024 --limit 430 $OPTIONS
+    measure 520 batch step --shape "$SHAPE" --tree $TREES 16,3,4 --batch 32 8 1 2 4 16 --context 1024 $OPTIONS
 }
 
 quant() {
     fp8=$("$PYTHON" -c 'import torch; print("fp8" * (torch.cuda.get_device_capability() >= (8, 9)))')
-    measure 370 quant step --shape "$SHAPE" --modes int8 $fp8 int4 --rows 1 60 \
-        --context 128 --limit 290 $OPTIONS
+    measure 370 quant step --shape "$SHAPE" --modes int8 $fp8 int4 --tree $TREES --context 128 $OPTIONS
     measure 160 products products --shape "$SHAPE" --rows 1 16 60
 }
 
-offload() {
-    measure 520 offload offload --shape "$SHAPE" --limit 400
-}
-
 peers() {
-    measure 270 peers-ours peers --shape "$SHAPE" --limit 4 $OPTIONS
-    set -- --no-ours --transformers --torch-compile
-    [ -z "${GPT_FAST:-}" ] || set -- "$@" --gpt-fast "$GPT_FAST" --gpt-fast-checkpoint "$GPT_FAST_CHECKPOINT"
-    measure 260 peers peers --shape "$SHAPE" --limit 4 "$@" $OPTIONS
+    measure 520 peers peers --shape "$SHAPE" --limit 4 --transformers $OPTIONS
 }
 
 smollm2() {
     have_checkpoint smollm2 || return
+    [ -n "${QUESTIONS:-}" ] || { left_out "smollm2 (no QUESTIONS)"; return; }
     [ -d "$CHECKPOINT-int8" ] ||
         part 90 quantize "$PYTHON" quantize.py --checkpoint "$CHECKPOINT" --mode int8
-    set -- --checkpoint "$CHECKPOINT" --int8 "$CHECKPOINT-int8" --transformers --torch-compile
-    [ -z "${QUESTIONS:-}" ] || set -- "$@" --questions "$QUESTIONS" --limit 12
-    measure 400 smollm2 peers "$@" $OPTIONS
+    measure 400 smollm2 peers --checkpoint "$CHECKPOINT" --quantised "$CHECKPOINT-int8" --transformers \
+        --questions "${QUESTIONS%% *}" --limit 12 $OPTIONS
 }
 
 batches() {
     have_checkpoint batches || return
     [ -n "${QUESTIONS:-}" ] || { left_out "batches (no QUESTIONS)"; return; }
-    measure 480 batches batches --checkpoint "$CHECKPOINT" --questions $QUESTIONS --minutes 6 --each 3 \
-        --max-new-tokens 128
+    measure 520 batches batches --checkpoint "$CHECKPOINT" --questions $QUESTIONS --rounds 2 \
+        --transformers "$CHECKPOINT"
 }
 
 train() {
@@ -170,8 +175,7 @@ train() {
         [ -n "${OUT:-}" ] || continue
         [ ! -f "runs/gpu-$kind-work/log.jsonl" ] ||
             part 5 "log-$kind" cp "runs/gpu-$kind-work/log.jsonl" "$OUT/gpu-train-$kind.jsonl"
-        [ ! -d "runs/gpu-$kind" ] ||
-            part 5 "head-$kind" "$PYTHON" benchmarks/parts.py split "runs/gpu-$kind" "$OUT/$kind" --size 15
+        [ ! -d "runs/gpu-$kind" ] || part 5 "head-$kind" cp -r "runs/gpu-$kind" "$OUT/$kind"
     done
 }
 
@@ -181,10 +185,6 @@ for stage in "$@"; do
 done
 if [ $# = 0 ]; then
     sed -n '2,/^$/s/^# \{0,1\}//p' "$0"
-    exit 2
-fi
-if [ -n "${GPT_FAST:-}" ] && [ -z "${GPT_FAST_CHECKPOINT:-}" ]; then
-    echo "error: GPT_FAST needs GPT_FAST_CHECKPOINT too" >&2
     exit 2
 fi
 "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||

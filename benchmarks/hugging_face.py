@@ -1,28 +1,38 @@
-"""transformers as a peer: `generate` on our weights."""
+"""Our LLaMA targets in transformers: as a contender, and as a folder for the converters of other programs.
+
+    python benchmarks/hugging_face.py --checkpoint DIR --out DIR      (writes a Hugging Face folder)
+"""
 from __future__ import annotations
 
+import json
+import sys
 import time
+from pathlib import Path
 
+import bench  # first: it makes the modules below importable
 import torch
-from bench import Decoded  # first: it makes the modules below importable
+from bench import Decoded
 
+from checkpoint.loading import load_model
 from common.errors import InputError
+from common.files import read_json
 from model import Transformer, blank
+from tokens.tokenizer import copy_files
 
 
 def as_llama(target: Transformer):
-    """The target as a LlamaForCausalLM of transformers, on the same tensors.
+    """Return a LlamaForCausalLM of transformers on the target's own tensors.
 
-    Raises InputError if it is no LLaMA whose rotary embeddings are plain or scaled as Llama 3.1's.
+    Raise InputError if the target is no LLaMA whose rotary embeddings are plain or scaled as Llama 3.1's.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     a = target.args
     if a.rope_scaling and a.rope_scaling.get("rope_type") != "llama3":
-        raise InputError("transformers: this target scales its rotary embeddings; that is not handed over")
+        raise InputError("transformers: this target scales its rotary embeddings in a way not handed over")
     if a.qkv_bias or a.qk_norm or a.num_experts:
-        raise InputError("transformers: this target is no LLaMA; only a LLaMA is handed over")
+        raise InputError("transformers: this target is no LLaMA")
     weights = {
         "model.embed_tokens.weight": target.embed.weight, "model.norm.weight": target.norm.weight,
         "lm_head.weight": target.lm_rows,
@@ -51,62 +61,77 @@ def as_llama(target: Transformer):
 
 
 class HuggingFace:
-    """`generate` of a model of transformers, greedy.
+    """Greedy `generate` of a model of transformers. options: more arguments of it."""
 
-    slots: keys and values go into a static cache of so many, and on a GPU transformers compiles the model.
-    """
-
-    def __init__(self, model, stop_ids: list[int], slots: int | None = None, **options):
-        self.model, self.stop_ids, self.options, self.cache = model, stop_ids, options, None
-        if slots:
-            from transformers import StaticCache
-
-            self.cache = StaticCache(config=model.config, max_cache_len=slots)
+    def __init__(self, model, stop_ids: list[int], **options):
+        self.model, self.stop_ids, self.options = model, stop_ids, options
+        self.pad = stop_ids[0] if stop_ids else 0
 
     @torch.no_grad()
-    def decode(self, ids: list[int], tokens: int) -> Decoded:
-        """Decode a prompt. The clock starts when the first tokens are there."""
+    def decode_together(self, prompts: list[list[int]], limits: list[int]) -> tuple[list[list[int]], float]:
+        """Decode prompts that are padded to one length, each to at most its limit of tokens.
+
+        Return the answers, and the tokens per second of a row after its first.
+        """
         from transformers import StoppingCriteriaList
 
-        marks: list[tuple[float, int]] = []
-
-        def mark(input_ids, scores, **_) -> torch.Tensor:
-            marks.append((time.perf_counter(), input_ids.shape[1]))
-            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-
-        prompt, options = torch.tensor([ids], device=self.model.device), dict(self.options)
-        if self.cache:
-            self.cache.reset()
-            options["past_key_values"] = self.cache
-        out = self.model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False,
-            eos_token_id=self.stop_ids or None, pad_token_id=self.stop_ids[0] if self.stop_ids else 0,
-            stopping_criteria=StoppingCriteriaList([mark]), **options,
-        )
-        began, first = marks[0]
-        seconds, decoded = time.perf_counter() - began, out.shape[1] - first
-        return Decoded(out[0, len(ids) :].tolist(), decoded / seconds if decoded else 0.0, [])
-
-    @torch.no_grad()
-    def decode_together(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
-        """The answers to prompts that are padded to one length, each of at most so many tokens."""
-        from transformers import StoppingCriteriaList
-
-        longest, pad = max(map(len, prompts)), self.stop_ids[0] if self.stop_ids else 0
-        rows = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts], device=self.model.device)
-        seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts])
-        most = torch.tensor(limits, device=self.model.device)
+        longest, device, marks = max(map(len, prompts)), self.model.device, []
+        rows = torch.tensor([[self.pad] * (longest - len(ids)) + ids for ids in prompts], device=device)
+        seen = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=device)
+        most = torch.tensor(limits, device=device)
 
         def full(input_ids, scores, **_) -> torch.Tensor:
+            marks.append((time.perf_counter(), input_ids.shape[1]))
             return input_ids.shape[1] - longest >= most
 
         out = self.model.generate(
-            rows, attention_mask=seen.to(self.model.device), max_new_tokens=max(limits), do_sample=False,
-            eos_token_id=self.stop_ids or None, pad_token_id=pad,
-            stopping_criteria=StoppingCriteriaList([full]), **self.options,
+            rows, attention_mask=seen, max_new_tokens=max(limits), do_sample=False, pad_token_id=self.pad,
+            eos_token_id=self.stop_ids or None, stopping_criteria=StoppingCriteriaList([full]),
+            **self.options,
         )
-        return [self._to_its_end(ids[:limit]) for ids, limit in zip(out[:, longest:].tolist(), limits)]
+        seconds, later = time.perf_counter() - marks[0][0], out.shape[1] - marks[0][1]
+        answers = [self._to_its_end(ids[:n]) for ids, n in zip(out[:, longest:].tolist(), limits)]
+        return answers, later / seconds if later else 0.0
+
+    def decode(self, ids: list[int], tokens: int) -> Decoded:
+        """Decode a prompt. The clock starts with the first tokens."""
+        (answer,), rate = self.decode_together([ids], [tokens])
+        return Decoded(answer, rate)
 
     def _to_its_end(self, ids: list[int]) -> list[int]:
-        """An answer without the padding after its stop id."""
+        """Cut the padding after a stop id."""
         return next((ids[: i + 1] for i, token in enumerate(ids) if token in self.stop_ids), ids)
+
+
+def write_folder(o) -> None:
+    """Write a target and its tokenizer as a Hugging Face folder. Raise InputError if it exists."""
+    checkpoint, out = Path(o.checkpoint), Path(o.out)
+    if out.exists():
+        raise InputError(f"--out {out}: exists; choose another folder")
+    target, config = load_model(checkpoint)
+    model, stop_ids = as_llama(target), config["stop_ids"]
+    model.generation_config.eos_token_id = stop_ids
+    model.config.eos_token_id, model.config.bos_token_id = stop_ids[0], config["bos_id"]
+    part = out.with_name(f"{out.name}.partial")
+    model.save_pretrained(part)
+    copy_files(checkpoint, part)
+    if (part / "tokenizer.json").exists():
+        # Else transformers takes any LLaMA's tokenizer for SentencePiece and adds tokens to it.
+        file = part / "tokenizer_config.json"
+        settings = read_json(file) if file.exists() else {}
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        file.write_text(json.dumps(settings, indent=1) + "\n")
+    part.rename(out)
+    print(f"wrote {out}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line. Return the exit status."""
+    p = bench.options(__doc__, "")
+    p.add_argument("--checkpoint", required=True, help="converted target")
+    p.add_argument("--out", required=True, help="folder to make")
+    return bench.run(p, write_folder, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

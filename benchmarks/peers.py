@@ -1,349 +1,196 @@
-"""Ours against its peers on the same weights, prompts, threads and stop rules, in turns, in one run.
+"""Tokens per second of this project and of its peers on the same weights, prompts and threads, in turns.
 
-    python benchmarks/peers.py --checkpoint DIR --questions question.jsonl --gguf MODEL.gguf --transformers
-    python benchmarks/peers.py --checkpoint DIR --int8 DIR-int8 --gpt-fast DIR --gpt-fast-checkpoint model.pth
-    python benchmarks/peers.py --shape llama-3.1-8b --transformers --torch-compile
+    python benchmarks/peers.py --checkpoint DIR --quantised DIR-w8a8 --questions mt_bench.jsonl \\
+        --transformers --llama-server FILE --gguf bf16.gguf Q8_0.gguf --llama-head head.gguf
+    python benchmarks/peers.py --shape llama-3.1-8b --transformers
 
-ours          plain and EAGLE-3, as stored and (--int8 DIR, --w8a8 DIR) quantised; --ladder: without our
-              kernels, and without torch.compile; --no-ours: none of these
-transformers  `generate`, plain and with prompt lookup (--transformers); on CUDA also with a static cache, for
-              which it compiles the model, unless that fails
-torch.compile our model's pass over one row in mode "reduce-overhead", in a plain loop (--torch-compile)
-llama.cpp     bf16 and Q8_0 (--gguf: a file of the same model, for its metadata; the weights are ours), by
-              llama-cpp-python or by llama-server (--llama-server); the latter also Q8_0 with EAGLE-3,
-              drafting chains (--llama-head: our head as GGUF)
-OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees (--openvino: a Python that has
-              it; --openvino-target, --openvino-head: our weights as optimum-cli exports them)
-gpt-fast      on CUDA, its own generate.py from a path you give, on its own prompt: not in turns
+ours          plain and EAGLE-3, as stored and quantised; not with --no-ours
+transformers  `generate`, plain and with prompt lookup; on a GPU also with a static cache, where it is
+              compiled
+llama.cpp     llama-server with each file of --gguf; the last one also with EAGLE-3, drafting chains
+OpenVINO      OpenVINO GenAI, plain and with EAGLE-3, drafting chains or trees
 
---shape: random weights and prompts; next to no draft is accepted, so EAGLE-3 shows what a step costs, not
-what it gains. docs/benchmarks.md says how to build the peers. Speeds are tokens after the first over the
-time after the first, greedy, one sequence: medians over the questions, and medians of the ratios of each
-question. llama-server and OpenVINO are loaded once, in processes of their own that keep that time
-themselves. "its plain" is plain decoding of the same kind and precision; a speculative contender's text is
-compared with it. tau is over all steps of all questions. On our kernels a 16-bit target's head is int8, the
-default of generate.py (on a CPU a bf16 one's).
-Raw figures go to benchmarks/results/NAME.json, with a table (NAME.md) and a chart (NAME.png).
+docs/benchmarks.md says how to build the peers. Speeds are tokens after the first over the time after the
+first, greedy, one text at a time: medians over the questions, and medians of each question's ratios. "its
+plain" is plain decoding of the same program and precision, with which a speculative text is compared. The
+peers' processes keep the time themselves. --shape takes random weights and prompts: nearly no draft is
+accepted, so EAGLE-3 shows what a step costs, not what it gains.
+Writes benchmarks/results/NAME.json and .png.
 """
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
-import os
-import re
-import shutil
 import signal
-import subprocess
+import statistics
 import sys
-import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
 import bench  # first: it makes the modules below importable
+import ours
 import torch
-from bench import Contender, Decoded, describe, write
-from shapes import random_models, shape_of
-from speeds import chart, summarise, table
-from step import models_for
+from bench import Contender, positive
+from processes import LlamaServer, OpenVino
+from shapes import shape_of
 
 from checkpoint.folder import read_config
-from common.cli import note, positive
-from common.errors import InputError, first_line
-from drafters.eagle import Eagle
-from engine.api import Drafting, load_target
-from engine.calibrating import PROMPTS
-from engine.decoder import Decoder
-from engine.runtime import Runtime
-from engine.text_decoder import TextDecoder, encode
-from model import Transformer
+from common.cli import note
+from common.errors import first_line
+from common.plots import picture
 from tokens.dataset import read_prompts
-from tokens.tokenizer import Tokenizer
 from tree import PAPER_TREE, TreeShape
-
-UNCOMPILED = Runtime(compile=False)  # the target's modules keep their plain weights
-SEED = 0  # of random weights and prompts
 
 
 class Entry(NamedTuple):
-    """What decodes, and the name of the contender whose text it must write if it is speculative."""
+    """A contender, and the name of its plain form if it is speculative."""
 
     decode: Contender
     plain: str | None = None
 
 
-def check(o) -> None:
-    """Raise InputError or ValueError if something that the options name is missing or of another kind."""
-    for name, path in (
-        ("--gpt-fast", o.gpt_fast), ("--gpt-fast-checkpoint", o.gpt_fast_checkpoint),
-        ("--llama-head", o.llama_head),
-    ):
-        if path and not Path(path).exists():
-            raise InputError(f"{name} {path}: is not there")
-    for name, program in (("--llama-server", o.llama_server), ("--openvino", o.openvino)):
-        if program and not shutil.which(program):
-            raise InputError(f"{name} {program}: is not there, or cannot be run; see docs/benchmarks.md")
-    for name, model in (("--openvino-target", o.openvino_target), ("--openvino-head", o.openvino_head)):
-        if model and not (Path(model) / "openvino_model.xml").is_file():
-            raise InputError(f"{name} {model}: holds no openvino_model.xml; see optimum-cli export openvino")
-    for spec in o.openvino_trees:
-        TreeShape.parse(spec)
-    for mode, checkpoint in (("int8", o.int8), ("w8a8", o.w8a8)):
-        if checkpoint and read_config(checkpoint, "target").get("quantization", {}).get("mode") != mode:
-            raise InputError(f"--{mode} {checkpoint}: is not quantised so; see quantize.py --mode {mode}")
-    for name in ("int8", "w8a8", "questions", "ladder", "gguf", "openvino"):
-        if o.shape and vars(o)[name]:
-            raise InputError(f"--{name}: needs --checkpoint; --shape has random weights")
-    plain = o.transformers or o.torch_compile or o.gguf
-    if plain and o.checkpoint and "quantization" in read_config(o.checkpoint, "target"):
-        raise InputError(f"{o.checkpoint}: is quantised; name the unquantised one, and this with --int8")
-    if o.transformers and not find_spec("transformers"):
-        raise InputError("--transformers: is not installed (pip install transformers)")
-    if o.gguf and not o.llama_server:
-        try:
-            import llama_cpp  # noqa: F401
-        except ImportError:
-            message = "--gguf: llama-cpp-python is not installed (pip install llama-cpp-python)"
-            raise InputError(f"{message}; or name --llama-server") from None
+def ours_of(o, slots: int) -> dict[str, Entry]:
+    """Return our contenders."""
+    found = {}
+    for checkpoint in (o.checkpoint, *o.quantised):
+        model = ours.load(checkpoint, o.shape, autotune=o.autotune)
+        mode = read_config(checkpoint).get("quantization", {}).get("mode") if checkpoint else None
+        tree, suffix = PAPER_TREE if o.shape else None, f" {mode}" if mode else ""
+        plain = f"ours plain{suffix}"
+        runners = [model.runner(*how, max_seq_len=slots) for how in (("none",), ("eagle3", tree))]
+        found[plain] = Entry(runners[0].warm_up().decode)
+        found[f"ours EAGLE-3{suffix}"] = Entry(runners[1].warm_up().decode, plain)
+    return found
 
 
-def load_contenders(o, slots: int, started: contextlib.ExitStack) -> dict[str, Entry]:
-    """Everything that is asked for, by name.
-
-    slots: tokens of the longest prompt and its answer. started: ends the peers' processes and removes their
-    files.
-    """
-    load = functools.cache(lambda checkpoint, runtime: load_target(checkpoint, runtime, note))
-    contenders: dict[str, Entry] = {}
-    if o.ours:
-        contenders = _ours_at_random(o, slots) if o.shape else _ours(o, load)
-    stop_ids = [] if o.shape else read_config(o.checkpoint, "target")["stop_ids"]
-
-    @functools.cache
-    def model() -> Transformer:
-        """The same weights in plain modules, for others."""
-        if o.checkpoint:
-            return load(o.checkpoint, UNCOMPILED).model
-        torch.manual_seed(SEED)
-        return random_models(o.shape, torch.bfloat16, Runtime().device_name, None)[0]
-
-    if o.transformers:
-        contenders |= _transformers(model(), stop_ids, slots)
-    if o.torch_compile:
-        from compiled_peer import CompiledLoop
-
-        contenders["torch.compile"] = Entry(CompiledLoop(model(), stop_ids, slots).decode)
-    if o.gguf:
-        contenders |= _llama_cpp(o, model(), stop_ids, started)
-    if o.openvino:
-        contenders |= _openvino(o, stop_ids, started)
-    return contenders
-
-
-def _transformers(model: Transformer, stop_ids: list[int], slots: int) -> dict[str, Entry]:
+def transformers_of(o, stop_ids: list[int]) -> dict[str, Entry]:
+    """Return transformers on the same tensors. Raise InputError."""
     from hugging_face import HuggingFace, as_llama
 
-    llama = as_llama(model)
-    contenders = {"transformers": Entry(HuggingFace(llama, stop_ids).decode)}
-    lookup = HuggingFace(llama, stop_ids, prompt_lookup_num_tokens=10)
-    contenders["transformers, prompt lookup"] = Entry(lookup.decode, "transformers")
-    if model.embed.weight.is_cuda:
-        static = HuggingFace(llama, stop_ids, slots).decode
+    llama = as_llama(ours.plain_modules(o.checkpoint, o.shape))
+    found = {"transformers": Entry(HuggingFace(llama, stop_ids).decode)}
+    lookup = HuggingFace(llama, stop_ids, prompt_lookup_num_tokens=10).decode
+    found["transformers, prompt lookup"] = Entry(lookup, "transformers")
+    if bench.CUDA:
+        static = HuggingFace(llama, stop_ids, cache_implementation="static").decode
         try:
             static([0] * 8, 8)
-            contenders["transformers, static cache"] = Entry(static)
-        except Exception as e:  # whatever a compiler that is not ours raises
+            found["transformers, static cache"] = Entry(static)
+        except Exception as e:  # whatever its compiler raises
             note(f"transformers with a static cache: left out ({first_line(e)})")
-    return contenders
+    return found
 
 
-def _ours_at_random(o, slots: int) -> dict[str, Entry]:
-    torch.manual_seed(SEED)
-    asked = argparse.Namespace(**vars(o) | {"device": Runtime().device_name, "dtype": "bf16"})
-    bench.use(asked.device, o.compile)
-    target, head = models_for(asked, "none", None)
-
-    def contender(drafter: Eagle | None = None) -> Contender:
-        options = {"max_seq_len": slots, "compile": o.compile, "chunks": (64,), "say": note}
-        return bench.contender_of(TextDecoder(Decoder(target, drafter, **options), None))
-
-    plain = "ours plain"
-    return {plain: Entry(contender()), "ours EAGLE-3": Entry(contender(Eagle(head, PAPER_TREE)), plain)}
-
-
-def _ours(o, load) -> dict[str, Entry]:
-    as_asked = Runtime(compile=o.compile)
-    kinds = [(o.checkpoint, as_asked, ""), (o.int8, as_asked, " int8"), (o.w8a8, as_asked, " w8a8")]
-    if o.ladder:
-        kinds.append((o.checkpoint, UNCOMPILED, ", uncompiled PyTorch"))
-        if o.compile:
-            kinds.append((o.checkpoint, Runtime(kernels=False), ", torch.compile only"))
-    contenders = {}
-    for checkpoint, runtime, suffix in kinds:
-        if checkpoint:
-            target, plain = load(checkpoint, runtime), f"ours plain{suffix}"
-            decoders = [bench.contender_of(target.decoder(Drafting(method))) for method in ("none", "eagle3")]
-            contenders |= {plain: Entry(decoders[0]), f"ours EAGLE-3{suffix}": Entry(decoders[1], plain)}
-    return contenders
+def processes_of(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
+    """Return the contenders that are programs. started: ends them. Raise InputError."""
+    found, plain = {}, ""
+    for file in o.gguf:
+        plain = f"llama.cpp {Path(file).stem}"
+        server = started.enter_context(LlamaServer(o.llama_server, file, o.threads))
+        found[plain] = Entry(server.decode)
+    for chain in o.llama_chains if o.llama_head else ():
+        server = LlamaServer(o.llama_server, o.gguf[-1], o.threads, head=o.llama_head, chain=chain)
+        entry = Entry(started.enter_context(server).decode, plain)
+        found[f"{plain}, EAGLE-3, chain of {chain}"] = entry
+    if o.openvino:
+        # float32: bf16 activations, its own choice where the processor has them, were no faster.
+        properties = {"INFERENCE_NUM_THREADS": o.threads, "INFERENCE_PRECISION_HINT": "f32"}
+        properties |= dict(setting.split("=", 1) for setting in o.openvino_set)
+        peer = OpenVino(o.openvino, o.openvino_target, o.openvino_head, properties)
+        started.enter_context(peer)
+        found["OpenVINO"] = Entry(peer.contender(stop_ids))
+        trees = {f"chain of {n}": TreeShape(n + 1, n - 1, 1) for n in o.openvino_chains}
+        trees |= {f"tree {spec}": TreeShape.parse(spec) for spec in o.openvino_trees}
+        for name, tree in trees.items() if o.openvino_head else ():
+            found[f"OpenVINO, EAGLE-3, {name}"] = Entry(peer.contender(stop_ids, tree), "OpenVINO")
+    return found
 
 
-def _llama_cpp(o, model: Transformer, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
-    from gguf_copy import write_gguf
-    from llama_peer import LlamaCpp, LlamaServer
+def summarise(rows: list[dict], plain: dict[str, str | None]) -> dict[str, dict]:
+    """Return medians of speeds and ratios by contender; of the speculative also equal texts and tau."""
+    summary = {}
+    for name in rows[0]:
+        def ratio(base: str, name: str = name) -> float:
+            return statistics.median(row[name].rate / row[base].rate for row in rows)
 
-    folder = Path(started.enter_context(tempfile.TemporaryDirectory()))
-    contenders = {}
-    for kind, name in (("BF16", "llama.cpp bf16"), ("Q8_0", "llama.cpp Q8_0")):
-        note(f"writing the weights as {kind} ...")
-        file = write_gguf(Path(o.gguf), model, folder / f"{kind}.gguf", kind)
-        if not o.llama_server:
-            contenders[name] = Entry(LlamaCpp(file, o.threads, stop_ids).decode)
-            continue
-        start = functools.partial(LlamaServer, o.llama_server, file, o.threads, stop_ids)
-        contenders[name] = Entry(started.enter_context(start()).decode)
-    if o.llama_head:  # `start` is that of Q8_0
-        for chain in o.llama_chains:
-            server = started.enter_context(start(o.llama_head, chain))
-            contenders[f"llama.cpp EAGLE-3 Q8_0, chain of {chain}"] = Entry(server.decode, "llama.cpp Q8_0")
-    return contenders
+        figures = {"rate": statistics.median(row[name].rate for row in rows)}
+        bases = [base for base in rows[0] if not plain[base] and not base.startswith("ours plain ")]
+        figures |= {f"x {base}": ratio(base) for base in bases}
+        if base := plain[name]:
+            figures["x its plain"] = ratio(base)
+            figures["equal"] = sum(row[name].ids == row[base].ids for row in rows)
+            if steps := sum(row[name].steps or len(row[name].accept_lengths) for row in rows):
+                figures["tau"] = sum(len(row[name].ids) - 1 for row in rows) / steps
+        summary[name] = figures
+    return summary
 
 
-def _openvino(o, stop_ids: list[int], started: contextlib.ExitStack) -> dict[str, Entry]:
-    from openvino_peer import OpenVino, as_chain, as_tree
-
-    properties = dict(setting.split("=", 1) for setting in o.openvino_set)
-    peer = OpenVino(o.openvino, o.openvino_target, o.openvino_head, o.threads, stop_ids, properties)
-    started.enter_context(peer)
-    contenders = {"OpenVINO": Entry(peer.contender())}
-    if o.openvino_head:
-        draftings = {f"chain of {n}": as_chain(n) for n in o.openvino_chains}
-        draftings |= {f"tree {spec}": as_tree(TreeShape.parse(spec)) for spec in o.openvino_trees}
-        for name, drafting in draftings.items():
-            contenders[f"OpenVINO EAGLE-3, {name}"] = Entry(peer.contender(**drafting), "OpenVINO")
-    return contenders
-
-
-def gpt_fast(o) -> float:
-    """Average tokens per second that gpt-fast's own generate.py reports. Raises InputError if it fails."""
-    checkpoint, tokens = os.path.abspath(o.gpt_fast_checkpoint), str(o.max_new_tokens)
-    command = [sys.executable, "generate.py", "--compile", "--checkpoint_path", checkpoint]
-    command += ["--max_new_tokens", tokens, "--num_samples", "5", "--prompt", PROMPTS[0]]
-    done = subprocess.run(command, cwd=o.gpt_fast, capture_output=True, text=True)
-    match = re.search(r"Average tokens/sec: ([\d.]+)", done.stdout)
-    if not match:
-        last = (done.stderr.strip() or "no output").splitlines()[-1]
-        raise InputError(f"--gpt-fast {o.gpt_fast}: its generate.py gave no figure ({last})")
-    return float(match[1])
-
-
-def run(o) -> None:
-    """All questions, every contender in turns; the table, the chart, the raw figures."""
-    check(o)
-    if o.autotune:
-        bench.use_autotune()
-    prompts = prompts_of(o)
-    slots = max(map(len, prompts)) + max(o.max_new_tokens, bench.WARM_UP)
-    with contextlib.ExitStack() as started:
-        entries = load_contenders(o, slots, started)
-        decoders = {name: entry.decode for name, entry in entries.items()}
-        answers = bench.time_in_turns(decoders, prompts, o.max_new_tokens)
-    plain = {name: entry.plain for name, entry in entries.items() if entry.plain}
-    rows = [_row(row, plain) for row in answers]
-    summary = summarise(rows, plain)
-    report(o, rows, summary)
-    if o.gpt_fast:  # what is measured is written by now, should it fail
-        summary["gpt-fast"] = {"rate": gpt_fast(o)}
-        report(o, rows, summary)
-
-
-def report(o, rows: list[dict], summary: dict) -> None:
-    """Write the raw figures, the table and the chart; print the table."""
-    asked = Path(o.questions).name if o.questions else "random" if o.shape else "own"
-    record = describe(o.threads) | {
-        "model": o.shape or Path(o.checkpoint).name, "questions": asked, "max_new_tokens": o.max_new_tokens,
-        "rows": rows, "summary": summary,
+def report(o, rows: list[dict], summary: dict[str, dict]) -> None:
+    """Write the raw figures and the chart. Print the table."""
+    record = bench.describe(o) | {
+        "model": o.shape or Path(o.checkpoint).name, "max_new_tokens": o.max_new_tokens, "summary": summary,
+        "questions": Path(o.questions).name if o.questions else "random",
+        "rows": [{name: answer._asdict() for name, answer in row.items()} for row in rows],
     }
-    write(o.name, record)
-    lines = table(summary, len(rows), record)
-    print(lines)
-    (bench.RESULTS / f"{o.name}.md").write_text(lines + "\n")
-    if find_spec("matplotlib"):
-        chart(summary, record, bench.RESULTS / f"{o.name}.png")
+    bench.write(o.name, record)
+    ranked = sorted(summary, key=lambda name: -summary[name]["rate"])
+    columns = list(dict.fromkeys(key for figures in summary.values() for key in figures))
+    cells = [[name, *(summary[name].get(column) for column in columns)] for name in ranked]
+    print(bench.table(record, ["", "tokens/s", *columns[1:]], cells))
+    with picture(bench.RESULTS / f"{o.name}.png", 8, 0.45 * len(ranked) + 1.2) as figure:
+        axes = figure.add_subplot()
+        colors = ["#2a6fbb" if name.startswith("ours") else "#b8b8b8" for name in ranked[::-1]]
+        bars = axes.barh(ranked[::-1], [summary[name]["rate"] for name in ranked[::-1]], color=colors)
+        axes.bar_label(bars, fmt="%.0f", padding=3)
+        axes.set(xlabel="tokens per second (median)", title=f"{record['device']}, {o.threads} threads")
 
 
 def prompts_of(o) -> list[list[int]]:
-    """The questions as token ids; for a shape, random ids."""
+    """Return the questions as ids; for a shape, random ids."""
     if o.shape:
-        draw = torch.Generator().manual_seed(SEED)
-        ids = torch.randint(shape_of(o.shape)[0].vocab_size, (len(PROMPTS), 128), generator=draw)
-        return ids[: o.limit].tolist()
-    questions = read_prompts(o.questions) if o.questions else list(PROMPTS)
-    tokenizer = Tokenizer.load(o.checkpoint)
-    return [encode(tokenizer, question) for question in questions[: o.limit]]
+        draw = torch.Generator().manual_seed(0)
+        return torch.randint(shape_of(o.shape)[0].vocab_size, (8, 128), generator=draw).tolist()
+    return ours.encode_all(o.checkpoint, read_prompts(o.questions))
 
 
-def _row(answers: dict[str, Decoded], plain: dict[str, str]) -> dict:
-    """The raw figures of one question. plain: see `Entry`."""
-    return {
-        "rates": {name: answer.tokens_per_second for name, answer in answers.items()},
-        "equal": {name: answers[name].ids == answers[base].ids for name, base in plain.items()},
-        "tokens": {name: len(answers[name].ids) for name in plain},
-        "steps": {name: answers[name].steps or len(answers[name].accept_lengths) for name in plain},
-        "accept_lengths": {name: answers[name].accept_lengths for name in plain},
-    }
+def action(o) -> None:
+    """Let all contenders answer all questions in turns."""
+    prompts = prompts_of(o)[: o.limit]
+    slots = max(map(len, prompts)) + max(o.max_new_tokens, bench.WARM_UP) + 1
+    stop_ids = [] if o.shape else read_config(o.checkpoint, "target")["stop_ids"]
+    with contextlib.ExitStack() as started:
+        entries = ours_of(o, slots) if o.ours else {}
+        if o.transformers:
+            entries |= transformers_of(o, stop_ids)
+        entries |= processes_of(o, stop_ids, started)
+        contenders = {name: entry.decode for name, entry in entries.items()}
+        rows = bench.time_in_turns(contenders, prompts, o.max_new_tokens)
+    report(o, rows, summarise(rows, {name: entry.plain for name, entry in entries.items()}))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
-    p = bench.options(__doc__, "peers", threads=os.cpu_count() or 1)
+    """Run the command line. Return the exit status."""
+    p = bench.options(__doc__, "peers")
     add = p.add_argument
     bench.add_model(p)
-    add("--int8", metavar="DIR", help="the same, quantised by quantize.py")
-    add("--w8a8", metavar="DIR", help="the same, quantised by quantize.py --mode w8a8")
-    add("--questions", help="JSON lines; their first turns are asked (default: eight of our own)")
-    add("--limit", type=int)
-    p.within("--limit", 1, float("inf"))
-    add("--max-new-tokens", type=int, default=128)
-    add("--ladder", action="store_true", help="also ours without our kernels, and without torch.compile")
+    add("--quantised", nargs="+", default=[], metavar="DIR", help="the same checkpoint, by quantize.py")
+    add("--questions", help="JSON lines whose first turns are asked; needed for a checkpoint")
+    add("--limit", type=positive, help="questions at most")
+    add("--max-new-tokens", type=positive, default=128)
     add("--ours", action=argparse.BooleanOptionalAction, default=True)
     add("--transformers", action="store_true")
-    add("--torch-compile", action="store_true")
-    add("--gguf", metavar="FILE", help="compare llama.cpp; FILE is any GGUF of this model")
-    add("--llama-server", metavar="FILE", help="llama.cpp's llama-server, instead of llama-cpp-python")
-    add("--llama-head", metavar="FILE", help="the EAGLE-3 head as GGUF, for llama-server")
+    add("--llama-server", metavar="FILE", help="llama.cpp's program")
+    add("--gguf", nargs="+", default=[], metavar="FILE", help="the target for it, unquantised and quantised")
+    add("--llama-head", metavar="FILE", help="the EAGLE-3 head for it")
     add("--llama-chains", type=positive, nargs="+", default=[2], metavar="N", help="lengths (default 2)")
-    add("--openvino", metavar="PYTHON", help="compare OpenVINO GenAI; an interpreter that can import it")
+    add("--openvino", metavar="PYTHON", help="an interpreter that can import openvino_genai")
     add("--openvino-target", metavar="DIR", help="the target as optimum-cli exports it")
     add("--openvino-head", metavar="DIR", help="its EAGLE-3 head, exported so")
     add("--openvino-chains", type=positive, nargs="*", default=[3], metavar="N", help="lengths (default 3)")
     add("--openvino-trees", nargs="+", default=[], metavar="T,D,K", help="also trees: nodes,depth,width")
     add("--openvino-set", nargs="+", default=[], metavar="NAME=VALUE", help="properties of its CPU plugin")
-    add("--gpt-fast", metavar="DIR", help="its repository; CUDA")
-    add("--gpt-fast-checkpoint", metavar="FILE", help="the model in its format")
-    add("--compile", action=argparse.BooleanOptionalAction, default=True)
     add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
-    contenders = "ours", "transformers", "torch_compile", "gguf", "openvino"
-    p.refuse(
-        lambda o: not any(vars(o)[name] for name in contenders), lambda o: "--no-ours: name somebody else"
-    )
-    p.refuse(
-        lambda o: any("=" not in setting for setting in o.openvino_set),
-        lambda o: f"--openvino-set {' '.join(o.openvino_set)}: must be NAME=VALUE",
-    )
-    for one, other in (("gpt_fast", "gpt_fast_checkpoint"), ("openvino", "openvino_target")):
-        p.refuse(
-            lambda o, one=one, other=other: bool(getattr(o, one)) != bool(getattr(o, other)),
-            lambda o, words=f"--{one} and --{other} go together".replace("_", "-"): words,
-        )
-    for flag, other in (
-        ("llama_server", "gguf"), ("llama_head", "llama_server"), ("openvino_head", "openvino_target")
-    ):
-        p.refuse(
-            lambda o, flag=flag, other=other: getattr(o, flag) and not getattr(o, other),
-            lambda o, words=f"--{flag} needs --{other}".replace("_", "-"): words,
-        )
-    return bench.run(p, run, argv)
+    return bench.run(p, action, argv)
 
 
 if __name__ == "__main__":

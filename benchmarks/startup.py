@@ -3,7 +3,7 @@
     python benchmarks/startup.py --checkpoint checkpoints/smollm2-135m
 
 Each run is a new process of generate.py. `import` is what the process spends before it loads the checkpoint.
-Raw figures go to benchmarks/results/NAME.json with date, device and torch version.
+Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import bench  # first: it makes the modules below importable
-from bench import ROOT, describe, write
+from bench import ROOT, positive
 
 from common.errors import InputError
 
-# What generate.py says about its own times.
+# The times that generate.py prints.
 PARTS = {
     "kernels": r"^compiling the kernels took ([\d.]+) s", "load": r"^loaded .* in ([\d.]+) s",
     "compile prefill": r"^compiling the prefill.* took ([\d.]+) s",
@@ -30,23 +31,18 @@ PARTS = {
 READY = r"^ready ([\d.]+) s"
 
 
-def link(source: str, copy: str) -> None:
-    """Make a link in place of a copy."""
-    os.symlink(os.path.abspath(source), copy)
+def start(o, checkpoint: str, speculate: str, cache: str, *more: str) -> dict[str, float]:
+    """Return the seconds of a process to its first byte of text, and the parts that it printed.
 
-
-def start(o, checkpoint: str, speculate: str, cache: str, *extra: str) -> dict[str, float]:
-    """Run one process: seconds to its first byte of text, and the parts it reported.
-
-    cache: the folder for compiled code. extra: more flags. Raises InputError if the process fails.
+    cache: the folder for compiled code. Raise InputError if the process fails.
     """
     command = [
         sys.executable, str(ROOT / "generate.py"), "--checkpoint", checkpoint, "--speculate", speculate,
-        "--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *extra,
+        "--prompt", o.prompt, "--max-new-tokens", "8", "--threads", str(o.threads), *more,
     ]
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as notes:
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=notes, env=environment)
         process.stdout.read(1)
         first = time.perf_counter() - began
@@ -55,12 +51,12 @@ def start(o, checkpoint: str, speculate: str, cache: str, *extra: str) -> dict[s
         lines = notes.read()
     if process.returncode:
         last = (lines.strip() or "no message").splitlines()[-1]
-        raise InputError(f"generate.py --speculate {' '.join((speculate, *extra))} failed ({last})")
+        raise InputError(f"generate.py --speculate {' '.join((speculate, *more))} failed ({last})")
     return {"first token": first, **parts_of(lines)}
 
 
 def parts_of(notes: str) -> dict[str, float]:
-    """The parts of the start in seconds, from what generate.py wrote to stderr."""
+    """Return the seconds of each part of a start, from generate.py's notes."""
     matches = {name: re.search(pattern, notes, re.MULTILINE) for name, pattern in PARTS.items()}
     parts = {name: float(match[1]) for name, match in matches.items() if match}
     parts["load"] -= parts.get("kernels", 0.0)  # they are compiled while loading
@@ -68,38 +64,34 @@ def parts_of(notes: str) -> dict[str, float]:
     return {**parts, "import": ready - sum(parts.values())}
 
 
-def run(o) -> None:
-    """Start plainly and with EAGLE-3, cold and warm; print medians, write all runs."""
-    if not os.path.isdir(o.checkpoint):
-        raise InputError(f"--checkpoint {o.checkpoint}: not a folder; give a converted one")
-    record = describe(o.threads)
+def action(o) -> None:
+    """Start plainly and with EAGLE-3, cold and warm. Print medians."""
+    record, rows = bench.describe(o), []
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:
-            # Without what earlier runs have measured on this machine, and left.
-            left = shutil.ignore_patterns("costs.json")
-            fresh = shutil.copytree(o.checkpoint, f"{cache}/checkpoint", ignore=left, copy_function=link)
-            runs = {
-                "cold": [start(o, fresh, speculate, cache)],
-                "warm": [start(o, fresh, speculate, cache) for _ in range(o.repeat)],
-                "--no-compile": [start(o, fresh, speculate, cache, "--no-compile") for _ in range(o.repeat)],
-            }
+            # Without the costs that earlier runs measured on this machine; weights are linked.
+            fresh = shutil.copytree(
+                Path(o.checkpoint).absolute(), f"{cache}/checkpoint", copy_function=os.symlink,
+                ignore=shutil.ignore_patterns("costs.json"),
+            )
+            runs = record[speculate] = {"cold": [start(o, fresh, speculate, cache)]}
+            for kind, more in (("warm", ()), ("--no-compile", ("--no-compile",))):
+                runs[kind] = [start(o, fresh, speculate, cache, *more) for _ in range(o.repeat)]
         for kind, starts in runs.items():
             medians = {part: statistics.median(one[part] for one in starts) for part in starts[0]}
-            shown = "  ".join(f"{part} {seconds:.1f} s" for part, seconds in medians.items())
-            print(f"{speculate:7s} {kind:13s} {shown}", flush=True)
-        record[speculate] = runs
-    write(o.name, record)
+            parts = (medians.get(part) for part in ("first token", "import", *PARTS))
+            rows.append([f"{speculate}, {kind}", *parts])
+    bench.write(o.name, record)
+    print(bench.table(record, ["seconds", "first token", "import", *PARTS], rows))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "startup")
-    add = p.add_argument
-    add("--checkpoint", required=True)
-    add("--prompt", default="Explain in a few sentences why the sky is blue.")
-    add("--repeat", type=int, default=3, help="warm runs of each kind")
-    p.within("--repeat", 1, float("inf"))
-    return bench.run(p, run, argv)
+    p.add_argument("--checkpoint", required=True)
+    p.add_argument("--prompt", default="Explain in a few sentences why the sky is blue.")
+    p.add_argument("--repeat", type=positive, default=3, help="warm runs of each kind")
+    return bench.run(p, action, argv)
 
 
 if __name__ == "__main__":

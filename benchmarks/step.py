@@ -1,329 +1,201 @@
-"""What a step costs, and where the time goes, over tree sizes, context, batch and quantisation.
+"""Time of a step, and of its parts, over trees, context, batch and precision.
 
-    python benchmarks/step.py --checkpoint checkpoints/smollm2-135m
-    python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 1024 4096 --batch 1 8 32
+    python benchmarks/step.py --checkpoint checkpoints/smollm2-135m checkpoints/smollm2-135m-w8a8
+    python benchmarks/step.py --shape llama-3.1-8b --modes none int8 --context 128 4096 --batch 1 8 32
+    python benchmarks/step.py --shape llama-3.2-1b --modes w4a8 --tree 1,0,0 8,6,1 --llama-bench FILE
 
-step      the complete step as the decoder runs it (on CUDA: one captured graph); 1 row is plain decoding
+step      a complete step as the decoder runs it; tree 1,0,0 is plain decoding. After a prompt of random ids,
+          so that a step begins at the context, plus the tokens of the steps before it
 verify    the target's pass over the tree, timed alone
-draft     the head's passes, timed alone
-rest      step - verify - draft: accepting, committing, emitting. It can be below zero: on a CPU a part that
-          is timed alone goes through torch.compile, which takes up to half a millisecond that the step saves
-roof      the share of the device's measured memory bandwidth that the step reads at (weights once per pass,
-          live keys and values)
+rest      step - verify: drafting, accepting, committing, emitting
+roof      the share of the measured memory bandwidth that a step reads at: weights once a pass, live keys and
+          values
+--top N   on a GPU: a profile of a step: its kernels, what they take together, what the host launches and
+          waits for, and the N kinds of kernels that take longest
+--llama-bench    llama.cpp on random weights of the shape in Q4_0: milliseconds of a token, and of a pass over
+          8 rows, which scores the last one
 
-On CUDA only the step is compiled, and several steps are timed as one. A profile of one step gives verify,
-draft and rest, told apart by two tiny kernels that run between them (and count in the step), and
-
-kernels, busy     how many ran, and the sum of their milliseconds
-launches, syncs   what the host asked of the driver
-
---top N prints the kernels that took longest.
-
-Times are medians in milliseconds. The trees of one model take turns, so that a machine that is slow for a
-while is slow for all of them. Raw figures go to benchmarks/results/NAME.json.
+Times are medians in milliseconds; the trees of one model take turns. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import bench  # first: it makes the modules below importable
+import ours
 import torch
-from bench import describe, settle, write
-from profiled import MarkedEagle, mark_verified, profile_step
-from shapes import models_of
-from torch import Tensor
+from bench import positive, settle
+from ours import Model, Runner, Sampling
+from shapes import write_gguf
 
 from checkpoint.folder import read_config
-from common.cli import dtype, note
-from common.dtypes import DTYPES
+from common.cli import note
 from common.errors import InputError, first_line
-from drafters.base import Drafter
-from drafters.eagle import Eagle
-from engine.api import Drafting, Target, float8_cache
-from engine.compiling import compile_graph, unguarded
-from engine.decoder import Decoder
-from engine.memory import bytes_per_step
-from engine.runtime import Runtime
-from kernels.cpu import load_kernels
 from kernels.modes import MODES
-from kernels.packed import threads_for
-from kernels.parts import draw, visible_slots
-from model import KVCache, Transformer
-from networks.head import Head
-from sampling.options import Modes, Sampling
 from tree import TreeShape
 
-# By number of rows: plain decoding, the trees used on CPUs, the paper's.
-TREES = {s[0]: TreeShape(*s) for s in ((1, 0, 0), (8, 2, 4), (12, 3, 4), (16, 3, 4), (32, 4, 8), (60, 7, 10))}
-COLUMNS = (
-    "mode", "batch", "context", "rows", "step", "verify", "draft", "rest", "x plain", "roof", "kernels",
-    "busy", "launches", "syncs",
-)
-SPARE = 200  # tokens that a context leaves free below the model's maximum
-ON_CUDA = 10  # steps timed as one: what launching one takes is hidden behind the step before, as in decoding
+AT_ONCE = 10 if bench.CUDA else 1  # steps timed as one: a GPU's host launches a step ahead
+WARM = 2  # turns before the clock starts
 
 
-def bandwidth(device: torch.device) -> float:
-    """Bytes per second that this device moves: the better of copying (reads and writes) and of adding up."""
-    return max(bench.memory_rates(device).values())
-
-
-class HeldStep:
-    """A decoder with one tree, held at a context of n tokens, and the parts of its step that are timed."""
-
-    def __init__(
-        self, target: Transformer, head: Head, tree: TreeShape, batch: int, longest: int, compiled: bool
-    ):
-        self.rows, self.batch = tree.nodes, batch
-        kind = MarkedEagle if compiled and target.embed.weight.is_cuda else Eagle
-        drafter = kind(head, tree) if tree.nodes > 1 else Drafter()
-        self.decoder = Decoder(
-            target, drafter, batch=batch, max_seq_len=longest + 64, compile=compiled, chunks=(64,), say=note
-        )
-        self.decoder.start([[1]] * batch, Sampling(1))
-        self.profiled = self.decoder.captured is not None  # what the parts take: else they are timed alone
-        self.propose, self.verify = self._propose, self._verify
-        if self.decoder.compiled and not self.profiled:
-            self.propose, self.verify = compile_graph(self._propose), compile_graph(self._verify)
-
-    def hold(self, n: int) -> None:
-        """Put the decoder where it is after n committed tokens."""
-        state, d = self.decoder.state, self.decoder
-        state.length.fill_(n)
-        state.limit.fill_(d.max_seq_len - 1)
-        state.done.fill_(False)
-        state.n_new.fill_(min(n, d.drafter.shape.window))
-        d._length, d._done, d._modes = [n] * self.batch, [False] * self.batch, Modes()
-        self.span = d.span(n + d.drafter.extra_slots)
-
-    def parts(self, n: int) -> dict[str, Callable[[], None]]:
-        """What is timed at a context of n tokens."""
-        self.hold(n)
-        length = self.decoder.state.length.clone()
-
-        def step() -> None:
-            self.decoder._run_step(0)
-            self.decoder.state.length.copy_(length)
-
-        if self.profiled:
-            return {"step": step}
-        parts = {"step": step, "verify": lambda: self._run(self.verify)}
-        if self.rows > 1:
-            parts["draft"] = lambda: self._run(self.propose)
-        return parts
-
-    @torch.no_grad()
-    def warm_up(self, contexts: list[int]) -> None:
-        """Compile and capture all that is timed at these contexts."""
-        for n in contexts:
-            for part in self.parts(n).values():
-                self.hold(n)
-                for _ in range(2):
-                    part()
-        settle(self.decoder.device)
-
-    def _propose(self, span: Tensor):
-        return self.decoder.drafter.propose(self.decoder.state, span, None)
-
-    def _verify(self, span: Tensor) -> Tensor:
-        d = self.decoder
-        positions = d.state.length[:, None] + torch.arange(d.drafter.shape.nodes, device=span.device)
-        sees = torch.ones_like(positions[..., None] == positions[:, None])
-        visible = visible_slots(span, d.state.length, sees)
-        tokens = torch.zeros_like(positions)
-        x, _ = d.target(tokens, positions, positions, visible, d.caches, d.drafter.aux_layers)
-        return draw(d.target.logits(x), None)
-
-    def _run(self, part: Callable[[Tensor], object]) -> None:
-        with threads_for(self.decoder.target):
-            part(self.span)
-
-    def bytes_read(self, n: int) -> int:
-        """Bytes that a step must read at a context of n tokens: weights, live keys and values, by pass."""
-        target, drafter = self.decoder.target, self.decoder.drafter
-        slots, kv_dtype = min(self.decoder.slots, n + drafter.extra_slots), target.embed.weight.dtype
-        head_cache = sum(KVCache.bytes(self.batch, slots, args, kv_dtype) for args in drafter.cached)
-        target_cache = target.cache_bytes(self.batch, slots)
-        return bytes_per_step(target, drafter) + target_cache + head_cache * drafter.passes
-
-
-def measure(steps: list[HeldStep], n: int, repeat: int, roof: float) -> list[dict]:
-    """A row of figures for each held step, all warm, at a context of n tokens. roof: bytes per second."""
-    parts = {(held, name): part for held in steps for name, part in held.parts(n).items()}
-    times: dict[tuple[HeldStep, str], list[float]] = {key: [] for key in parts}
-    device = steps[0].decoder.device
-    with torch.no_grad():
-        for _ in range(repeat):
-            for (held, name), part in parts.items():
-                held.hold(n)
-                settle(device)
-                at_once = ON_CUDA if held.profiled else 1
-                with unguarded() if held.decoder.compiled else contextlib.nullcontext():
-                    began = time.perf_counter()
-                    for _ in range(at_once):
-                        part()
-                    settle(device)
-                    times[held, name].append((time.perf_counter() - began) / at_once)
-    rows = []
-    for held in steps:
-        medians = {name: statistics.median(t) for (owner, name), t in times.items() if owner is held}
-        milliseconds = {name: seconds * 1e3 for name, seconds in medians.items()}
-        held.hold(n)
-        row = {"rows": held.rows, "batch": held.batch, "context": n, **milliseconds}
-        if held.profiled:
-            with torch.no_grad():
-                row |= profile_step(lambda held=held: held.decoder._run_step(0), held.rows)
-        else:
-            row["rest"] = row["step"] - row["verify"] - row.get("draft", 0)
-        row["gigabytes"] = held.bytes_read(n) / 1e9
-        row["roof"] = held.bytes_read(n) / medians["step"] / roof
-        rows.append(row)
-    return rows
-
-
-def models_for(o, mode: str, stored: str | None, kv: str = "auto") -> tuple[Transformer, Head]:
-    """Target and head as a decoder would run them: on our kernels when compiling. stored: the mode of a
-    quantised checkpoint. kv: see `Runtime`, which says why it may not be: InputError.
-    """
-    torch_dtype = getattr(torch, DTYPES[o.dtype]) if o.dtype else None
-    target, head = models_of(o.checkpoint, o.shape, torch_dtype, o.device, None if mode == "none" else mode)
-    runtime = Runtime(o.device, compile=o.compile, kv=kv)
-    if runtime.on_kernels:
-        load_kernels(note)
-    loaded = Target(Path(o.checkpoint or o.shape), runtime, target, {}, None, note)
-    loaded.put_on_kernels(target)
-    if kv == "fp8":
-        runtime.check_fp8()
-        target.Cache = float8_cache(target)
-    loaded.put_on_kernels(head, int8=Drafting().int8 and mode == "none" and not stored)
-    return target, head
-
-
-def contexts_of(o, longest: int) -> list[int]:
-    """The contexts of --context that the model can read. Raises InputError if there are none."""
-    contexts = [n for n in o.context if n + SPARE <= longest]
-    if not contexts:
-        raise InputError(f"--context: nothing left to measure, the model reads {longest} tokens")
-    if left := [n for n in o.context if n not in contexts]:
-        note(f"left out, longer than the model's {longest} tokens: --context {' '.join(map(str, left))}")
-    return contexts
-
-
-class Limit:
-    """Seconds to spend: another thing fits in if it takes no longer than the longest so far."""
-
-    def __init__(self, seconds: float):
-        self.end, self.longest = time.perf_counter() + seconds, 0.0
-
-    def fits(self) -> bool:
-        """Whether there is time for another one."""
-        return time.perf_counter() + self.longest <= self.end
-
-    @contextlib.contextmanager
-    def one(self):
-        """A context in which one is done."""
-        began = time.perf_counter()
-        yield
-        self.longest = max(self.longest, time.perf_counter() - began)
-
-
-def held_steps(o, limit: Limit, models: tuple[Transformer, Head], batch: int, contexts: list[int]) -> list:
-    """A warm step for every tree for which there is time and memory; says what is left out."""
-    steps = []
-    for rows in o.rows:
-        left_out = f"left out: {rows} rows, batch {batch}"
-        if not limit.fits():
-            note(f"{left_out}: no time (--limit {o.limit:g})")
-            continue
-        try:
-            with limit.one():
-                held = HeldStep(*models, TREES[rows], batch, max(contexts), o.compile)
-                held.warm_up(contexts)
-        except (ValueError, torch.OutOfMemoryError) as e:
-            note(f"{left_out}: {first_line(e)}")
-            continue
-        steps.append(held)
+def passes_at(runner: Runner, tree: TreeShape, context: int, batch: int, o) -> ours.Passes:
+    """Return the passes of a batch of random prompts, from the first step on."""
+    draw = torch.Generator().manual_seed(context)
+    size = (batch, context)
+    prompts = torch.randint(runner.engine.target.args.vocab_size, size, generator=draw).tolist()
+    steps = runner.passes(prompts, [Sampling(room(tree, o))] * batch)
+    waiting = set(range(batch))
+    while waiting:
+        waiting -= {i for i, new in enumerate(next(steps)) if new}
     return steps
 
 
-def run(o) -> None:
-    """Measure every mode, batch and context; print a line per tree. Raises InputError if nothing fits."""
-    limit = Limit(o.limit)
-    bench.use(o.device, o.compile)
-    stored = read_config(o.checkpoint, "target").get("quantization", {}).get("mode") if o.checkpoint else None
-    if stored and o.modes != ["none"]:
-        raise InputError(f"{o.checkpoint}: is quantised already ({stored}); leave out --modes")
-    if o.autotune:
-        bench.use_autotune()
-    if torch.device(o.device).type == "cuda":
-        mark_verified()
-    roof = bandwidth(torch.device(o.device))
-    model = o.shape or o.checkpoint.rstrip("/").rsplit("/", 1)[-1]
-    record = describe(o.threads) | {"model": model, "kv": o.kv, "gigabytes_per_second": roof / 1e9}
-    record["rows"] = []
-    print(f"{model} on {record['device']}: {roof / 1e9:.0f} GB/s")
-    print(" ".join(f"{column:>8}" for column in COLUMNS))
-    for mode in o.modes:
-        models = models_for(o, mode, stored, o.kv)
-        contexts = contexts_of(o, models[0].args.max_seq_len)
+def room(tree: TreeShape, o) -> int:
+    """Return the most tokens that all steps of a measurement emit."""
+    return (o.repeat + WARM + 1) * AT_ONCE * (tree.depth + 2) + 2
+
+
+def profile(steps: ours.Passes) -> dict:
+    """Return what a step does on a GPU: kernels, busy milliseconds, launches, syncs, and its top kernels."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        for _ in range(AT_ONCE):
+            next(steps)
+        torch.cuda.synchronize()
+    times, counts = Counter(), Counter()
+    for event in seen.events():
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            times[event.name] += event.time_range.elapsed_us() / 1e3 / AT_ONCE
+            counts[event.name] += 1 / AT_ONCE
+    names = [event.name for event in seen.events()]
+    launches = ("cudaGraphLaunch", "cudaLaunchKernel", "cuLaunchKernel")
+    return {
+        "kernels": counts.total(), "busy": times.total(),
+        "launches": sum(name.startswith(launches) for name in names) / AT_ONCE,
+        "syncs": (sum("Synchronize" in name for name in names) - 1) / AT_ONCE,  # one is ours
+        "top": [(name, counts[name], ms) for name, ms in times.most_common()],
+    }
+
+
+def measure(model: Model, trees: list[TreeShape], batch: int, o, roof: float) -> Iterator[dict]:
+    """Yield a row for each tree and context. Print what does not fit."""
+    contexts = [n for n in o.context if n + room(max(trees, key=lambda t: t.depth), o) < model.longest]
+    if len(contexts) < len(o.context):
+        note(f"left out: contexts beyond the model's {model.longest} tokens")
+    runners: dict[TreeShape, Runner] = {}
+    for tree in trees:
+        try:
+            how = ("eagle3", tree) if tree.nodes > 1 else ("none",)
+            longest = max(contexts, default=1) + room(tree, o)
+            runner = model.runner(*how, batch=batch, max_seq_len=longest, stops=False)
+            runners[tree] = runner.warm_up()
+        except (ValueError, torch.OutOfMemoryError) as e:
+            note(f"left out: tree {tree.name}, batch {batch}: {first_line(e)}")
+    for n in contexts:
+        steps = {tree: passes_at(runner, tree, n, batch, o) for tree, runner in runners.items()}
+        times: dict[TreeShape, list[float]] = {tree: [] for tree in steps}
+        for turn in range(WARM + o.repeat):
+            for tree, passes in steps.items():
+                settle(model.device)
+                began = time.perf_counter()
+                for _ in range(AT_ONCE):
+                    next(passes)
+                settle(model.device)
+                if turn >= WARM:
+                    times[tree].append((time.perf_counter() - began) / AT_ONCE)
+        plain = next((statistics.median(t) for tree, t in times.items() if tree.nodes == 1), None)
+        for tree, passes in steps.items():
+            step, read = statistics.median(times[tree]), runners[tree].bytes_read(n)
+            row = {"batch": batch, "context": n, "tree": tree.name, "rows": tree.nodes, "step": step * 1e3}
+            verify = runners[tree].verify_seconds(n, o.repeat)
+            row |= {"verify": verify * 1e3, "rest": (step - verify) * 1e3}
+            row |= {"x plain": plain and step / plain, "gigabytes": read / 1e9, "roof": read / step / roof}
+            yield row | (profile(passes) if o.top and bench.CUDA else {})
+            passes.close()
+
+
+def llama_bench(o, file: Path) -> dict[str, float]:
+    """Return milliseconds of llama.cpp's plain token and of its pass over 8 rows. Raise InputError."""
+    found = {}
+    for name, what, rows in (("token", ("-p", "0", "-n", "32"), 1), ("8 rows", ("-p", "8", "-n", "0"), 8)):
+        command = [o.llama_bench, "-m", file, "-t", str(o.threads), "-r", str(o.repeat), "-o", "json", *what]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            found[name] = 1e3 * rows / json.loads(done.stdout)[0]["avg_ts"]
+        except (OSError, subprocess.CalledProcessError, ValueError, LookupError) as e:
+            last = (getattr(e, "stderr", None) or str(e)).strip().splitlines()[-1]
+            raise InputError(f"--llama-bench {o.llama_bench}: {last}") from None
+    return found
+
+
+def action(o) -> None:
+    """Measure every model, batch, tree and context. Print the table."""
+    where = {"device": o.device, "kv": o.kv, "isa": o.isa, "autotune": o.autotune}
+    where |= {"compile": o.compile, "kernels": o.kernels}
+    trees = [TreeShape.parse(spec) for spec in o.tree]
+    rows, record, roof = [], bench.describe(o) | {"kv": o.kv, "model": o.checkpoint or o.shape}, 0.0
+    for source in o.checkpoint or o.modes:
+        if o.checkpoint:
+            mode = read_config(source, "target").get("quantization", {}).get("mode", "none")
+            model = ours.load(source, **where)
+        else:
+            mode, model = source, ours.load(None, o.shape, None if source == "none" else source, **where)
+        roof = roof or bench.bandwidth(model.device)
         for batch in o.batch:
-            steps = held_steps(o, limit, models, batch, contexts)
-            for n in contexts if steps else ():
-                rows = measure(steps, n, o.repeat, roof)
-                plain = next((row["step"] for row in rows if row["rows"] == 1), None)
-                for row in rows:
-                    row |= {"mode": stored or mode, "x plain": row["step"] / plain if plain else None}
-                    show(row, o.top)
-                record["rows"] += rows
-                write(o.name, record)
-            del steps
+            for row in measure(model, trees, batch, o, roof):
+                rows.append({"mode": mode, **row})
+                bench.write(o.name, record | {"gigabytes_per_second": roof / 1e9, "rows": rows})
+                at = f"tree {row['tree']}, batch {batch}, context {row['context']}"
+                note(f"  {mode}, {at}: {row['step']:.2f} ms")
             gc.collect()  # compiled parts and their owner refer to each other
-    if not record["rows"]:
-        raise InputError("nothing could be measured; see above")
-
-
-def show(row: dict, top: int) -> None:
-    """Print a row of figures, and its `top` kernels."""
-    print(" ".join(_cell(row.get(column)) for column in COLUMNS), flush=True)
-    for name, count, milliseconds in row.get("top", ())[:top]:
-        print(f"{milliseconds:12.3f} ms in {count:4d} of {name[:80]}")
-
-
-def _cell(value: float | str | None) -> str:
-    return f"{value:8.2f}" if isinstance(value, float) else f"{'' if value is None else value:>8}"
+        del model
+    if not rows:
+        raise InputError("nothing could be measured, see above")
+    print(f"memory: {roof / 1e9:.0f} GB/s")
+    columns = [column for column in dict.fromkeys(key for row in rows for key in row) if column != "top"]
+    print(bench.table(record, columns, [[row.get(column) for column in columns] for row in rows]))
+    for row in rows if o.top else ():
+        for name, count, milliseconds in row.get("top", ())[: o.top]:
+            print(f"{row['tree']}: {milliseconds:.3f} ms in {count:.0f} of {name[:80]}")
+    if o.llama_bench:
+        with tempfile.TemporaryDirectory() as folder:
+            write_gguf(o.shape, Path(folder) / "shape.gguf")
+            record["llama.cpp"] = llama_bench(o, Path(folder) / "shape.gguf")
+        print("llama.cpp Q4_0:", ", ".join(f"{name} {ms:.1f} ms" for name, ms in record["llama.cpp"].items()))
+        bench.write(o.name, record | {"gigabytes_per_second": roof / 1e9, "rows": rows})
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "step")
     add = p.add_argument
-    bench.add_model(p)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", type=dtype, help="bf16, fp16 or fp32; default: as stored, bf16 for a shape")
-    choices = ("none", *MODES)
-    add("--modes", nargs="+", default=["none"], choices=choices, help="quantisation of target and head")
-    default_rows = [1, 8, 16, 32, 60]
-    add("--kv", choices=("auto", "fp8"), default="auto", help="the target's keys and values, see generate.py")
-    add("--rows", nargs="+", type=int, default=default_rows, choices=TREES, metavar="T", help="tree sizes")
-    add("--context", nargs="+", type=int, default=[128, 1024, 4096], metavar="N")
-    add("--batch", nargs="+", type=int, default=[1], metavar="B")
-    add("--repeat", type=int, default=15)
-    p.refuse(
-        lambda o: min(*o.context, *o.batch, o.repeat) < 1,
-        lambda o: "--context, --batch and --repeat must be at least 1",
-    )
-    add("--limit", type=float, default=float("inf"), metavar="SECONDS", help="prepare no tree after that")
-    add("--top", type=int, default=0, metavar="N", help="on CUDA: print the N kernels that take longest")
+    bench.add_model(p, nargs="+")
+    add("--modes", nargs="+", default=["none"], choices=("none", *MODES), help="precisions of a shape")
+    add("--tree", nargs="+", default=["1,0,0", "8,2,4", "12,3,4", "60,7,10"], metavar="T,D,K")
+    add("--context", nargs="+", type=positive, default=[128, 1024, 4096], metavar="N")
+    add("--batch", nargs="+", type=positive, default=[1], metavar="B")
+    add("--repeat", type=positive, default=15)
+    add("--top", type=int, default=0, metavar="N", help="on a GPU: profile, print the N longest kernels")
+    add("--llama-bench", metavar="FILE", help="llama.cpp's program; for a shape")
+    add("--device", help="default: cuda if there is one, else cpu")
+    add("--kv", choices=("auto", "int8", "fp8"), default="auto", help="keys and values, see generate.py")
+    add("--isa", help="of the CPU kernels (default: the best)")
     add("--compile", action=argparse.BooleanOptionalAction, default=True)
+    add("--kernels", action=argparse.BooleanOptionalAction, default=True)
     add("--autotune", action="store_true", help="torch.compile times several kernels for every product")
-    return bench.run(p, run, argv)
+    return bench.run(p, action, argv)
 
 
 if __name__ == "__main__":

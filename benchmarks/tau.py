@@ -1,10 +1,10 @@
-"""Acceptance length of heads on question files: first turns, each tree and temperature. Nothing is timed.
+"""Acceptance length of heads on question files, by tree, window and temperature. Nothing is timed.
 
     python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
-        [--tree 12,3,4 60,7,10] [--temperature 0 1]
+        [--tree 12,3,4 60,7,10] [--draft-window 0 512] [--temperature 0 1]
 
-tau is over all steps of a set, `mean` the mean over the sets. Raw figures go to benchmarks/results/NAME.json
-with date, device and torch version.
+Heads run as generate.py runs them, so 16-bit ones in int8 on our kernels. tau is over all steps of a set,
+`mean` the mean over the sets. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations
 
@@ -14,73 +14,58 @@ import sys
 from pathlib import Path
 
 import bench  # first: it makes the modules below importable
-import torch
-from bench import describe, write
+import ours
+from bench import positive
 
-from checkpoint.loading import load_head, load_model
+from checkpoint.folder import read_config
 from common.errors import InputError
-from engine.text_decoder import encode
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
 from tokens.dataset import read_prompts
-from tokens.tokenizer import Tokenizer
-from training.validate import acceptance
 from tree import TreeShape
 
 
-def prompts_of(path: str, o, longest: int) -> list[list[int]]:
-    """The first turns of a question file as ids, those whose answers fit in `longest` tokens.
-
-    Raises InputError if there are none.
-    """
-    tokenizer = Tokenizer.load(o.checkpoint)
-    prompts = [encode(tokenizer, prompt) for prompt in read_prompts(path)[: o.limit]]
-    fitting = [ids for ids in prompts if len(ids) + o.max_new_tokens <= longest]
-    if not fitting:
-        raise InputError(f"{path}: no question and its answer fit in the model's {longest} tokens")
-    return fitting
-
-
-def run(o) -> None:
-    """Decode all questions with every head; print a row per head."""
-    target, config = load_model(o.checkpoint, "cuda" if torch.cuda.is_available() else "cpu")
-    heads = {folder: load_head(folder, target) for folder in o.draft or [str(Path(o.checkpoint) / "eagle3")]}
-    if target.embed.weight.device.type == "cpu":
-        load_kernels()
-        pack_models(target, *heads.values())
-    trees = [(tree, TreeShape.parse(tree)) for tree in o.tree]
-    sets = {Path(path).stem: prompts_of(path, o, target.args.max_seq_len) for path in o.questions}
-    record = describe(o.threads) | {"max_new_tokens": o.max_new_tokens, "rows": []}
-    print("head", "tree", "T", *sets, "mean", sep="\t")
-    for folder, (tree, shape), temperature in itertools.product(heads, trees, o.temperature):
-        figures = {}
-        for name, prompts in sets.items():
-            tau = acceptance(
-                target, heads[folder], prompts, config["stop_ids"], shape, o.max_new_tokens, temperature
-            )
-            if tau is None:
-                raise InputError(f"{name}: no answer has more than one token: there is no acceptance length")
-            figures[name] = {"tau": tau, "prompts": len(prompts)}
-        figures["mean"] = {"tau": statistics.fmean(figure["tau"] for figure in figures.values())}
-        record["rows"].append({"head": folder, "tree": tree, "temperature": temperature, **figures})
-        taus = (f"{figure['tau']:.3f}" for figure in figures.values())
-        print(folder, tree, temperature, *taus, sep="\t", flush=True)
-        write(o.name, record)
+def action(o) -> None:
+    """Decode all questions with every head, tree and window. Print a row for each."""
+    model, room = ours.load(o.checkpoint), o.max_seq_len - o.max_new_tokens
+    sets = {Path(path).stem: map(model.encode, read_prompts(path)[: o.limit]) for path in o.questions}
+    sets = {name: [ids for ids in prompts if len(ids) < room] for name, prompts in sets.items()}
+    if empty := [name for name, prompts in sets.items() if not prompts]:
+        raise InputError(f"{empty[0]}: no question and its answer fit in --max-seq-len {o.max_seq_len}")
+    rows, record = [], bench.describe(o) | {"max_new_tokens": o.max_new_tokens}
+    heads = o.draft or [f"{o.checkpoint}/eagle3"]
+    for head, tree, window in itertools.product(heads, o.tree, o.draft_window):
+        kind = read_config(head)["kind"]
+        runner = model.runner(
+            "eagle2" if kind == "eagle" else kind, TreeShape.parse(tree), draft=head, window=window,
+            max_seq_len=o.max_seq_len,
+        )
+        for temperature in o.temperature:
+            row = {"head": head, "tree": tree, "window": window, "temperature": temperature}
+            row |= {
+                name: bench.tau(
+                    runner.decode(ids, o.max_new_tokens, temperature, seed).accept_lengths
+                    for seed, ids in enumerate(prompts)
+                ) for name, prompts in sets.items()
+            }
+            row["mean"] = statistics.fmean(row[name] for name in sets)
+            rows.append(row)
+            bench.write(o.name, record | {"rows": rows})
+    print(bench.table(record, rows[0], [row.values() for row in rows], digits=3))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line. Returns the exit status."""
+    """Run the command line. Return the exit status."""
     p = bench.options(__doc__, "tau")
     add = p.add_argument
-    add("--checkpoint", required=True)
+    add("--checkpoint", required=True, help="converted target")
     add("--draft", nargs="+", metavar="HEAD", help="converted heads (default: CHECKPOINT/eagle3)")
-    add("--questions", nargs="+", required=True)
-    add("--limit", type=int)
-    p.within("--limit", 1, float("inf"))
-    add("--max-new-tokens", type=int, default=128)
+    add("--questions", nargs="+", required=True, metavar="FILE")
+    add("--limit", type=positive, help="questions of each file at most")
+    add("--max-new-tokens", type=positive, default=128)
+    add("--max-seq-len", type=positive, default=2048, help="tokens of a question and its answer")
     add("--tree", nargs="+", default=["60,7,10"], metavar="T,D,K")
+    add("--draft-window", nargs="+", type=int, default=[0], metavar="N", help="of the head; 0: all tokens")
     add("--temperature", nargs="+", type=float, default=[0.0], metavar="T")
-    return bench.run(p, run, argv)
+    return bench.run(p, action, argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoint.names import ADVICE, WEIGHTS
+from checkpoint.folder import ADVICE, WEIGHTS
 from checkpoint.weights import count_nonfinite, opened
 from common.errors import InputError
 from kernels.gptq import gptq, output_error

@@ -1,43 +1,68 @@
-"""Converting a checkpoint to our folder format: a target or a draft head (EAGLE, Medusa, Hydra).
+"""Convert a checkpoint to our folder format: a target or a draft head.
 
 The source is a Hugging Face folder, a hub repository (org/name) or a .gguf file. Every tensor is accounted
-for before the first byte is written (`checkpoint.planning`). Then one tensor at a time is read, cast and
+for, in both directions, before the first byte is written. Then one tensor at a time is read, cast and
 appended: memory does not grow with the model.
 """
 from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from checkpoint.early import check_out
-from checkpoint.folder import MEASURED, read_config
-from checkpoint.head_layouts import Answers, kind_of
-from checkpoint.medusa_layouts import MEDUSA2
-from checkpoint.names import CALIBRATION, CONFIG, FORMAT, WEIGHTS, is_gguf
-from checkpoint.opening import open_source, resolve_source
-from checkpoint.planning import plan_head, plan_target
-from checkpoint.writer import write_folder
+from checkpoint.families import NameTable, family_of, parts_of, target_fields
+from checkpoint.folder import (
+    CALIBRATION,
+    CONFIG,
+    FORMAT,
+    MEASURED,
+    WEIGHTS,
+    check_config,
+    check_out,
+    is_gguf,
+    is_ours,
+    read_config,
+)
+from checkpoint.gguf import open_gguf
+from checkpoint.heads import kind_of, read_layout
+from checkpoint.huggingface import open_folder
+from checkpoint.layouts import Answers
+from checkpoint.loading import build_module, check_head_fits
+from checkpoint.medusa_layouts import target_inside
+from checkpoint.source import Entry, Source, resolve_source
+from checkpoint.weights import check_shapes, opened
+from checkpoint.writer import Planned, fill, staging
 from common.dtypes import DTYPES, short_dtype
-from common.errors import InputError
-from common.files import read_bytes, read_json
+from common.errors import InputError, printable
+from common.files import read_json
+from common.schema import Wrong
+from model import ModelArgs
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
+# Buffers that old checkpoints carry and that follow from the config.
+IGNORED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.masked_bias$")
+
+
+def open_source(path: Path) -> Source:
+    """Open what `resolve_source` returned. Raises InputError if anything in it is missing or damaged."""
+    return open_gguf(path) if is_gguf(path) else open_folder(path)
+
 
 def convert(
-    checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None,
+    checkpoint: str | Path, out: str | Path | None = None, target: str | Path | None = None, *,
     dtype: str = "keep", answers: Answers | None = None, template: str = "auto", force: bool = False,
     quiet: bool = False, allow_nonfinite: bool = False,
 ) -> Path:
-    """Convert `checkpoint` into the folder `out` and return it. Its contents tell targets from heads.
+    """Convert `checkpoint` into the folder `out` and return it. Its tensors tell targets from heads.
 
     out: for a target by default `default_folder(checkpoint)`, for a head TARGET/KIND: eagle3, eagle
     (EAGLE-1/2), medusa or hydra. target: the converted folder of the model that a head belongs to; needed for
@@ -45,7 +70,7 @@ def convert(
     of the source's numbers are stored in, bf16 if quantised. answers: for a head, what its files leave open.
     template: for a target without chat template, the one to add; see `templates.find_template`. force:
     replace `out` if it is one of our folders of the same kind; folders inside it, such as heads, are kept.
-    allow_nonfinite: take weights that are nan or infinite as they are, with a warning.
+    allow_nonfinite: accept nan and infinite weights, with a warning.
 
     Raises InputError with one line on any bad input or lack of space. Nothing is left on disk then.
     """
@@ -53,12 +78,8 @@ def convert(
     source = open_source(resolve_source(checkpoint))
     cast_to = None if dtype == "keep" else getattr(torch, DTYPES[short_dtype(dtype)])
     kind = kind_of(source)
-    if kind == "medusa" and target is None and any(n.startswith("model.layers.") for n in source.tensors):
-        # A Medusa-2 model carries its heads. This converts the target; with --target, the heads.
-        kind = None
-        source = replace(
-            source, tensors={n: t for n, t in source.tensors.items() if not n.startswith(MEDUSA2)}
-        )
+    if target is None and (inside := target_inside(source)):  # with --target, its heads are converted
+        kind, source = None, inside
     if kind and target is None:
         raise InputError(
             f"{source.path}: is a draft head and needs --target DIR, the converted model it is for"
@@ -74,60 +95,56 @@ def convert(
     check_out(out, config["kind"], force)
     added = find_template(template, name, str(checkpoint), str(source.config.get("_name_or_path", "")))
 
-    def tokenizer(folder: Path) -> bool:
-        """Write the tokenizer's files, and the template if it is asked for or missing."""
-        written = source.tokenizer(folder)
-        if written and added and (template != "auto" or not Tokenizer.load(folder).has_template):
-            (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
-        return written
-
-    def calibration(folder: Path) -> bool:
-        """Copy what is known of a head."""
-        if (file := source.path / CALIBRATION).exists():
+    size = sum(t.nbytes for t in plan)
+    with staging(out, size) as folder:
+        if kind and (file := source.path / CALIBRATION).exists():
             MEASURED.require(read_json(file), file)
             shutil.copyfile(file, folder / CALIBRATION)
-        return True
-
-    others = calibration if kind else tokenizer
-    has_tokenizer = write_folder(out, config, plan, others, quiet, allow_nonfinite, str(source.path))
-    last = config["vocab_size"] - 1
-    if not kind and has_tokenizer and (highest := Tokenizer.load(out).highest) > last:
-        print(
-            f"warning: {checkpoint}: its tokenizer has ids up to {highest:,}, the model up to {last:,};"
-            " prompts with others are refused", file=sys.stderr,
-        )
-    if not has_tokenizer:
-        print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
-    if not config.get("stop_ids", True):
-        print(
-            f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only", file=sys.stderr
-        )
+        has_tokenizer = not kind and source.tokenizer(folder)
+        if has_tokenizer and added and (template != "auto" or not Tokenizer.load(folder).has_template):
+            (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+        fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
+             title=out.name)
+    if not kind:
+        _warn(checkpoint, out, config)
     if not quiet:
         params = sum(math.prod(t.shape) for t in plan if t.dtype.is_floating_point)
-        size = sum(t.nbytes for t in plan)
         seconds = time.perf_counter() - started
         print(f"wrote {out}: {config['kind']}, {params:,} parameters, {size:,} bytes, {seconds:.1f} s")
     return out
 
 
+def _warn(checkpoint: str | Path, out: Path, config: dict) -> None:
+    """Print what a converted target lacks."""
+    tokenizer, last = Tokenizer.load(out), config["vocab_size"] - 1
+    if tokenizer is None:
+        print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
+    elif tokenizer.highest > last:
+        print(
+            f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
+            f" {last:,}; prompts with others are refused", file=sys.stderr,
+        )
+    if not config["stop_ids"]:
+        print(
+            f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only", file=sys.stderr
+        )
+
+
 def default_folder(checkpoint: str | Path) -> Path:
-    """Where a target is written unless --out says otherwise: checkpoints/NAME, in lower case."""
+    """Return where a target is written without --out: checkpoints/NAME, in lower case."""
     return Path("checkpoints") / _name(checkpoint).lower()
 
 
 def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
-    """The converted folder of any checkpoint: itself, or checkpoints/NAME.
+    """Return the converted folder of any checkpoint: itself, or checkpoints/NAME.
 
     The latter is written now if it is missing or older than the checkpoint. Raises InputError if another
     checkpoint of the same name has been converted there.
     """
-    try:
+    config = Path(checkpoint, CONFIG)
+    if config.is_file() and is_ours(read_json(config)):
         read_config(checkpoint)
         return checkpoint
-    except InputError:
-        config = Path(checkpoint, CONFIG)
-        if config.exists() and b'"format"' in read_bytes(config):
-            raise  # ours, but of another version or damaged
     out, path = default_folder(checkpoint), Path(checkpoint)
     stale = False
     if out.is_dir():
@@ -141,6 +158,7 @@ def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
         written = (out / WEIGHTS).stat().st_mtime
         stale = any(f.stat().st_mtime > written for f in files if f.is_file())
     if stale or not out.is_dir():
+        resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
             convert(checkpoint, out, force=stale)
@@ -148,7 +166,7 @@ def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
 
 
 def origin(checkpoint: str | Path) -> str:
-    """What a converted folder's config says it came from: an absolute path, or the hub id."""
+    """Return the `source` in a converted folder's config: an absolute path, or the hub id."""
     return str(Path(checkpoint).resolve()) if Path(checkpoint).exists() else str(checkpoint)
 
 
@@ -157,3 +175,143 @@ def _name(checkpoint: str | Path) -> str:
     if is_gguf(path):
         return path.stem
     return path.resolve().name if path.is_dir() else path.name
+
+
+def plan_target(source: Source, dtype: torch.dtype | None) -> tuple[dict, list[Planned]]:
+    """Return the config of a converted target, and its tensors.
+
+    dtype: what to store them in; None is what most of the source's numbers are stored in. Raises InputError
+    on a config or a tensor that does not fit.
+    """
+    names = family_of(source).names
+    fields = target_fields(source)
+    stop_ids = [i for i in source.stop_ids if i < fields["vocab_size"]]
+    config = {"kind": "target", **fields, "stop_ids": stop_ids, "bos_id": source.bos_id}
+    tensors = dict(source.tensors)
+    name = names["lm_head.weight"][0]
+    if config["tie_embeddings"] and name in tensors:
+        # Some files hold the tied matrix twice. transformers 4 ignores the second copy and transformers 5
+        # uses it, so it may be dropped only if both are equal.
+        copy, embed = tensors.pop(name), tensors.get(names["embed.weight"][0])
+        if embed is None or copy.shape != embed.shape or not torch.equal(copy.read(), embed.read()):
+            raise InputError(
+                f"{source.path}: tie_word_embeddings is true, yet there is an {name} that differs from the"
+                " embedding; set it to false in config.json if that tensor is meant"
+            )
+    return config, _plan(source, config, names, tensors, dtype)
+
+
+def plan_head(
+    source: Source, target: Path, dtype: torch.dtype | None, answers: Answers
+) -> tuple[dict, list[Planned]]:
+    """Return the config of a converted head of the converted target `target`, and its tensors.
+
+    dtype: as for `plan_target`. Raises InputError on a config or a tensor that does not fit, and if the head
+    does not fit the target.
+    """
+    path, target_args = source.path, check_config(read_config(target, "target"))
+    layout = read_layout(source, target_args, answers)
+    config, tensors = dict(layout.config), dict(layout.tensors)
+    embed, lm_head = tensors.get("embed_tokens.weight"), tensors.get("lm_head.weight")
+    config["own_embedding"] = embed is not None and not _is_targets(embed, target, "embed.weight")
+    if embed is not None and not config["own_embedding"]:
+        del tensors["embed_tokens.weight"]
+    target_lm_head = "embed.weight" if target_args.tie_embeddings else "lm_head.weight"
+    if lm_head is not None and config["draft_vocab_size"] == target_args.vocab_size and _is_targets(
+        lm_head, target, target_lm_head
+    ):
+        config["own_lm_head"] = False  # vLLM's copies of heads carry the target's
+        del tensors["lm_head.weight"]
+    check_head_fits(_args(source, config), target_args, str(path))
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
+    plan = _plan(source, config, layout.names, tensors, dtype)
+    ids = layout.draft_ids
+    if ids is None:
+        ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
+    entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
+    return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
+
+
+def _is_targets(entry: Entry, target: Path, name: str) -> bool:
+    """Return whether a head's matrix is this tensor of the target, bit for bit in either's dtype."""
+    with opened(target / WEIGHTS, "convert the target again") as file:
+        if tuple(file.get_slice(name).get_shape()) != entry.shape:
+            return False
+        matrix = file.get_tensor(name)
+    own = entry.read()  # which may be a copy in bfloat16 of what the target has in float32
+    if not own.is_floating_point():
+        return False
+    return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
+
+
+def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> Tensor:
+    """Return the target id of each draft id, [Vd] int64.
+
+    They come from the offsets `d2t` or from `t2d`, the mask of the same ids. If both are there, they must
+    agree.
+    """
+    marked = None
+    if "t2d" in maps:
+        check_shapes({"t2d": maps["t2d"].shape}, {"t2d": (vocab,)}, str(path))
+        marked = maps["t2d"].read().bool().nonzero()[:, 0]
+    ids = torch.arange(draft_vocab)
+    if "d2t" in maps:
+        check_shapes({"d2t": maps["d2t"].shape}, {"d2t": (draft_vocab,)}, str(path))
+        ids = ids + maps["d2t"].read().to(torch.int64)
+    elif marked is not None:
+        ids = marked
+        if len(ids) != draft_vocab:
+            raise InputError(f"{path}: t2d marks {len(ids)} ids, the draft vocabulary has {draft_vocab}")
+    elif draft_vocab != vocab:
+        raise InputError(
+            f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids"
+        )
+    if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() <= 0).any()):
+        raise InputError(f"{path}: d2t does not give ascending ids of the target's vocabulary 0..{vocab - 1}")
+    if marked is not None and not torch.equal(marked, ids):
+        raise InputError(f"{path}: t2d and d2t contradict each other")
+    return ids
+
+
+def _plan(
+    source: Source, config: dict, names: NameTable, tensors: dict[str, Entry], dtype: torch.dtype | None
+) -> list[Planned]:
+    """Match every tensor of the model with its sources, in both directions.
+
+    Raises InputError naming the first tensor that does not match.
+    """
+    path, args = source.path, _args(source, config)
+    tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}
+    parts = {
+        name: (tuple(tensor.shape), parts_of(names, args, name, tuple(tensor.shape)))
+        for name, tensor in build_module(config).state_dict().items() if name != "draft_ids"
+    }
+    expected = {source: shape for _, sources in parts.values() for source, shape in sources.items()}
+    check_shapes({name: entry.shape for name, entry in tensors.items()}, expected, str(path))
+    for name, entry in tensors.items():
+        if entry.dtype is None or not entry.dtype.is_floating_point:
+            raise InputError(
+                f"{path}: tensor {printable(name)} is not stored as floating point (a quantised checkpoint?)"
+            )
+    dtype = dtype or _prevailing_dtype(tensors)
+    return [
+        Planned(name, shape, dtype, [tensors[s] for s in sources], tuple(sources))
+        for name, (shape, sources) in parts.items()
+    ]
+
+
+def _args(source: Source, config: dict) -> ModelArgs:
+    """Return the model's shape in a config. Raises InputError, which names the source."""
+    try:
+        return check_config(config)
+    except Wrong as e:
+        raise InputError(f"{source.path if is_gguf(source.path) else source.path / CONFIG}: {e}") from None
+
+
+def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:
+    """Return the dtype that most numbers are stored in: a model computes in one dtype."""
+    counts: dict[torch.dtype, int] = {}
+    for entry in tensors.values():
+        counts[entry.dtype] = counts.get(entry.dtype, 0) + math.prod(entry.shape)
+    dtype = max(counts, key=counts.get)
+    return torch.float32 if dtype == torch.float64 else dtype

@@ -5,7 +5,7 @@
 --layout sglang (default) writes
     EAGLE-3 and EAGLE-1 heads as the EAGLE repository publishes them. SGLang reads both. vLLM reads EAGLE-3,
     and EAGLE-1 if `architectures` in config.json is changed to LlamaForCausalLM;
-    P-EAGLE heads as vLLM reads them, those with a Markov head as nobody else does;
+    P-EAGLE heads as vLLM reads them, with a Markov head in a layout of our own;
     Medusa heads as vLLM reads them; Hydra, DFlash and DSpark heads as their authors publish them.
 --layout speculators writes EAGLE-3, P-EAGLE, DFlash and DSpark heads as the speculators library does. vLLM
 reads them.
@@ -15,10 +15,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_foreign, check_head, check_target
-from checkpoint.names import LAYOUTS, WEIGHTS, glance
+from checkpoint.folder import CONFIG, WEIGHTS, is_ours, read_config
+from checkpoint.heads import LAYOUTS, export
+from checkpoint.loading import load_head, load_model
 from common.cli import Options, check_replaceable, command
+from common.errors import InputError
+from common.files import read_json
 
 
 def parser() -> Options:
@@ -33,23 +35,21 @@ def parser() -> Options:
     p.refuse(lambda o: (Path(o.out).resolve() / WEIGHTS).exists() and not o.force,
              lambda o: f"{o.out}: holds a {WEIGHTS}; replace it with --force or choose another --out")
     p.judge(lambda o: check_replaceable("--out", o.out))
-    p.judge(lambda o: check_foreign("--out", o.out))
-    p.judge(lambda o: check_target(o.checkpoint))
-    p.judge(lambda o: check_head("--head", o.head))
-    p.refuse(lambda o: glance(o.head)["kind"] == "target",
-             lambda o: f"--head {o.head}: holds a target, no draft head")
-    p.refuse(lambda o: "quantization" in glance(o.head),
-             lambda o: f"{o.head}: quantised; export the head before quantisation")
     return p
 
 
 def run(o) -> None:
     """Do what the options say. Raises InputError and OSError on bad input."""
-    from checkpoint.exporting import export
-    from checkpoint.loading import load_head, load_model
-
-    target, config = load_model(o.checkpoint)
-    print(f"wrote {export(load_head(o.head, target), o.out, o.layout, config)}")
+    config = Path(o.out, CONFIG)
+    if config.is_file() and is_ours(read_json(config)):
+        raise InputError(f"--out {o.out}: holds a converted checkpoint; choose another folder")
+    head = read_config(o.head, what="--head")
+    if head["kind"] == "target":
+        raise InputError(f"--head {o.head}: holds a target, no draft head")
+    if "quantization" in head:
+        raise InputError(f"{o.head}: quantised; export the head before quantisation")
+    target, target_config = load_model(o.checkpoint)
+    print(f"wrote {export(load_head(o.head, target), o.out, o.layout, target_config)}")
 
 
 def main(argv: list[str] | None = None) -> int:

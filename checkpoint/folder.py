@@ -1,33 +1,42 @@
 """Our checkpoint folder: what is in it, and how its config is read.
 
-    DIR/config.json         format, kind ("target" or one of HEAD_KINDS), the fields of ModelArgs or HeadArgs;
+    DIR/config.json         format, kind ("target" or one of HEADS), the fields of ModelArgs or HeadArgs;
                             `name`, `source`, `sha256` of the weights, for a target also `stop_ids` (all of
                             them) and `bos_id` (or null)
     DIR/model.safetensors   the state dict of `Transformer` or of a head, q/k/v and gate/up fused
                             (with `quantization` in the config, its linear layers are `QuantizedLinear`)
     DIR/tokenizer.*         tokenizer.json or tokenizer.model, tokenizer_config.json, chat_template.jinja
-    DIR/KIND/               heads of that target in the same format, a folder for each of HEAD_KINDS; EAGLE-1
+    DIR/KIND/               heads of that target in the same format, a folder for each of HEADS; EAGLE-1
                             and EAGLE-2 share one; also
                             calibration.json (`engine.calibration`) and costs.json (`engine.costs`)
 """
 from __future__ import annotations
 
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated, Literal
 
-from checkpoint.names import ADVICE, CONFIG, HEAD_KINDS, check_kind, glance
+from pydantic import Field
+from typing_extensions import NotRequired, TypedDict
+
 from common.errors import InputError
+from common.files import check_file, read_json
 from common.schema import (
     ABSENT,
-    List,
-    Map,
-    Number,
-    Record,
+    Flag,
+    Schema,
     Sha256,
     Text,
     Whole,
     Wrong,
-    maybe,
-    record_of,
+    in_words,
+    number,
+    schema_of,
+    whole,
 )
 from kernels.quantized import Scheme
 from model import ModelArgs
@@ -36,48 +45,126 @@ from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 
-# What every config.json of ours has beside the fields of `ModelArgs` or `HeadArgs`.
-FOLDER = Record(
-    {"kind": Text("target", *HEAD_KINDS)},
-    {
-        "format": Whole(1, 1000), "name": Text(), "source": Text(), "sha256": Sha256(),
-        "stop_ids": List(Whole()), "bos_id": maybe(Whole()), "quantization": record_of(Scheme),
+FORMAT = 2
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CALIBRATION = "calibration.json"  # beside a head's weights: acceptance lengths of its trees
+ADVICE = "convert the checkpoint again"
+# The network of each kind of draft head. Their layouts in other programs' files are in `checkpoint.heads`.
+HEADS = {
+    "eagle": Eagle1Head, "eagle3": Eagle3Head, "p-eagle": PEagleHead, "medusa": MedusaHeads,
+    "hydra": HydraHeads, "dflash": BlockHead, "dspark": DSparkHead,
+}
+HEAD_KINDS = tuple(HEADS)
+
+# Keys of every config.json of ours, beside the fields of `ModelArgs` or `HeadArgs`.
+FOLDER = Schema(TypedDict("Folder", {
+    "kind": Literal[("target", *HEAD_KINDS)], "format": NotRequired[whole(1, 1000)],
+    "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
+    "stop_ids": NotRequired[list[Whole]], "bos_id": NotRequired[Whole | None],
+    "quantization": NotRequired[dict],
+}))
+_Taus = dict[str, number(1, 1e6)]
+_Pair = Annotated[list[number(-100, 100)], Field(min_length=2, max_length=2)]
+_Kept = TypedDict("Kept", {"0": number(above=0, high=1e6), "1": number(above=0, high=1e6)})
+MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.calibration`
+    "format": Whole, "ease": Annotated[list[number(0, 1e6)], Field(min_length=1)],
+    "tau": TypedDict("Tau", {"0": _Taus, "1": _Taus}),
+    "far": NotRequired[TypedDict("Far", {"context": whole(1), "kept": _Kept})],
+    "confidence": NotRequired[TypedDict("Confidence", {
+        "of_greedy": NotRequired[_Pair], "of_sampling": NotRequired[_Pair]})],
+}))
+
+Factor, Length = number(1e-3, 1e6), number(1, 2**31)
+# The fields of `rope_scaling` by its type, see `model.inverse_frequencies`.
+ROPE = {
+    "default": {},
+    "linear": {"factor": Factor},
+    "llama3": {
+        "factor": Factor, "low_freq_factor": Factor, "high_freq_factor": Factor,
+        "original_max_position_embeddings": Length,
     },
-)
-_BY_TEMPERATURE = {"0": Map(Number(1, 1e6)), "1": Map(Number(1, 1e6))}
-MEASURED = Record(  # calibration.json, see `engine.calibration`
-    {"format": Whole(), "ease": List(Number(0, 1e6), 1), "tau": Record(_BY_TEMPERATURE)},
-    {
-        "far": Record({"context": Whole(1), "kept": Record(dict.fromkeys("01", Number(above=0, high=1e6)))}),
-        "confidence": Record(dict.fromkeys(("of_greedy", "of_sampling"), List(Number(-100, 100), 2, 2))),
+    "yarn": {
+        "factor": Factor, "original_max_position_embeddings": Length,
+        **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor"), NotRequired[Factor | None]),
+        **dict.fromkeys(("mscale", "mscale_all_dim"), NotRequired[number(0, 1e6) | None]),
+        "truncate": NotRequired[Flag | None],
     },
-)
-CLASSES = Eagle1Head, Eagle3Head, PEagleHead, MedusaHeads, HydraHeads, BlockHead, DSparkHead
-HEADS = dict(zip(HEAD_KINDS, CLASSES, strict=True))
+    "divisors": {"divisors": Annotated[list[Factor], Field(min_length=1, max_length=2**15)]},
+}
+ROPE_SCHEMAS = {kind: Schema(TypedDict(f"Rope_{kind}", keys)) for kind, keys in ROPE.items()}
 
 
-def read_config(folder: str | Path, kind: str | None = None) -> dict:
-    """The parsed config.json of one of our folders.
+def check_rope(scaling: dict, key: str = "rope_scaling") -> None:
+    """Raise Wrong unless these are the parameters of a rope scaling that we compute."""
+    place = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.get(place, ABSENT)
+    if kind == "dynamic":
+        raise Wrong(f"{key}.{place}", kind, "linear or yarn: the frequencies of a dynamic one, which is not"
+                    " supported, change as the text grows, so that keys already in the cache would be wrong")
+    if not isinstance(kind, str) or kind not in ROPE:
+        raise Wrong(f"{key}.{place}", kind, f"one that is supported: {', '.join(ROPE)}")
+    ROPE_SCHEMAS[kind].check(scaling, key)
+    if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+        raise Wrong(f"{key}.low_freq_factor", scaling["low_freq_factor"], "less than high_freq_factor")
 
-    Raises InputError if the folder is not ours, not of this kind (if a kind is asked for), or if a key is
-    missing, out of its range, or contradicts another.
-    """
-    folder, config = Path(folder), glance(folder)
-    try:
-        check_config(config)
-        if config["kind"] == "target" and "stop_ids" not in config:
-            raise Wrong("stop_ids", ABSENT, FOLDER.optional["stop_ids"].words)
-    except Wrong as e:
-        raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
-    check_kind(folder, config, kind)
-    return config
+
+def check_args(args: ModelArgs) -> None:
+    """Raise Wrong if a field of a model's shape is out of its range, or if fields contradict each other."""
+    schema_of(type(args)).check(asdict(args))
+    _check_relations(args)
+
+
+def _check_relations(args: ModelArgs) -> None:
+    divisors = (args.rope_scaling or {}).get("divisors")
+    if args.rope_scaling is not None:
+        check_rope(args.rope_scaling)
+    rules = [
+        ("num_kv_heads", args.num_heads % args.num_kv_heads == 0,
+         f"a divisor of num_heads, {args.num_heads}"),
+        ("head_dim", args.head_dim % 2 == 0, "an even number: rotary embedding needs pairs"),
+        ("head_dim", args.num_heads * args.head_dim <= 2**22, f"at most {2**22:,} over num_heads"),
+        ("experts_per_token", not args.num_experts or 1 <= args.experts_per_token <= args.num_experts,
+         f"1 to num_experts, {args.num_experts}"),
+        ("rope_scaling", divisors is None or len(divisors) == args.head_dim // 2,
+         f"{args.head_dim // 2} divisors, half of head_dim"),
+    ]
+    has = vars(args).get
+    if (aux := has("aux_layers")) is not None:
+        rules += [
+            ("draft_vocab_size", args.draft_vocab_size <= args.vocab_size,
+             f"at most vocab_size, {args.vocab_size}"),
+            ("aux_layers", all(a < b for a, b in pairwise(aux)), "ascending layers"),
+            ("target_hidden_size", args.feature_width <= 2**22, f"at most {2**22:,} over their number"),
+        ]
+    if has("mask_id") is not None:
+        rank = args.markov_rank
+        rules += [
+            ("mask_id", args.mask_id < args.vocab_size, f"an id below vocab_size, {args.vocab_size}"),
+            ("markov_rank", rank or not args.markov_gated, "at least 1: markov_gated is true"),
+            ("markov_rank", rank or not (args.confidence and args.confidence_reads_markov),
+             "at least 1: confidence_reads_markov is true"),
+        ]
+    if has("block") is not None:
+        rules += [("block", args.drafts >= 1, "at least 2: one row, the anchor's, drafts nothing")]
+    if has("guesses") is not None:
+        rules += [
+            ("aux_layers", len(aux) == 1, "one: Medusa and Hydra heads read one state"),
+            ("hidden_size", args.hidden_size == args.target_hidden_size,
+             f"target_hidden_size, {args.target_hidden_size}: these heads have the target's width"),
+        ]
+    for key, fits, expected in rules:
+        if not fits:
+            raise Wrong(key, getattr(args, key), expected)
 
 
 def check_config(config: dict) -> ModelArgs:
-    """What a config.json says of its model. Raises Wrong on the first key that is not right."""
+    """Return the model's shape in a config.json. Raises Wrong on the first key that is not right."""
     FOLDER.check(config)
     kind = config["kind"]
-    args = (ModelArgs if kind == "target" else HEADS[kind].Args).from_config(config)
+    shape = ModelArgs if kind == "target" else HEADS[kind].Args
+    schema_of(shape).check(config)
+    args = shape.from_config(config)
+    _check_relations(args)
     ids = [(f"stop_ids[{i}]", token) for i, token in enumerate(config.get("stop_ids", ()))]
     for key, token in [*ids, ("bos_id", config.get("bos_id") or 0)]:
         if token >= args.vocab_size:
@@ -85,3 +172,117 @@ def check_config(config: dict) -> ModelArgs:
     if "quantization" in config:
         Scheme.read(config["quantization"])
     return args
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a path names a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
+def is_ours(config: dict) -> bool:
+    """Return whether a config.json is that of a converted checkpoint, of any version."""
+    return {"format", "kind"} <= config.keys()
+
+
+def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> dict:
+    """Return the config.json of one of our folders.
+
+    kind: that it has to be of. what: the option that names the folder, for errors. Raises InputError if the
+    folder is not ours, not of this kind, or if a key is missing, out of its range, or contradicts another.
+    """
+    folder, name = Path(folder), f"{what} {folder}".strip()
+    if not folder.is_dir():
+        raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
+    config = read_json(folder / CONFIG)
+    if not is_ours(config):
+        raise InputError(
+            f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR"
+        )
+    if config["format"] != FORMAT or isinstance(config["format"], float):
+        raise InputError(
+            f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version reads; convert it"
+            " again"
+        )
+    try:
+        check_config(config)
+        if config["kind"] == "target" and "stop_ids" not in config:
+            raise Wrong("stop_ids", ABSENT, "a list")
+    except Wrong as e:
+        raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
+    if kind and config["kind"] != kind:
+        raise InputError(f"{name}: holds a {config['kind']} checkpoint where a {kind} was expected")
+    return config
+
+
+def known_config(checkpoint: str, max_seq_len: int | None = None) -> dict:
+    """Return the config.json of a converted target that --checkpoint names; {} if it is not converted yet.
+
+    max_seq_len: of the texts, checked against the model's maximum. Raises InputError.
+    """
+    folder = Path(checkpoint)
+    if not (folder / CONFIG).is_file() or not is_ours(read_json(folder / CONFIG)):
+        return {}
+    config = read_config(folder, "target")
+    if max_seq_len is not None:
+        check_length(max_seq_len, config["max_seq_len"])
+    return config
+
+
+def check_length(max_seq_len: int, longest: int) -> None:
+    """Raise InputError unless texts may have this length. longest: the model's maximum."""
+    if not 2 <= max_seq_len <= longest:
+        raise InputError(f"--max-seq-len {max_seq_len}: must be 2 to {longest}, the model's maximum")
+
+
+def check_exact(folder: str | Path, config: dict) -> None:
+    """Raise InputError if a folder of this config.json is quantised."""
+    if "quantization" in config:
+        raise InputError(f"{folder}: is quantised already; name the checkpoint before quantisation")
+
+
+def check_out(out: Path, kind: str, force: bool) -> None:
+    """Raise InputError unless `out` is free or, with `force`, one of our folders of the same kind."""
+    place = out.resolve()  # "new/.." names something else once "new" is there
+    if not place.exists() and not out.is_symlink():
+        return
+    try:
+        old = read_json(place / CONFIG)
+    except InputError:
+        old = {}
+    if not is_ours(old):  # of any version: --force replaces old ones too
+        raise InputError(f"{out}: exists and is not one of our checkpoint folders; choose another --out")
+    if old["kind"] != kind:
+        raise InputError(
+            f"{out}: holds a {in_words(old['kind'])} checkpoint, a {kind} may not replace it; choose"
+            " another --out"
+        )
+    if not force:
+        raise InputError(f"{out}: exists; replace it with --force or choose another --out")
+
+
+def verify(checkpoint: str | Path, draft: str | Path | None, must: bool, say: Callable[[str], None]) -> None:
+    """Compare the weights of a target, of the heads inside its folder and of `draft` with their sha256.
+
+    must: refuse a folder without one, which older versions wrote; else name it. say: prints a line. Raises
+    InputError if weights are not those that were written.
+    """
+    began, size = time.perf_counter(), 0
+    heads = [Path(checkpoint, kind) for kind in HEADS if Path(checkpoint, kind, CONFIG).exists()]
+    for folder in [Path(checkpoint), *heads, *([Path(draft)] if draft else [])]:
+        expected, path = read_config(folder).get("sha256"), folder / WEIGHTS
+        if expected is None:
+            words = f"{folder / CONFIG}: has no sha256 to verify the weights with; {ADVICE} to have one"
+            if must:
+                raise InputError(words)
+            say(words)
+            continue
+        size, digest = size + check_file(path), hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        if digest.hexdigest() != expected:
+            raise InputError(
+                f"{path}: its sha256 is {digest.hexdigest()}; expected {expected}, which {CONFIG} holds: it"
+                f" is damaged, or was changed; {ADVICE}"
+            )
+    say(f"verified {size:,} bytes of weights in {time.perf_counter() - began:.1f} s")

@@ -1,4 +1,7 @@
-"""GGUF files as a `Source`. The keys of their metadata are those of llama.cpp's gguf/constants.py."""
+"""GGUF files as a `Source`. The keys of their metadata are those of llama.cpp's gguf/constants.py.
+
+Which tensors a family has is in `checkpoint.families`; here are the container and its config.
+"""
 from __future__ import annotations
 
 import math
@@ -6,55 +9,54 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
-from checkpoint.gguf_file import Tensor as Stored
-from checkpoint.gguf_file import read_gguf
+from checkpoint.folder import Factor, Length
 from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
-from common.errors import InputError, printable
-from common.schema import Flag, List, Name, Number, Record, Text, Whole, Wrong
-from common.sizes import IDS, LAYERS, MANY, WIDTH
-from model import FACTOR, LENGTH
+from common.errors import InputError, first_line, printable
+from common.files import check_file
+from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Width, number, text, whole
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 CONTROL = 3  # the type of a control token
-TOKEN = Whole(0, 2**32 - 1)
-METADATA = Record(optional={
-    "general.architecture": Name(), "general.name": Text(), "split.count": Whole(0, 2**16),
-    "tokenizer.chat_template": Text(), **{f"tokenizer.ggml.{name}": kind for name, kind in {
-        "model": Text(most=64), "pre": Text(most=64), "tokens": List(Text(most=2**16)),
-        "merges": List(Text()),
-        "scores": List(Number()), "token_type": List(Whole(0, 2**16)), "add_bos_token": Flag(),
-        "add_space_prefix": Flag(), **{f"{name}_token_id": TOKEN for name in (
-            "bos", "eos", "eot", "eom", "unknown", "padding")},
-    }.items()},
-})
-KEYS = {  # Hugging Face's name of a size: the architecture's own key
-    "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
-    "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
-    "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
-    "max_position_embeddings": "context_length",
+Token, Kind = whole(0, 2**32 - 1), text(64)
+TOKENIZER = {
+    "model": Kind, "pre": Kind, "tokens": list[text(2**16)], "merges": list[Text], "scores": list[number()],
+    "token_type": list[whole(0, 2**16)], "add_bos_token": Flag, "add_space_prefix": Flag,
+    **{f"{name}_token_id": Token for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
-# The architecture's own keys, by what follows its name and a dot.
-OWN = {
-    "embedding_length": WIDTH, "attention.head_count": MANY, "attention.head_count_kv": MANY,
-    "rope.dimension_count": MANY, "attention.key_length": MANY, "attention.value_length": MANY,
-    "attention.layer_norm_rms_epsilon": Number(above=0, high=1), "vocab_size": IDS,
-    "feed_forward_length": WIDTH, "expert_feed_forward_length": WIDTH, "expert_count": Whole(0, 10_000),
-    "expert_used_count": Whole(0, 10_000), "block_count": LAYERS, "context_length": Whole(1),
-    "rope.freq_base": Number(above=1, high=1e15), "attention.sliding_window": Whole(),
-    "rope.scaling.type": Text(most=64), "rope.scaling.factor": FACTOR,
-    "rope.scaling.original_context_length": LENGTH, "rope.scaling.yarn_beta_fast": FACTOR,
-    "rope.scaling.yarn_beta_slow": FACTOR, "rope.scaling.attn_factor": FACTOR,
+OWN = {  # of the architecture, under its name and a dot
+    "embedding_length": Width, "attention.head_count": Many, "attention.head_count_kv": Many,
+    "rope.dimension_count": Many, "attention.key_length": Many, "attention.value_length": Many,
+    "attention.layer_norm_rms_epsilon": number(above=0, high=1), "vocab_size": Ids,
+    "feed_forward_length": Width, "expert_feed_forward_length": Width, "expert_count": whole(0, 10_000),
+    "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
+    "rope.freq_base": number(above=1, high=1e15), "attention.sliding_window": Whole,
+    "rope.scaling.type": Kind, "rope.scaling.factor": Factor,
+    "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
+    "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,
 }
+
+
+def metadata(arch: str) -> Schema:
+    """Return what the metadata of a file of this architecture may hold."""
+    keys = {"general.architecture": Name, "split.count": Whole, "tokenizer.chat_template": Text}
+    keys |= {f"tokenizer.ggml.{name}": kind for name, kind in TOKENIZER.items()}
+    keys |= {f"{arch}.{name}": kind for name, kind in OWN.items()}
+    return Schema(TypedDict("Metadata", {key: NotRequired[kind] for key, kind in keys.items()}))
 
 
 def open_gguf(path: Path) -> Source:
     """Open a GGUF file. Raises InputError if it is damaged, or describes a model that we cannot run."""
-    fields, stored = read_gguf(path)
-    arch = METADATA.require(fields, path).get("general.architecture")
+    fields, stored = _read(path)
+    arch = str(fields.get("general.architecture"))
+    for key, value in fields.items():
+        if key.startswith(f"{arch}.") and isinstance(value, list) and key.removeprefix(f"{arch}.") in OWN:
+            raise InputError(f"{path}: {key} differs from layer to layer, which is not supported")
+    metadata(arch).require(fields, path)
     if fields.get("split.count", 1) > 1:
         raise InputError(f"{path}: is one part of a split GGUF; merge the parts with llama-gguf-split first")
     divisors = stored.pop("rope_freqs.weight", None)
@@ -70,7 +72,7 @@ def open_gguf(path: Path) -> Source:
                     f"{path}: tensor {printable(name)} has {tensor.shape[2]:,} matrices; expected"
                     f" {config['num_experts']:,}, {arch}.expert_count"
                 )
-            experts = range(tensor.shape[2])
+            experts = range(int(tensor.shape[2]))
             tensors |= {f"{name}[{e}]": _entry(path, tensor, expert=e) for e in experts}
         else:
             tensors[name] = _entry(path, tensor, config["head_dim"] if interleaved.fullmatch(name) else None)
@@ -82,7 +84,7 @@ def open_gguf(path: Path) -> Source:
     def tokenizer(folder: Path) -> bool:
         if not tokens:
             return False
-        from tokens.tokenizer import from_gguf
+        from tokens.gguf_tokenizer import from_gguf
 
         from_gguf(fields, folder, str(path))
         return True
@@ -92,26 +94,40 @@ def open_gguf(path: Path) -> Source:
         path, family, config, tensors,
         stop_ids=unique_ids(*stop_ids, *(control.get(token) for token in END_TOKENS)),
         bos_id=fields.get("tokenizer.ggml.bos_token_id"), tokenizer=tokenizer,
-        keys={
-            "bos_token_id": "tokenizer.ggml.bos_token_id", **{k: f"{arch}.{own}" for k, own in KEYS.items()}
-        },
     )
+
+
+def _read(path: Path) -> tuple[dict, dict]:
+    """Return the metadata by key, and the tensors by name, read by the package gguf. Raises InputError."""
+    try:
+        import gguf
+        from gguf.quants import dequantize
+    except ImportError:
+        raise InputError(f"{path}: reading a GGUF needs the package gguf (pip install gguf)") from None
+    check_file(path)
+    try:  # the reader maps the file, and takes no memory for a length that a damaged one pretends
+        reader = gguf.GGUFReader(path)
+        fields = {key: field.contents() for key, field in reader.fields.items()}
+    except Exception as e:  # numpy's and Python's errors are as various as the damage
+        raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for tensor in {t.tensor_type: t for t in tensors.values()}.values():
+        try:
+            block = np.zeros((1, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]), np.uint8)
+            dequantize(block, tensor.tensor_type)
+        except NotImplementedError:
+            kind = tensor.tensor_type.name
+            raise InputError(
+                f"{path}: tensor {printable(tensor.name)} is of type {kind}, which cannot be dequantised"
+            ) from None
+    return fields, tensors
 
 
 def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dict:
     """The metadata under Hugging Face's keys. Sizes that a writer may leave out are read off the tensors."""
 
     def get(key: str, default=None):
-        name = f"{arch}.{key}"
-        value = fields.get(name)
-        if isinstance(value, list):
-            raise InputError(f"{path}: {name} differs from layer to layer, which is not supported")
-        try:
-            if name in fields:
-                OWN[key].check(value, name)
-        except Wrong as e:
-            raise InputError(f"{path}: {e}") from None
-        return fields.get(name, default)
+        return fields.get(f"{arch}.{key}", default)
 
     hidden, heads, rotary = get("embedding_length"), get("attention.head_count"), get("rope.dimension_count")
     head_dim = get("attention.key_length") or rotary or (hidden // heads if hidden and heads else None)
@@ -120,7 +136,7 @@ def _config(path: Path, arch: str, fields: dict, tensors: dict, divisors) -> dic
     embed = tensors.get("token_embd.weight")
     eps = get("attention.layer_norm_rms_epsilon")
     return {
-        "vocab_size": embed.shape[-1] if embed is not None else get("vocab_size"),
+        "vocab_size": int(embed.shape[-1]) if embed is not None else get("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": get("expert_feed_forward_length") or get("feed_forward_length"),
         "num_experts": get("expert_count", 0),
@@ -158,27 +174,25 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
             scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
         return {"rope_type": "yarn", **scaling}
     if divisors is not None:  # llama3 scaling is stored as one divisor per frequency
-        if (count := math.prod(divisors.shape)) > MANY.high:
-            raise InputError(f"{path}: rope_freqs.weight has {count:,} numbers; expected one per frequency")
         numbers = _numbers(divisors.data, divisors).flatten().tolist()
         return {"rope_type": "divisors", "divisors": numbers}
     return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
 
 
-def _numbers(data, tensor: Stored) -> Tensor:
-    """Rows of bytes of a tensor as numbers."""
+def _numbers(data, tensor) -> Tensor:
+    """Return rows of a tensor's data as numbers."""
     from gguf.quants import dequantize
 
-    return torch.tensor(dequantize(data, tensor.type))
+    return torch.tensor(dequantize(data, tensor.tensor_type))
 
 
-def _entry(path: Path, tensor: Stored, interleaved: int | None = None, expert: int | None = None) -> Entry:
+def _entry(path: Path, tensor, interleaved: int | None = None, expert: int | None = None) -> Entry:
     """One tensor, or one matrix of a stack.
 
     interleaved: the head size, if the rows of each head are interleaved and have to be put back in halves.
     expert: which matrix of a stack.
     """
-    shape = tensor.shape[::-1]
+    shape = tuple(map(int, tensor.shape[::-1]))
     data = tensor.data
     if expert is not None:
         shape, data = shape[1:], data[expert]
@@ -198,4 +212,4 @@ def _entry(path: Path, tensor: Stored, interleaved: int | None = None, expert: i
                 block = block.unflatten(0, (-1, interleaved // 2, 2)).transpose(1, 2).flatten(0, 2)
             yield block
 
-    return Entry(shape, dtypes.get(tensor.type.name, torch.bfloat16), blocks)
+    return Entry(shape, dtypes.get(tensor.tensor_type.name, torch.bfloat16), blocks)

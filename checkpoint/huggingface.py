@@ -3,27 +3,22 @@ from __future__ import annotations
 
 import pickle
 import re
-import struct
 import warnings
 import zipfile
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
 
-from checkpoint.names import CONFIG, is_ours
-from checkpoint.published import GENERATION, INDEX, PUBLISHED, TOKENIZER
-from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
+from checkpoint.folder import CONFIG, Length, is_ours
+from checkpoint.source import END_TOKENS, WEIGHT_FILES, Entry, Source, shards, unique_ids
 from checkpoint.weights import Stored, listed, opened
 from common.errors import InputError, first_line, printable
 from common.files import check_file, read_json
-from common.schema import Record, in_words
+from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, text, whole
 from tokens.files import TOKENIZER_CONFIG
 
-# In the order of preference: safetensors before pickles, one file before shards.
-WEIGHT_FILES = (
-    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
@@ -33,6 +28,46 @@ MODEL_TYPES = {  # for configs without `architectures`
     "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 AGAIN = "truncated? Download it again"  # what to do about weights that are damaged
+Token = whole(-1, 2**24) | list[whole(-1, 2**24)] | None  # -1: none
+LayerIds = list[whole(-1, 10_000)]
+
+
+def optional(name: str, kinds: dict) -> TypedDict:
+    """Return the type of an object whose keys may be absent; null is as if a key was absent."""
+    return TypedDict(name, {key: NotRequired[kind | None] for key, kind in kinds.items()})
+
+
+# config.json of a target (transformers) or of a head, by type: the keys that we read.
+CONFIG_KEYS = {key: kind for kind, keys in {
+    list[Text | None]: "architectures layer_types",
+    Text: "model_type hidden_act speculators_model_type markov_head_type _name_or_path",
+    Ids: "vocab_size draft_vocab_size",
+    Width: "hidden_size intermediate_size moe_intermediate_size target_hidden_size",
+    Layers: "num_hidden_layers num_target_layers",
+    Many: "num_attention_heads num_key_value_heads head_dim",
+    number(above=0, high=1): "rms_norm_eps", number(above=1, high=1e15): "rope_theta",
+    dict: "rope_scaling rope_parameters", number(0, 1): "partial_rotary_factor",
+    whole(1): "max_position_embeddings", Length: "original_max_position_embeddings",
+    Flag: "tie_word_embeddings use_sliding_window attention_bias mlp_bias norm_topk_prob use_aux_hidden_state"
+          " norm_before_residual norm_output fc_norm norm_before_fc causal causal_head sample_from_anchor"
+          " confidence_head_with_markov",
+    Whole: "sliding_window decoder_sparse_step block_size mask_token_id num_draft_steps k_train",
+    whole(0, 10_000): "num_experts num_local_experts num_experts_per_tok",
+    list[Whole]: "mlp_only_layers", Token: "pard_token ptd_token_id eos_token_id bos_token_id",
+    LayerIds: "eagle_aux_hidden_state_layer_ids target_layer_ids aux_hidden_state_layer_ids",
+}.items() for key in keys.split()}
+NESTED = dict.fromkeys(
+    ("eagle_config", "dflash_config", "transformer_layer_config", "model"), optional("Nested", CONFIG_KEYS)
+)
+PUBLISHED = Schema(optional("Published", CONFIG_KEYS | NESTED))
+GENERATION = Schema(optional("Generation", {"eos_token_id": Token, "bos_token_id": Token}))
+class _Added(TypedDict):
+    id: whole(0, 2 ** 24)
+    content: text(2 ** 16)
+    special: NotRequired[Flag]
+TOKENIZER = Schema(optional("Tokenizer", {
+    "added_tokens": list[_Added], "model": optional("Model", {"vocab": dict[str, Whole] | list}),
+}))
 
 
 def open_folder(path: Path) -> Source:
@@ -44,7 +79,7 @@ def open_folder(path: Path) -> Source:
     name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
-    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
+    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name)
     generation = _read_if_there(path / "generation_config.json", GENERATION)
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
@@ -62,8 +97,8 @@ def open_folder(path: Path) -> Source:
     )
 
 
-def _read_if_there(file: Path, record: Record) -> dict:
-    return record.require(read_json(file), file) if file.exists() else {}
+def _read_if_there(file: Path, schema: Schema) -> dict:
+    return schema.require(read_json(file), file) if file.exists() else {}
 
 
 def _architecture(config: dict) -> str | None:
@@ -86,26 +121,14 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
     return eos, {t["content"]: t["id"] for t in added if t.get("special") or t["content"] == eos}
 
 
-def shards(index: Path) -> dict[str, str]:
-    """Tensor name -> file name, of an index file. Raises InputError if it is not such an index."""
-    weight_map = INDEX.require(read_json(index), index)["weight_map"]
-    if not weight_map:
-        raise InputError(f"{index}: has no weight_map")
-    for file in dict.fromkeys(weight_map.values()):
-        if not file or Path(file).name != file or "\0" in file:
-            raise InputError(f"{index}: {in_words(file)} is not the name of a file beside it")
-    return weight_map
-
-
 def _sharded(index: Path) -> dict[str, Entry]:
     weight_map = shards(index)
     tensors: dict[str, Entry] = {}
-    open_pickle: dict[Path, dict] = {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.parent / file
         if not path.exists():
             raise InputError(f"{path}: missing, though {index.name} lists it")
-        shard = _one_file(path, open_pickle)
+        shard = _one_file(path)
         for name in (n for n, f in weight_map.items() if f == file):
             if name not in shard:
                 raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
@@ -114,8 +137,8 @@ def _sharded(index: Path) -> dict[str, Entry]:
     return tensors
 
 
-def _one_file(path: Path, open_pickle: dict[Path, dict]) -> dict[str, Entry]:
-    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path, open_pickle)
+def _one_file(path: Path) -> dict[str, Entry]:
+    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path)
 
 
 def _safetensors(path: Path) -> dict[str, Entry]:
@@ -131,20 +154,12 @@ def _safetensors(path: Path) -> dict[str, Entry]:
     return {name: entry(name, stored) for name, stored in listed(path, AGAIN).items()}
 
 
-def _pickle(path: Path, cache: dict[Path, dict]) -> dict[str, Entry]:
-    """`cache` holds the file that was read last, so that a shard is opened once and not once per tensor."""
-
-    def load() -> dict[str, Tensor]:
-        if path not in cache:
-            cache.clear()
-            cache[path] = _load_pickle(path)
-        return cache[path]
-
-    def entry(name: str, tensor: Tensor) -> Entry:
+def _pickle(path: Path) -> dict[str, Entry]:
+    def entry(tensor: Tensor) -> Entry:
         dtype = tensor.dtype if tensor.dtype in READABLE_DTYPES.values() else None
-        return Entry.of(tensor.shape, dtype, lambda: load()[name])
+        return Entry.of(tensor.shape, dtype, lambda: tensor)
 
-    return {name: entry(name, tensor) for name, tensor in load().items()}
+    return {name: entry(tensor) for name, tensor in _load_pickle(path).items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
@@ -161,11 +176,9 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
         if unsupported:
             reason = printable(unsupported[0].partition(". ")[0].rstrip("."))
         raise InputError(f"{path}: unsafe pickle or damaged file, not loaded ({reason})") from None
-    except (
-        RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError, TypeError,
-        NotImplementedError, AssertionError, ArithmeticError, MemoryError, RecursionError, struct.error,
-        zipfile.BadZipFile,
-    ) as e:
+    except InputError:
+        raise
+    except Exception as e:  # whatever a damaged file makes of pickle, zip and torch
         raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
     dense = isinstance(state, dict) and all(
         isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()

@@ -1,17 +1,15 @@
-"""Reading our checkpoint folders: the modules that their configs describe, with their weights."""
+"""Load our checkpoint folders: the modules that their configs describe, with their weights."""
 from __future__ import annotations
 
 import hashlib
-import re
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from checkpoint.folder import HEADS, check_config, read_config
-from checkpoint.names import ADVICE, CONFIG, WEIGHTS
-from checkpoint.shards import shares_of
-from checkpoint.weights import Stored, check_shapes, count_parts, listed, opened
+from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read_config
+from checkpoint.weights import Stored, bytes_of, check_shapes, listed, opened
 from common.errors import InputError
 from common.schema import Wrong
 from kernels.parallel import Share, deal
@@ -24,9 +22,9 @@ CASTABLE = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def build_module(config: dict, share: Share | None = None) -> Transformer | Head:
-    """The module that a config.json describes, on the meta device, where it takes no memory.
+    """Return the module that a config.json describes, on the meta device, where it takes no memory.
 
-    share: what one of several ranks has of it. Raises Wrong, a ValueError, on a bad config.
+    share: the part of one of several ranks. Raises Wrong, a ValueError, on a bad config.
     """
     args = check_config(config)
     own = share.args(args) if share else args
@@ -39,41 +37,22 @@ def build_module(config: dict, share: Share | None = None) -> Transformer | Head
     return module
 
 
-def check_parts(config: dict, names: dict, file: str) -> None:
-    """Raise Wrong if a config has more layers or guesses than there are tensors for in a file.
-
-    What remains to be built is then no more than the file holds.
-    """
-    kind, more = config["kind"], config.get("num_layers", 1)
-    if kind in ("medusa", "hydra"):
-        counts = [("guesses", config.get("guesses", 4), count_parts(names, "stacks."))]
-    else:
-        several = kind in ("target", "dflash", "dspark")
-        counts = [("num_layers", more, count_parts(names, "layers.") if several else
-                   1 + count_parts(names, "more_layers."))]
-    for key, found, there in counts:
-        if found > there:
-            raise Wrong(key, found, f"at most {there:,}, which is what {file} holds")
-
-
 def state_shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that a module's file has to hold."""
+    """Return the shape of every tensor that a module's file has to hold."""
     return {name: tuple(t.shape) for name, t in module.state_dict().items()}
 
 
 def load_model(
-    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None,
-    on_host: int = 0,
+    folder: str | Path, device="cpu", dtype: torch.dtype | None = None, ranks: Ranks | None = None
 ) -> tuple[Transformer, dict]:
     """Load a converted target -> (model, its config.json). `dtype` None keeps the stored one.
 
-    ranks: read this rank's part of it only, and let it compute with the others. on_host: so many of the last
-    layers are left in the host's memory, see `kernels.offload`. Raises InputError with a one-line message on
+    ranks: read this rank's part of it only, and let it compute with the others. Raises InputError on
     anything that is missing, damaged or of another kind, or cannot be dealt.
     """
     config = read_config(folder, "target")
     if ranks is None:
-        return _load(Path(folder), config, device, dtype, on_host=on_host), config
+        return _load(Path(folder), config, device, dtype), config
     shares = shares_of(config, ranks.count)
     model = _load(Path(folder), config, device, dtype, shares[ranks.rank])
     deal(model, shares, ranks)
@@ -83,7 +62,7 @@ def load_model(
 def load_head(folder: str | Path, target: Transformer, kind: str | None = None) -> Head:
     """Load a converted head in its target's dtype and on its device, and tie it to that target.
 
-    Raises InputError if it is missing, damaged, not of this kind (if one is asked for) or does not fit.
+    Raises InputError if it is missing, damaged, not of the kind `kind`, or does not fit the target.
     """
     config = read_config(folder, kind)
     if config["kind"] not in HEADS:
@@ -102,10 +81,9 @@ def load_head(folder: str | Path, target: Transformer, kind: str | None = None) 
 
 def _load(
     folder: Path, config: dict, device: torch.device | str, dtype: torch.dtype | None,
-    share: Share | None = None, on_host: int = 0,
+    share: Share | None = None,
 ):
     path = folder / WEIGHTS
-    resident = config.get("num_layers", 0) - on_host
     module = described(folder, config, listed(path, ADVICE))
     if share:
         module = build_module(config, share)
@@ -113,7 +91,7 @@ def _load(
     for name, meta in module.state_dict().items():
         # A tensor is a view of the mapped file. Each has a mapping of its own, so that its memory is free
         # as soon as it has been packed, not when all have.
-        with opened(path, ADVICE, "cpu" if on_host and layer_of(name) >= resident else device) as file:
+        with opened(path, ADVICE, device) as file:
             tensor = share.take(name, file) if share else file.get_tensor(name)
         fixed = _fixed(name, tensor, meta)
         if fixed and tensor.dtype != meta.dtype:
@@ -128,23 +106,17 @@ def _load(
     return module.requires_grad_(False).eval()
 
 
-def layer_of(name: str) -> int:
-    """Which layer of a target a tensor is of; -1 if of none."""
-    found = re.match(r"layers\.(\d+)\.", name)
-    return int(found[1]) if found else -1
-
-
 def _fixed(name: str, tensor: torch.Tensor, meta: torch.Tensor) -> bool:
-    """Whether a stored tensor is never cast: quantised weights and their scales."""
+    """Return whether a stored tensor is never cast: quantised weights and their scales."""
     return name.endswith(".scale") or not {tensor.dtype, meta.dtype} <= CASTABLE
 
 
 def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transformer | Head:
-    """The module that a folder's config describes, without numbers, once its weights are found to be those of
-    the config. Raises InputError.
+    """Return the module that a folder's config describes, without numbers. stored: its weights by name.
+
+    Raises InputError if the weights are not those of the config.
     """
     try:
-        check_parts(config, stored, WEIGHTS)
         module = build_module(config)
     except Wrong as e:
         raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
@@ -153,8 +125,7 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
 
 
 def check_draft_ids(ids: torch.Tensor, vocab_size: int, where: str) -> None:
-    """Raise InputError unless the ids that a head drafts [Vd] are some of the vocabulary, none of them twice.
-    """
+    """Raise InputError unless the draft ids [Vd] are in the vocabulary, each once."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab_size:
         raise InputError(
@@ -190,16 +161,14 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
 
 
 def identity(model: torch.nn.Module) -> str:
-    """A digest that tells models apart, also fine-tunes of one another.
-
-    It covers the dtype and a thousand values of every weight.
-    """
+    """Return a digest of the dtype and a thousand values of every weight: fine-tunes differ in it, too."""
     return _digest((name, _some(p)) for name, p in model.named_parameters())
 
 
 def identity_of(folder: str | Path, *dtypes: torch.dtype | None) -> str:
-    """The `identity` of the target in a folder, cast to these dtypes one after the other, without loading it:
-    each of several ranks that share a target has a part of it only.
+    """Return the `identity` of the target in a folder, cast to these dtypes in turn, without loading it.
+
+    Each of several ranks that share a target has a part of it only.
     """
     config, path = read_config(folder, "target"), Path(folder) / WEIGHTS
     module = described(Path(folder), config, listed(path, ADVICE))
@@ -225,3 +194,30 @@ def _digest(values: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, some in values:
         digest.update(f"{name} {some.dtype}".encode() + some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def shares_of(config: dict, count: int) -> list[Share]:
+    """Return what each of `count` ranks has of the target, or the head, that a config.json describes.
+
+    Raises InputError, with the numbers, if `count` ranks cannot share it; every rank raises the same.
+    """
+    args = check_config(config)
+    scheme = Scheme.read(config["quantization"]) if "quantization" in config else None
+    tokens = config.get("draft_vocab_size")
+    return [Share.of(args, scheme, rank, count, tokens) for rank in range(count)]
+
+
+def weigh(folder: Path, dtype: torch.dtype | None, shares: list[Share]) -> tuple[int, int, int]:
+    """Return the bytes of a target's weights in this dtype (None: as stored).
+
+    In all, of the rank that holds most, and of what every rank holds. Only the file's header is read. Raises
+    InputError if there is no such file, or it is damaged.
+    """
+    held, whole, total = [0] * len(shares), 0, 0
+    for name, stored in listed(folder / WEIGHTS, ADVICE).items():
+        size, shape = bytes_of(name, stored, dtype), stored.shape
+        total += math.prod(shape) * size
+        whole += math.prod(shape) * size if shares[0].cut(name, shape) is None else 0
+        for rank, share in enumerate(shares):
+            held[rank] += math.prod(share.shape(name, shape)) * size
+    return total, max(held), whole

@@ -1,4 +1,4 @@
-"""Quantising a converted checkpoint: the folder that is written, and what it is worth on a text.
+"""Quantise a converted checkpoint, and compare it with the original on a text.
 
 One tensor is in memory at a time, beside the layers that were calibrated. `quantize.py` is the command.
 """
@@ -18,22 +18,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint.calibrating import calibrate
-from checkpoint.early import check_exact
-from checkpoint.folder import read_config
+from checkpoint.folder import ADVICE, CONFIG, WEIGHTS, check_exact, read_config
 from checkpoint.loading import build_module, described, load_model, state_shapes
-from checkpoint.names import ADVICE, CONFIG, WEIGHTS
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, printable
-from common.files import check_file
 from common.schema import Wrong
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
 
 def check_source(folder: Path) -> dict:
-    """The config of a folder that can be quantised.
+    """Return the config of a folder that can be quantised.
 
     Raises InputError unless the folder is ours, not quantised yet, and its weights are complete and what the
     config says.
@@ -51,7 +48,7 @@ def check_source(folder: Path) -> dict:
 
 
 def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, nn.Module]:
-    """(The config.json of a folder once it is quantised, the module that it describes).
+    """Return the config.json of a folder after quantisation, and the module that it describes.
 
     Raises InputError if a group does not divide a layer.
     """
@@ -65,9 +62,7 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
 
 
 class LayerError(NamedTuple):
-    """How far a quantised layer is off: the relative error of its weight, or of its outputs on the text that
-    it was calibrated on.
-    """
+    """The relative error of a quantised layer's weight, or of its outputs on the calibration text."""
 
     name: str
     error: float
@@ -121,14 +116,10 @@ def quantize_folder(
     layers: dict[str, _LayerWriter] = {}
     dtypes = {name: dtype for dtype, name in WRITTEN_DTYPES.items()}
 
-    def others(folder: Path) -> bool:
-        """Copy everything else in the folder: tokenizer, template."""
-        for item in source.iterdir():
-            if item.exists() and not item.is_dir() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
-                check_file(item)
-                shutil.copy2(item, folder / item.name)
-        return True
-
+    folder.mkdir(exist_ok=True)
+    for item in source.iterdir():  # tokenizer, template, calibration
+        if item.is_file() and item.name not in (CONFIG, WEIGHTS, "costs.json"):
+            shutil.copy2(item, folder / item.name)
     with opened(source / WEIGHTS, ADVICE) as file:
 
         def planned(name: str, tensor: Tensor) -> Planned:
@@ -150,13 +141,13 @@ def quantize_folder(
             return Planned(name, tuple(tensor.shape), dtype, [Entry.of(tensor.shape, dtype, read)])
 
         plan = [planned(name, tensor) for name, tensor in module.state_dict().items()]
-        fill(folder, config, plan, others, False, allow_nonfinite, str(source / WEIGHTS))
+        fill(folder, config, plan, allow_nonfinite=allow_nonfinite, where=str(source / WEIGHTS))
     errors = [LayerError(name, layer.error, False) for name, layer in layers.items()]
     return sorted(errors + [LayerError(name, layer.error, True) for name, layer in ready.items()])
 
 
 def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tensor:
-    """The first tokens of a text, at most so many, [N] int64.
+    """Return the first tokens of a text, at most `most`, [N] int64.
 
     name: what to call it in an error, an option and its file. Raises InputError if it has less than `least`
     tokens, or if there is no tokenizer.
@@ -172,7 +163,7 @@ def text_ids(source: Path, name: str, text: str, least: int, most: int) -> Tenso
 
 @torch.no_grad()
 def compare(source: Path, out: Path, ids: Tensor, length: int = 512) -> dict:
-    """How the quantised target reads a text, against the original: perplexity of both, next-token agreement.
+    """Return the perplexity of both targets on a text, and how often their next tokens agree.
 
     The tokens `ids` [N] of the text are read in pieces of `length`.
     """

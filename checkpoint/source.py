@@ -1,20 +1,38 @@
-"""What every kind of checkpoint looks like to the converter.
+"""Checkpoints of others as the converter sees them, and how a name leads to one: a folder, a file, the hub.
 
 Opening a source reads names, shapes and metadata only. The numbers are read one tensor at a time, when the
 converter asks for them, and are not kept: a model larger than the memory can be converted.
 """
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict
+
+from checkpoint.folder import CONFIG, is_gguf
+from common.errors import InputError, first_line
+from common.files import read_json
+from common.schema import Schema, in_words, text
 
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
+
+# Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
+WEIGHT_FILES = (
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)
+INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
+SMALL_FILES = (
+    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+)
 
 
 @dataclass(frozen=True)
@@ -53,10 +71,80 @@ class Source:
     stop_ids: list[int]
     bos_id: int | None
     tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
-    keys: dict[str, str] = field(default_factory=dict)  # how the container calls keys of config, if otherwise
 
 
 def unique_ids(*groups: int | list[int] | None) -> list[int]:
     """Flatten token ids and lists of them into one list in order of appearance, without repetitions."""
     flat = [i for group in groups for i in (group if isinstance(group, list) else [group])]
     return list(dict.fromkeys(i for i in flat if isinstance(i, int) and i >= 0))
+
+
+def resolve_source(checkpoint: str | Path) -> Path:
+    """Return the local path of a checkpoint: a folder, a .gguf file, or a download of the hub's `org/name`.
+
+    Local paths come first. Raises InputError on any other name, or if the download fails.
+    """
+    path = Path(checkpoint)
+    if path.is_dir() and not (path / CONFIG).exists():
+        raise InputError(f"{path}: holds no {CONFIG}; name the folder of a checkpoint")
+    if path.is_dir() or (is_gguf(path) and path.is_file()):
+        return path
+    if path.exists():
+        raise InputError(f"{path}: not a folder (nor a .gguf file)")
+    name = str(checkpoint)
+    if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise InputError(
+            f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a .gguf file or"
+            " a hub id (org/name)"
+        )
+    return _download(name)
+
+
+def _download(repo: str) -> Path:
+    """Download the files that we need of a hub repository into the hub's cache -> the local folder.
+
+    An interrupted download is resumed. Raises InputError.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    def fetch(*names: str) -> Path:
+        return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
+
+    try:
+        try:  # one request with a time limit: listing the files page by page retries for half a minute
+            files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
+            raise
+        except Exception:
+            with contextlib.suppress(Exception):  # an earlier download may have left all that is needed
+                return Path(hub.snapshot_download(repo, local_files_only=True))
+            raise
+        weights = next((name for name in WEIGHT_FILES if name in files), None)
+        if weights is None or CONFIG not in files:
+            lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
+            raise InputError(f"{repo}: the hub repository has no {lacks}")
+        small = [name for name in SMALL_FILES if name in files]
+        folder = fetch(*small, weights)
+        if not weights.endswith(".json"):
+            return folder
+        return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
+    except InputError:
+        raise
+    except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
+        raise InputError(f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
+    except errors.RepositoryNotFoundError:
+        raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
+    except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
+        raise InputError(f"{repo}: no such folder, and the hub did not send it ({first_line(e)})") from None
+
+
+def shards(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, of an index file. Raises InputError if it names files elsewhere."""
+    weight_map = INDEX.require(read_json(index), index)["weight_map"]
+    if not weight_map:
+        raise InputError(f"{index}: has no weight_map")
+    for file in dict.fromkeys(weight_map.values()):
+        if not file or Path(file).name != file or "\0" in file:
+            raise InputError(f"{index}: {in_words(file)} is not the name of a file beside it")
+    return weight_map

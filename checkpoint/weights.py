@@ -1,4 +1,4 @@
-"""safetensors files as anybody may have written them: opened, listed and checked before a number is read."""
+"""safetensors files: opened, listed and checked before a number is read."""
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +19,7 @@ MOST_HEADER = 32 << 20  # bytes; a header of a hundred thousand tensors is a thi
 
 
 class Stored(NamedTuple):
-    """How a file holds a tensor. dtype: safetensors' name for it."""
+    """A tensor as a file stores it. dtype: safetensors' name for it."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,9 +27,7 @@ class Stored(NamedTuple):
 
 @contextlib.contextmanager
 def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
-    """A context whose value is the open file. Raises InputError, which ends in the advice, if it is missing
-    or damaged.
-    """
+    """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
     try:
         _check_header(path)
         file = safe_open(path, framework="pt", device=str(device)).__enter__()
@@ -57,14 +55,14 @@ def _check_header(path: Path) -> None:
 
 
 def listed(path: Path, advice: str) -> dict[str, Stored]:
-    """What a file holds, by name. Raises InputError."""
+    """Return the tensors of a file by name. Raises InputError."""
     with opened(path, advice) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is no dict
         return {name: Stored(s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
 
 
 def bytes_of(name: str, stored: Stored, dtype: torch.dtype | None) -> int:
-    """What a number of a tensor takes once it is loaded in this dtype; None: as it is stored."""
+    """Return the bytes of one number of a tensor after loading it in this dtype; None: in the stored one."""
     if dtype is not None and stored.dtype in ("F32", "BF16", "F16") and not name.endswith(".scale"):
         return dtype.itemsize
     return int(re.search(r"\d+", stored.dtype)[0]) // 8  # BF16, F8_E4M3
@@ -82,14 +80,8 @@ def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
             raise InputError(f"{where}: unexpected tensor {printable(name)} {list(shapes[name])[:8]}")
 
 
-def count_parts(names: dict, before: str) -> int:
-    """How many numbers follow this beginning in tensor names, as in layers.0.wo.weight."""
-    found = (re.match(re.escape(before) + r"([0-9]{1,9})\.", name) for name in names)
-    return len({match[1] for match in found if match})
-
-
 def count_nonfinite(tensor: Tensor) -> int:
-    """How many of its numbers are nan or infinite."""
+    """Return the count of nan and infinite numbers."""
     if not tensor.is_floating_point():
         return 0
     if tensor.dtype.itemsize == 1:  # PyTorch asks no such thing of fp8

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoint.folder import check_config
-from checkpoint.names import CONFIG, WEIGHTS
+from checkpoint.folder import CONFIG, WEIGHTS, check_config
 from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite
 from common.dtypes import DTYPES
@@ -50,19 +49,6 @@ class Planned:
     def nbytes(self) -> int:
         """Size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-def write_folder(
-    out: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
-    allow_nonfinite: bool = False, where: str = "the source",
-) -> bool:
-    """Write a folder: all of it or, after an error or a kill, nothing of it.
-
-    `checkpoint.early.check_out` has allowed it. The arguments are those of `fill`, whose value is returned.
-    Raises InputError if there is no space or no permission.
-    """
-    with staging(out, sum(t.nbytes for t in plan)) as folder:
-        return fill(folder, config, plan, others, quiet, allow_nonfinite, where, name=out.name)
 
 
 @contextlib.contextmanager
@@ -108,28 +94,25 @@ def staging(out: Path, size: int, kept: Callable[[Path], bool] = Path.is_dir) ->
 
 
 def fill(
-    folder: Path, config: dict, plan: list[Planned], others: Callable[[Path], bool] | None, quiet: bool,
-    allow_nonfinite: bool = False, where: str = "the source", name: str | None = None,
-) -> bool:
-    """Write a checkpoint into a folder, which may be there already and may hold others.
+    folder: Path, config: dict, plan: list[Planned], *, quiet: bool = False, allow_nonfinite: bool = False,
+    where: str = "the source", title: str = "",
+) -> None:
+    """Write weights and config.json into a folder, which may be there already and may hold other files.
 
-    `others(folder)` writes what belongs beside the weights, and says whether there was a tokenizer, or none
-    is needed. Returns what it says, True without it. where: of whom the numbers are, for errors. Raises
-    OSError and InputError, also on a config that is not right, and on numbers that are not finite unless they
-    are allowed.
+    where: the source's name, for errors. title: of the progress bar, by default the folder's name. Raises
+    OSError, and InputError on a config that is not right, and on numbers that are not finite unless they are
+    allowed.
     """
     try:
         check_config(config)
     except Wrong as e:
         raise InputError(f"{where}: {e}") from None
     folder.mkdir(exist_ok=True)
-    has_tokenizer = others(folder) if others else True
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=name or folder.name, disable=hidden) as progress:
+    with tqdm(total=total, unit="B", unit_scale=True, desc=title or folder.name, disable=hidden) as progress:
         digest = write_safetensors(folder / WEIGHTS, plan, progress.update, allow_nonfinite, where)
     text = json.dumps({**config, "sha256": digest}, indent=1, ensure_ascii=False) + "\n"
     (folder / CONFIG).write_text(text, encoding="utf-8")
-    return has_tokenizer
 
 
 def write_safetensors(
@@ -139,7 +122,7 @@ def write_safetensors(
     """Write the planned tensors one block of rows at a time -> the file's sha256.
 
     progress: told the bytes of each block. Numbers that are not finite are refused or, if they are allowed,
-    counted in a warning; `where` is of whom they are.
+    counted in a warning. where: the source's name.
 
     safetensors' own writer takes all tensors at once, from memory. The format is simple: the length of the
     header as u64, a JSON header padded to 8 bytes, the data in the order of the offsets
@@ -178,7 +161,7 @@ def write_safetensors(
 
 
 def judge_nonfinite(what: str, count: int, allowed: bool) -> None:
-    """Refuse a tensor with so many numbers that are not finite, by an InputError, or warn of them."""
+    """Refuse a tensor with `count` numbers that are not finite, by an InputError, or warn of them."""
     found = f"{what} holds {count:,} numbers that are not finite (nan or infinite)"
     if not allowed:
         raise InputError(f"{found}; expected none; --allow-nonfinite takes them as they are")
@@ -200,9 +183,9 @@ def _cast(what: str, block: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _clear(out: Path) -> None:
-    """Undo what a killed process left beside `out`.
+    """Remove leftovers of a killed process beside `out`.
 
-    Where folders cannot be exchanged in one step, it may have been killed between the two.
+    If folders cannot be exchanged in one step, it may have been killed between the two: restore the old one.
     """
     for old in left_behind(out.parent, f".{out.name}.old-", ""):
         if not out.exists():
@@ -214,9 +197,9 @@ def _clear(out: Path) -> None:
 
 
 def _publish(temporary: Path, out: Path, kept: Callable[[Path], bool]) -> None:
-    """Let the finished folder take the place of `out`. Whatever kills this, one of both is there, complete.
+    """Let the finished folder take the place of `out`. After a kill, one of both is there, complete.
 
-    What is kept of the old one the new one has too, as links to the same files, before it is there.
+    Kept parts of the old folder are linked into the new one before.
     """
     for path in [*temporary.rglob("*"), temporary]:  # else a power cut could leave names without contents
         sync(path)

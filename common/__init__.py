@@ -1,2 +1,1 @@
-"""What every room may use and what knows of no other: errors, files, pictures, the frame of a command line.
-"""
+"""Helpers of every room: errors, files, pictures, the frame of a command line."""

@@ -1,7 +1,4 @@
-"""Files: written whole or not at all, read with one-line errors, and only if they end.
-
-Pipes, sockets and devices may never end, or wait for ever; files can pretend to be larger than any memory.
-"""
+"""Files: written whole or not at all, read with one-line errors and within bounds."""
 from __future__ import annotations
 
 import contextlib
@@ -14,23 +11,21 @@ import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 from common.errors import InputError
 
-MOST_JSON = 512 << 20  # bytes that a parsed file may take in memory
-NO_LIMIT = 1 << 62  # bytes
-VALUE_BYTES = 80  # that a value takes there, about, beside its text
-HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: of a character that is spelled as two
-KINDS = {
-    stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
+MOST_JSON = 512 << 20  # bytes of a file that is parsed
+MOST_TEXT = 128 << 20  # bytes of a prompt; a context of a million tokens of the longest kind
+MOST_OF_DATA = 4 << 30  # bytes of what is read as a whole: one JSON array, a text for a store
+LONGEST_LINE = 64 << 20
+HANDED_OVER = ("/dev/", "/proc/self/fd/")  # pipes of the shell; others may wait for ever
+NO_FILES = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFCHR: "a device"}
+HALF = re.compile(r"\\u[dD][89a-fA-F]")  # in JSON: half of a character that is spelled as two
 
 
 @contextlib.contextmanager
 def writing(path: str | Path) -> Iterator[None]:
-    """A context in which an OSError names this file: writing to an open file names none."""
+    """Let an OSError in this context name the file: writing to an open file names none."""
     try:
         yield
     except OSError as e:
@@ -42,20 +37,19 @@ def writing(path: str | Path) -> Iterator[None]:
 def held(file: int) -> bool:
     """Lock an open file or folder for as long as it stays open -> False if another process holds it.
 
-    The lock ends with the process, however it ends: a name that nobody holds was left behind.
+    The lock ends with the process: a name without a lock is a leftover.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks: nothing there is taken to be left behind
+    except OSError:  # a file system without locks has no leftovers
         return False
     return True
 
 
 def left_behind(folder: Path, beginning: str, ending: str) -> Iterator[Path]:
-    """The files and folders of such names that no living process holds. What a kill -9 leaves is among them.
-    """
+    """Files and folders of such names that no living process holds: leftovers of killed runs."""
     try:
         names = [name for name in os.listdir(folder) if name.startswith(beginning) and name.endswith(ending)]
     except OSError:
@@ -102,13 +96,11 @@ def exchange(new: Path, old: Path) -> None:
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Give a temporary path beside `path` to write to. At the end the file takes the place of `path`.
 
-    After an error the temporary file is gone and `path` is as before. What a killed process left of the
-    same file is removed. If `path` is a link, what it leads to is replaced. A device such as /dev/null is
-    written directly. Raises OSError, InputError on what is neither: a pipe that nobody reads would wait for
-    ever.
+    After an error the temporary file is gone and `path` is as before. Leftovers of killed runs are removed.
+    If `path` is a link, what it leads to is replaced. A device or a pipe is written directly. Raises OSError.
     """
     path = Path(os.path.realpath(path))
-    if is_device(path):
+    if path.exists() and not path.is_file():
         with writing(path):
             yield path
         return
@@ -138,83 +130,73 @@ def write_text(path: str | Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
 
 
-def is_device(path: Path, name: str = "") -> bool:
-    """Whether there is a device of characters here. Raises InputError if it is anything but that or a file.
-
-    name: what the error calls it.
-    """
-    return path.exists() and not stat.S_ISREG(_status(name or str(path), path, (stat.S_IFCHR,)).st_mode)
-
-
-def check_file(path: str | Path) -> int:
-    """The size of a file. Raises InputError unless there is one that ends: no pipe, no device."""
-    return _status(str(path), path, ()).st_size
-
-
-@contextlib.contextmanager
-def opened(
-    path: str | Path, most: int = NO_LIMIT, what: str = "", may_be: tuple[int, ...] = ()
-) -> Iterator[BinaryIO]:
-    """A file that is open for reading, in bytes.
-
-    most: bytes that it may have. what: stands before the path in an error, such as a flag. may_be: kinds,
-    beside files, of `stat.S_IFMT`; they are waited for. Raises InputError if it is missing, too long or
-    without an end, also where it cannot be read later.
-    """
+def check_file(path: str | Path, what: str = "") -> int:
+    """Return the size of a file. Raises InputError unless there is a regular one. what: see `read_bytes`."""
     name = f"{what} {path}".strip()
-    size = _status(name, path, may_be).st_size
-    if size > most:
-        raise InputError(f"{name}: is {size:,} bytes; expected at most {most:,}")
-    try:
-        # Not to wait, should the name lead to a pipe by now. Some files of the system wait, too.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-            found = _judge(name, os.fstat(file.fileno()), may_be)
-            os.set_blocking(file.fileno(), not stat.S_ISREG(found.st_mode))
-            yield file
-    except OSError as e:
-        raise InputError(f"{name}: cannot be read ({e.strerror or e})") from None
-
-
-def _status(name: str, path: str | Path, may_be: tuple[int, ...]) -> os.stat_result:
     try:
         found = os.stat(path)
-    except FileNotFoundError:
-        raise InputError(f"{name}: no such file") from None
     except (OSError, ValueError) as e:  # ValueError: a name with a zero in it
-        raise InputError(f"{name}: cannot be read ({getattr(e, 'strerror', None) or e})") from None
-    return _judge(name, found, may_be)
-
-
-def _judge(name: str, found: os.stat_result, may_be: tuple[int, ...]) -> os.stat_result:
+        why = "no such file" if isinstance(e, FileNotFoundError) else f"cannot be read ({e})"
+        raise InputError(f"{name}: {why}") from None
     kind = stat.S_IFMT(found.st_mode)
-    if kind not in (stat.S_IFREG, *may_be):
-        raise InputError(f"{name}: is {KINDS.get(kind, 'no file')}; expected a file")
-    return found
+    if kind != stat.S_IFREG:
+        raise InputError(f"{name}: is {NO_FILES.get(kind, 'no file')}; expected a file")
+    return found.st_size
 
 
-def read_bytes(
-    path: str | Path, most: int = 1 << 30, what: str = "", may_be: tuple[int, ...] = ()
-) -> bytes:
-    """The contents of a file of at most so many bytes. Arguments and errors as for `opened`."""
-    name, parts, size = f"{what} {path}".strip(), [], 0
-    with opened(path, most, what, may_be) as file:
-        first = os.fstat(file.fileno()).st_size + 1  # some files of the system say 0
-        while (part := file.read(min(max(first, 1 << 20), most + 1 - size))) != b"":
-            if part is None:
-                raise InputError(f"{name}: cannot be read (it waits for more without an end)")
-            parts.append(part)
-            size += len(part)
-            if size > most:
-                raise InputError(f"{name}: goes on after {most:,} bytes; expected no more")
+def check_readable(what: str, path: str | Path) -> None:
+    """Raise InputError unless a text can be read there: a file, or a pipe of the shell. Nothing is read."""
+    if not str(path).startswith(HANDED_OVER):
+        check_file(path, what)
+    if not os.access(path, os.R_OK):
+        raise InputError(f"{f'{what} {path}'.strip()}: cannot be read")
+
+
+def read_bytes(path: str | Path, most: int = 1 << 30, what: str = "") -> bytes:
+    """Read a file, or a pipe such as /dev/stdin, of at most `most` bytes.
+
+    what: stands before the path in an error, such as a flag. Raises InputError if it is missing or too long.
+    """
+    check_readable(what, path)
+    name, parts, found = f"{what} {path}".strip(), [], 0
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            while max(size, found) <= most and (part := file.read(1 << 20)):
+                parts.append(part)
+                found += len(part)
+    except OSError as e:
+        raise InputError(f"{name}: cannot be read ({e.strerror or e})") from None
+    if max(size, found) > most:
+        raise InputError(f"{name}: is {max(size, found):,} bytes or more; expected at most {most:,}")
     return b"".join(parts)
 
 
-def read_text(path: str | Path, most: int = 1 << 30, encoding: str = "utf-8") -> str:
-    """The contents of a text file of at most so many bytes. Raises InputError."""
+def read_text(path: str | Path, most: int = MOST_TEXT, what: str = "") -> str:
+    """Read a text in UTF-8, without a byte order mark; lines end in \\n. Arguments: see `read_bytes`."""
     try:
-        return read_bytes(path, most).decode(encoding)
+        text = read_bytes(path, most, what).decode("utf-8-sig")
     except UnicodeDecodeError as e:
-        raise InputError(f"{path}: cannot be read as text ({e})") from None
+        name = f"{what} {path}".strip()
+        raise InputError(f"{name}: cannot be read, it is no UTF-8 (byte {e.start:,})") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_lines(path: str | Path, what: str = "") -> Iterator[str]:
+    """Yield the lines of a text in UTF-8. Raises InputError, also on a line that is too long."""
+    check_readable(what, path)
+    name, number = f"{what} {path}".strip(), 0
+    try:
+        with open(path, "rb") as file:
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise InputError(f"{name}: line {number} has more than {LONGEST_LINE:,} bytes")
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\n")
+    except UnicodeDecodeError as e:
+        raise InputError(f"{name}: cannot be read, line {number} is no UTF-8 (byte {e.start:,})") from None
+    except OSError as e:
+        raise InputError(f"{name}: cannot be read ({e.strerror or e})") from None
 
 
 def read_json(path: str | Path) -> dict:
@@ -226,27 +208,19 @@ def read_json(path: str | Path) -> dict:
 
 
 def parse_json(content: bytes, where: str) -> object:
-    """The value that a JSON text holds. Raises InputError, which begins with `where`."""
-    values = content.count(b",") + content.count(b"[") + content.count(b"{")
-    if len(content) + values * VALUE_BYTES > MOST_JSON:
-        raise InputError(f"{where}: is JSON of {values:,} values; expected what takes {MOST_JSON:,} bytes")
+    """Return the value of a JSON text. Raises InputError, which begins with `where`."""
     try:
         text = content.decode("utf-8")
         value = json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise InputError(f"{where}: cannot be read as JSON ({e})") from None
-    except ValueError:  # Python reads no number of more than 4,300 digits
-        key, digits = re.search(r'(?:"([^"]{1,99})"\s*:[\s\[]*)?-?(\d{4301,})', text).groups()
-        raise InputError(
-            f"{where}: {key or 'it'} holds a number of {len(digits):,} digits; expected one that fits 64 bits"
-        ) from None
     if HALF.search(text):
         check_characters(value, where)
     return value
 
 
 def check_characters(value: object, where: str) -> None:
-    """Raise InputError, which begins with `where`, if a text in what JSON held has half a character.
+    """Raise InputError, which begins with `where`, if a text in a JSON value has half a character.
 
     JSON can spell one ("\\ud800"); no text with it can be written, or cut into tokens.
     """

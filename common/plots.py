@@ -10,7 +10,7 @@ from common.files import atomic_path
 
 @contextlib.contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator:
-    """A matplotlib figure of so many inches; at the end it is at `path`, as a PNG."""
+    """Yield a matplotlib figure of width x height inches; at the end, save it at `path` as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")

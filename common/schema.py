@@ -1,248 +1,93 @@
-"""What a file that configures something may hold: the type and the range of every key, declared once.
+"""Types of the content of files, checked with pydantic, and the one line about a value that does not fit.
 
-A `Record` is checked where such a file is written and where it is read, before anything is made of it. A
-dataclass whose fields are declared with `key` has such a record too (`record_of`). Nothing here takes time to
-import.
+Types are strict: 1.0, "1" and true are no whole numbers. Keys that a type does not name are ignored, as they
+belong to others.
 """
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import reprlib
-from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, Strict, TypeAdapter, ValidationError
 
 from common.errors import InputError
 
 ABSENT = object()
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = 60
-SHORT.maxlong, SHORT.maxlevel = 40, 3
-SHORT.maxlist = SHORT.maxtuple = 12
+SHORT.maxlist, SHORT.maxlevel = 12, 3
+
+
+def whole(low: int = 0, high: int = 2**31 - 1) -> Any:
+    """A whole number from `low` to `high`, both included."""
+    return Annotated[int, Strict(), Field(ge=low, le=high)]
+
+
+def number(low: float = -1e300, high: float = 1e300, above: float | None = None) -> Any:
+    """A finite number from `low` to `high`, both included; with `above`, greater than that instead."""
+    bounds = Field(le=high, allow_inf_nan=False, **({"ge": low} if above is None else {"gt": above}))
+    return Annotated[float, Strict(), bounds]
+
+
+def text(most: int = 1 << 20, pattern: str | None = None) -> Any:
+    """A text of at most `most` characters that matches the pattern."""
+    return Annotated[str, Strict(), Field(max_length=most, pattern=pattern)]
+
+
+Flag = Annotated[bool, Strict()]
+Whole, Text = whole(), text()
+Digits = text(pattern=r"^[0-9]{1,8}$")  # a number that is a name
+Sha256 = text(pattern=r"^[0-9a-f]{64}$")
+Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file or a folder inside a folder of ours
+Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a vocabulary; a matrix; parts
+Layers = whole(1, 10_000)
+
+# Expectations by pydantic's type of error.
+EXPECTED = {
+    "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text",
+    "list": "a list", "tuple": "a list", "dict": "an object", "dataclass": "an object",
+    "none_required": "null",
+    "greater_than_equal": "at least {ge:,}", "less_than_equal": "at most {le:,}",
+    "greater_than": "above {gt:,g}",
+    "too_short": "at least {min_length} in it", "too_long": "at most {max_length:,} in it",
+    "string_too_long": "at most {max_length:,} characters", "finite_number": "a finite number",
+    "string_pattern_mismatch": "a text like {pattern}",
+}
 
 
 class Wrong(ValueError):
-    """A key holds something else than is expected. The message names it, what was found and what is expected.
-    """
+    """A key holds something else than is expected. The message names all three."""
 
     def __init__(self, key: str, found: Any, expected: str):
         self.key, self.found, self.expected = key, found, expected
         what = "is missing" if found is ABSENT else f"is {in_words(found)}"
         super().__init__(f"{key} {what}; expected {expected}")
 
-    def of(self, key: str) -> Wrong:
-        """The same of a key of another name."""
-        return Wrong(key, self.found, self.expected)
-
 
 def in_words(value: Any) -> str:
-    """A value as a file holds it, short, on one line, its control characters escaped."""
+    """A value as a file holds it: short, on one line, control characters escaped."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if type(value) is int and abs(value) >= 10**30:
-        return f"a whole number of {int(math.log10(abs(value))) + 1:,} digits"
     return SHORT.repr(list(value) if isinstance(value, tuple) else value)
 
 
-class Kind:
-    """What a value has to be. `words` say it."""
+class Schema:
+    """The type of a parsed file, or of a part of one."""
 
-    words = "anything"
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is of this kind. Kinds that hold others override `check`."""
-        return True
-
-    def check(self, value: Any, key: str) -> None:
-        """Raise Wrong unless the value of this key is of this kind."""
-        if not self.holds(value):
-            raise Wrong(key, value, self.words)
-
-
-class Whole(Kind):
-    """A whole number from `low` to `high`, both included. true and 1.0 are none."""
-
-    def __init__(self, low: int = 0, high: int = 2**31 - 1):
-        self.low, self.high, self.words = low, high, f"a whole number from {low:,} to {high:,}"
-
-    def holds(self, value: Any) -> bool:
-        return type(value) is int and self.low <= value <= self.high
-
-
-class Number(Kind):
-    """A finite number from `low` to `high`, both included; with `above`, greater than that instead."""
-
-    def __init__(self, low: float = -1e300, high: float = 1e300, above: float | None = None):
-        self.low, self.high, self.above = low, high, above
-        first = f"from {low:,g}" if above is None else f"above {above:,g}"
-        self.words = f"a number {first} to {high:,g}"
-
-    def holds(self, value: Any) -> bool:
-        if type(value) not in (int, float) or not self.low <= value <= self.high:  # nan is not, either
-            return False
-        return self.above is None or value > self.above
-
-
-class Flag(Kind):
-    """true or false."""
-
-    words = "true or false"
-
-    def holds(self, value: Any) -> bool:
-        return type(value) is bool
-
-
-class Text(Kind):
-    """A text, if choices are given one of them."""
-
-    def __init__(self, *choices: str, most: int = 1 << 20):
-        self.choices, self.most = choices, most
-        size = "" if most == 1 << 20 else f" of at most {most:,} characters"
-        self.words = " or ".join(map(repr, choices)) if choices else f"a text{size}"
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, str) and len(value) <= self.most and (
-            not self.choices or value in self.choices
-        )
-
-
-class Digits(Kind):
-    """A whole number in quotes, as a name has to be: of at most 8 digits."""
-
-    words = "a whole number of at most 8 digits"
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= 8
-
-
-class Sha256(Kind):
-    """A sha256 in hexadecimal, as hashlib gives it."""
-
-    words = "a sha256, 64 of the digits 0 to 9 and a to f"
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, str) and len(value) == 64 and {*value} <= {*"0123456789abcdef"}
-
-
-class Name(Kind):
-    """A text that may name a file or a folder, inside a folder of ours."""
-
-    words = "a name of 1 to 200 characters without / in it, which does not begin with a dot"
-
-    def holds(self, value: Any) -> bool:
-        fits = isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
-        return fits and value[0] != "." and not {"/", "\\"} & {*value}
-
-
-class Among(Kind):
-    """One of these numbers."""
-
-    def __init__(self, *choices: int):
-        self.choices, self.words = choices, " or ".join(map(str, choices))
-
-    def holds(self, value: Any) -> bool:
-        return type(value) is int and value in self.choices
-
-
-class Either(Kind):
-    """Any of several kinds."""
-
-    def __init__(self, *kinds: Kind):
-        self.kinds, self.words = kinds, " or ".join(kind.words for kind in kinds)
-
-    def check(self, value: Any, key: str) -> None:
-        inner = None
-        for kind in self.kinds:
-            try:
-                return kind.check(value, key)
-            except Wrong as e:
-                if e.key != key:  # the kind is the one that is meant, and something inside it is wrong
-                    inner = e
-        raise inner or Wrong(key, value, self.words)
-
-
-class Null(Kind):
-    """null."""
-
-    words = "null"
-
-    def holds(self, value: Any) -> bool:
-        return value is None
-
-
-def maybe(kind: Kind) -> Either:
-    """This kind, or null."""
-    return Either(Null(), kind)
-
-
-class List(Kind):
-    """A list of so many values of a kind; ascending: each greater than the one before."""
-
-    def __init__(self, kind: Kind, least: int = 0, most: int = 1 << 24, ascending: bool = False):
-        self.kind, self.least, self.most, self.ascending = kind, least, most, ascending
-        size = f"{least:,} or more" if least and most == 1 << 24 else f"{least:,} to {most:,}"
-        size = f"{least:,}" if least == most else size
-        self.words = "a list" + (f" of {size}" if least or most < 1 << 24 else "")
-        self.words += (", ascending" if ascending else "") + f"; in it {kind.words}"
-
-    def check(self, value: Any, key: str) -> None:
-        if not isinstance(value, (list, tuple)) or not self.least <= len(value) <= self.most:
-            raise Wrong(key, value, self.words)
-        for i, item in enumerate(value):
-            self.kind.check(item, f"{key}[{i}]")
-        if self.ascending and any(a >= b for a, b in pairwise(value)):
-            raise Wrong(key, value, self.words)
-
-
-class Map(Kind):
-    """An object of any keys, all of one kind, whose values are of another."""
-
-    def __init__(self, kind: Kind, keys: Kind | None = None):
-        self.kind, self.keys, self.words = kind, keys or Kind(), "an object"
-
-    def check(self, value: Any, key: str) -> None:
-        if not isinstance(value, dict):
-            raise Wrong(key, value, self.words)
-        for name, item in value.items():
-            self.keys.check(name, f"a name in {key}")
-            self.kind.check(item, f"{key}.{in_words(name)[1:-1]}")
-
-
-class Record(Kind):
-    """An object with keys that it needs and keys that it may have; of others it knows nothing.
-
-    rules: called with an object whose keys are all right; they raise Wrong on what contradicts itself.
-    """
-
-    words = "an object"
-
-    def __init__(
-        self, needed: dict[str, Kind] | None = None, optional: dict[str, Kind] | None = None,
-        *rules: Callable[[dict], None],
-    ):
-        self.needed, self.optional, self.rules = needed or {}, optional or {}, rules
+    def __init__(self, kind: Any):
+        self.adapter = TypeAdapter(kind)
 
     def check(self, value: Any, key: str = "") -> None:
-        if not isinstance(value, dict):
-            raise Wrong(key or "the file", value, self.words)
-        dot = f"{key}." if key else ""
-        for name, kind in self.needed.items():
-            if name not in value:
-                raise Wrong(dot + name, ABSENT, kind.words)
-        for name, kind in (self.needed | self.optional).items():
-            if name in value:
-                kind.check(value[name], dot + name)
-        for rule in self.rules:
-            try:
-                rule(value)
-            except Wrong as e:
-                raise e.of(dot + e.key) if dot else e from None
+        """Raise Wrong unless a value is of the type. key: the name of the value in its file."""
+        try:
+            self.adapter.validate_python(value)
+        except ValidationError as e:
+            raise _wrong(e, value, key) from None
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
-        """The value. Raises InputError, which names the file and ends in the advice, if it is wrong."""
+        """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""
         try:
             self.check(value)
         except Wrong as e:
@@ -250,15 +95,43 @@ class Record(Kind):
         return value
 
 
-def key(kind: Kind, default: Any = dataclasses.MISSING, needed: bool = False) -> Any:
-    """A field of a dataclass that a file holds. needed: also where there is a default."""
-    metadata = {"kind": kind, "needed": needed or default is dataclasses.MISSING}
-    return dataclasses.field(default=default, metadata=metadata)
+schema_of = functools.cache(Schema)
 
 
-@functools.cache
-def record_of(cls: type) -> Record:
-    """The record of a dataclass whose fields are declared with `key`."""
-    fields = [f for f in dataclasses.fields(cls) if "kind" in f.metadata]
-    needed = {f.name: f.metadata["kind"] for f in fields if f.metadata["needed"]}
-    return Record(needed, {f.name: f.metadata["kind"] for f in fields if not f.metadata["needed"]})
+def _wrong(error: ValidationError, value: Any, key: str) -> Wrong:
+    """Return the first wrong value, with all types of its place if that is a union."""
+    found = [(*_place(e["loc"], value, key), _expected(e)) for e in error.errors()]
+    # A union reports every alternative: the deepest place is inside the one that was meant.
+    place, inner, _ = max(found[: _alternatives(error)], key=lambda f: f[0].count(".") + f[0].count("["))
+    words = dict.fromkeys(words for where, _, words in found if where == place)
+    return Wrong(place, inner, " or ".join(words))
+
+
+def _alternatives(error: ValidationError) -> int:
+    """Return the number of errors at the beginning that are about one key of the outermost object."""
+    first = [e["loc"][:1] for e in error.errors()]
+    return next((i for i, loc in enumerate(first) if loc != first[0]), len(first))
+
+
+def _place(loc: tuple, value: Any, key: str) -> tuple[str, Any]:
+    """Return the key of an error with its value. Parts of `loc` that are no keys name alternatives."""
+    for i, part in enumerate(loc):
+        if isinstance(value, dict) and part in value:
+            key, value = f"{key}.{part}" if key else str(part), value[part]
+        elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
+            key, value = f"{key}[{part}]", value[part]
+        elif i == len(loc) - 1 and isinstance(value, dict) and isinstance(part, str) and part.isidentifier():
+            return f"{key}.{part}" if key else part, ABSENT
+    return key or "the file", value
+
+
+def _expected(error: dict) -> str:
+    kind = error["type"]
+    if kind == "missing":
+        return "a value"
+    words = EXPECTED.get(kind) or EXPECTED.get(kind.split("_")[0])
+    if kind == "literal_error":
+        return error["ctx"]["expected"]
+    if words is None or (kind not in EXPECTED and not kind.endswith(("_type", "_parsing", "_size"))):
+        return error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    return words.format(**error.get("ctx", {}))

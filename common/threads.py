@@ -1,4 +1,4 @@
-"""How many processors this process may use, and so how many threads."""
+"""The number of processors that this process may use, and of PyTorch's threads."""
 from __future__ import annotations
 
 import math
@@ -10,7 +10,7 @@ _decided = False  # whether `use_threads` was called
 
 
 def processors(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """How many processors this process may use, at least 1.
+    """Return the number of processors that this process may use, at least 1.
 
     They are those that it may run on (taskset, a container's cpuset), and no more than the share of time that
     its cgroups allow, rounded up (a container's CPU quota). cgroups: where they are mounted. own: the file
@@ -21,7 +21,7 @@ def processors(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
 
 
 def _quota(cgroups: Path, own: Path) -> float:
-    """The least share of processors that a cgroup of this process, or one above it, is held to."""
+    """Return the least share of processors that a cgroup of this process, or one above it, allows."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # no Linux
@@ -38,7 +38,7 @@ def _quota(cgroups: Path, own: Path) -> float:
 
 
 def _share_v2(group: Path) -> float:
-    """The share of a cgroup of version 2, infinite where it has none."""
+    """Return the share of a cgroup of version 2, infinite where it has none."""
     try:
         quota, period = (group / "cpu.max").read_text().split()
         return int(quota) / int(period)
@@ -47,7 +47,7 @@ def _share_v2(group: Path) -> float:
 
 
 def _share(group: Path) -> float:
-    """The share of a cgroup of version 1, infinite where it has none."""
+    """Return the share of a cgroup of version 1, infinite where it has none."""
     try:
         quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
     except (OSError, ValueError):
@@ -56,10 +56,10 @@ def _share(group: Path) -> float:
 
 
 def use_threads(count: int | None = None, say: Callable[[str], None] = lambda line: None) -> None:
-    """Let PyTorch, and our kernels with it, have so many threads, but no more than `processors`.
+    """Give PyTorch and our kernels `count` threads, but no more than `processors`.
 
-    More would take the processors from each other, and wait. `say` is told if `count` is too many. None:
-    PyTorch's number, unless an earlier call has decided.
+    More threads than processors wait for each other. `say` prints it if `count` is too large. None: PyTorch's
+    number, unless an earlier call has decided.
     """
     import torch
 

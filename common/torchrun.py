@@ -1,4 +1,4 @@
-"""Commands that torchrun starts several times: which process this is, and that they speak with one voice."""
+"""Commands that torchrun starts several times: the number of this process, and one voice for all."""
 from __future__ import annotations
 
 import argparse
@@ -16,20 +16,20 @@ from common.errors import InputError
 
 PATIENCE = timedelta(seconds=5)  # for the store that torchrun keeps
 PR_SET_PDEATHSIG = 1  # prctl(2)
-QUIET = 15.0  # seconds in which processes that torchrun starts find each other
+QUIET = 15.0  # seconds: torchrun's processes find each other sooner
 
 
 def several() -> bool:
-    """Whether this is one of several processes."""
+    """Return whether this is one of several processes."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
 
 
 def is_first() -> bool:
-    """Whether this is the only process, or the first of several."""
+    """Return whether this is the only process, or the first of several."""
     return not several() or os.environ.get("RANK", "0") == "0"
 
 
-# Options of which each machine may have its own; what is read from their files is told apart from them.
+# Options that may differ between machines. The contents of their files are compared by their callers.
 OF_A_MACHINE = {
     "checkpoint", "draft", "datastore", "prompt_file", "json_schema", "questions", "out", "trace", "device",
     "threads", "host", "port", "api_key",
@@ -37,7 +37,7 @@ OF_A_MACHINE = {
 
 
 def command_in_words(o: argparse.Namespace, *read: object) -> str:
-    """The options on which all processes have to agree, and what was read from files: one line."""
+    """Return on one line the options on which all processes have to agree, and the contents of files."""
     asked = {name: value for name, value in sorted(vars(o).items()) if name not in OF_A_MACHINE}
     return repr((asked, *read))
 
@@ -59,10 +59,9 @@ def check_group() -> None:
 
 @contextlib.contextmanager
 def waiting_for_others(patience: timedelta) -> Iterator[None]:
-    """A context in which this process waits for the others of its group; after some seconds it says so.
+    """Print, after some seconds in this context, that this process waits for the others of its group.
 
-    One that was started by hand with another port or number of processes would wait in silence. patience: how
-    long torch waits.
+    A process started by hand with another port or size would wait in silence. patience: torch's timeout.
     """
     env = os.environ
     line = (
@@ -83,25 +82,25 @@ def waiting_for_others(patience: timedelta) -> Iterator[None]:
 def end_with_torchrun() -> None:
     """Have the system send SIGTERM to this process when the torchrun that started it dies.
 
-    One that is killed tells nobody, and the others of a group wait for minutes. Only Linux can do this.
+    Without this, the others of a group wait for minutes. Only Linux has this call.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def _number(name: str) -> int | None:
-    """A whole number of the environment, if it is one."""
+    """Return a whole number of the environment, if it is one."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[dict[str, Callable[[str], None]]]:
-    """A context in which only the first of several processes prints.
+    """Mute all but the first of several processes.
 
-    Its value are the arguments of `common.cli.run_command` that print a last line: `say`, an error, of
-    whichever process has one first; `say_stopped`, which all of them come to, of one process on each machine.
-    Without torchrun they print every line, and nothing is muted.
+    The value is the arguments of `common.cli.run_command` that print a last line: `say` prints the first
+    of any process; `say_stopped`, which all processes call, prints once on each machine. Without torchrun
+    they print every line, and nothing is muted.
     """
     voice = sys.stderr
 
@@ -113,7 +112,7 @@ def one_voice() -> Iterator[dict[str, Callable[[str], None]]]:
             to_terminal(line)
 
     def say_stopped(line: str) -> None:
-        # Nobody is asked: Ctrl-C may have come into the import of torch, which is then of no use.
+        # Without the store: Ctrl-C may have interrupted the import of torch.
         if not several() or os.environ.get("LOCAL_RANK", "0") == "0":
             to_terminal(line)
 
@@ -127,13 +126,13 @@ def one_voice() -> Iterator[dict[str, Callable[[str], None]]]:
 
 
 def _is_first_to_say() -> bool:
-    """Whether no other process has asked before. True where nobody can be asked."""
+    """Return whether this is the first call of all processes. True if the store is gone."""
     import torch.distributed as dist
 
     env = os.environ
     try:
         address = env["MASTER_ADDR"], int(env["MASTER_PORT"])
-        # Of a store that is gone torch would print all it tries.
+        # torch prints each attempt to reach a store that is gone.
         socket.create_connection(address, PATIENCE.seconds).close()
         store = dist.TCPStore(*address, is_master=False, timeout=PATIENCE)
         start = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", "0")

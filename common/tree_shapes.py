@@ -1,4 +1,4 @@
-"""Sizes and forms of draft trees: numbers alone, so that an option can be judged before torch is there."""
+"""Sizes and forms of draft trees, as numbers without tensors."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class TreeShape:
 
     @classmethod
     def parse(cls, text: str) -> TreeShape:
-        """Read "nodes,depth,width" as it is typed, or a `name`. Raises ValueError on anything else."""
+        """Parse "nodes,depth,width" or a `name`. Raises ValueError on anything else."""
         numbers = text.replace("/", ",").split(",")
         if len(numbers) != 3:
             raise ValueError(f"tree: {text!r} is not nodes,depth,width")
@@ -52,7 +52,7 @@ class TreeShape:
 
     @property
     def candidates(self) -> int:
-        """How many nodes are drafted before pruning: k on the first level, k*k on each further one."""
+        """The number of drafted nodes before pruning: k on the first level, k*k on each further one."""
         return self.width + self.depth * self.width**2
 
     @property
@@ -92,7 +92,7 @@ class AnyTree:
 
 
 class Level(NamedTuple):
-    """How one level of a `PathTree` is drafted.
+    """One level of a `PathTree`.
 
     Its rows are the nodes of the level above that are expanded, in order.
     """
@@ -135,7 +135,7 @@ class PathTree:
 
     @property
     def width(self) -> int:
-        """How many ranked children of a row are looked at."""
+        """The number of ranked children of a row that are candidates."""
         return 1 + max(max(p) for p in self.paths)
 
     @property
@@ -167,7 +167,7 @@ class PathTree:
 
     @cached_property
     def levels(self) -> list[Level]:
-        """How each level below the root is drafted, first level first."""
+        """The levels below the root, first level first."""
         inner = {p[:-1] for p in self.paths}
         # Rows of the level at hand; all drafted rows, in the order of their slots.
         result, rows, drafted = [], [()], []

@@ -1,7 +1,7 @@
 """The trace file: every drafted tree and accepted path of one sequence."""
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -10,59 +10,46 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.files import atomic_path
-from engine.decoder import Decoder
-from engine.text_decoder import Job, Piece, Result
-from tree import Tree
+from engine.request import Event, Request
+from tree import AnyTree, PathTree, TreeShape, link
 
 
 class Trace:
-    """Records every step of one sequence: the tree that was drafted and the path that was accepted.
+    """Records every step of one request: the tree that was drafted and the path that was accepted.
 
     Keys per step NNN: `input_ids` [N+1] committed tokens and the root, `draft_tokens` [T], `parent` [T] (the
     root's is 0), `tree_mask` [T, T] bool, `depth` [T], `accepted` [count] node indices, root first; and for
     all, `prompt` [P] and `output_ids` [P + new].
     """
 
-    def __init__(self, decoder: Decoder):
-        self.decoder, self.tensors, self.steps, self.pending = decoder, {}, 0, None
+    def __init__(self, prompt: list[int], shape: TreeShape | PathTree | AnyTree):
+        self.shape, self.tensors, self.steps, self.known = shape, {}, 0, list(prompt)
 
-    def watch(self, job: Job) -> Iterator[Piece]:
-        """The job's pieces, every step recorded as it passes."""
-        known = list(job.run.prompts[0])
-        with self.decoder.observe(self._see):
-            for piece in job:
-                self.add(known, len(piece.ids))
-                known += piece.ids
-                yield piece
+    def watch(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events of a request that is watched, and record each step."""
+        for event in events:
+            if event.draft:
+                parent = torch.tensor([event.draft.parent])
+                depth, ancestors = link(parent, parent.shape[1])
+                self._add({
+                    "input_ids": torch.tensor(self.known), "draft_tokens": torch.tensor(event.draft.tokens),
+                    "parent": parent[0], "tree_mask": ancestors[0], "depth": depth[0],
+                    "accepted": torch.tensor(event.draft.path[: len(event.ids)]),
+                })
+            self.known += event.ids
+            yield event
 
-    def _see(self, tree: Tree, path: Tensor) -> None:
-        self.pending = [t[0].cpu().clone() for t in tree[:4]], path[0].cpu().clone()
-
-    def add(self, known: list[int], emitted: int) -> None:
-        """Record the step that followed `known` (prompt and output so far) and emitted so many tokens."""
-        if self.pending is None:
-            return  # a prefill pass
-        (tokens, parent, depth, ancestors), path = self.pending
-        self.pending = None
-        step = {
-            "input_ids": torch.tensor(known), "draft_tokens": tokens, "parent": parent,
-            "tree_mask": ancestors,
-            "depth": depth, "accepted": path[:emitted],
-        }
-        self.tensors |= {f"{self.steps:03d}.{k}": v.contiguous() for k, v in step.items()}
+    def _add(self, step: dict[str, Tensor]) -> None:
+        self.tensors |= {f"{self.steps:03d}.{name}": tensor.contiguous() for name, tensor in step.items()}
         self.steps += 1
 
-    def save(self, path: str | Path, result: Result) -> None:
+    def save(self, path: str | Path, request: Request) -> None:
         """Write the safetensors file, under a temporary name first. Raises InputError."""
-        shape = self.decoder.drafter.shape
         # Of passes of a head, as EAGLE counts.
-        meta = {"total_token": str(shape.nodes), "depth": str(max(0, shape.window - 2))}
-        if shape.width is not None:
-            meta["top_k"] = str(shape.width)
-        ends = {
-            "prompt": torch.tensor(result.prompt_ids),
-            "output_ids": torch.tensor(result.prompt_ids + result.ids)
-        }
+        meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.window - 2))}
+        if self.shape.width is not None:
+            meta["top_k"] = str(self.shape.width)
+        ends = {"prompt": torch.tensor(request.prompt), "output_ids": torch.tensor(request.tokens)}
         try:
             with atomic_path(path) as part:
                 part.write_bytes(save(self.tensors | ends, metadata=meta))

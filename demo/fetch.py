@@ -17,8 +17,8 @@ import zipfile
 from pathlib import Path
 
 from checkpoint.convert import convert
+from checkpoint.folder import WEIGHTS
 from checkpoint.loading import load_head, load_model
-from checkpoint.names import WEIGHTS
 from common.cli import Options, command
 from common.errors import InputError
 

@@ -3,13 +3,12 @@
     pip install "ray[serve]" httpx
     CHECKPOINT=checkpoints/smollm2-135m OPTIONS="--speculate eagle3" serve run deploy.ray_serve:app
 
-Each replica is a `serve.py` of its own on a free local port. Ray decides how many there are, by how many
-requests each has, and sends each request to one. A request whose replica dies before it has answered anything
-is sent to another one.
+Each replica is a `serve.py` of its own on a free local port. Ray chooses their number by the requests that
+each has, and a replica for each request. A request whose replica dies before the first byte of the answer
+goes to another one.
 """
 
 import asyncio
-import json
 import os
 import re
 import shlex
@@ -21,19 +20,19 @@ from pathlib import Path
 
 import httpx
 from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ray import serve
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT = os.environ.get("CHECKPOINT", str(ROOT / "checkpoints" / "smollm2-135m"))
 OPTIONS = os.environ.get("OPTIONS", "--speculate eagle3")
 REPLICAS = os.environ.get("REPLICAS", "1,4").split(",")  # at least, at most
-ONGOING = int(os.environ.get("ONGOING", "4"))  # requests of a replica, beyond which there are to be more
+ONGOING = int(os.environ.get("ONGOING", "4"))  # requests of a replica, above which Ray starts another
 CPUS, GPUS = float(os.environ.get("CPUS", "1")), float(os.environ.get("GPUS", "0"))
 TRIES = 5
-# Headers, in and out.
+# Headers that requests and answers keep.
 CORS = ("access-control-request-method", "access-control-request-headers", "origin")
-KEPT, TOLD = ("content-type", "authorization", *CORS), ("content-type", "retry-after", "allow", "vary")
+ASKED, ANSWERED = ("content-type", "authorization", *CORS), ("content-type", "retry-after", "allow", "vary")
 
 front = FastAPI()
 
@@ -46,29 +45,28 @@ front = FastAPI()
     },
 )
 class Replica:
-    """One server."""
+    """A server process."""
 
     def __init__(self):
         command = [sys.executable, str(ROOT / "serve.py"), "--checkpoint", CHECKPOINT, "--port", "0"]
         self.process = subprocess.Popen(
             command + shlex.split(OPTIONS), cwd=ROOT, stderr=subprocess.PIPE, text=True
         )
-        said: deque[str] = deque(maxlen=20)
-        self.url = ""
+        lines: deque[str] = deque(maxlen=20)
         for line in self.process.stderr:
-            said.append(line)
+            lines.append(line)
             if found := re.search(r"ready .*(http://\S+)", line):
-                self.url = found[1]
                 break
-        if not self.url:
-            raise RuntimeError(f"the server did not start: {''.join(said)}")
+        else:
+            raise RuntimeError(f"the server did not start: {''.join(lines)}")
         self.leaving = False
         threading.Thread(target=self.repeat, daemon=True).start()
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=None)
+        self.client = httpx.AsyncClient(base_url=found[1], timeout=None)
 
     def repeat(self) -> None:
-        """What the server says goes into the replica's log. When it ends, so does the replica: Ray then sends
-        nobody here any more, and starts another.
+        """Copy the server's messages to the replica's log. End the replica with its server.
+
+        Ray then starts another one.
         """
         for line in self.process.stderr:
             print(line, end="", file=sys.stderr)
@@ -76,12 +74,11 @@ class Replica:
             os._exit(1)
 
     async def ask(self, method: str, path: str, headers: dict, body: bytes):
-        """What the server answers: first (status, headers), then pieces of the body."""
+        """Yield (status, headers) of the server's answer, then the pieces of its body."""
         async with self.client.stream(method, path, headers=headers, content=body) as answer:
-            headers = answer.headers.items()
-            yield answer.status_code, {
-                k: v for k, v in headers if k in TOLD or k.startswith("access-control-")
-            }
+            items = answer.headers.items()
+            kept = {k: v for k, v in items if k in ANSWERED or k.startswith("access-control-")}
+            yield answer.status_code, kept
             async for piece in answer.aiter_raw():
                 yield piece
 
@@ -94,29 +91,29 @@ class Replica:
 @serve.deployment(max_ongoing_requests=1000)
 @serve.ingress(front)
 class Front:
-    """What clients speak to."""
+    """The HTTP front of all replicas."""
 
     def __init__(self, replicas):
         self.replicas = replicas.options(stream=True)
 
     @front.api_route("/{path:path}", methods=["GET", "POST", "OPTIONS"])
     async def any(self, request: Request, path: str) -> Response:
-        """The answer of some replica; of another one, if that has gone before it answered."""
-        headers = {k: v for k, v in request.headers.items() if k in KEPT}
+        """Return a replica's answer; another one's, if that replica ends before it answers."""
+        headers = {k: v for k, v in request.headers.items() if k in ASKED}
         asked = request.method, f"/{path}", headers, await request.body()
         for tries in range(TRIES):
             pieces = self.replicas.ask.remote(*asked)
             try:
                 status, kept = await anext(pieces)
                 first = await anext(pieces, b"")
-                if status == 503 and tries < TRIES - 1:  # it is going down, or decodes no more
+                if status == 503 and tries < TRIES - 1:  # it is ending, or its decoder has failed
                     await asyncio.sleep(0.5 * (tries + 1))
                     continue
                 break
-            except Exception as e:  # whatever a replica dies of: nothing has been answered yet
+            except Exception as e:  # whatever ended the replica: nothing has been answered yet
                 if tries == TRIES - 1:
-                    words = {"message": f"no replica answers ({type(e).__name__})", "type": "server_error"}
-                    return Response(content=json.dumps({"error": words}), status_code=503)
+                    error = {"message": f"no replica answers ({type(e).__name__})", "type": "server_error"}
+                    return JSONResponse({"error": error}, 503)
                 await asyncio.sleep(0.5 * (tries + 1))
 
         async def rest():

@@ -4,7 +4,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from checkpoint.names import HEAD_KINDS, glance
+from checkpoint.folder import HEAD_KINDS, read_config
 from drafters import METHODS, headless
 from drafters.folders import head_folder, kind_of, model_folder, of_draft
 from drafters.no_use import refuse
@@ -28,6 +28,6 @@ def judge_method(
             getattr(importlib.import_module(module), function)(flags, config.get("vocab_size"))
         own = Path(draft) if draft and part in named else None
         if part == "draft-model":
-            glance(model_folder(own), "target")
+            read_config(model_folder(own), "target")
         elif kind_of(part) in HEAD_KINDS and (config or own):
-            glance(head_folder(Path(checkpoint), part, own), kind_of(part))
+            read_config(head_folder(Path(checkpoint), part, own), kind_of(part))

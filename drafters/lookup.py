@@ -21,7 +21,7 @@ CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 1
 LONGEST = 4  # tokens of context that are compared, the root included
 # How often what followed a match of so many tokens is right: the first token after it, and each further one
 # if those before it were, in greedy answers. Measured in about 1,200 conversations with SmolLM2-135M
-# (benchmarks/lookup_confidence.py), and guessed for matches shorter than 2, which are not the default.
+# (script in git history), and guessed for matches shorter than 2, which are not the default.
 FIRST = (0.05, 0.15, 0.34, 0.43, 0.74)
 FURTHER = (0.50, 0.60, 0.70, 0.74, 0.90)
 SAMPLED = 1.8  # in answers at temperature 1 the logarithms of the shares are so many times as large

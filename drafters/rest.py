@@ -8,10 +8,9 @@ import argparse
 import sys
 from pathlib import Path
 
-# Nothing here imports torch before it is needed: --help and mistakes answer at once.
-from checkpoint.early import check_target
+from checkpoint.folder import read_config
 from common.cli import Options, check_replaceable, command
-from common.texts import check_readable
+from common.files import check_readable
 from drafters.rest_store import check_out, make
 
 
@@ -27,7 +26,7 @@ def parser() -> Options:
         "files", nargs="+",
         help='text, or JSON lines: conversations, prompts, "text", or "ids" (training shards)'
     )
-    p.judge(lambda o: check_target(o.checkpoint))
+    p.judge(lambda o: read_config(o.checkpoint, "target"))
     p.judge(lambda o: check_replaceable("--out", o.out))
     p.judge(lambda o: check_out(Path(o.out), o.force))
     p.judge(lambda o: [check_readable("", file) for file in o.files])

@@ -6,22 +6,23 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
+from typing_extensions import TypedDict
 
 from common.errors import InputError
-from common.files import check_file, read_json
-from common.schema import Record, Sha256, Text, Whole
-from common.texts import MOST_OF_DATA, read_text
+from common.files import MOST_OF_DATA, check_file, read_json, read_text
+from common.schema import Schema, Sha256, whole
 from tokens.dataset import read_rows, row_texts
 from tokens.tokenizer import Tokenizer
 
 ABOUT = "store.json"
-STORE = Record({  # of ABOUT
-    "vocab_size": Whole(1), "tokenizer": Sha256(), "tokens": Whole(1, 2**48),
-    "suffixes": Text("int32", "int64"),
-})
+STORE = Schema(TypedDict("Store", {  # of ABOUT
+    "vocab_size": whole(1), "tokenizer": Sha256, "tokens": whole(1, 2**48),
+    "suffixes": Literal["int32", "int64"],
+}))
 ARRAYS = "tokens.bin", "suffixes.bin"
 AGAIN = "build the store again"
 

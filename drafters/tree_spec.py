@@ -6,18 +6,22 @@ not that of Medusa.
 from __future__ import annotations
 
 import re
+from typing import Annotated
+
+from pydantic import Field
 
 from common.errors import InputError
-from common.files import parse_json
-from common.schema import List, Whole
-from common.texts import read_text
+from common.files import parse_json, read_text
+from common.schema import Schema, whole
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 
 # Instruction sets without AVX-512.
 NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
 MOST_NODES = 1024  # of any tree: masks and caches grow with it
 MOST_TREE = 1 << 20  # bytes of a file
-PATHS = List(List(Whole(0, 9999), 1, 64), 1, 4096)  # of a static tree: ranks of a node and of those above it
+_Path = Annotated[list[whole(0, 9999)], Field(min_length=1, max_length=64)]
+# Of a static tree: ranks of a node and of those above it.
+PATHS = Schema(Annotated[list[_Path], Field(min_length=1, max_length=4096)])
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 

@@ -1,8 +1,8 @@
 """Which tree the next step drafts, or none: by the tokens a step emits over the seconds it takes.
 
-Three things decide. How often a head's drafts are accepted, by tree (`Calibration`, measured once for a head).
-How much more or less is accepted of the requests at hand (`Acceptance`). How long a step with each tree takes
-here, now: `Tuner` times real steps, a few at warm-up and then all that run. The choice never changes the text.
+Three things decide. How often a head's drafts are accepted, by tree: `Calibration`, measured once for a head.
+How much more or less is accepted of the requests at hand: `Acceptance`. How long a step with each tree takes
+here, now: `Times` of real steps, a few at warm-up and then all that run. The choice never changes the text.
 """
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.folder import MEASURED
-from checkpoint.names import CALIBRATION
+from checkpoint.folder import CALIBRATION, MEASURED
 from common.errors import InputError, printable
 from common.files import read_json, write_text
 from common.schema import Wrong
@@ -51,7 +50,7 @@ class Far(NamedTuple):
 
 @dataclass(frozen=True)
 class Calibration:
-    """Acceptance lengths of a head, FOLDER/calibration.json beside its weights. `engine.calibrate` measures it.
+    """Acceptance lengths of a head: FOLDER/calibration.json beside its weights, see `engine.calibrate`.
 
     taus: tau of every tree after short prompts, by temperature. ease: accepted drafts of each text over those
     of the average one, sorted. far, confidence (of the head's scores): None where they were not measured.
@@ -399,16 +398,19 @@ class Tuner:
 
         run: runs a step over `count` rows of the batch, at a short context, with the tree that `next` gives.
         """
-        usual, best = copy.deepcopy(self._usual), 0.0
-        for shape in (None, *self.shapes):
-            for _ in range(REHEARSED):
+        usual, kinds, best = copy.deepcopy(self._usual), [], 0.0
+        for turn in range(REHEARSED):  # in turns: a machine that is slow for a while is slow for all
+            for shape in kinds if turn else (None, *self.shapes):
                 self._ahead = deque([shape])
                 run()
-            (seconds,) = self.times.of(count, noisy, (shape,), SHORT)[0].values()
-            speed = self.tau(shape, float(noisy), SHORT, EASES[-1]) / seconds
-            if speed < HOPELESS * best:
-                break
-            best = max(best, speed)
+                if turn:
+                    continue
+                kinds.append(shape)
+                (seconds,) = self.times.of(count, noisy, (shape,), SHORT)[0].values()
+                speed = self.tau(shape, float(noisy), SHORT, EASES[-1]) / seconds
+                if speed < HOPELESS * best:
+                    break
+                best = max(best, speed)
         self.times.refresh()
         self._trees.clear()
         self._usual = usual

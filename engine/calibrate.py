@@ -196,7 +196,8 @@ def record_answers(
         whole = [request.tokens for request in requests]
         accepted: list[dict[TreeShape, list[float]]] = [{} for _ in some]
         scored: list[list[tuple[Tensor, Tensor]]] = [[] for _ in some]
-        numbers = {tuple(key): b for b, key in enumerate(seed_keys([s.seed for s in samplings], "cpu").tolist())}
+        keys = seed_keys([sampling.seed for sampling in samplings], "cpu").tolist()
+        numbers = {tuple(key): b for b, key in enumerate(keys)}
         levels = recorder.depth + 1
         for keys, length, growths in recorder.steps:
             texts = [numbers.get(tuple(key)) for key in keys.tolist()]

@@ -7,14 +7,16 @@ and calls that.
 """
 from __future__ import annotations
 
+import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
+from common.errors import InputError, first_line
 from engine.saved_graph import SavedGraph, saved_places, variant_of
 
 # Numbers of a model, such as the eps of its norms, are constants. Where one process compiles models that
@@ -52,8 +54,8 @@ class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
     Arguments are those modules, tensors (of one shape, but for dimensions marked dynamic) and constants. Each
-    combination of shapes and constants is compiled by its first call, which `say` announces. Later calls pass
-    torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
+    combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
+    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     """
 
     def __init__(self, function: Callable, what: str, say: Callable[[str], None]):
@@ -61,7 +63,7 @@ class CompiledFunction:
         self.variants: dict[tuple, SavedGraph] = {}
 
     def __call__(self, *args):
-        key = tuple(variant_of(x) for x in args if not isinstance(x, nn.Module))
+        key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
         if key in self.variants:
             return self.variants[key](args)
         places = saved_places(self.function, args)
@@ -98,3 +100,12 @@ def _chain(error: BaseException | None) -> str:
         lines.append(str(error))
         error = error.__cause__ or error.__context__
     return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def compile_errors() -> Iterator[None]:
+    """Turn the traceback of a failing compiler into an InputError."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as e:
+        raise InputError(f"torch.compile failed ({first_line(e)}); try --no-compile") from e

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.folder import read_config
-from checkpoint.shards import shares_of, weigh
+from checkpoint.loading import shares_of, weigh
 from common.errors import InputError
 from engine.memory import free_memory
 from engine.runtime import Runtime

@@ -66,8 +66,8 @@ class Engine:
     graphs too. say: called with one line when something slow (compilation) starts and ends. chunks: prompt
     rows per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. tuner:
     chooses the tree of each step among its own, with `drafter`, which is a `HeadDrafter`; without one the
-    drafter's own tree is drafted. counts: numbers of sequences that there are steps for, `batch` last.
-    tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
+    drafter's own tree is drafted. counts: numbers of sequences that there are steps for (`step_counts`),
+    `batch` last. tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
     Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
 
@@ -80,8 +80,9 @@ class Engine:
     ):
         self.target, self.drafter, self.tuner = target, drafter or Drafter(), tuner
         self.batch, self.max_seq_len, self.tokenizer, self.guide = batch, max_seq_len, tokenizer, guide
+        self.stop_ids = frozenset(stop_ids)
         self.passes = Passes(
-            target, self.drafter, batch, max_seq_len, stop_ids=stop_ids, compile=compile,
+            target, self.drafter, batch, max_seq_len, stop_ids=self.stop_ids, compile=compile,
             say=say or (lambda line: None), chunks=chunks, shapes=tuner.shapes if tuner else (),
             follows=self.drafter.network is not None,  # a head knows all text, also what it did not draft
         )
@@ -90,8 +91,7 @@ class Engine:
         self.lag = int(self.device.type == "cuda") if lag is None else lag
         if tuner:
             tuner.live = self.lag == 0
-        self.stop_ids = frozenset(self.state.stop_ids.tolist())
-        self._counts = counts or self.counts(batch, self.device)
+        self.step_counts = counts or self.counts(batch, self.device)
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
         # propose is asked before each step.
         self._asks = self.device.type != "cuda" and self.drafter.may_pass
@@ -311,35 +311,48 @@ class Engine:
                 events += self._read(keep)
         return events if keep else events + self._read(0)
 
+    def run(
+        self, prompts: list[list[int]], samplings: list[Sampling], requests: list[Request], **options
+    ) -> Iterator[Event]:
+        """Decode any number of prompts, yielding what they gain: a request that ends makes room for the next.
+
+        requests: takes the requests, in order, as they are admitted. options: of `admit`. Left early, as by
+        Ctrl-C, no request stays here. Raises ValueError as `admit` does, before anything is decoded.
+        """
+        for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
+            self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
+        here = set()
+        try:
+            while here or len(requests) < len(prompts):
+                while self.free and len(requests) < len(prompts):
+                    request = self.admit(prompts[len(requests)], samplings[len(requests)], **options)
+                    requests.append(request)
+                    here.add(request)
+                for event in self.step():
+                    if event.request in here:
+                        if event.finish:
+                            here.remove(event.request)
+                        yield event
+        finally:
+            for request in here:
+                self.leave(request)
+
     def generate(
         self, prompts: list[list[int]], sampling: Sampling | list[Sampling] = Sampling(),
-        ended: Callable[[int, Request], None] = lambda number, request: None,
+        ended: Callable[[int, Request], None] = lambda number, request: None, **options,
     ) -> list[Request]:
-        """Decode any number of prompts to their end: a request that ends makes room for the next.
+        """Decode any number of prompts to their end; see `run`.
 
         ended: called with the number of a prompt and its request as soon as that has ended. Raises ValueError
-        as `admit` does.
+        as `admit` does, and if a JSON schema cannot be followed to its end.
         """
         samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-        for i, (prompt, one) in enumerate(zip(prompts, samplings)):
-            self.check(prompt, one, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
         requests: list[Request] = []
-        numbers: dict[Request, int] = {}
-        try:
-            while numbers or len(requests) < len(prompts):
-                while self.free and len(requests) < len(prompts):
-                    request = self.admit(prompts[len(requests)], samplings[len(requests)])
-                    numbers[request] = len(requests)
-                    requests.append(request)
-                for event in self.step():
-                    if event.finish and event.request in numbers:
-                        ended(numbers.pop(event.request), event.request)
-        finally:  # Ctrl-C, or a fault
-            for request in numbers:
-                self.leave(request)
-        for request in requests:
-            if request.error:
-                raise ValueError(request.error)
+        for event in self.run(prompts, samplings, requests, **options):
+            if event.finish == "error":
+                raise ValueError(event.request.error)
+            if event.finish:
+                ended(requests.index(event.request), event.request)
         return requests
 
     def _members(self, group: int) -> list[Request]:
@@ -396,7 +409,7 @@ class Engine:
     def _launch(self, group: int) -> None:
         """Launch one step of a group that decodes."""
         requests, first = self._members(group), sum(self._sizes[:group])
-        count = next(c for c in self._counts if c >= len(requests))
+        count = next(c for c in self.step_counts if c >= len(requests))
         rows = self.passes.rows(min(first, self.batch - count), count)
         offset = first - rows.first  # of the group's requests in those rows
         context = max(r.length for r in requests)
@@ -518,7 +531,7 @@ class Engine:
 
     @torch.no_grad()
     def warm_up(self, *samplings: Sampling, every_length: bool = False) -> None:
-        """Run, compile and capture what requests with these samplings need, and time the trees to choose from.
+        """Run, compile and capture what requests with these samplings need, and time the tuner's trees.
 
         Default: greedy. every_length: on CUDA, capture what texts of every length need.
         """
@@ -547,7 +560,7 @@ class Engine:
 
         lag, self.lag = self.lag, 0
         try:
-            self.tuner.rehearse(self._counts[0], sampling.temperature > 0, run)
+            self.tuner.rehearse(self.step_counts[0], sampling.temperature > 0, run)
         finally:
             self.lag = lag
             for request in self.requests:
@@ -561,7 +574,7 @@ class Engine:
         kinds = dict.fromkeys((passes.plain, *(passes.trees.values() or (self.drafter,))))
         with passes.still():
             for span in spans.values():
-                for count in self._counts:
+                for count in self.step_counts:
                     for drafter in kinds:
                         passes.step(passes.rows(0, count), span, drafter, modes)
                 for size in passes.chunks if every_length else ():

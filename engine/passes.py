@@ -97,7 +97,7 @@ class Passes:
         # On a CPU, where asking for a guess costs no synchronisation.
         headless = None if self.on_cuda else copy.copy(drafter.headless)
         self.headless = headless and self._without_head(headless, follows)
-        drafters = [drafter, *(drafter.with_tree(shape) for shape in shapes), *([headless] if headless else [])]
+        drafters = [drafter, *(drafter.with_tree(shape) for shape in shapes), headless or self.plain]
         # A joint tree may be deeper than the one of the head in it. Each is drafted after a catch-up of as
         # many rows as the widest window has.
         self.window = max(one.shape.window for one in drafters)

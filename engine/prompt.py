@@ -2,8 +2,7 @@
 from __future__ import annotations
 
 from common.errors import InputError
-from tokens.spelling import TooLong
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, TooLong
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 

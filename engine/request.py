@@ -10,8 +10,8 @@ from sampling.options import Sampling
 from tokens.grammar import Guide
 from tokens.stops import StopStream
 
-# "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the cache
-# is full. "error": see `Request.error`.
+# "stop": a stop id, which is the last of the ids, or a stop text. "length": max_new_tokens. "cache": the
+# cache is full. "error": see `Request.error`.
 Finish = Literal["stop", "length", "cache", "error"]
 
 

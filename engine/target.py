@@ -9,10 +9,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.early import check_length
-from checkpoint.folder import read_config
+from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model
-from checkpoint.names import CALIBRATION
 from common.errors import InputError
 from drafters import build_drafter, check_flags, check_window, default_flags, known
 from drafters.base import Drafter
@@ -44,8 +42,8 @@ from tokens.tokenizer import Tokenizer
 class Drafting:
     """How tokens are drafted for a target, and accepted.
 
-    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement (see
-    `engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement
+    (see `engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
     `default_tree`.
     """
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from common.errors import InputError, printable
 from common.files import parse_json, read_bytes, read_json, write_text, writing
-from common.schema import Either, List, Name, Number, Text, Whole, record_of
-from common.schema import key as held
+from common.schema import Name, Text, Whole, number, schema_of, text, whole
 
-SECONDS = Number(0, 1e9)
+Seconds = number(0, 1e9)
 OPTIONS = "options.json"  # of the first run, in its folder
 ADVICE = "delete it, or choose another --out"
 
@@ -22,27 +21,27 @@ ADVICE = "delete it, or choose another --out"
 class Turn:
     """The answer to one user turn: prompt ids, new ids and times in seconds."""
 
-    prompt: list[int] = held(List(Whole()))
-    ids: list[int] = held(List(Whole()))
-    text: str = held(Text(most=1 << 26))
-    finish: str = held(Text(most=100))  # see `engine.run.Output`
-    prefill_seconds: float = held(SECONDS)
-    seconds: float = held(SECONDS)  # after the first token
-    lengths: list[int] = held(List(Whole()))  # tokens emitted by each step
+    prompt: list[Whole]
+    ids: list[Whole]
+    text: text(1 << 26)
+    finish: text(100)  # see `engine.run.Output`
+    prefill_seconds: Seconds
+    seconds: Seconds  # after the first token
+    lengths: list[Whole]  # tokens emitted by each step
 
 
 @dataclass(frozen=True)
 class Answer:
     """All turns of one question, answered by one method."""
 
-    set: str = held(Name())
-    question: int | str = held(Either(Whole(-(2**63), 2**63 - 1), Text()))
-    category: str = held(Text())
-    method: str = held(Name())
-    temperature: float = held(Number(0, 1e6))
-    seed: int = held(Whole(-(2**63), 2**64 - 1))
-    asked: str = held(Text(most=100))  # `digest` of the question and of what answered it
-    turns: list[Turn] = held(List(record_of(Turn)))
+    set: Name
+    question: whole(-(2**63), 2**63 - 1) | Text
+    category: Text
+    method: Name
+    temperature: number(0, 1e6)
+    seed: whole(-(2**63), 2**64 - 1)
+    asked: text(100)  # `digest` of the question and of what answered it
+    turns: list[Turn]
 
     @property
     def key(self) -> tuple[str, int | str, str, float]:
@@ -67,7 +66,7 @@ class Answer:
     @classmethod
     def read(cls, line: bytes, where: str) -> Answer:
         """Read a line of answers.jsonl. Raises InputError, which begins with `where`, if it is none."""
-        row = record_of(cls).require(parse_json(line, where), where, ADVICE)
+        row = schema_of(cls).require(parse_json(line, where), where, ADVICE)
         turns = [Turn(**{f.name: turn[f.name] for f in fields(Turn)}) for turn in row["turns"]]
         return cls(**{**{f.name: row[f.name] for f in fields(cls)}, "turns": turns})
 
@@ -122,7 +121,7 @@ class Book:
 
     def add(self, answer: Answer) -> None:
         """Keep an answer."""
-        record_of(Answer).check(asdict(answer))
+        schema_of(Answer).check(asdict(answer))
         self.answers[answer.key] = answer
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from engine.text_decoder import TextDecoder
 from evaluation.answers import Turn
-from tokens.spelling import TooLong
+from tokens.tokenizer import TooLong
 
 Item = TypeVar("Item")
 

@@ -11,13 +11,14 @@ fp8    e4m3, one scale per output row; the inputs are rounded to fp8 too, each r
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.schema import Among, Either, Flag, Null, Text, Wrong, key, record_of
+from common.schema import Flag, Wrong, schema_of
 from kernels.gpu import here
 from kernels.modes import FOUR_BITS, GROUPS, MODES
 
@@ -37,9 +38,9 @@ class Scheme:
     group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None leaves it as it is.
     """
 
-    mode: str = key(Text(*MODES))
-    group: int = key(Among(0, *GROUPS))
-    lm_head: str | None = key(Either(Null(), Flag(), Text(*MODES)))
+    mode: Literal[MODES]
+    group: Literal[(0, *GROUPS)]
+    lm_head: Literal[MODES] | Flag | None
 
     @classmethod
     def read(cls, quantization: dict) -> Scheme:
@@ -47,7 +48,7 @@ class Scheme:
 
         Older folders say of the lm_head true, for the mode of the layers, or false.
         """
-        record_of(cls).check(quantization, "quantization")
+        schema_of(cls).check(quantization, "quantization")
         mode, group, lm_head = (quantization[f.name] for f in fields(cls))
         if isinstance(lm_head, bool):
             lm_head = mode if lm_head else None

@@ -11,31 +11,24 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.schema import Flag, Whole, Wrong, key
+from common.schema import Flag, whole
 from model import Block, KVCache, Linear, Pass, RMSNorm, project
 from networks.head import Head
 from networks.markov import Markov, MarkovArgs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockArgs(MarkovArgs):
     """Shape of a head that drafts blocks. Their rows are the anchor, which is the root, then masks."""
 
-    block: int = key(Whole(1, 256), 8)  # rows of a block, the anchor's included
-    # Row j drafts the token j+1 places after the anchor; else j places.
-    from_anchor: bool = key(Flag(), False)
-    causal: bool = key(Flag(), False)  # rows of a block see those before them only
+    block: whole(1, 256) = 8  # rows of a block, the anchor's included
+    from_anchor: Flag = False  # row j drafts the token j+1 places after the anchor; else j places
+    causal: Flag = False  # rows of a block see those before them only
 
     @property
     def drafts(self) -> int:
         """How many tokens a block drafts: levels of a tree below the root."""
         return self.block if self.from_anchor else self.block - 1
-
-    def check(self) -> None:
-        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
-        super().check()
-        if self.drafts < 1:
-            raise Wrong("block", self.block, "at least 2: one row, the anchor's, drafts nothing")
 
 
 class BlockLayer(Block):

@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.schema import Whole, key
+from common.schema import whole
 from model import Block, Linear, Pass, RMSNorm, TargetBlock, Transformer, project
 from networks.head import Head, HeadArgs
 from networks.markov import Markov, MarkovArgs
@@ -103,11 +103,11 @@ class Eagle3Head(Head):
         return project(self.lm_head, feature) if self.args.recycle_normed else self.score(self, feature)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PEagleArgs(MarkovArgs):
     """Shape of a P-EAGLE head."""
 
-    drafts: int = key(Whole(1, 256), 8)  # draft steps that it was trained for: levels of a tree
+    drafts: whole(1, 256) = 8  # draft steps that it was trained for: levels of a tree
 
 
 class PEagleHead(Eagle3Head, Markov):

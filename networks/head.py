@@ -2,41 +2,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
+from pydantic import Field
 from torch import Tensor
 
-from common.schema import Flag, List, Text, Whole, Wrong, key
-from common.sizes import IDS, WIDTH
+from common.schema import Flag, Ids, Width, whole
 from model import KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies, move
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadArgs(ModelArgs):
-    """Shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own, never the target's."""
+    """The shape of a draft head. `vocab_size` is the target's; the RoPE is the head's own."""
 
-    draft_vocab_size: int = key(IDS, 0, needed=True)
-    target_hidden_size: int = key(WIDTH, 0, needed=True)
-    # Target layers whose *input* residual stream feeds the head (0-based; L is the output of the last layer).
-    aux_layers: tuple[int, ...] = key(List(Whole(0, 10_000), 1, 1000, ascending=True), (), needed=True)
-    fc_bias: bool = key(Flag(), False)
-    own_embedding: bool = key(Flag(), False)  # else the target's table is used
-    # Else the target's, or, where `tie_embeddings`, the head's own embedding.
-    own_lm_head: bool = key(Flag(), True)
+    draft_vocab_size: Ids
+    target_hidden_size: Width
+    # Target layers whose *input* residual stream feeds the head (0-based, ascending; L: the last output).
+    aux_layers: Annotated[tuple[whole(0, 10_000), ...], Field(min_length=1, max_length=1000)]
+    fc_bias: Flag = False
+    own_embedding: Flag = False  # else the target's table is used
+    own_lm_head: Flag = True  # else the target's, or, where `tie_embeddings`, the head's own embedding
     # EAGLE-3.1, before fc: "" none, "each" captured state has its own norm, "all" share a wide one.
-    feature_norm: str = key(Text("", "each", "all"), "")
-    norm_before_residual: bool = key(Flag(), False)  # the residual stream starts from the normed feature
-    recycle_normed: bool = key(Flag(), False)  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
-
-    def check(self) -> None:
-        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
-        super().check()
-        if self.draft_vocab_size > self.vocab_size:
-            raise Wrong("draft_vocab_size", self.draft_vocab_size, f"at most vocab_size, {self.vocab_size}")
-        if self.feature_width > WIDTH.high:
-            raise Wrong("target_hidden_size", self.target_hidden_size,
-                        f"at most {WIDTH.high:,} over the number of aux_layers, {len(self.aux_layers)}")
+    feature_norm: Literal["", "each", "all"] = ""
+    norm_before_residual: Flag = False  # the residual stream starts from the normed feature
+    recycle_normed: Flag = False  # EAGLE-3.1 norm_output: the next step is fed norm(h), not h
 
     @property
     def feature_width(self) -> int:

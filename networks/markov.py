@@ -13,31 +13,20 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.schema import Flag, Whole, Wrong, key
-from common.sizes import IDS
+from common.schema import Flag, whole
 from model import Linear, project
 from networks.head import HeadArgs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MarkovArgs(HeadArgs):
     """Shape of a head that may have a Markov head and a confidence head."""
 
-    mask_id: int = key(Whole(0, IDS.high), 0)  # the token that rows read for what is not known yet
-    markov_rank: int = key(Whole(0, 2**16), 0)  # 0: no Markov head
-    markov_gated: bool = key(Flag(), False)  # the row that drafts says how much each of the r numbers counts
-    confidence: bool = key(Flag(), False)
-    confidence_reads_markov: bool = key(Flag(), True)  # its row of `markov_in`, beside the head's
-
-    def check(self) -> None:
-        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
-        super().check()
-        if self.mask_id >= self.vocab_size:
-            raise Wrong("mask_id", self.mask_id, f"an id below vocab_size, {self.vocab_size}")
-        if self.markov_gated and not self.markov_rank:
-            raise Wrong("markov_rank", self.markov_rank, "at least 1: markov_gated is true")
-        if self.confidence and self.confidence_reads_markov and not self.markov_rank:
-            raise Wrong("markov_rank", self.markov_rank, "at least 1: confidence_reads_markov is true")
+    mask_id: whole(0, 2**24) = 0  # the token that rows read for what is not known yet
+    markov_rank: whole(0, 2**16) = 0  # 0: no Markov head
+    markov_gated: Flag = False  # the row that drafts weighs each of the r numbers
+    confidence: Flag = False
+    confidence_reads_markov: Flag = True  # its row of `markov_in`, beside the head's
 
 
 class Markov(nn.Module):

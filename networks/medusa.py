@@ -13,35 +13,21 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.schema import Flag, Wrong, key
-from common.sizes import GUESSES
+from common.schema import Flag, whole
 from model import Linear, Transformer, project
 from networks.head import Head, HeadArgs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MultiTokenArgs(HeadArgs):
     """Shape of Medusa or Hydra heads; sizes of attention and MLP are those of Hydra++'s layer."""
 
-    guesses: int = key(GUESSES, 4)  # K
-    blocks: int = key(GUESSES, 1)  # residual blocks of each guess; Hydra's first block narrows
-    # All blocks (Hydra: all but the first) are the same one, applied again and again.
-    repeated: bool = key(Flag(), False)
-    # Every guess has an lm_head, else all share one: own (`own_lm_head`) or the target's.
-    lm_head_each: bool = key(Flag(), False)
-    lm_head_bias: bool = key(Flag(), False)
-    prefix: bool = key(Flag(), False)  # Hydra++
-
-    def check(self) -> None:
-        """Raise Wrong if a number is out of its range, or if numbers contradict each other."""
-        super().check()
-        if len(self.aux_layers) != 1:
-            raise Wrong("aux_layers", self.aux_layers, "one: Medusa and Hydra heads read one state")
-        if self.hidden_size != self.target_hidden_size:
-            raise Wrong(
-                "hidden_size", self.hidden_size, f"target_hidden_size, {self.target_hidden_size}: Medusa and"
-                " Hydra heads have the target's width"
-            )
+    guesses: whole(1, 64) = 4  # K
+    blocks: whole(1, 64) = 1  # residual blocks of each guess; Hydra's first block narrows
+    repeated: Flag = False  # all blocks (Hydra: all but the first) are one, applied again and again
+    lm_head_each: Flag = False  # else all guesses share one: own (`own_lm_head`) or the target's
+    lm_head_bias: Flag = False
+    prefix: Flag = False  # Hydra++
 
 
 class ResidualBlock(nn.Module):

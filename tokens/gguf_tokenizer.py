@@ -1,9 +1,9 @@
-"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file, in the process of `tokens.guard`.
+"""A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
 
 GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template. It keeps only
 the *name* of the rule that cuts a text into words before the merges run. `WORD_RULES` says what each name
-stands for, as llama.cpp does (https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp). A wrong rule
-yields other ids without any error, so a name that is not listed is refused.
+stands for, as llama.cpp does (https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp). A wrong rule gives
+other ids without any error, so a name that is not listed is refused.
 """
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from common.errors import InputError, first_line
-from common.schema import ABSENT, Wrong
-from tokens.files import GGUF_ADVICE
+from common.errors import InputError
+from common.schema import in_words
+from tokens.backends import library_errors
+from tokens.tokenizer import Tokenizer
 
+CONVERT_INSTEAD = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -50,7 +52,7 @@ _GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
 
 
 def _split(*patterns: str) -> list:
-    """Steps that cut at every match of each pattern in turn, then spell the bytes."""
+    """Return steps that cut at every match of each pattern in turn, then spell the bytes."""
     cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
     return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
 
@@ -76,7 +78,7 @@ def _deepseek_v3() -> list:
 
 
 class WordRule(NamedTuple):
-    """How a text is cut into words before the merges run.
+    """A way to cut a text into words before the merges run.
 
     steps: pre-tokenizers, in order.
     nfc: whether the text is brought to Unicode's normal form C first.
@@ -90,98 +92,71 @@ class WordRule(NamedTuple):
     add_bos: bool = False
 
 
-_LLAMA3_RULE = WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)
-_QWEN2_RULE = WordRule(_split(_QWEN2), nfc=True)
 WORD_RULES = {
-    "gpt-2": WordRule(_GPT2),
-    "default": WordRule(_GPT2),
+    **dict.fromkeys(("gpt-2", "default"), WordRule(_GPT2)),
     "smollm": WordRule([pre_tokenizers.Digits(individual_digits=True), *_GPT2]),
-    "llama-bpe": _LLAMA3_RULE,
-    "llama3": _LLAMA3_RULE,
-    "llama-v3": _LLAMA3_RULE,
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3"), WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)),
     "tekken": WordRule(_split(_TEKKEN), ignore_merges=True, add_bos=True),
-    "qwen2": _QWEN2_RULE,
-    "deepseek-r1-qwen": _QWEN2_RULE,
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_split(_QWEN2), nfc=True)),
     "deepseek-llm": WordRule(_deepseek_llm()),
     "deepseek-v3": WordRule(_deepseek_v3()),
 }
 
 
-def rebuild(fields: dict, folder: Path, where: str = "GGUF") -> int:
+def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
-    errors. Returns how many tokens there should be. Raises InputError if they are damaged, or of a kind that
-    cannot be rebuilt faithfully.
+    errors. Raises InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
     """
-    prefix = "tokenizer.ggml."
+    folder, prefix = Path(folder), "tokenizer.ggml."
+    folder.mkdir(parents=True, exist_ok=True)
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    try:
+        with library_errors("the tokenizer cannot be rebuilt"):
+            settings = _write(metadata, folder)
+            text = json.dumps(settings, ensure_ascii=False, indent=2)
+            (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+            if template := fields.get("tokenizer.chat_template"):
+                (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            if Tokenizer.load(folder).vocab_size != len(metadata["tokens"]):
+                raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
+    except InputError as e:  # a file in the folder will not stay there
+        raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {CONVERT_INSTEAD}") from None
+
+
+def _write(metadata: dict, folder: Path) -> dict:
+    """Write the file that text is encoded with. Returns the settings. Raises InputError without `where`."""
     kind = metadata.get("model")
-    if kind not in ("gpt2", "llama"):
-        raise InputError(
-            f"{where}: tokenizer model {kind!r} is not supported (gpt2 and llama are); {GGUF_ADVICE}"
-        )
-    try:
-        _judge(metadata, "merges" if kind == "gpt2" else "scores")
-    except Wrong as e:
-        raise InputError(f"{where}: {e}; {GGUF_ADVICE}") from None
-    tokens = metadata["tokens"]
-    try:
-        metadata.setdefault("token_type", [NORMAL] * len(tokens))
-        names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # the config's: GGUF's
-        config = {
-            f"{name}_token": tokens[metadata[f"{key}_token_id"]]
-            for name, key in names.items() if f"{key}_token_id" in metadata
-        }
-        write = _write_bpe if kind == "gpt2" else _write_sentencepiece
-        config["add_bos_token"] = write(metadata, folder, where)
-    except InputError:
-        raise
-    except Wrong as e:
-        raise InputError(f"{where}: {e}; {GGUF_ADVICE}") from None
-    except Exception as e:  # what tokenizers and protobuf raise on bad input is as various as the input
-        raise InputError(
-            f"{where}: its tokenizer cannot be rebuilt ({first_line(e)}); {GGUF_ADVICE}"
-        ) from None
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, ensure_ascii=False, indent=2), encoding="utf-8"
-    )
-    if fields.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
-    return len(tokens)
-
-
-def _judge(metadata: dict, rule: str) -> None:
-    """Raise Wrong unless the lists belong together, and the ids are of tokens. rule: what joins pieces.
-
-    Each key alone was judged when the file was read.
-    """
-    prefix = "tokenizer.ggml."
+    if kind not in WRITERS:
+        raise InputError(f"tokenizer model {kind!r} is not supported ({' and '.join(WRITERS)} are)")
+    rule, write = WRITERS[kind]
     for key in ("tokens", rule):
         if key not in metadata:
-            raise Wrong(prefix + key, ABSENT, "a list")
-    count = len(metadata["tokens"])
+            raise InputError(f"tokenizer.ggml.{key} is missing; expected a list")
+    tokens = metadata["tokens"]
+    metadata.setdefault("token_type", [NORMAL] * len(tokens))
     for key in ("token_type", "scores"):
-        if key in metadata and len(metadata[key]) != count:
-            raise Wrong(prefix + key, metadata[key], f"a list of {count:,}, as many as there are tokens")
-    for i, merge in enumerate(metadata.get("merges", ())):
-        if merge.count(" ") != 1:
-            raise Wrong(f"{prefix}merges[{i}]", merge, "two pieces with a space between them")
-    for name in ("bos", "eos", "unknown", "padding"):
-        if not 0 <= metadata.get(key := f"{name}_token_id", 0) < count:
-            raise Wrong(prefix + key, metadata[key], f"an id below {count:,}, the number of tokens")
-    if rule == "scores" and UNKNOWN not in metadata.get("token_type", ()):
-        raise Wrong(prefix + "token_type", metadata.get("token_type", ABSENT), f"an unknown token, {UNKNOWN}")
+        if len(metadata.get(key, tokens)) != len(tokens):
+            expected = f"a list of {len(tokens):,}, as many as there are tokens"
+            raise InputError(f"tokenizer.ggml.{key} is {in_words(metadata[key])}; expected {expected}")
+    settings = {}
+    for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        i = metadata.get(f"{key}_token_id")
+        if i is not None and i >= len(tokens):
+            raise InputError(f"tokenizer.ggml.{key}_token_id is {i}; expected an id below {len(tokens):,}")
+        if i is not None:
+            settings[f"{name}_token"] = tokens[i]
+    return settings | {"add_bos_token": write(metadata, folder)}
 
 
-def _write_bpe(metadata: dict, folder: Path, where: str) -> bool:
+def _write_bpe(metadata: dict, folder: Path) -> bool:
     """Write the tokenizer.json of a byte-level BPE. Returns whether a text starts with BOS."""
-    name = metadata.get("pre")
+    name, tokens = metadata.get("pre"), metadata["tokens"]
     if name not in WORD_RULES:
-        raise InputError(
-            f"{where}: tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are); {GGUF_ADVICE}"
-        )
-    rule, tokens = WORD_RULES[name], metadata["tokens"]
+        raise InputError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
+    rule = WORD_RULES[name]
     vocab = {token: i for i, token in enumerate(tokens)}
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
@@ -198,8 +173,6 @@ def _write_bpe(metadata: dict, folder: Path, where: str) -> bool:
     if add_bos:
         bos_id = metadata["bos_token_id"]
         bos = tokens[bos_id]
-        if bos.startswith("$") or ":" in bos:  # which the library would read as something else
-            raise Wrong("tokenizer.ggml.tokens: BOS", bos, "a token without $ at its beginning and without :")
         model.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
         )
@@ -207,14 +180,13 @@ def _write_bpe(metadata: dict, folder: Path, where: str) -> bool:
     return add_bos
 
 
-def _write_sentencepiece(metadata: dict, folder: Path, where: str) -> bool:
-    """Write the tokenizer.model of a sentencepiece BPE with byte fallback.
-
-    Returns whether a text starts with BOS.
-    """
+def _write_sentencepiece(metadata: dict, folder: Path) -> bool:
+    """Write the tokenizer.model of a sentencepiece BPE. Returns whether a text starts with BOS."""
     from sentencepiece import sentencepiece_model_pb2 as spm
 
     tokens, kinds = metadata["tokens"], metadata["token_type"]
+    if UNKNOWN not in kinds:
+        raise InputError(f"tokenizer.ggml.token_type has no unknown token, {UNKNOWN}")
     pieces = [
         spm.ModelProto.SentencePiece(piece=token, score=score, type=kind)
         for token, score, kind in zip(tokens, metadata["scores"], kinds, strict=True)
@@ -234,3 +206,7 @@ def _write_sentencepiece(metadata: dict, folder: Path, where: str) -> bool:
     proto = spm.ModelProto(pieces=pieces, trainer_spec=trainer, normalizer_spec=normalizer)
     (folder / "tokenizer.model").write_bytes(proto.SerializeToString())
     return bool(metadata.get("add_bos_token", True))
+
+
+# The kind of tokenizer: the key of the rule that joins pieces, and the function that writes the file.
+WRITERS = {"gpt2": ("merges", _write_bpe), "llama": ("scores", _write_sentencepiece)}

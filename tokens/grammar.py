@@ -1,26 +1,27 @@
-"""Outputs of a form: a JSON schema as a mask over the tokens, at every node of a tree.
+"""JSON schemas as masks over the tokens, at every node of a tree.
 
-The masks are llguidance's. A `Guide` stands where its text ends; for a tree it walks down and back up again.
+llguidance makes the masks. A `Guide` keeps the place where its text ends; for a tree it walks down and back
+up.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
 
 import numpy as np
 
 from common.cli import on_one_line
-from common.errors import InputError, is_panic
-from tokens.schema import LONGEST
+from common.errors import InputError
+from tokens.backends import library_errors
+from tokens.schema import LONGEST_SCHEMA
 from tokens.tokenizer import Tokenizer
 
-Result = TypeVar("Result")
 # Small models that may write any amount of white space sometimes write nothing else.
 WHITESPACE = {"whitespace_pattern": r"[ \n\t]{0,12}"}
+UNUSABLE = "the JSON schema cannot be used"
 
 
 class Guide:
-    """Which tokens may follow a text, by a grammar. Made by `Grammars.guide`, for one text."""
+    """The tokens that a grammar allows after a text. `Grammars.guide` makes one per text."""
 
     def __init__(self, matcher, stop_ids: frozenset[int]):
         """matcher: a `llguidance.LLMatcher`. stop_ids: of its tokenizer; they end a text."""
@@ -28,22 +29,21 @@ class Guide:
 
     @property
     def error(self) -> str | None:
-        """Why the text cannot be kept to the grammar any more, such as that this takes too long; one line."""
+        """The reason, on one line, why the text cannot follow the grammar any more; None if it can."""
         if not self._matcher.is_error():
             return None
         return f"the JSON schema cannot be followed ({on_one_line(self._matcher.get_error())})"
 
     def take(self, ids: Iterable[int]) -> None:
-        """The text goes on with these ids."""
+        """Append these ids to the text."""
         for token in ids:
             self._matcher.consume_token(token)
 
     def mask(self, tokens: list[int], parent: list[int], into: np.ndarray) -> None:
-        """Fill into [T, words] int32 with a bit for each id that may follow each node of a tree.
+        """Fill `into` [T, words] int32 with one bit per id: set if the id may follow that node of a tree.
 
-        tokens, parent: the nodes, each after its parent, the root, at which the text ends, first. Nodes that
-        the grammar forbids themselves, and those where the text is over, keep what `into` holds: nothing that
-        follows them counts.
+        tokens, parent: the nodes, each after its parent. The first is the root, where the text ends. Rows of
+        nodes that the grammar forbids, and of nodes after the end, do not change: nothing uses them.
         """
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
@@ -55,7 +55,7 @@ class Guide:
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for child in children[node]:
             token = tokens[child]
-            if token in self._stop_ids:  # a matcher that has stopped does not go back to where it was
+            if token in self._stop_ids:  # a matcher that has stopped cannot go back
                 continue
             if row[token // 32] >> (token % 32) & 1 and self._matcher.consume_token(token):
                 self._descend(child, tokens, children, into)
@@ -63,48 +63,36 @@ class Guide:
 
 
 def grammar_of(schema: str, tokenizer=None) -> str:
-    """llguidance's grammar of a JSON schema, which it has judged. Raises InputError if it cannot be used.
+    """Return llguidance's grammar of a JSON schema. Raises InputError if it cannot be used.
 
-    tokenizer: a `llguidance.LLTokenizer`; without one all is judged that does not depend on it.
+    tokenizer: a `llguidance.LLTokenizer`; without one, everything is checked that does not depend on it.
     """
-    from llguidance import LLMatcher  # which few requests need
+    from llguidance import LLMatcher  # few requests need it
 
-    if len(schema) > LONGEST:
-        raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST:,}")
-    grammar = _within_llguidance(lambda: LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE))
-    if problem := _within_llguidance(lambda: LLMatcher.validate_grammar(grammar, tokenizer)):
-        raise _unusable(problem)
+    if len(schema) > LONGEST_SCHEMA:
+        raise InputError(f"the JSON schema has {len(schema):,} characters, at most {LONGEST_SCHEMA:,}")
+    with library_errors(UNUSABLE):
+        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=WHITESPACE)
+        problem = LLMatcher.validate_grammar(grammar, tokenizer)
+    if problem:
+        raise InputError(f"{UNUSABLE} ({on_one_line(problem)})")
     return grammar
-
-
-def _within_llguidance(action: Callable[[], Result]) -> Result:
-    """What an action returns. Raises InputError where llguidance refuses, or panics."""
-    try:
-        return action()
-    except BaseException as e:
-        if not isinstance(e, ValueError) and not is_panic(e):
-            raise
-        raise _unusable(str(e)) from None
-
-
-def _unusable(problem: str) -> InputError:
-    return InputError(f"the JSON schema cannot be used ({on_one_line(problem)})")
 
 
 class Grammars:
     """Makes guides for the texts of one tokenizer.
 
-    vocabulary: ids that the model knows, of which those without bytes are never allowed. stop_ids: they end
-    an output, where the grammar lets it end.
+    vocabulary: the number of ids of the model; those without bytes are never allowed. stop_ids: they end an
+    output, where the grammar lets it end.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, stop_ids: list[int]):
-        import llguidance  # which few requests need
+        import llguidance  # few requests need it
 
         control = {i: text.encode() for text, i in tokenizer.control.items() if i < vocabulary}
 
         class Wrapped:
-            """What llguidance asks of a tokenizer."""
+            """A tokenizer as llguidance's TokenizerWrapper needs it."""
 
             eos_token_id, bos_token_id = next(iter(stop_ids)), tokenizer.bos_id
             tokens = tuple(control.get(i) or tokenizer.piece(i) for i in range(vocabulary))
@@ -119,13 +107,14 @@ class Grammars:
         self._tokenizer = llguidance.LLTokenizer(wrapped, n_vocab=vocabulary, eos_token=list(stop_ids))
 
     def guide(self, schema: str) -> Guide:
-        """A guide for a text in JSON that fits a schema. Raises InputError if the schema is none."""
+        """Return a guide for a text in JSON that fits a schema. Raises InputError if no text can."""
         grammar = grammar_of(schema, self._tokenizer)
-        matcher = _within_llguidance(lambda: self._matcher(self._tokenizer, grammar, log_level=0))
+        with library_errors(UNUSABLE):
+            matcher = self._matcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise _unusable(matcher.get_error())
+            raise InputError(f"{UNUSABLE} ({on_one_line(matcher.get_error())})")
         guide = Guide(matcher, self._stop_ids)
-        # Some schemas, such as one that refers to itself alone, show only here that nothing can follow them.
+        # Some schemas, such as one that refers to itself alone, fail only here.
         guide.mask([0], [0], np.empty((1, -(-self._vocabulary // 32)), np.int32))
         if guide.error:
             raise InputError(f"{guide.error}; no text fits one that refers to itself alone")

@@ -7,10 +7,7 @@ from tokens.tokenizer import TextStream
 
 
 class Found(NamedTuple):
-    """What some ids gave: text that is certain now, and how many of the ids count.
-
-    stop: the text that ended the output, None if it goes on.
-    """
+    """Text that is certain after some ids, the number of ids that count, and the stop text that ended it."""
 
     text: str
     ids: int
@@ -18,17 +15,17 @@ class Found(NamedTuple):
 
 
 class StopStream:
-    """Ids in, text out, up to the first of some texts, of which nothing comes out.
+    """Ids in, text out, up to the first of some stop texts, which itself stays out.
 
-    Text that may be the beginning of one is held back until it is certain. stops: none of them is empty. Of
-    two that are complete with the same token the one that begins first counts, of those the longest.
+    Text that may be the start of a stop text is held back until it is certain. If one token completes two
+    stop texts, the one that starts first counts, then the longer one. stops: without empty texts.
     """
 
     def __init__(self, stream: TextStream, stops: tuple[str, ...]):
         self._stream, self._stops, self._held = stream, stops, ""
 
     def push(self, ids: list[int]) -> Found:
-        """What these ids give. After a stop nothing may be pushed."""
+        """Return what these ids give. Push nothing after a stop."""
         if not self._stops:
             return Found(self._stream.push(ids), len(ids))
         certain = ""
@@ -40,7 +37,7 @@ class StopStream:
         return Found(certain, len(ids))
 
     def flush(self) -> str:
-        """The text that still waits, where the output has ended without a stop."""
+        """Return the text that still waits, for an output that ended without a stop."""
         text, stop = self._take(self._stream.flush())
         held, self._held = self._held, ""
         return text if stop is not None else text + held
@@ -52,10 +49,8 @@ class StopStream:
             at, _, stop = min(complete)
             certain, self._held = self._held[:at], ""
             return certain, stop
-        most = max(map(len, self._stops), default=1) - 1
-        keep = next(
-            (n for n in range(min(most, len(self._held)), 0, -1)
-             if any(stop.startswith(self._held[-n:]) for stop in self._stops)), 0,
-        )
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        most = min(max(map(len, self._stops), default=1) - 1, len(self._held))
+        starts = (n for n in range(most, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops))
+        end = len(self._held) - next(starts, 0)
+        certain, self._held = self._held[:end], self._held[end:]
         return certain, None

@@ -1,165 +1,217 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Encoding is done by the libraries, in a process of its own: the files of a checkpoint may hold patterns and
-templates that never end, and a library may end its process (see `tokens.guard`).
+Control tokens never come out of a user's text. The libraries (`tokens.backends`) are set not to search for
+them. In a rendered chat template we find them here; `ControlTokenMask` hides those that the messages
+contain.
 
-Decoding is a table. Every id stands for some bytes, a control token for none. A text is the concatenation of
-its bytes read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token,
-and nothing is decoded twice.
+Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
+and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
+nothing is decoded twice.
 """
 from __future__ import annotations
 
 import codecs
+import re
 import shutil
-from collections.abc import Callable, Iterable
-from functools import cache, cached_property
+from collections.abc import Iterable
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
-from common.errors import InputError
-from tokens.files import FILES, GGUF_ADVICE, file_of, has
-from tokens.guard import GUARD, Guarded
-from tokens.messages import texts_of
-from tokens.spelling import TooLong, spelled
+from tokenizers import AddedToken
 
-MUCH = 1 << 20  # characters
+from common.errors import InputError
+from tokens.backends import JsonBackend, SentencePieceBackend, library_errors
+from tokens.files import TOKENIZER_FILES, encoder_of, has, special_tokens_map, tokenizer_settings
+from tokens.templates import ControlTokenMask, read_template, render_template
+
+BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
+VISIBLE = bytes(range(33, 127))
+LETTERS = bytes(b for b in VISIBLE if chr(b).isalnum())
+
+
+class TooLong(InputError, ValueError):
+    """A text has more tokens than there is room for. The message gives their number, without a subject."""
 
 
 def copy_files(source: Path, target: Path) -> bool:
-    """Copy the tokenizer files of one folder to another.
+    """Copy the tokenizer files of one folder to another. Returns False if there are none.
 
-    Returns False, and copies nothing, if the folder has no tokenizer. Raises InputError if its files do not
-    load.
+    Raises InputError, and copies nothing, if they do not load.
     """
-    if not file_of(source):
+    if Tokenizer.load(source) is None:
         return False
-    Tokenizer.load(source)  # better now than at the first prompt
-    for name in FILES:
+    for name in TOKENIZER_FILES:
         if has(source, name) and source.resolve() != target.resolve():
             shutil.copyfile(source / name, target / name)
     return True
 
 
-def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
-    """Write the tokenizer's files of a GGUF into a folder, see `tokens.gguf_tokenizer: rebuild`.
-
-    fields: metadata key -> plain value. where: the file, for errors. Raises InputError if they are damaged,
-    or of a kind that cannot be rebuilt faithfully.
-    """
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    own = {key: value for key, value in fields.items() if key.startswith("tokenizer.")}
-    size = GUARD.rebuild(own, Path(folder), where)
-    try:
-        found = Tokenizer.load(folder).vocab_size
-    except InputError as e:  # which names a file that will not be there
-        raise InputError(f"{where}: its tokenizer: {str(e).replace(f'{folder}/', '')}") from None
-    if found != size:
-        raise InputError(f"{where}: its tokenizer has repeated tokens and cannot be rebuilt; {GGUF_ADVICE}")
-
-
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    vocab_size: how many ids stand for something; a model's embedding may have more rows.
+    vocab_size: the number of ids that stand for something; a model's embedding may have more rows.
     highest: the highest id.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
-    strips_space: whether encoding puts a space before the first word, which decoding takes away.
+    strips_space: whether encoding puts a space before the first word, which decoding removes.
     template: the chat template; has_template: whether `chat` works.
     control: text -> id of every control token.
+    special_tokens_map: "bos_token" -> "<s>", ...
+    piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
+
+    Nothing changes after loading, so any number of threads may use one tokenizer. `tokenizers` and
+    sentencepiece release the interpreter while they encode; templates do not. A stream belongs to one
+    thread.
     """
 
-    def __init__(self, guarded: Guarded):
-        facts = guarded.facts
-        self._guarded, self.template = guarded, facts["template"]
-        self.special_tokens_map = facts["special_tokens_map"]
-        self.vocab_size, self.has_template = facts["size"], self.template is not None
-        self.bos_id, self.adds_bos, self.strips_space = (
-            facts[name] for name in ("bos_id", "adds_bos", "strips_space")
-        )
-        self._added = {i: b"" if special else text.encode() for i, text, special in facts["added"]}
-        self.highest = max(self.vocab_size - 1, *self._added, 0)
-        self.control = {text: i for i, text, special in facts["added"] if special and text}
+    def __init__(self, folder: Path, encoder: str):
+        settings = tokenizer_settings(folder)
+        self._file = folder / encoder
+        with library_errors(f"{folder}: the tokenizer's files are damaged"):
+            self._backend = backend = BACKENDS[encoder](self._file, settings)
+            self.template, self._template_file = read_template(folder, settings)
+            self.special_tokens_map = backend.special_tokens_map | special_tokens_map(settings)
+            bos = self.special_tokens_map.get("bos_token")
+            self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
+        self.has_template = self.template is not None
+        self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
+        self.strips_space, self.vocab_size = bool(backend.strips_space), backend.size
+        self.highest = max([*backend.ids, *backend.added], default=0)
+        self.piece = cache(self._bytes_of)
+
+        added = {i: token for i, token in backend.added.items() if token.content}
+        self.control = {token.content: i for i, token in added.items() if token.special}
+        # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
+        # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
+        # kind. The backend itself finds those without an id here.
+        unmatched = {token.content: i for i, token in added.items() if i in backend.unmatched}
+        self._lstrip = {token.content for token in added.values() if token.lstrip}
+        self._cut_rendered = _pattern(added.values()), self.control | unmatched
+        self._cut_plain = _pattern(t for t in added.values() if t.content in unmatched), unmatched
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer | None:
-        """The tokenizer in this folder, None if it has none. Raises InputError if its files are damaged."""
-        if not file_of(Path(folder)):
+        """Return the tokenizer in this folder, None if it has none. Raises InputError if files are damaged.
+
+        A folder is read once, as long as its files stay the same.
+        """
+        folder = Path(folder)
+        encoder = encoder_of(folder)
+        if encoder is None:
             return None
-        return cls(GUARD.load(Path(folder)))
+        stats = [(folder / name).stat() for name in TOKENIZER_FILES if (folder / name).exists()]
+        return _load(folder, encoder, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
+
+    # -- text to ids --------------------------------------------------------------------------
 
     def encode(
         self, text: str, bos: bool = True, special: bool = False, at_most: int | None = None
     ) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
         bos: put BOS in front, if the model wants one and the text does not start with it.
         special: control tokens spelled out in the text count as such; true for a rendered chat template.
-        at_most: raise `tokens.spelling.TooLong` before the work is done if there are certainly more. Raises
-        InputError if the tokenizer fails.
+        at_most: raise TooLong, before the work, if there are certainly more ids. Raises InputError if the
+        library fails.
         """
-        self._check_length([text], at_most)
-        return self._guarded.ask("encode", text=text, bos=bos, special=special, at_most=at_most)
+        self._check_size(text, at_most)
+        ids = self._encode_parts(self._cut(text, special))
+        return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
+
+    def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
+        """Return the token ids of a conversation up to where the assistant begins to speak.
+
+        messages: {"role", "content"} dictionaries. BOS is there if the template writes it. The template
+        gets `variables`, such as `enable_thinking`, or `add_generation_prompt=False` for a conversation
+        that ends with an answer. Nothing in messages or variables becomes a control token. at_most: see
+        `encode`. Raises InputError if there is no template, or it refuses the messages.
+        """
+        (hidden, more), originals = self._mask.hide((messages, variables))
+        rendered = self.render(hidden, **more)
+        self._check_size(rendered, at_most)
+        parts = self._cut(rendered, special=True)
+        return self._encode_parts([p if isinstance(p, int) else p.translate(originals) for p in parts])
+
+    def render(self, messages: list[dict], **variables) -> str:
+        """Return the text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
+        if self.template is None:
+            raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
+        names = self.special_tokens_map | variables
+        return render_template(self.template, messages, names, self._template_file)
 
     @cached_property
-    def piece(self) -> Callable[[int], bytes]:
-        """The bytes an id stands for: none for control tokens and for ids past the vocabulary."""
-        spelling, tokens = self._guarded.facts["spelling"], self._guarded.facts["tokens"]
+    def _mask(self) -> ControlTokenMask:
+        return ControlTokenMask(self.control, self.template or "")
 
-        @cache
-        def piece(i: int) -> bytes:
-            if i in self._added:
-                return self._added[i]
-            return spelled(spelling, tokens[i]) if 0 <= i < len(tokens) else b""
-        return piece
+    def _encode_parts(self, parts: list[str | int]) -> list[int]:
+        with library_errors(f"{self._file}: cannot encode this text"):
+            return self._backend.encode(parts)
 
-    def same_ids(self, other: Tokenizer) -> bool:
-        """Whether every id stands for the same bytes, or the same control token, in both."""
-        sizes = self.vocab_size == other.vocab_size and self.control == other.control
-        return sizes and all(self.piece(i) == other.piece(i) for i in range(self.vocab_size))
+    def _cut(self, text: str, special: bool) -> list[str | int]:
+        """Cut a text at the tokens that we match ourselves, into text between them (str) and ids (int)."""
+        # Lone surrogates, from a terminal or from JSON, have no bytes.
+        text = text.encode("utf-8", "replace").decode()
+        pattern, ids = self._cut_rendered if special else self._cut_plain
+        parts, start = [], 0
+        for m in pattern.finditer(text):
+            content = m[0] if m[0] in ids else m[0].rstrip()  # the pattern takes in the spaces of rstrip
+            token = ids.get(content)
+            if token is not None:
+                before = text[start : m.start()]
+                parts += [before.rstrip() if content in self._lstrip else before, token]
+                start = m.end()
+        return [p for p in (*parts, text[start:]) if p != ""]
+
+    def _check_size(self, text: str, at_most: int | None) -> None:
+        """Raise TooLong if a text has certainly more than `at_most` tokens.
+
+        It has at least n / m tokens, where n is the number of its letters and m that of the token with most
+        letters; likewise for all visible ASCII characters. A character before one outside ASCII does not
+        count, because both may become one.
+        """
+        if at_most is None or len(text) <= at_most or not self._most:
+            return
+        data = text if text.isascii() else re.sub(r"[\0-\x7f]?[^\0-\x7f]+", "", text)
+        counts = [_count(data.encode(), characters) for characters in (LETTERS, VISIBLE)]
+        fewest = max(-(-count // most) for count, most in zip(counts, self._most))
+        if fewest > at_most:
+            raise TooLong(f"has at least {fewest:,} tokens ({len(text):,} characters)")
+
+    @cached_property
+    def _most(self) -> list[int]:
+        """Most letters, and most visible characters, of one token; empty if encoding may drop some."""
+        backend = self._backend
+        added = {token.content.encode() for token in backend.added.values()}
+        tokens = added.union(map(backend.bytes_of, backend.ids))
+        if not backend.keeps_text or not tokens.issuperset(bytes([b]) for b in VISIBLE):
+            return []
+        return [max(_count(token, characters) for token in tokens) for characters in (LETTERS, VISIBLE)]
+
+    # -- ids to text --------------------------------------------------------------------------
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of some ids. Control tokens are skipped; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of some ids. Control tokens are skipped; bytes that are no UTF-8 become U+FFFD."""
         stream = self.stream()
         return stream.push(ids) + stream.flush()
 
     def stream(self) -> TextStream:
-        """A decoder that takes ids as they come."""
+        """Return a decoder that takes ids as they come."""
         return TextStream(self)
 
-    def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
-        """Token ids of a conversation ({"role", "content"} dicts) up to where the assistant begins to speak.
+    def same_ids(self, other: Tokenizer) -> bool:
+        """Return whether every id stands for the same bytes, or the same control token, in both."""
+        sizes = self.vocab_size == other.vocab_size and self.control == other.control
+        return sizes and all(self.piece(i) == other.piece(i) for i in range(self.vocab_size))
 
-        BOS is there if the template writes it. `variables` are handed to the template, such as
-        `enable_thinking`, or `add_generation_prompt=False` for a conversation that ends with an answer. What
-        the messages contain never becomes a control token. at_most: see `encode`. Raises InputError if there
-        is no template, the template refuses the messages, or it does too much (see `tokens.bounds`).
-        """
-        self._check_length(texts_of(messages), at_most)
-        return self._guarded.ask("chat", messages=messages, variables=variables, at_most=at_most)
-
-    def _check_length(self, texts: Iterable[str], at_most: int | None) -> None:
-        """Raise TooLong if texts are too long for `at_most` tokens, were they all the longest there is.
-
-        Nothing is read for that. A template may leave a part out, so there has to be much of it.
-        """
-        size = sum(map(len, texts))
-        if at_most is not None and size > MUCH and size > at_most * self._longest:
-            fewest = -(-size // self._longest)
-            raise TooLong(f"has at least {fewest:,} tokens ({size:,} characters)")
-
-    @cached_property
-    def _longest(self) -> int:
-        """Characters of the longest token; few prompts ask for it."""
-        spellings = self._guarded.facts["tokens"], (text for _, text, _ in self._guarded.facts["added"])
-        return max((len(text) for texts in spellings for text in texts), default=1)
-
-    def render(self, messages: list[dict], **variables) -> str:
-        """The text of a conversation, control tokens spelled out. Raises InputError as `chat` does."""
-        return self._guarded.ask("render", messages=messages, variables=variables)
+    def _bytes_of(self, i: int) -> bytes:
+        token = self._backend.added.get(i)
+        if token is None:
+            return self._backend.bytes_of(i)
+        return b"" if token.special else token.content.encode()
 
 
 class TextStream:
-    """Ids in, text out, as early as it is certain.
+    """Ids in, text out, as soon as it is certain.
 
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`.
     """
@@ -170,12 +222,31 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that these ids complete. A character waits for its missing bytes."""
+        """Return the text that these ids complete. A character waits for its missing bytes."""
         data = b"".join(map(self._piece, ids))
         if data and self._strip:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
 
     def flush(self) -> str:
-        """The text that still waits: U+FFFD for a character that was never completed, else nothing."""
+        """Return the text that still waits: U+FFFD for a character that was never completed, else nothing."""
         return self._utf8.decode(b"", final=True)
+
+
+@lru_cache(maxsize=8)
+def _load(folder: Path, encoder: str, files: tuple) -> Tokenizer:
+    return Tokenizer(folder, encoder)
+
+
+def _count(data: bytes, characters: bytes) -> int:
+    return len(data) - len(data.translate(None, characters))
+
+
+def _pattern(tokens: Iterable[AddedToken]) -> re.Pattern:
+    """Return a pattern for any of these tokens, the longest first; it matches nothing if there are none."""
+    def pattern_of(token: AddedToken) -> str:
+        text = re.escape(token.content)
+        word = rf"(?<!\w){text}(?!\w)" if token.single_word else text
+        return word + r"\s*" * token.rstrip  # spaces before it are looked for backwards, where there is one
+    longest_first = sorted(tokens, key=lambda token: -len(token.content))
+    return re.compile("|".join(map(pattern_of, longest_first)) or r"(?!)")

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint.folder import read_config
-from checkpoint.loading import HEADS, load_head
+from checkpoint.folder import HEADS, check_args, read_config
+from checkpoint.loading import load_head
 from common.errors import InputError
 from model import Transformer
 from networks.block import BlockArgs
@@ -64,7 +64,7 @@ def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: Shape) -> 
         args |= {"markov_rank": shape.markov_rank, "confidence_reads_markov": shape.markov_rank > 0}
     args["confidence"] = args.get("confidence", False) or shape.confidence
     made = (PEagleArgs if kind == "p-eagle" else BlockArgs)(**args)
-    made.check()
+    check_args(made)
     return made
 
 

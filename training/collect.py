@@ -23,8 +23,7 @@ from engine.seats import Seats
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
-from tokens.spelling import TooLong
-from tokens.tokenizer import Tokenizer
+from tokens.tokenizer import Tokenizer, TooLong
 from training.corpus import extend, of_conversation
 from training.journal import Journal, key_of
 from training.processes import Processes

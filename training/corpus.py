@@ -14,8 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from common.errors import InputError
-from common.files import read_text
-from common.texts import read_lines
+from common.files import read_lines, read_text
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 from training.choices import SHORTEST

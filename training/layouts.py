@@ -8,7 +8,7 @@ SPECULATORS_ONLY = ("norm_before_residual", "recycle_normed")  # what is said in
 
 
 def layout_of(asked: str | None, kind: str, head: dict, vocab_size: int) -> str:
-    """The layout of --out, of `checkpoint.names.LAYOUTS`, for what --layout asks for.
+    """The layout of --out, of `checkpoint.heads.LAYOUTS`, for what --layout asks for.
 
     head: of the head's config.json `draft_vocab_size` and what of SPECULATORS_ONLY it has. vocab_size: the
     target's. Raises InputError if sglang's layout is asked for, alone or as one of both, and has no place

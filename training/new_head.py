@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.loading import HEADS
+from checkpoint.folder import HEADS, check_args
 from model import ModelArgs, Transformer
 from networks.block import BlockArgs
 from networks.eagle import PEagleArgs, PEagleHead
@@ -45,7 +45,7 @@ def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: Shape) -> H
         else:
             anchored = kind == "dspark"
             made = BlockArgs(**args, block=(shape.drafts or DRAFTS) + (not anchored), from_anchor=anchored)
-    made.check()
+    check_args(made)
     return made
 
 
@@ -91,7 +91,7 @@ def new_multi_token_heads(
         draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,),
         guesses=guesses, blocks=blocks, prefix=prefix,
     )
-    args.check()
+    check_args(args)
     torch.manual_seed(seed)
     head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](args)
     with torch.no_grad():

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from checkpoint.names import ARCHITECTURES
+from checkpoint.heads import KINDS
 from common.errors import InputError
 from common.files import read_json
 
@@ -19,7 +19,7 @@ def check_out(out: Path, kind: str, work: Path) -> None:
         architecture = read_json(out / "config.json")["architectures"][0]
     except (InputError, KeyError, TypeError, IndexError):
         architecture = None
-    if architecture not in ARCHITECTURES[kind]:
+    if architecture not in KINDS[kind].architectures:
         raise InputError(
             f"--out {out}: holds something else than a trained head of this kind; choose another folder"
         )

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from typing_extensions import TypedDict
 
 from common.files import read_json, write_text
-from common.schema import Flag, Record
+from common.schema import Flag, Schema
 from model import Transformer
 
 CHOICE = "precision.json"  # in the folder of --work
-KEPT = Record({"float32": Flag()})
+KEPT = Schema(TypedDict("Kept", {"float32": Flag}))
 ROWS, WIDTH = 512, 1024  # of the products that are timed
 ROUNDS = 5
 CLEARLY = 1.1  # times as fast: what is about equal stays in the target's dtype, which takes half the memory

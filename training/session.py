@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.exporting import write_head
-from checkpoint.folder import check_config
+from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, check_config
+from checkpoint.heads import write_head
 from checkpoint.loading import identity, identity_of, load_model
-from checkpoint.names import CALIBRATION, CONFIG, WEIGHTS
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError

@@ -8,7 +8,8 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from common.sizes import BLOCK, check_attention
+from checkpoint.folder import check_args
+from model import ModelArgs
 from networks.read_states import eagle3_aux_layers, spread_layers
 
 MARKOV_RANK = 128  # of a DSpark head
@@ -69,6 +70,5 @@ def head_sizes(target: Mapping[str, int], kind: str, shape: Shape) -> dict:
         "num_kv_heads": shape.num_kv_heads or min(target["num_kv_heads"], num_heads),
         "head_dim": shape.head_dim or target["head_dim"],
     }
-    BLOCK.check(sizes)
-    check_attention(num_heads, sizes["num_kv_heads"], sizes["head_dim"])
+    check_args(ModelArgs(vocab_size=1, **sizes))
     return sizes | {"aux_layers": aux_layers}

@@ -1,41 +1,42 @@
-"""What the tests of the benchmarks share."""
+"""Fixtures of the benchmarks' tests: a calibrated small checkpoint, questions, the folder of results."""
+import json
+import shutil
+
 import bench
 import pytest
+
+from engine.autotune import TEMPERATURES, Calibration
+from tree import TreeShape
+
+SHAPE = TreeShape(3, 1, 2)
 
 
 @pytest.fixture(autouse=True)
 def results(tmp_path, monkeypatch):
-    """The folder that result files go to."""
+    """The folder of result files. The memory is not measured."""
     monkeypatch.setattr(bench, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(bench, "bandwidth", lambda device: 1e10)
     return tmp_path / "results"
 
 
 @pytest.fixture
+def record(results):
+    """record(name): the content of a result file."""
+    return lambda name: json.loads((results / f"{name}.json").read_text())
+
+
+@pytest.fixture
 def questions(tmp_path):
-    """A file of two questions."""
-    path = tmp_path / "q.jsonl"
+    """A file of two questions, alone in its folder."""
+    path = tmp_path / "questions" / "q.jsonl"
+    path.parent.mkdir()
     path.write_text('{"turns": ["what is 3?"]}\n{"turns": ["and 4 and 5?"]}\n')
     return path
 
 
 @pytest.fixture(scope="session")
-def int8(golden, tmp_path_factory):
-    """The golden target quantised to int8, its EAGLE-3 head too."""
-    from quantize import main as quantize
-
-    folder = tmp_path_factory.mktemp("quantised") / "int8"
-    assert quantize(["--checkpoint", str(golden), "--mode", "int8", "--out", str(folder)]) == 0
+def calibrated(golden, tmp_path_factory):
+    """A copy of the golden target whose head has a calibration of one tree."""
+    folder = shutil.copytree(golden, tmp_path_factory.mktemp("benchmarks") / "target", dirs_exist_ok=True)
+    Calibration({t: {SHAPE: 1.8} for t in TEMPERATURES}, (1.0,)).write(folder / "eagle3")
     return folder
-
-
-@pytest.fixture
-def refused(capsys):
-    """refused(main, *argv, words=...): the command ends with status 1 and one line that holds these words."""
-
-    def check(main, *argv, words: str) -> None:
-        capsys.readouterr()
-        assert main([str(arg) for arg in argv]) == 1
-        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert len(lines) == 1 and words in lines[0], lines
-
-    return check

@@ -1,242 +1,190 @@
-"""peers.py, first_turns.py, tau.py, startup.py and their frame, on a small model. Speeds are not tested."""
-import json
-import sys
-import types
+"""llama-server and OpenVINO GenAI by small programs that stand in for them, transformers, random shapes.
 
-import bench
-import first_turns
-import numpy as np
-import peers
+Both stand-ins write the last token plus one; 7 ends a text, the prompt [98] the program.
+"""
+import sys
+
+import gguf
 import pytest
-import startup
-import tau
 import torch
 from bench import Decoded
-from hugging_face import as_llama
-from hugging_face_copy import main as copy_for_hugging_face
-from llama_peer import LlamaCpp
+from hugging_face import HuggingFace, as_llama
+from hugging_face import main as copy_for_hugging_face
+from processes import LlamaServer, OpenVino
+from shapes import SHAPES, random_models, write_gguf
 
 from checkpoint.loading import load_model
-from common import threads
 from common.errors import InputError
-from tokens.tokenizer import Tokenizer
+from drafters.eagle import Eagle
+from engine.engine import Engine
+from kernels.cpu import load_kernels
+from kernels.packed import pack_models
+from model import ModelArgs
+from sampling.options import Sampling
+from tree import TreeShape
 
-SMALL = ("--threads", "1", "--max-new-tokens", "12")
+SERVER = f"""#!{sys.executable}
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
+def option(name, default=None):
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
 
-def test_contenders_take_turns_and_answers_without_speed_are_left_out(capsys):
-    order = []
+if option("--model") == "broken":
+    sys.exit("error: no model")
+chain = int(option("--spec-draft-n-max", 0))
+assert bool(chain) == bool(option("--model-draft")) == (option("--spec-type") == "draft-eagle3")
 
-    def contender(name: str):
-        def decode(ids: list[int], tokens: int) -> Decoded:
-            order.append((name, ids[0], tokens))
-            return Decoded([], float(ids[0]), [])
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
 
-        return decode
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if body["prompt"] == [98]:
+            print("out of memory", file=sys.stderr, flush=True)
+            os._exit(1)
+        new = [body["prompt"][-1] + 1]
+        while len(new) < body["n_predict"] and new[-1] != 7:
+            new.append(new[-1] + 1)
+        timings = {{"predicted_ms": 10 * (len(new) - 1)}}
+        if chain:
+            timings["draft_n_accepted"] = len(new) - 3
+        data = json.dumps({{"tokens": new, "timings": timings}}).encode()
+        self.send_response(400 if body["prompt"] == [99] else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
-    contenders = {name: contender(name) for name in "abc"}
-    rows = bench.time_in_turns(contenders, [[1], [0], [3]], 9)
-    assert order[:3] == [("a", 1, 16), ("b", 1, 16), ("c", 1, 16)]  # warm
-    assert "".join(name for name, *_ in order[3:]) == "abcbcacab"
-    assert {tokens for *_, tokens in order[3:]} == {9}
-    assert [[*row] for row in rows] == [["a", "b", "c"]] * 2 and rows[1]["a"].tokens_per_second == 3
-    with pytest.raises(InputError, match="nothing to time"):
-        bench.time_in_turns(contenders, [[0]], 9)
+    def log_message(self, *args):
+        pass
 
+HTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
+"""
+LIBRARY = {
+    "openvino.py": "Tensor = list\n",
+    "openvino_genai.py": """
+from types import SimpleNamespace
+StreamerBase = object
+StreamingStatus = SimpleNamespace(RUNNING=0)
+TokenizedInputs = lambda ids, mask: [int(i) for i in ids[0]]
 
-def test_tau_is_that_of_all_steps():
-    assert bench.pooled_tau([[4], [1, 1, 1]]) == 7 / 4
-    with pytest.raises(InputError, match="no acceptance length"):
-        bench.pooled_tau([[], []])
+class GenerationConfig(SimpleNamespace):
+    num_assistant_tokens = 0
 
+def draft_model(path, device, **options):
+    return path
 
-@pytest.mark.slow
-def test_peers_on_a_small_model(golden, int8, questions, results):
-    pytest.importorskip("transformers")
-    argv = ["--checkpoint", str(golden), "--questions", str(questions), *SMALL, "--int8", str(int8)]
-    assert peers.main([*argv, "--transformers", "--ladder", "--no-compile"]) == 0
-    record = json.loads((results / "peers.json").read_text())
-    assert set(record["summary"]) == {
-        "ours plain", "ours EAGLE-3", "ours plain int8", "ours EAGLE-3 int8", "transformers",
-        "transformers, prompt lookup", "ours plain, uncompiled PyTorch", "ours EAGLE-3, uncompiled PyTorch",
-    }
-    summary = record["summary"]
-    assert summary["ours EAGLE-3"]["equal"] == 2 and summary["ours plain"]["x transformers"] > 0
-    lengths = [n for row in record["rows"] for n in row["accept_lengths"]["ours EAGLE-3"]]
-    assert summary["ours EAGLE-3"]["tau"] == pytest.approx(sum(lengths) / len(lengths))
-    assert "| ours EAGLE-3 |" in (results / "peers.md").read_text()
-    assert (results / "peers.png").stat().st_size > 5000
+class LLMPipeline:
+    def __init__(self, path, device, draft_model=None, **options):
+        assert options == {"INFERENCE_NUM_THREADS": 1}
+        print("a message on stdout")
+        if path == "broken":
+            raise RuntimeError("no model")
+        self.draft = draft_model
 
-
-QUANTISED = "is quantised; name the unquantised one"
-REFUSED = {  # id: what the error says, and the options; a second --checkpoint is the one that counts
-    "int8 of no int8": ("is not quantised so; see quantize.py --mode int8", "--int8 {golden}"),
-    "w8a8 of int8": ("is not quantised so; see quantize.py --mode w8a8", "--w8a8 {int8}"),
-    "transformers on int8": (QUANTISED, "--checkpoint {int8} --transformers"),
-    "gguf of int8": (QUANTISED, "--checkpoint {int8} --gguf x"),
-    "no llama-cpp-python": ("llama-cpp-python is not installed", "--gguf x"),
-    "gpt-fast without its checkpoint": ("go together", "--gpt-fast {folder}"),
-    "no gpt-fast": ("no: is not there", "--gpt-fast {folder}/no --gpt-fast-checkpoint {folder}"),
-    "no gpt-fast checkpoint": ("no: is not there", "--gpt-fast {folder} --gpt-fast-checkpoint {folder}/no"),
-    "limit 0": ("--limit 0: must be at least 1", "--limit 0"),
-    "no llama-server": ("no: is not there, or cannot be run", "--gguf x --llama-server {folder}/no"),
-    "llama-server without gguf": ("--llama-server needs --gguf", "--llama-server x"),
-    "llama-head without llama-server": ("--llama-head needs --llama-server", "--gguf x --llama-head x"),
-    "no llama-head": ("no: is not there", "--gguf x --llama-server {python} --llama-head {folder}/no"),
-    "openvino without its target": ("--openvino and --openvino-target go together", "--openvino x"),
-    "openvino-head alone": ("--openvino-head needs --openvino-target", "--openvino-head x"),
-    "no openvino": ("--openvino x/y: is not there", "--openvino x/y --openvino-target {folder}"),
-    "no openvino-target": ("holds no openvino_model.xml", "--openvino {python} --openvino-target {folder}"),
-    "no property": ("must be NAME=VALUE", "--openvino-set A=1 B"),
-    "no tree": ("tree: '8,2' is not nodes,depth,width", "--openvino-trees 8,2"),
+    def generate(self, prompt, config, streamer):
+        if prompt == [98]:
+            raise RuntimeError("out of memory")
+        assert self.draft or not config.num_assistant_tokens
+        new = [prompt[-1] + 1]
+        while len(new) < config.max_new_tokens and new[-1] not in config.stop_token_ids:
+            new.append(new[-1] + 1)
+        streamer.write(new[:1])
+        for i in range(1, len(new), 1 + config.num_assistant_tokens):
+            step = new[i : i + 1 + config.num_assistant_tokens]
+            streamer.write(step[0] if len(step) == 1 else step)
+        streamer.write([])
+        streamer.end()
+""",
 }
 
 
-@pytest.mark.parametrize("words, options", REFUSED.values(), ids=REFUSED)
-def test_what_peers_refuse(golden, int8, tmp_path, refused, monkeypatch, words, options):
-    monkeypatch.setattr(peers, "load_contenders", None)  # all of this is refused before anything is loaded
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    places = {"golden": golden, "int8": int8, "folder": tmp_path, "python": sys.executable}
-    options = [word.format(**places) for word in options.split()]
-    refused(peers.main, "--checkpoint", golden, *SMALL, *options, words=words)
+@pytest.fixture
+def binary(tmp_path):
+    """A stand-in for llama-server."""
+    file = tmp_path / "llama-server"
+    file.write_text(SERVER)
+    file.chmod(0o755)
+    return str(file)
 
 
-def test_gpt_fast_is_asked_for_its_own_figure(tmp_path):
-    o = types.SimpleNamespace(gpt_fast=tmp_path, gpt_fast_checkpoint="model.pth", max_new_tokens=8)
-    (tmp_path / "generate.py").write_text("print('Average tokens/sec: 12.50')")
-    assert peers.gpt_fast(o) == 12.5
-    (tmp_path / "generate.py").write_text("raise SystemExit('no GPU')")
-    with pytest.raises(InputError, match=r"gave no figure \(no GPU\)"):
-        peers.gpt_fast(o)
+def test_llama_server(binary):
+    with LlamaServer(binary, "m", 1) as plain, LlamaServer(binary, "m", 1, head="h", chain=2) as eagle3:
+        assert plain.decode([1, 2], 3) == Decoded([3, 4, 5], pytest.approx(100), [], 2)
+        assert plain.decode([2, 5], 9).ids == [6, 7] and plain.decode([6], 9).rate == 0
+        assert eagle3.decode([1], 9).steps == 5 - 3
+        with pytest.raises(InputError, match="answered a prompt of 1 tokens with 400"):
+            plain.decode([99], 3)
+        with pytest.raises(InputError, match=r"gave no answer \(out of memory\)"):
+            plain.decode([98], 3)
+    assert None not in (plain.process.poll(), eagle3.process.poll())
+    with pytest.raises(InputError, match=r"--llama-server: ended \(error: no model\)"):
+        LlamaServer(binary, "broken", 1).__enter__()
 
 
-def test_llama_cpp_decodes_until_a_stop_id(monkeypatch):
-    """With a stand-in for the library: the next token is the last one plus one."""
-
-    class Llama:
-        ctx = property(lambda self: self)
-
-        def __init__(self, *args, **options):
-            pass
-
-        def reset(self):
-            pass
-
-        def n_vocab(self):
-            return 10
-
-        def eval(self, ids):
-            self.logits = np.eye(10, dtype=np.float32)[ids[-1] + 1]
-
-    library = types.SimpleNamespace(
-        Llama=Llama, llama_get_logits_ith=lambda ctx, i: np.ctypeslib.as_ctypes(ctx.logits)
-    )
-    monkeypatch.setitem(sys.modules, "llama_cpp", library)
-    peer = LlamaCpp("file", 1, [7])
-    assert peer.decode([1, 2], 3).ids == [3, 4, 5] and peer.decode([1, 4], 9).ids == [5, 6, 7]
-    assert peer.decode([2], 3).tokens_per_second > 0 and peer.decode([6], 3).tokens_per_second == 0
+def test_openvino(tmp_path, monkeypatch):
+    for name, text in LIBRARY.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    properties = {"INFERENCE_NUM_THREADS": 1}
+    with OpenVino(sys.executable, "target", "head", properties) as peer:
+        plain, chain = peer.contender([7]), peer.contender([7], TreeShape(3, 1, 1))
+        answer = plain([1, 2], 3)
+        assert answer.ids == [3, 4, 5] and answer.accept_lengths == [1, 1] and answer.rate > 0
+        assert plain([6], 9).rate == 0 and chain([1], 9).accept_lengths == [3, 2]
+        with pytest.raises(InputError, match=r"--openvino: ended \(RuntimeError: out of memory\)"):
+            plain([98], 3)
+        with pytest.raises(InputError, match="out of memory"):
+            plain([1], 3)
+    with pytest.raises(InputError, match="no model"):
+        OpenVino(sys.executable, "broken", None, properties).__enter__()
 
 
-def test_scaled_rotary_embeddings_are_not_handed_over(golden):
+def test_transformers_decodes_a_padded_batch(golden):
     pytest.importorskip("transformers")
-    target, _ = load_model(golden)
-    target.args = types.SimpleNamespace(rope_scaling={"factor": 8.0})
-    with pytest.raises(InputError, match="scales its rotary embeddings"):
-        as_llama(target)
+    peer = HuggingFace(as_llama(load_model(golden)[0]), [ord("e")])
+    prompts, limits = [[*b"u:tell me a"], [*b"x"], [*b"and 4 and 5?"]], [9, 12, 4]
+    alone = [peer.decode(ids, limit).ids for ids, limit in zip(prompts, limits)]
+    assert peer.decode_together(prompts, limits)[0] == alone
 
 
-@pytest.mark.slow
-def test_a_hugging_face_copy_is_the_target(golden, tmp_path, refused):
+def test_a_hugging_face_copy_is_the_target(golden, tmp_path, capsys):
     transformers = pytest.importorskip("transformers")
-    argv = ("--checkpoint", golden, "--out", tmp_path / "copy")
-    assert copy_for_hugging_face([*map(str, argv)]) == 0
+    argv = ["--checkpoint", str(golden), "--out", str(tmp_path / "copy"), "--threads", "1"]
+    assert copy_for_hugging_face(argv) == 0
     target, config = load_model(golden)
     copy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy", dtype="auto")
     for name, tensor in as_llama(target).state_dict().items():
         assert torch.equal(copy.state_dict()[name], tensor), name
     assert copy.generation_config.eos_token_id == config["stop_ids"]
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "copy")
-    assert len(tokenizer) == Tokenizer.load(golden).vocab_size
-    refused(copy_for_hugging_face, *argv, words="is there already")
-    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-@pytest.mark.slow
-def test_first_turns_on_a_small_model(golden, questions, results, capsys):
-    pytest.importorskip("transformers")
-    argv = ["--checkpoint", str(golden), "--questions", str(questions), *SMALL, "--no-compile"]
-    parts = ("--equality", "--speed", "--transformers", "--coupling", "--trees", "4,1,2", "8,2,3")
-    assert first_turns.main([*argv, *parts]) == 0
-    record = json.loads((results / "first_turns.json").read_text())
-    assert record["count"] == 2 and record["equality"]["fp32, greedy"]["equal"] == 2
-    assert record["equality"]["fp32, temperature 1"]["tau"] >= 1
-    speed = record["speed"]
-    assert [*speed] == ["plain", "eagle3 4,1,2", "eagle3 8,2,3", "transformers", "rows"]
-    assert speed["eagle3 8,2,3"]["tau"] >= 1 and speed["eagle3 8,2,3"]["times_transformers"] > 0
-    assert speed["transformers"]["times_plain"] > 0 and "times_plain" not in speed["plain"]
-    assert {*record["coupling"]} == {"coupled", "uncoupled"} and "coupling {" in capsys.readouterr().out
+    assert copy_for_hugging_face(argv) == 1 and "exists" in capsys.readouterr().err
 
 
 @pytest.mark.compile
-def test_tau_on_a_small_model(golden, questions, results, capsys):
-    argv = ["--checkpoint", str(golden), "--questions", str(questions), *SMALL, "--tree", "8,2,4", "2,0,1"]
-    assert tau.main([*argv, "--temperature", "0", "1"]) == 0
-    rows, said = json.loads((results / "tau.json").read_text())["rows"], capsys.readouterr().out
-    assert [(row["tree"], row["temperature"]) for row in rows] == [
-        ("8,2,4", 0.0), ("8,2,4", 1.0), ("2,0,1", 0.0), ("2,0,1", 1.0)
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("mode", (None, "int8", "int4"))
+def test_models_of_a_shape_decode(mode, packed):
+    """Speculative text of random weights is plain text, also of quantised ones, also on the kernels."""
+    target, head = random_models("tiny", torch.float32, "cpu", mode, 32)
+    if packed:
+        load_kernels()
+        assert pack_models(target, head)
+    texts = [
+        Engine(target, drafter, compile=False, max_seq_len=100).generate([[1, 2, 3]], Sampling(20))[0].ids
+        for drafter in (Eagle(head, TreeShape(8, 2, 4)), None)
     ]
-    for row in rows:
-        assert row["q"]["tau"] >= 1 and row["q"]["prompts"] == 2 and f"{row['mean']['tau']:.3f}" in said
-    assert rows[0]["q"]["tau"] > rows[2]["q"]["tau"]  # a larger tree
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
 
 
-@pytest.mark.compile
-def test_what_tau_refuses(golden, questions, refused):
-    argv = ("--checkpoint", golden, "--questions", questions, "--tree", "8,2,4", "--threads", "1")
-    refused(tau.main, *argv, "--max-new-tokens", "9999", words="no question and its answer fit in")
-    refused(tau.main, *argv, "--max-new-tokens", "1", words="q: no answer has more than one token")
-    refused(tau.main, *argv, "--limit", "0", words="--limit 0: must be at least 1")
-
-
-NOTES = """compiling the kernels took 2.0 s
-loaded x in 3.5 s; caches of 1 x 64 slots: 0.00 GB
-compiling the step took 4.0 s
-ready 9.0 s after the start
-"""
-
-
-def test_the_parts_of_a_start_add_up():
-    assert startup.parts_of(NOTES) == {"kernels": 2.0, "load": 1.5, "compile step": 4.0, "import": 1.5}
-
-
-def test_startup_runs_cold_and_warm(results, tmp_path, monkeypatch, refused):
-    """With a stand-in for generate.py that says what it would say."""
-    script = tmp_path / "generate.py"
-    script.write_text(f"import sys\nsys.stderr.write({NOTES!r})\nprint('text')")
-    monkeypatch.setattr(startup, "ROOT", tmp_path)
-    (tmp_path / "x").mkdir()
-    assert startup.main(["--checkpoint", str(tmp_path / "x"), "--repeat", "1", "--threads", "1"]) == 0
-    record = json.loads((results / "startup.json").read_text())
-    assert {*record["eagle3"]} == {"cold", "warm", "--no-compile"}
-    assert record["none"]["cold"][0]["load"] == 1.5 and record["none"]["cold"][0]["first token"] > 0
-    script.write_text("raise SystemExit('note\\nerror: no such folder')")
-    argv = ("--checkpoint", tmp_path / "x", "--repeat", "1", "--threads", "1")
-    refused(startup.main, *argv, words="generate.py --speculate none failed (error: no such folder)")
-    refused(startup.main, "--checkpoint", "x", words="--checkpoint x: not a folder; give a converted one")
-
-
-def test_threads_are_set(golden, monkeypatch, refused):
-    before = torch.get_num_threads()
-    monkeypatch.setattr(threads, "processors", lambda: 3)
-    try:
-        assert bench.run(bench.options("", "x"), lambda o: None, ["--threads", "3"]) == 0
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    refused(peers.main, "--checkpoint", golden, "--threads", "0", words="--threads 0: must be 1 to")
-
-
-def test_counts_below_one_are_refused(golden, questions, refused):
-    argv = ("--checkpoint", golden, "--questions", questions, "--limit", "0")
-    refused(first_turns.main, *argv, words="--limit 0: must be at least 1")
-    refused(startup.main, "--checkpoint", golden, "--repeat", "0", words="--repeat 0: must be at least 1")
+def test_a_gguf_of_a_shape(tmp_path, monkeypatch):
+    """Every tensor has finite weights, and the shape and kind that llama.cpp expects."""
+    monkeypatch.setitem(SHAPES, "small", (ModelArgs(512, 256, 512, 4, 4, 2, 64), 256, 512))
+    write_gguf("small", tmp_path / "small.gguf")
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "small.gguf").tensors}
+    assert len(tensors) == 3 + 4 * 9 and [*tensors["blk.3.ffn_down.weight"].shape] == [512, 256]
+    assert tensors["output.weight"].tensor_type.name == "Q6_K"
+    for tensor in tensors.values():
+        values = torch.tensor(gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+        assert values.isfinite().all() and 0 < values.abs().max() < 200

@@ -17,11 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from checkpoint import gguf as gguf_source
-from checkpoint.convert import convert
+from checkpoint.convert import convert, open_source
 from checkpoint.folder import read_config
-from checkpoint.head_layouts import Answers
+from checkpoint.layouts import Answers
 from checkpoint.loading import load_head, load_model
-from checkpoint.opening import open_source
 from convert_checkpoint import main
 from model import Transformer
 from networks.eagle import Eagle3Head

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.export import main
-from checkpoint.exporting import export
+from checkpoint.heads import export
 from common.errors import InputError
 
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from checkpoint.convert import convert
 from checkpoint.export import main
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle

@@ -46,7 +46,7 @@ sys.path[:0] = [sys.argv[1]]
 from pathlib import Path
 import torch
 from checkpoint.loading import load_model
-from checkpoint.shards import shares_of, weigh
+from checkpoint.loading import shares_of, weigh
 from kernels.ranks import Ranks
 torch.set_num_threads(1)
 folder, count = Path(sys.argv[2]), int(sys.argv[3])

@@ -2,7 +2,9 @@
 import json
 import os
 import pickle
+import struct
 import sys
+import zipfile
 from pathlib import Path
 
 import gguf
@@ -12,9 +14,8 @@ import torch
 from helpers.converting import run
 from helpers.sources import CONFIG, HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
-import checkpoint.convert
-from checkpoint.convert import convert
-from checkpoint.opening import open_source
+import convert_checkpoint
+from checkpoint.convert import convert, open_source
 from common.errors import InputError
 
 
@@ -57,6 +58,26 @@ def gguf_file(keep: float = 1.0, **options):
     return make
 
 
+def gguf_head(content: bytes):
+    """A maker of a GGUF file that begins with this content, and holds nothing else."""
+    def make(folder: Path) -> Path:
+        folder.mkdir()
+        (folder / "m.gguf").write_bytes(content + bytes(64))
+        return folder / "m.gguf"
+    return make
+
+
+def packed_pickle(folder: Path) -> Path:
+    write_source(folder, target_state(), form="bin")
+    file = folder / "pytorch_model.bin"
+    with zipfile.ZipFile(file) as archive:
+        parts = {part.filename: archive.read(part) for part in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return folder
+
+
 def index_promises_too_much(folder: Path) -> Path:
     write_source(folder, target_state(), form="safetensors-sharded")
     file = folder / "model.safetensors.index.json"
@@ -76,27 +97,27 @@ def second_lm_head(folder: Path) -> Path:
     return write_source(folder, target_state(), {**CONFIG, "tie_word_embeddings": True})
 
 
+U32, U64 = (lambda n: struct.pack("<I", n)), (lambda n: struct.pack("<Q", n))
 K0 = "model.layers.0.self_attn.k_proj.weight"
 
 BAD_TARGETS = {
-    "no such path": (lambda f: f / "nothing" / "at" / "all", "no such"),
     "a file": (plain_file, "not a folder"),
-    "no config": (overwritten("config.json", None), "in: holds no config.json; name the folder"),
-    "config is no JSON": (overwritten("config.json", b"{"), "JSON"),
-    "no weights": (overwritten("model.safetensors", None), "no weights"),
+    "no config": (overwritten("config.json", None), "holds no config.json"),
     "unknown architecture": (edit(architectures=["MambaForCausalLM"]), "MambaForCausalLM"),
     "truncated safetensors": (cut("safetensors", 0.5), "truncated"),
-    "header cut": (cut("safetensors", 0.001), "truncated"),
-    "empty safetensors": (cut("safetensors", 0), "truncated"),
     "corrupt safetensors": (overwritten("model.safetensors", b"\xff" * 4096), "damaged"),
     "truncated bin": (cut("bin", 0.5), "damaged"),
-    "empty bin": (cut("bin", 0), "damaged"),
     "truncated GGUF data": (gguf_file(0.7), "truncated"),
-    "truncated GGUF header": (gguf_file(0.01), "truncated"),
-    "truncated GGUF at the end": (gguf_file(0.9999), "truncated"),
-    "empty GGUF": (gguf_file(0), "truncated"),
+    "no GGUF": (gguf_head(b"GGML"), "truncated or damaged"),
+    "2^62 tensors": (gguf_head(b"GGUF" + U32(3) + U64(2**62) + U64(0)), "truncated or damaged"),
+    "2^40 keys": (gguf_head(b"GGUF" + U32(3) + U64(0) + U64(2**40)), "truncated or damaged"),
+    "a header of 2^63 bytes": (
+        overwritten("model.safetensors", U64(2**63)), "a header of 9,223,372,036,854,775,808 bytes"),
+    "an archive that grows": (packed_pickle, "is compressed; expected what torch.save writes"),
+    "a matrix of one number": (
+        pickled({"model.norm.weight": torch.zeros(1).expand(2**20, 2**20)}), "[1048576, 1048576] is"),
+    "an architecture in red": (edit(architectures=["\x1b[31mred"]), r"unknown architecture \x1b[31mred"),
     "GGUF of another architecture": (gguf_file(arch="mamba"), "unknown architecture gguf:mamba"),
-    "GGUF with experts": (gguf_file(extra=lambda w: w.add_expert_count(4)), "experts"),
     "GGUF with yarn": (gguf_file(extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN)), "yarn"),
     "GGUF with a bias": (
         gguf_file(extra=lambda w: w.add_tensor("blk.0.attn_q.bias", np.zeros(64, np.float32))),
@@ -106,9 +127,6 @@ BAD_TARGETS = {
     "GGUF of a type without dequantisation": (
         gguf_file(extra=lambda w: w.add_tensor("x", np.zeros(4, np.float64))),
         "tensor x is of type F64, which cannot be dequantised"
-    ),
-    "GGUF with an empty tensor": (
-        gguf_file(extra=lambda w: w.add_tensor("x", np.zeros((0, 4), np.float32))), "truncated"
     ),
     "GGUF with sizes per layer": (
         gguf_file(extra=lambda w: w.add_array("llama.rope.dimension_count", [16, 8])), "from layer to layer"
@@ -123,10 +141,6 @@ BAD_TARGETS = {
         gguf_file(extra=lambda w: w.add_tensor("blk.8.attn_q.weight", np.zeros((17, 32), np.float32))),
         "blk.8.attn_q.weight [17, 32] is not a multiple"
     ),
-    "index without files": (
-        overwritten("model.safetensors.index.json", b"{}", "safetensors-sharded"),
-        "model.safetensors.index.json: weight_map is missing; expected an object"
-    ),
     "shard elsewhere": (
         overwritten("model.safetensors.index.json", b'{"weight_map": {"a": "../a"}}', "safetensors-sharded"),
         "'../a' is not the name of a file beside it"
@@ -140,35 +154,19 @@ BAD_TARGETS = {
         edit(add={"model.extra.weight": torch.zeros(3)}), "unexpected tensor model.extra.weight"
     ),
     "wrong shape": (edit(add={K0: torch.zeros(31, 32)}), f"{K0} has shape [31, 32], expected [32, 32]"),
-    "only the fused width is right": (
-        edit(add={K0: torch.zeros(31, 32), K0.replace("k_", "v_"): torch.zeros(33, 32)}), K0),
     "tied and not tied": (second_lm_head, "tie_word_embeddings"),
     "integer weights": (edit(add={K0: torch.zeros(32, 32, dtype=torch.int64)}), K0),
     "attention_bias": (edit(attention_bias=True), "attention_bias"),
-    "mlp_bias": (edit(mlp_bias=True), "mlp_bias"),
     "gelu": (edit(hidden_act="gelu"), "gelu"),
     "quantised": (edit(quantization_config={"quant_method": "gptq"}), "gptq"),
     "yarn without a factor": (edit(rope_scaling={"type": "yarn"}), "factor"),
-    "dynamic": (edit(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
-    "llama3 without numbers": (edit(rope_scaling={"rope_type": "llama3", "factor": 8.0}), "low_freq_factor"),
     "no hidden size": (edit(hidden_size=None), "hidden_size"),
-    "a negative size": (edit(vocab_size=-5), "vocab_size"),
-    "a length that is text": (edit(max_position_embeddings="1024"), "max_position_embeddings"),
-    "no length at all": (edit(max_position_embeddings=0), "max_position_embeddings"),
-    "architectures that are none": (edit(architectures=[["x"]]), "architectures"),
-    "nested too deeply": (overwritten("config.json", b"[" * 100_000), "config.json"),
-    "tokens without ids": (
-        overwritten("tokenizer_config.json", b'{"added_tokens_decoder": {"x": 1}}'), "added_tokens_decoder"
-    ),
-    "numbers for names": (pickled({1: torch.zeros(2)}), "state dict"),
     "sparse tensors": (pickled({K0: torch.zeros(2, 2).to_sparse()}), "state dict"),
-    "a scalar for a matrix": (edit(add={K0: torch.tensor(1.0)}), f"{K0} has shape []"),
     "a width that heads do not divide": (edit(hidden_size=30, head_dim=None), "hidden_size 30"),
     "rope for each kind of layer": (
         edit(rope_parameters={"full_attention": {"rope_type": "default"}}), "per kind of layer"
     ),
     "rope for a part of a head": (edit(partial_rotary_factor=0.5), "partial_rotary_factor"),
-    "an epsilon that is text": (edit(rms_norm_eps="small"), "norm_eps"),
 }
 
 
@@ -219,30 +217,15 @@ BAD_HEADS = {
     ),
     "no d2t": (head_maker(drop=["d2t", "t2d"]), "d2t"),
     "d2t too far": (head_maker({"d2t": lambda t: t + 90}, drop=["t2d"]), "d2t"),
-    "d2t doubles an id": (head_maker({"d2t": lambda t: -torch.arange(24)}, drop=["t2d"]), "d2t"),
     "t2d says otherwise": (head_maker({"t2d": lambda t: ~t}), "t2d"),
-    "d2t too short": (head_maker({"d2t": lambda t: t[:-1]}), "d2t"),
     "missing tensor": (head_maker(drop=["midlayer.hidden_norm.weight"]), "midlayer.hidden_norm.weight"),
-    "a bias": (
-        head_maker({"midlayer.mlp.gate_proj.bias": lambda _: torch.zeros(64)}), "midlayer.mlp.gate_proj.bias"
-    ),
-    "second layer": (
-        head_maker({"layers.1.self_attn.q_proj.weight": lambda _: torch.zeros(32, 32)}), "layers.1"
-    ),
     "fc_norm": (head_maker(eagle_config={"fc_norm": True}), "fc_norm"),
-    "speculators": (head_maker(speculators_model_type="eagle3"), "speculators"),
-    "EAGLE-1": (eagle1, "EAGLE-1"),
-    "draft_vocab_size as text": (head_maker(draft_vocab_size="24"), "draft_vocab_size"),
-    "eagle_config as text": (head_maker(eagle_config="x"), "eagle_config"),
     "no states of the target": (
         head_maker(eagle_config={"use_aux_hidden_state": False}), "use_aux_hidden_state false"
     ),
     "aux layers as text": (
         head_maker(eagle_config={"eagle_aux_hidden_state_layer_ids": "1,3,4"}),
-        "eagle_config.eagle_aux_hidden_state_layer_ids is '1,3,4'; expected null or a list"
-    ),
-    "t2d marks too few": (
-        head_maker({"t2d": lambda t: t & (t.cumsum(0) < 24)}, drop=["d2t"]), "t2d marks 23 ids"
+        "eagle_config.eagle_aux_hidden_state_layer_ids is '1,3,4'; expected a list"
     ),
     "no Medusa block": (
         multi_token({"0.0.linear.weight": torch.zeros(2), "blocks.0.layers": torch.zeros(3)}),
@@ -251,18 +234,11 @@ BAD_HEADS = {
     "no Hydra block": (
         multi_token({"hydra_mlp.0.0.res_connection.weight": torch.zeros(2)}), "no Hydra head is complete"
     ),
-    "a token_map with an id twice": (
-        multi_token({"blocks.0.layers.0.weight": torch.zeros(32, 32), "token_map": torch.tensor([3, 3])}),
-        "token_map"
-    ),
     "a token_map beyond the vocabulary": (
         multi_token({"blocks.0.layers.0.weight": torch.zeros(32, 32), "token_map": torch.tensor([3, 96])}),
         "token_map"
     ),
     "a scalar lm_head": (head_maker({"lm_head.weight": lambda _: torch.tensor(1.0)}), "lm_head.weight"),
-    "a scalar q_proj": (
-        head_maker({"midlayer.self_attn.q_proj.weight": lambda _: torch.tensor(1.0)}), "q_proj"
-    ),
 }
 
 
@@ -328,34 +304,6 @@ def test_a_converted_folder_is_no_source(tmp_path, target):
         convert(target, tmp_path / "again")
 
 
-def test_a_damaged_target_is_not_compared_with(tmp_path, target, capsys):
-    state = head_state() | {"embed_tokens.weight": target_state()["model.embed_tokens.weight"]}
-    head = write_source(tmp_path / "head", state, HEAD_CONFIG)
-    os.truncate(target / "model.safetensors", 1000)
-    code, err = run(capsys, "--checkpoint", head, "--target", target)
-    assert code == 1 and len(err) == 1 and "convert the target again" in err[0]
-
-
-def test_a_file_that_changes_while_it_is_read(tmp_path):
-    source = open_source(write_source(tmp_path / "in", target_state()))
-    os.truncate(tmp_path / "in" / "model.safetensors", 1000)
-    with pytest.raises(InputError, match="damaged"):
-        source.tensors[K0].read()
-
-
-def test_arrays_of_a_gguf_are_bounded_together(tmp_path, monkeypatch):
-    """Each element is a number in Python, also of keys that nobody reads."""
-    monkeypatch.setattr("checkpoint.gguf_file.MOST_VALUES", 1000)
-
-    def arrays(w) -> None:
-        for i in range(3):
-            w.add_array(f"more.{i}", [1] * 400)
-
-    file = write_gguf(tmp_path / "m.gguf", target_state(), extra=arrays)
-    with pytest.raises(InputError, match=r"more\.2 is said to be 400 long; expected at most 200"):
-        open_source(file)
-
-
 def test_gguf_needs_its_package(tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "m.gguf", target_state())
     monkeypatch.setitem(sys.modules, "gguf", None)
@@ -363,17 +311,11 @@ def test_gguf_needs_its_package(tmp_path, monkeypatch):
         open_source(file)
 
 
-def test_unknown_dtype(tmp_path):
-    with pytest.raises(InputError, match="'int8': unknown"):
-        convert(write_source(tmp_path / "in", target_state()), tmp_path / "out", dtype="int8")
-    assert not (tmp_path / "out").exists()
-
-
 def test_malformed_in_an_unknown_way(tmp_path, capsys, monkeypatch):
     def broken(*args, **options):
         raise KeyError("rows")
 
-    monkeypatch.setattr(checkpoint.convert, "convert", broken)
+    monkeypatch.setattr(convert_checkpoint, "convert", broken)
     (tmp_path / "config.json").write_text("{}")
     code, err = run(capsys, "--checkpoint", tmp_path)
     assert code == 1 and err == [

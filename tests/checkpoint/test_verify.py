@@ -1,4 +1,5 @@
 """Numbers that are not finite, and weights that are not those that were written."""
+import hashlib
 import json
 import math
 import shutil
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import quantize
 from checkpoint.convert import convert
-from checkpoint.verifying import digest, verify
+from checkpoint.folder import verify
 from checkpoint.weights import count_nonfinite
 from common.errors import InputError
 
@@ -64,6 +65,10 @@ def test_one_head_that_fails_leaves_nothing(tmp_path, target, capsys):
     assert quantize.main([*argv, "--allow-nonfinite"]) == 0
     assert (tmp_path / "int8" / "eagle3" / "config.json").exists()
     assert "warning: " in capsys.readouterr().err
+
+
+def digest(file) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 @pytest.fixture

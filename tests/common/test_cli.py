@@ -1,19 +1,25 @@
 """How a command ends, and how its options are checked."""
 import argparse
-import contextlib
-import errno
 import os
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from helpers import ROOT
 from helpers.refusals import refused
 
-from common import cli
-from common.cli import Options, check_folder, check_writable, count, dtype, one_line, positive, run_command
+from common.cli import (
+    Options,
+    bias,
+    check_folder,
+    check_replaceable,
+    check_writable,
+    count,
+    dtype,
+    positive,
+    run_command,
+    seed,
+)
 from common.dtypes import short_dtype
 from common.errors import InputError
 
@@ -40,39 +46,6 @@ def test_the_status_says_how_a_command_ended(action, status, lines):
 def test_what_is_not_expected_is_a_traceback():
     with pytest.raises(ValueError):
         run_command(raising(ValueError("a fault of ours")), OSError)
-
-
-@pytest.fixture
-def heeds_interrupts():
-    """A job that a shell puts into the background is started with Ctrl-C ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("heeds_interrupts")
-@pytest.mark.parametrize("error", (ImportError("loaded twice"), ValueError("no shape"), OSError("half read")))
-def test_an_interrupt_that_becomes_another_error(error, monkeypatch):
-    """As in the import of compiled code. Long after Ctrl-C an error is one of its own."""
-    def action():
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        raise error
-
-    messages: list[str] = []
-    assert run_command(action, ValueError, say=messages.append) == 130 and messages == ["interrupted"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    monkeypatch.setattr(cli, "JUST_NOW", 0.0)
-    assert run_command(action, type(error), say=messages.append) == 1 and messages[1:] == [f"error: {error}"]
-
-
-def test_a_command_in_another_thread():
-    """Signals are the main thread's."""
-    statuses: list[int] = []
-    thread = threading.Thread(target=lambda: statuses.append(run_command(lambda: 3)))
-    thread.start()
-    thread.join()
-    assert statuses == [3]
 
 
 def test_a_reader_that_leaves_is_no_error(monkeypatch, tmp_path):
@@ -103,13 +76,20 @@ def test_rules_are_checked_in_their_order():
 @pytest.mark.parametrize("kind, value, number", [
     (positive, "1", 1), (positive, "2147483647", 2**31 - 1), (count, "0", 0), (count, "7", 7),
     (positive, "0", None), (positive, "-1", None), (positive, "1.5", None), (positive, "", None),
-    (positive, "9223372036854775808", None), (count, "-1", None), (count, "x", None), (dtype, "int8", None),
+    (positive, "9223372036854775808", None), (count, "-1", None), (count, "x", None),
+    (bias, "50=-100", (50, -100.0)), (seed, "-1", 2**64 - 1), (seed, "9" * 30, None), (dtype, "fp32", "fp32"),
 ])
 def test_types_of_options(kind, value, number):
     if number is not None:
         assert kind(value) == number
         return
-    with pytest.raises(argparse.ArgumentTypeError, match="unknown" if kind is dtype else "whole number"):
+    with pytest.raises(argparse.ArgumentTypeError, match="whole number"):
+        kind(value)
+
+
+@pytest.mark.parametrize("kind, value", [(bias, "1=nan"), (bias, "1=1000"), (bias, "x"), (dtype, "int8")])
+def test_what_is_no_bias_and_no_dtype(kind, value):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"unknown|is no ID=X"):
         kind(value)
 
 
@@ -118,20 +98,6 @@ def test_dtypes_have_two_names():
     assert [short_dtype(name) for name in names] == ["bf16", "bf16", "fp16", "fp32"]
     with pytest.raises(InputError, match="'half': unknown; choose from bf16"):
         short_dtype("half")
-
-
-def test_where_nothing_can_be_written(tmp_path, monkeypatch):
-    check_writable("--trace", str(tmp_path / "new"))
-    for file in (tmp_path, tmp_path / "nowhere" / "file"):
-        with pytest.raises(InputError, match=r"--trace .*: not a file that can be written"):
-            check_writable("--trace", str(file))
-    monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(InputError, match="not a file that can be written"):
-        check_writable("--trace", str(tmp_path / "new"))
-
-
-def test_an_error_is_one_line():
-    assert one_line(ValueError(" two\nlines ")) == "two lines" and one_line(ValueError()) == "ValueError"
 
 
 # Messages of libraries and names of files, and what is said of them.
@@ -193,29 +159,39 @@ def test_a_rule_may_be_what_something_else_raises():
         p.read(["--number", "9"])
 
 
-def test_a_full_disk_is_told_before_anything_is_done():
-    with refused("--trace /dev/full: cannot be written (") as e:
-        check_writable("--trace", "/dev/full")
-    assert "no space left on the device" in str(e.value)
+def test_where_nothing_can_be_written(tmp_path):
+    check_writable("--trace", str(tmp_path / "new"))
     check_writable("--trace", "/dev/null")
-
-
-def test_a_folder_that_cannot_be_written_to(tmp_path, monkeypatch):
     check_folder("--out", str(tmp_path / "new" / "folder"))
-    assert not list(tmp_path.iterdir())
+    check_replaceable("--out", str(tmp_path / "new"))
     (tmp_path / "file").touch()
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("", "gone/file"):
+        with refused(f"--trace {tmp_path / name}: not a file that can be written"):
+            check_writable("--trace", str(tmp_path / name))
     for name in ("file", "file/folder", "nowhere"):
         with refused(f"--out {tmp_path / name}: not a folder that can be written to"):
             check_folder("--out", str(tmp_path / name))
+    with refused(f"--out {tmp_path / 'file'}: not a folder that can be written to"):
+        check_replaceable("--out", str(tmp_path / "file"))
+    with refused("--out /proc: is mounted, and cannot be replaced"):
+        check_replaceable("--out", "/proc")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "nowhere"]
 
-    def full(**how):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tempfile.TemporaryFile", full)
-    for check, what in ((check_folder, "cannot be written to"), (check_writable, "cannot be written")):
-        with refused(f"--out {tmp_path / 'x'}: {what} (the output: no space left on the device"):
-            check("--out", str(tmp_path / "x"))
+def test_the_groups_that_commands_share():
+    p = Options("")
+    p.add_runtime(), p.add_sampling(), p.add_drafting(str, "eagle3")
+    assert p.read(["--device", "cuda:1", "--top-p", "0.5", "--speculate", "eagle3", "--tree", "paper"])
+    for argv, words in (
+        (["--device", "gpu"], "--device gpu: models run on cpu"), (["--top-p", "0"], "--top-p 0.0: must be"),
+        (["--isa", "avx2", "--no-kernels"], "--isa avx2: is for the kernels"),
+        (["--draft", "x"], "--draft x: plain decoding uses no head"),
+        (["--tree", "paper"], "--tree paper: plain decoding drafts no tree"),
+        (["--shard-head"], "--shard-head: deals what drafts among ranks"),
+    ):
+        with refused(words):
+            p.read(argv)
 
 
 def test_a_full_disk_behind_the_output_is_one_line():

@@ -6,8 +6,8 @@ from helpers.blocks import LABELS, Reference, published, sharpened
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.block import BlockDrafter, deep_tree
@@ -160,11 +160,11 @@ def test_copies_of_the_target_are_not_stored(golden, models, tmp_path):
 
 @pytest.mark.parametrize("label,changes,words", (
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
-    ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected null or an object"),
+    ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected an object"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
     ("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
-    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_token_id is"),
+    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id is"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
     ("dflash", {"block_size": 1}, "drafts nothing"),
     ("dflash", {"block_size": "8"}, "block_size"),

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 import convert_checkpoint
 import generate
 from checkpoint.convert import convert
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import build_module, load_head, load_model
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
@@ -375,5 +375,5 @@ def test_heads_that_lack_a_tensor_are_refused(golden, folder, tmp_path, capsys):
 
 
 def test_a_configuration_without_guesses_is_refused(folder):
-    with pytest.raises(Exception, match="guesses is 0; expected a whole number from 1"):
+    with pytest.raises(Exception, match="guesses is 0; expected at least 1"):
         build_module(read_config(folder / "ours") | {"guesses": 0})

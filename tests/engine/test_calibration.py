@@ -6,10 +6,9 @@ import torch
 
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.calibrating import Recorder, calibrate, count_accepted
-from engine.calibration import DEEPEST, Calibration
-from engine.decoder import Decoder
-from engine.run import Run
+from engine.autotune import Calibration
+from engine.calibrate import DEEPEST, Recorder, calibrate, count_accepted
+from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape, accept
 
@@ -21,12 +20,10 @@ def test_simulated_acceptance_is_that_of_the_real_tree(models):
     """
     target, head = models
     recorder = Recorder(Eagle(head, TreeShape(8, 2, 4)))
-    run = Run(Decoder(target, recorder, batch=3, max_seq_len=120, compile=False), PROMPTS, Sampling(60))
-    for _ in run:
-        pass
-    texts = [p + ids for p, ids in zip(PROMPTS, run.ids)]
+    engine = Engine(target, recorder, batch=3, max_seq_len=120, compile=False)
+    texts = [request.tokens for request in engine.generate(PROMPTS, Sampling(60))]
     checked = accepted = 0
-    for length, growths in recorder.steps[:12]:
+    for _, length, growths in recorder.steps[:12]:
         rows = [b for b, n in enumerate(length.tolist()) if n + DEEPEST + 1 < len(texts[b])]
         if not rows:
             break
@@ -60,7 +57,7 @@ def test_predicted_tau_is_close_to_decoding(models, known):
     target, head = models
     taus = known.taus[0.0]
     for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
-        outputs = Decoder(
+        outputs = Engine(
             target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False
         ).generate(PROMPTS, Sampling(120))
         lengths = [n for o in outputs for n in o.accept_lengths]
@@ -71,7 +68,7 @@ def test_sampled_acceptance_is_that_of_decoding(models, known):
     """As above at temperature 1, where draft and target share their noise."""
     target, head = models
     shape = TreeShape(8, 2, 4)
-    outputs = Decoder(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(
+    outputs = Engine(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(
         PROMPTS, [Sampling(120, 1.0, seed=i) for i in range(3)]
     )
     lengths = [n for o in outputs for n in o.accept_lengths]

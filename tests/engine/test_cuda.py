@@ -6,8 +6,7 @@ import torch
 
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
-from kernels.offload import offload
+from engine.engine import DRAFTED, Engine
 from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
@@ -33,7 +32,7 @@ def decoders(golden, request):
     head = load_head(golden / "eagle3", target, "eagle3")
     put_on_kernels(target, head)
     options = {"batch": 3, "max_seq_len": 700}
-    return Decoder(target, **options), Decoder(
+    return Engine(target, **options), Engine(
         target, Eagle(head, TreeShape(24, 4, 5)), **options
     ), request.param
 
@@ -50,14 +49,14 @@ def test_captured_text_is_plain_text(decoders, temperature):
         assert a == b
     else:
         assert [ids[0] for ids in a] == [ids[0] for ids in b]
-    assert fast.captured.graphs and {key[0] for key in fast.captured.graphs} == {"prefill", "step"}
+    assert {key[0] for key in fast.passes.captured.graphs} == {"prefill", "step"}
 
 
 @pytest.mark.parametrize("decoders", [torch.float32], indirect=True)
 def test_captured_is_eager(decoders, golden):
     """The graphs compute what the same functions compute without compiling."""
     _, fast, _ = decoders
-    eager = Decoder(
+    eager = Engine(
         fast.target, fast.drafter.__class__(fast.drafter.head, fast.drafter.shape), batch=3, max_seq_len=700,
         compile=False
     )
@@ -71,24 +70,25 @@ def test_a_step_is_one_launch_and_no_synchronisation(decoders):
 
     _, fast, _ = decoders
     fast.generate(PROMPTS, Sampling(20))
-    fast.start(PROMPTS, Sampling(100))
-    for _ in fast._read_prompts():
-        fast._out_to_host()
-    fast._run_step(0)
+    requests = [fast.admit(prompt, Sampling(100)) for prompt in PROMPTS]
+    while not all(request.ids for request in requests):
+        fast.step()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         # Raises where anything waits; the profiler itself waits at its end.
         torch.cuda.set_sync_debug_mode("error")
         try:
             for _ in range(4):
-                fast._run_step(0)
-                fast._out_to_host()
+                fast._launch(DRAFTED)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     names = [e.name for e in seen.events()]
     assert sum(n.startswith("cudaGraphLaunch") for n in names) == 4
     assert not [n for n in names if n.startswith(("cudaLaunchKernel", "cuLaunchKernel"))]
     assert sum("Synchronize" in n for n in names) <= 1  # the profiler's own
+    for request in requests:
+        fast.leave(request)
+    fast.step()
 
 
 def test_memory_does_not_grow(decoders):
@@ -98,25 +98,6 @@ def test_memory_does_not_grow(decoders):
     for _ in range(3):
         fast.generate(PROMPTS, Sampling(300))
     assert torch.cuda.memory_allocated() <= before + 2**20
-
-
-def test_offloaded_text_is_resident_text(golden):
-    """Copies from pinned memory in the captured graphs; and the memory that they save."""
-    texts, held = [], []
-    for count in (0, 6):
-        before = torch.cuda.memory_allocated()
-        target, _ = load_model(golden, "cuda", torch.float32, on_host=count)
-        head = load_head(golden / "eagle3", target, "eagle3")
-        put_on_kernels(target, head)
-        if count:
-            offload(target, count)
-        held.append(torch.cuda.memory_allocated() - before)
-        decoders = (Decoder(target, drafter, batch=3, max_seq_len=700) for drafter in
-                    (None, Eagle(head, TreeShape(24, 4, 5))))
-        texts += [[[o.ids for o in d.generate(PROMPTS, Sampling(100))] for _ in range(2)] for d in decoders]
-    assert texts[0] == texts[2] and texts[1] == texts[3] and texts[0][0] == texts[0][1]
-    layer = sum(p.nbytes for p in target.layers[0].parameters())
-    assert held[0] - held[1] >= 3 * layer  # six layers less, two rooms more
 
 
 @pytest.mark.parametrize("mode, group", [("int8", 0), ("int4", 32), ("w8a8", 0), ("fp8", 0)])
@@ -131,7 +112,7 @@ def test_a_quantised_target(golden, mode, group):
     put_on_kernels(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     texts = [
-        [o.ids for o in Decoder(target, drafter, **options).generate(PROMPTS, Sampling(100))]
+        [o.ids for o in Engine(target, drafter, **options).generate(PROMPTS, Sampling(100))]
         for drafter in (None, Eagle(head, TreeShape(24, 4, 5)))
     ]
     if mode in ("fp8", "w8a8"):

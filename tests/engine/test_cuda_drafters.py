@@ -12,10 +12,10 @@ from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.loading import load_head
 from drafters.base import Drafter
-from engine.api import Target, load_target
-from engine.decoder import Decoder
-from engine.run import Output
+from engine.engine import DRAFTED, Engine
+from engine.request import Request
 from engine.runtime import Runtime
+from engine.target import Target, load_target
 from evaluation.answers import Answer, Turn
 from evaluation.lossless import Judge
 from sampling.options import Sampling
@@ -36,7 +36,7 @@ class Subject(NamedTuple):
 
     target: Target
     prompts: list[list[int]]
-    plain: dict[float, list[Output]]  # by temperature
+    plain: dict[float, list[Request]]  # by temperature
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,7 +60,7 @@ def subject(golden, request) -> Subject:
     target = load_target(folder, Runtime(DEVICE, dtype, kv="fp8" if model == "tiny fp8" else "auto"))
     prompts = [target.tokenizer.encode(text) for text in (WORDS, WORDS * 2 + "The", "hello world")]
     found = Subject(target, prompts, {})
-    decoder = Decoder(target.model, **OPTIONS)
+    decoder = Engine(target.model, **OPTIONS)
     for temperature in (0.0, 1.0):
         found.plain[temperature] = decoder.generate(prompts, found.samplings(temperature))
     return found
@@ -86,23 +86,23 @@ CASES = [
 
 @pytest.mark.parametrize("subject, name", CASES, indirect=["subject"])
 def test_text_is_plain_text(subject, name):
-    decoder = Decoder(subject.target.model, drafter_of(subject, name), **OPTIONS)
+    engine = Engine(subject.target.model, drafter_of(subject, name), **OPTIONS)
     for temperature, plain in subject.plain.items():
-        texts = decoder.generate(subject.prompts, subject.samplings(temperature))
+        texts = engine.generate(subject.prompts, subject.samplings(temperature))
         equal = sum(a.ids == b.ids for a, b in zip(plain, texts))
         print(f"\n{name}, {subject.dtype}, temperature {temperature:g}: {equal} of {len(texts)} texts equal")
         if subject.dtype == torch.float32 and subject.kv == "auto":
             assert equal == len(texts)
         else:
             near_ties(subject, temperature, plain, texts)
-    check_capture(decoder, subject)
+    check_capture(engine, subject)
 
 
-def near_ties(subject: Subject, temperature: float, plain: list[Output], texts: list[Output]) -> None:
+def near_ties(subject: Subject, temperature: float, plain: list[Request], texts: list[Request]) -> None:
     """Fail if a first difference is more than rounding explains."""
     judge = Judge(str(subject.target.checkpoint), subject.dtype, DEVICE, kv=subject.kv)
 
-    def answer(output: Output, seed: int) -> Answer:
+    def answer(output: Request, seed: int) -> Answer:
         turn = Turn(subject.prompts[seed], output.ids, "", output.finish, 0.0, 0.0, output.accept_lengths)
         return Answer("", seed, "", "", temperature, seed, "", [turn])
 
@@ -111,18 +111,16 @@ def near_ties(subject: Subject, temperature: float, plain: list[Output], texts: 
         assert difference is None or difference.tie, difference
 
 
-def check_capture(decoder: Decoder, subject: Subject) -> None:
+def check_capture(engine: Engine, subject: Subject) -> None:
     """Prefill and step are captured; a step is launched without waiting for the one before."""
-    assert {key[0] for key in decoder.captured.graphs} == {"prefill", "step"}
-    decoder.start(subject.prompts, subject.samplings(0.0))
-    for _ in decoder._read_prompts():
-        decoder._out_to_host()
-    decoder._run_step(0)
+    assert {key[0] for key in engine.passes.captured.graphs} == {"prefill", "step"}
+    requests = [engine.admit(prompt, subject.samplings(0.0)[0]) for prompt in subject.prompts]
+    while not all(request.ids for request in requests):
+        engine.step()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            decoder._run_step(0)
-            decoder._out_to_host()
+            engine._launch(DRAFTED)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -4,8 +4,8 @@ import torch
 
 from common.errors import InputError
 from engine import dealing
-from engine.api import Drafting, load_target
 from engine.runtime import Runtime
+from engine.target import Drafting, load_target
 from kernels.ranks import Ranks, short_sums_in_shared_memory
 
 
@@ -57,4 +57,4 @@ def test_what_ranks_cannot_do_yet(golden):
     target = load_target(golden, RUNTIME)
     target.model.ranks = RANKS
     with pytest.raises(InputError, match="--tree auto: several ranks cannot choose trees by time yet"):
-        target.decoder(Drafting("eagle3", tree="auto"))
+        target.engine(Drafting("eagle3", tree="auto"))

@@ -1,4 +1,5 @@
 """--kv fp8 on PyTorch, from end to end: text, memory, and each thing that is done with a cache."""
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,10 @@ from helpers.decoding import prompts
 
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.api import Drafting, float8_cache, load_target
 from engine.compiling import compile_graph
-from engine.costs import conditions
+from engine.request import Request
 from engine.runtime import Runtime
+from engine.target import Drafting, float8_cache, load_target
 from kernels.float8 import Float8Cache, from_bytes, to_bytes
 from kernels.gpu import here
 from model import KVCache, ModelArgs, move
@@ -32,42 +33,42 @@ def test_text_is_plain_text(targets, temperature):
     """Two texts at a time, with accepted paths that leave gaps; the cache is in float8, and that shows."""
     drafting = Drafting("eagle3", tree=TreeShape(12, 2, 4))
     plain, fast, usual = (
-        target.decoder(drafting, batch=2, max_seq_len=220).decoder
+        target.engine(drafting, batch=2, max_seq_len=220)
         for target, drafting in zip((*targets[:1] * 2, targets[1]), (Drafting(), drafting, Drafting()))
     )
-    assert all(type(cache) is Float8Cache for cache in fast.caches)
+    assert all(type(cache) is Float8Cache for cache in fast.passes.caches)
     given, sampling = prompts(2, seed=3), [Sampling(90, temperature, seed=seed) for seed in (1, 2)]
-    paths = []
-    with fast.observe(lambda tree, path: paths.append(path)):
-        texts = [output.ids for output in fast.generate(given, sampling)]
+    requests: list[Request] = []
+    events = [*fast.run(given, sampling, requests, watch=True)]
+    texts = [request.ids for request in requests]
     assert texts == [output.ids for output in plain.generate(given, sampling)]
     assert texts != [output.ids for output in usual.generate(given, sampling)]
-    assert any((path.diff(dim=1) > 1).any() for path in paths)  # what is moved is not side by side
+    paths = [event.draft.path[: len(event.ids)] for event in events if event.draft]
+    assert any(b - a > 1 for path in paths for a, b in pairwise(path))  # what is moved is not side by side
 
 
 def test_memory_is_what_the_caches_take(targets):
     taken = []
     for target in targets:
-        decoder = target.decoder(batch=2, max_seq_len=300).decoder
+        decoder = target.engine(batch=2, max_seq_len=300)
         taken.append(decoder.cache_bytes)
-        assert decoder.cache_bytes == sum(b.nbytes for b in decoder.caches.buffers())
+        assert decoder.cache_bytes == sum(b.nbytes for b in decoder.passes.caches.buffers())
     assert taken[1] == taken[0] * targets[1].model.embed.weight.dtype.itemsize
 
 
-def test_a_head_keeps_its_dtype_and_costs_are_kept_apart(targets):
-    drafters = [t.decoder(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).decoder.drafter for t in targets]
-    assert all(isinstance(d, Eagle) and type(d.caches[0]) is KVCache for d in drafters)
-    ours, theirs = (conditions(t.model, d, False, (128,)) for t, d in zip(targets, drafters))
-    assert {name for name in ours if ours[name] != theirs[name]} == {"cache"}
+def test_a_head_keeps_its_dtype(targets):
+    drafter = targets[0].engine(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).drafter
+    assert isinstance(drafter, Eagle) and type(drafter.caches[0]) is KVCache
 
 
-def test_seats_go_on_with_what_they_kept(targets):
-    """A request that begins as an earlier one did reads the rest alone, and says what it says alone."""
-    seats = targets[0].seats(places=1, max_seq_len=200)
-    whole = targets[0].decoder(max_seq_len=200).decoder
+
+def test_an_engine_goes_on_with_what_it_kept(targets):
+    """A request that begins as an earlier one did reads the rest alone, and gives the text it gives alone."""
+    engine = targets[0].engine(max_seq_len=200)
     (text,), (more,) = prompts(1, seed=8, shortest=40), prompts(1, seed=9)
     for prompt in (text, [*text, *more], more, [*text, *more[:3]]):
-        found, alone = (of.generate([prompt], [Sampling(20)])[0] for of in (seats, whole))
+        (found,) = engine.generate([prompt], Sampling(20))
+        (alone,) = targets[0].engine(max_seq_len=200).generate([prompt], Sampling(20))
         assert found.ids == alone.ids
 
 

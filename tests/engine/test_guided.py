@@ -6,9 +6,9 @@ from helpers.decoding import load, plain, prompts
 from helpers.drafters import NAMES, make_drafter
 
 from common.errors import InputError
-from engine.api import load_target
-from engine.decoder import Decoder
+from engine.engine import Engine
 from engine.runtime import Runtime
+from engine.target import load_target
 from sampling.options import Sampling
 from tokens.schema import ANY_OBJECT
 from tree import TreeShape
@@ -54,8 +54,8 @@ def test_text_is_plain_text(golden, models, models1, guide, name, more):
     ]
     given = prompts(3, seed=31)
     drafter = make_drafter(name, target, models[1], models1[1], lambda heads: None)
-    wanted = Decoder(target, **options).generate(given, requests)
-    found = Decoder(target, drafter, **options).generate(given, requests)
+    wanted = Engine(target, **options).generate(given, requests)
+    found = Engine(target, drafter, **options).generate(given, requests)
     assert [o.ids for o in found] == [o.ids for o in wanted]
     assert found[1].ids == plain(models, stop_ids=stop_ids).generate([given[1]], requests[1])[0].ids
     for i in (0, 2):
@@ -92,4 +92,4 @@ def test_bad_schemas_are_refused(guide, schema, words):
 
 def test_without_a_tokenizer(models):
     with pytest.raises(ValueError, match="needs a tokenizer"):
-        plain(models).start([[1]], Sampling(json_schema=SCHEMA))
+        plain(models).admit([1], Sampling(json_schema=SCHEMA))

@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from kernels.cpu import load_kernels
 from kernels.packed import pack_models
 from model import ModelArgs, Transformer
@@ -59,12 +59,12 @@ def last_chunk(length: int, on_kernels: bool, reach: int = 0) -> Made:
         load_kernels()
         assert pack_models(target, head)
     drafter = Eagle(head, TreeShape(8, 2, 3), reach=reach)
-    decoder = Decoder(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
-    decoder.start([[7] * length], Sampling(1))
-    decoder.chunk_start.fill_(length - CHUNK)
+    engine = Engine(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
+    request = engine.admit([7] * length, Sampling(1))
+    request.read = length - CHUNK
     with Made() as made:
-        decoder._launch_prefill(decoder.span(length), CHUNK)
-    assert decoder.state.n_new.tolist() == [1]  # the prompt has been read, and gave a token
+        engine._read_prompts()
+    assert engine.state.n_new.tolist() == [1]  # the prompt has been read, and gave a token
     return made
 
 

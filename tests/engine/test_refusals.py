@@ -6,10 +6,10 @@ import pytest
 
 from common.errors import InputError
 from drafters.tree_spec import GPU_ROWS, default_tree, eagle_tree
-from engine.api import Drafting, Target, load_target
-from engine.decoder import Decoder
+from engine.engine import Engine
+from engine.prompt import encode
 from engine.runtime import Runtime, check_compiler, check_device
-from engine.text_decoder import TextDecoder, encode
+from engine.target import Drafting, Target, load_target
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 from tree import PAPER_TREE
@@ -70,26 +70,25 @@ def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
 @pytest.mark.parametrize("length", [-1, 0, 1, 1025])
 def test_contexts_that_cannot_be(target, length):
     with pytest.raises(InputError, match=f"--max-seq-len {length}: must be 2 to 1024, the model's maximum"):
-        target.decoder(max_seq_len=length)
+        target.engine(max_seq_len=length)
 
 
 def test_methods_that_do_not_exist(target):
     with pytest.raises(InputError, match="--speculate magic: unknown; choose from none, eagle"):
-        target.decoder(Drafting("magic"))
+        target.engine(Drafting("magic"))
 
 
 def test_a_tree_cannot_be_measured_without_prompts(golden, silent):
     (golden / "eagle3/calibration.json").unlink(missing_ok=True)  # another test's
     with pytest.raises(InputError, match="--tree auto: choosing a tree needs a tokenizer, or prompts as ids"):
-        silent.decoder(Drafting("eagle3", tree="auto"))
+        silent.engine(Drafting("eagle3", tree="auto"))
 
 
 def test_prompts_that_have_no_ids(golden, silent):
-    model = silent.decoder()
-    assert isinstance(model, TextDecoder) and model.encode([1, 2]) == [1, 2] and model.encode([]) == []
+    assert encode(None, [1, 2]) == [1, 2] and encode(None, []) == []
     for prompt in ("text", [{"role": "user", "content": "text"}]):
         with pytest.raises(InputError, match=r"no tokenizer: give token ids \(--prompt-ids\)"):
-            model.encode(prompt)
+            encode(silent.tokenizer, prompt)
     tokenizer = Tokenizer.load(golden)
     with pytest.raises(InputError, match=r"--system\) needs the chat template"):
         encode(tokenizer, "text", raw=True, system="be brief")
@@ -99,32 +98,31 @@ def test_prompts_that_have_no_ids(golden, silent):
 
 
 def test_caches_that_do_not_fit(target, monkeypatch):
-    monkeypatch.setattr("engine.body.free_memory", lambda device: 3_000_000)
+    monkeypatch.setattr("engine.passes.free_memory", lambda device: 3_000_000)
     with pytest.raises(ValueError, match=r"the caches of 9 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):
-        target.decoder(batch=9)
-    monkeypatch.setattr("engine.body.free_memory", lambda device: None)  # not known: not refused
-    target.decoder(batch=9)
+        target.engine(batch=9)
+    monkeypatch.setattr("engine.passes.free_memory", lambda device: None)  # not known: not refused
+    target.engine(batch=9)
 
 
-def test_batches_that_do_not_fit(target):
-    decoder = Decoder(target.model, batch=2, max_seq_len=32, compile=False)
+def test_requests_that_cannot_be_decoded(target):
+    """Refused before anything is decoded, with the numbers."""
+    engine = Engine(target.model, batch=2, max_seq_len=32, compile=False)
     for prompts, sampling, words in (
-        ([], [], "0 prompts and 0 samplings for a batch of 2"),
-        ([[1]] * 3, Sampling(4), "3 prompts and 3 samplings for a batch of 2"),
-        ([[1], [2]], [Sampling(4)], "2 prompts and 1 samplings"),
         ([[]], Sampling(4), "the prompt is empty"), ([[1], []], Sampling(4), "prompt 2 is empty"),
         ([[1] * 32], Sampling(4), "32 tokens and needs room for one more, the cache holds 32"),
         ([[320]], Sampling(4), r"token id 320, the vocabulary is 0\.\.319"),
         ([[-1]], Sampling(4), "token id -1"),
+        ([[1]], Sampling(logit_bias={999999: 1}), r"logit_bias holds token id 999999, the vocabulary is 0"),
+        ([[1]], Sampling(stop="x"), "--stop"),
+        ([[1]], Sampling(json_schema="{}"), "needs a tokenizer"),
     ):
         with pytest.raises(ValueError, match=words):
-            decoder.start(prompts, sampling)
-    decoder.start([[1]], Sampling(4))
-    steps = decoder.steps()
-    next(steps)
-    decoder.start([[2]], Sampling(4))
-    with pytest.raises(RuntimeError, match="has started another text"):
-        list(steps)
+            engine.generate(prompts, sampling)
+        assert engine.free == 2
+    engine.admit([1]), engine.admit([2])
+    with pytest.raises(RuntimeError, match="all 2 places are taken"):
+        engine.admit([3])
 
 
 def test_a_cpu_has_a_small_tree():
@@ -160,4 +158,4 @@ def test_a_tree_may_be_written_as_on_the_command_line():
 @pytest.mark.parametrize("batch", [0, -1])
 def test_batches_that_cannot_be(target, batch):
     with pytest.raises(ValueError, match=f"batch {batch}: must be at least 1"):
-        target.decoder(batch=batch)
+        target.engine(batch=batch)

@@ -4,9 +4,7 @@ import torch
 from helpers.decoding import ids, load, plain, prompts, speculative
 from helpers.drafters import NAMES, make_drafter
 
-from common.errors import InputError
-from engine.decoder import Decoder
-from engine.run import Run
+from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -45,7 +43,7 @@ def test_every_drafter(models, models1, name):
     given = prompts(2, seed=22)
     requests = [Sampling(30, t, seed=5, **ASKED["all"]) for t in (0.0, 0.8)]
     drafter = make_drafter(name, models[0], models[1], models1[1], lambda heads: None)
-    decoder = Decoder(models[0], drafter, batch=2, max_seq_len=300, compile=False)
+    decoder = Engine(models[0], drafter, batch=2, max_seq_len=300, compile=False)
     assert ids(decoder, given, requests) == ids(plain(models, batch=2), given, requests)
 
 
@@ -66,10 +64,7 @@ def test_logprobs_are_the_targets(models, temperature):
     request = Sampling(25, temperature, logprobs=4, frequency_penalty=1, seed=2)
     found = []
     for decoder in (plain(models), speculative(models, SHAPE)):
-        run = Run(decoder, [prompt], request)
-        for _ in run:
-            pass
-        found.append(run.outputs()[0])
+        found += decoder.generate([prompt], request)
     assert found[0].ids == found[1].ids and max(found[1].accept_lengths) > 1
     with torch.no_grad():
         text = torch.tensor([prompt + found[0].ids])
@@ -83,17 +78,9 @@ def test_logprobs_are_the_targets(models, temperature):
 
 
 def test_no_logprobs_unless_asked_for(models):
-    run = Run(speculative(models, SHAPE, batch=2), prompts(2), [Sampling(8), Sampling(8, logprobs=0)])
-    for _ in run:
-        pass
-    nothing, some = run.outputs()
+    engine = speculative(models, SHAPE, batch=2)
+    nothing, some = engine.generate(prompts(2), [Sampling(8), Sampling(8, logprobs=0)])
     assert nothing.scores == [] and len(some.scores) == 8 and all(s.top == [] for s in some.scores)
-
-
-def test_an_id_outside_the_vocabulary_is_refused(models):
-    decoder = plain(models)
-    with pytest.raises(ValueError, match=r"logit_bias holds token id 999999, the vocabulary is 0\.\."):
-        decoder.start([[1]], Sampling(logit_bias={999999: 1}))
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -119,26 +106,14 @@ def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     assert again.ids == whole.ids and again.stop is None
 
 
-def test_pieces_end_before_the_stop(golden):
-    model = load(golden, "eagle3", tree=SHAPE, compile=False, batch=2)
-    settings = [Sampling(30), Sampling(30, stop="e")]
-    whole = model.generate("the sea", raw=True, max_new_tokens=30)
-    job = model.job(["the sea"] * 2, settings, raw=True)
-    texts, drafted = ["", ""], [0, 0]
-    for piece in job:
-        texts[piece.sequence] += piece.text
-        drafted[piece.sequence] += piece.drafted
-        assert piece.drafted <= len(piece.ids)
-    first, second = job.results()
-    assert texts == [whole.text, whole.text.split("e")[0]] == [first.text, second.text]
+def test_events_end_before_the_stop(golden):
+    llm = load(golden, "eagle3", tree=SHAPE, compile=False, batch=2)
+    whole = llm.generate("the sea", raw=True, max_new_tokens=30)
+    requests, texts = [], {}
+    prompt = llm.encode("the sea", raw=True)
+    for event in llm.engine.run([prompt] * 2, [Sampling(30), Sampling(30, stop="e")], requests):
+        texts[event.request] = texts.get(event.request, "") + event.text
+        assert event.drafted <= len(event.ids)
+    first, second = requests
+    assert [*texts.values()] == [whole.text, whole.text.split("e")[0]] == [first.text, second.text]
     assert first.finish == "length" and second.finish == "stop" and "e" in whole.text
-
-
-def test_stop_texts_need_a_tokenizer(golden, tmp_path):
-    import shutil
-
-    folder = tmp_path / "target"
-    shutil.copytree(golden, folder, ignore=shutil.ignore_patterns("tokenizer*"))
-    model = load(folder, compile=False)
-    with pytest.raises(InputError, match="--stop"):
-        model.job([[1, 2]], [Sampling(stop="x")])

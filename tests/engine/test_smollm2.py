@@ -16,7 +16,7 @@ from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
 from drafters.retrieval import Rest
-from engine.decoder import Decoder
+from engine.engine import Engine
 from sampling.options import Sampling
 from training.new_head import new_multi_token_heads
 from tree import TreeShape, likely_tree
@@ -93,8 +93,8 @@ def test_every_drafters_text_is_plain_text():
         "def fibonacci(n):\n    return fibonacci(n - 1) + fibonacci(n"
     )
     sampling = Sampling(24, 1.0, seed=5)
-    plain = Decoder(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
+    plain = Engine(target, max_seq_len=160, compile=False).generate([prompt], sampling)[0].ids
     for name, drafter in drafters(target).items():
-        fast = Decoder(target, drafter, max_seq_len=160, compile=False).generate([prompt], sampling)[0]
+        fast = Engine(target, drafter, max_seq_len=160, compile=False).generate([prompt], sampling)[0]
         assert fast.ids == plain, name
         assert name != "draft-model" or set(fast.accept_lengths[:-1]) == {4}

@@ -9,12 +9,10 @@ from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drafters.base import Drafter
-from engine.body import SPAN
 from engine.capture import CapturedCalls
 from engine.compiling import compile_graph
-from engine.decoder import Decoder
-from engine.run import Run
+from engine.engine import Engine
+from engine.passes import SPAN
 from engine.step import step
 from sampling.options import Modes, Sampling
 from tree import TreeShape
@@ -60,10 +58,12 @@ def test_a_step_waits_for_nothing(name, modes):
     """
     target, head = random_models("tiny", torch.bfloat16, "cpu", None)
     drafter = make_drafter(name, target, head, head, lambda heads: None).to("meta")
-    decoder = Decoder(target.to("meta"), drafter, batch=2, max_seq_len=300, compile=False)
-    decoder._length, decoder._modes = [3, 3], modes
-    for run in (lambda: decoder._run_step(0), lambda: decoder._launch_prefill(decoder.span(64), 64)):
-        decoder._shape, decoder.asks, decoder.taken = None, False, {decoder.usual: 0}
+    engine = Engine(target.to("meta"), drafter, batch=2, max_seq_len=300, compile=False)
+    passes = engine.passes
+    rows, span = passes.rows(0, 2), passes.span(64)
+    for run in (
+        lambda: passes.step(rows, span, drafter, modes), lambda: passes.prefill(rows, span, 64, modes)
+    ):
         with torch.no_grad(), Watched("meta") as watched:
             run()
         assert not watched.seen
@@ -84,25 +84,26 @@ def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
     """A step captured in the middle of a text changes nothing: neither the state nor what the drafter knows.
     """
     drafter = make_drafter(name, *models, models1[1], lambda heads: None)
-    decoder = Decoder(models[0], drafter, batch=3, max_seq_len=300, compile=False)
+    engine = Engine(models[0], drafter, batch=3, max_seq_len=300, compile=False)
     texts, samplings = prompts(3, longest=60), [Sampling(24), Sampling(24, 1.0, seed=1), Sampling(24)]
-    alone = ids(decoder, texts, samplings)
-    run = Run(decoder, texts, samplings)
-    for i, _ in enumerate(run):
-        if i not in (3, 4):
+    alone = ids(engine, texts, samplings)
+    requests, passes, held = [], engine.passes, 0
+    for event in engine.run(texts, samplings, requests):
+        if len(event.request.accept_lengths) not in (3, 4) or len(engine.requests) < 3:
             continue
         kept = {
             name: buffer.clone()
-            for name, buffer in (*decoder.state.named_buffers(), *drafter.named_buffers())
+            for name, buffer in (*engine.state.named_buffers(), *drafter.named_buffers())
             if "caches" not in name and name != "out"  # drafted rows of caches are overwritten
         }
-        with decoder.still(), torch.no_grad():
-            for kind in (decoder.usual, decoder.plain):
-                decoder._launch_step(decoder.span(120), kind)
-        now = dict([*decoder.state.named_buffers(), *drafter.named_buffers()])
+        with passes.still(), torch.no_grad():
+            for one in (drafter, passes.plain):
+                passes.step(passes.rows(0, 3), passes.span(120), one, Modes(noisy=True))
+        now = dict([*engine.state.named_buffers(), *drafter.named_buffers()])
         changed = [name for name, before in kept.items() if not torch.equal(before, now[name])]
         assert kept and not changed
-    assert [o.ids for o in run.outputs()] == alone
+        held += 1
+    assert held and [r.ids for r in requests] == alone
 
 
 def test_late_steps_are_neither_waited_for_nor_counted(models):
@@ -110,15 +111,12 @@ def test_late_steps_are_neither_waited_for_nor_counted(models):
     texts, sampling = prompts(2, seed=4), Sampling(40)
     books = []
     for lag in (0, 2):
-        decoder = speculative(models, TreeShape(8, 2, 3), batch=2, lag=lag)
-        launched, run_step = [], decoder._run_step
-        decoder._run_step = lambda unread, run_step=run_step: launched.append(1) or run_step(unread)  # noqa: B023
-        run = Run(decoder, texts, sampling)
-        passes = sum(1 for _ in run)
-        books.append((passes, [o.ids for o in run.outputs()], decoder.trees_taken()))
-        assert sum(decoder.trees_taken().values()) == len(launched) - lag
+        engine = speculative(models, TreeShape(8, 2, 3), batch=2, lag=lag)
+        found = engine.generate(texts, sampling)
+        books.append([(r.ids, r.accept_lengths, r.trees) for r in found])
+        assert all(sum(r.trees.values()) == len(r.accept_lengths) for r in found)
     assert books[0] == books[1]
-    assert ids(decoder, texts, sampling) == ids(plain(models, batch=2), texts, sampling)
+    assert [ids for ids, _, _ in books[0]] == ids(plain(models, batch=2), texts, sampling)
 
 
 @pytest.mark.compile
@@ -131,18 +129,18 @@ def test_a_span_may_be_all_slots(batch, whole_first, name):
     """
     target, head = random_models("tiny", torch.float32, "cpu", None)
     drafter = make_drafter(name, target, head, head, lambda heads: None)
-    decoder = Decoder(target, drafter, batch=batch, max_seq_len=300)
-    decoder.state.length.fill_(30)
-    decoder.state.limit.fill_(299)
-    decoder.state.done.fill_(False)
+    passes = Engine(target, drafter, batch=batch, max_seq_len=300).passes
+    passes.state.length.fill_(30)
+    passes.state.limit.fill_(299)
+    passes.state.done.fill_(False)
     torch._dynamo.reset()
-    compiled, spans = compile_graph(step, backend="aot_eager"), [2 * SPAN, decoder.slots]
+    compiled, spans = compile_graph(step, backend="aot_eager"), [2 * SPAN, passes.slots]
     for i, size in enumerate(reversed(spans) if whole_first else spans):
-        span = decoder.slot_ids[:size]
+        span = passes.slot_ids[:size]
         torch._dynamo.mark_dynamic(span, 0)
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
-            compiled(target, decoder.caches, decoder.drafter, decoder.state, span, False, False)
-    assert all(length >= 32 for length in decoder.state.length.tolist())
+            compiled(target, passes.caches, passes.drafter, passes.state, span, False, False)
+    assert all(length >= 32 for length in passes.state.length.tolist())
 
 
 @pytest.fixture
@@ -167,9 +165,9 @@ def current(monkeypatch):
 def test_passes_that_are_not_captured_run_on_the_models_own_gpu(current):
     """--device cuda:1 in another thread, such as a server's: the current GPU is each thread's own."""
     target, _ = random_models("tiny", torch.float32, "cpu", None)
-    decoder = Decoder(target, Drafter(), max_seq_len=300, compile=False)
-    decoder.device = torch.device("cuda:1")
-    assert decoder.run((), lambda: current[-1]) == torch.device("cuda:1")
+    passes = Engine(target, max_seq_len=300, compile=False).passes
+    passes.device, passes.on_cuda = torch.device("cuda:1"), True
+    assert passes.run((), lambda: current[-1]) == torch.device("cuda:1")
     assert current == [torch.device("cuda:0")]
 
 

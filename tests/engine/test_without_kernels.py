@@ -5,11 +5,10 @@ import pytest
 from helpers.decoding import load
 
 from common.errors import InputError
-from engine import costs
-from engine.api import load_target
-from engine.calibration import TEMPERATURES, Calibration
+from engine.autotune import TEMPERATURES, Calibration, Times
 from engine.own_text import own_text
 from engine.runtime import Runtime
+from engine.target import load_target
 from kernels import build, cpu
 from tree import TreeShape
 
@@ -82,11 +81,14 @@ def test_trees_or_plain_decoding_are_chosen_there_too(golden, tmp_path, monkeypa
     shape = TreeShape(2, 0, 1)
     tau = {shape: 1 + share}
     Calibration(dict.fromkeys(TEMPERATURES, tau), (1.0,)).write(tmp_path / "t/eagle3")
-    monkeypatch.setattr(costs, "measure", lambda *_: flat)
-    flat = costs.Costs(*({costs.SHORT: {1: t, 2: t}} for t in (0.010, 0.001, 0.001)))
-    model = load(tmp_path / "t", "eagle3", compile=False)
-    text = model.generate("Hello", max_new_tokens=24)
-    assert (shape.name in model.decoder.trees_taken()) == expected
+    times = {None: 0.010, shape: 0.012}
+    monkeypatch.setattr(Times, "of", lambda self, count, noisy, shapes, context: (
+        {shape: times[shape] for shape in shapes}, set()
+    ))
+    llm = load(tmp_path / "t", "eagle3", compile=False)
+    llm.engine.warm_up()
+    text = llm.generate("Hello", max_new_tokens=24)
+    assert (shape.name in text.trees) == expected
     assert text.ids == load(golden, compile=False).generate("Hello", max_new_tokens=24).ids
 
 

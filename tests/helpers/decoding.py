@@ -6,31 +6,30 @@ import torch
 from safetensors import safe_open
 
 from drafters.eagle import Eagle
-from engine.api import Drafting, load_target
-from engine.decoder import Decoder
-from engine.run import Run
+from engine.engine import Engine
+from engine.request import Draft
 from engine.runtime import Runtime
+from engine.target import Drafting
 from helpers.statistics import chi_square, chi_square_limit
+from llm import LLM
 from sampling.options import Sampling
-from tree import TreeShape
+from tree import TreeShape, link
 
 
-def load(
-    checkpoint, method="none", *, compile=True, kernels=True, device=None, dtype=None, batch=1,
-    max_seq_len=None, say=None, **drafting
-):
-    """A `TextDecoder` in one call."""
-    target = load_target(checkpoint, Runtime(device, dtype, compile, kernels), say)
-    return target.decoder(Drafting(method, **drafting), batch=batch, max_seq_len=max_seq_len)
+def load(checkpoint, method="none", *, batch=1, max_seq_len=None, say=lambda line: None, **options) -> LLM:
+    """An `LLM` in one call. options: fields of `Runtime` and `Drafting`."""
+    runtime = {k: v for k, v in options.items() if k in Runtime.__dataclass_fields__}
+    drafting = Drafting(method, **{k: v for k, v in options.items() if k not in runtime})
+    return LLM(checkpoint, drafting, batch_size=batch, max_seq_len=max_seq_len, say=say, **runtime)
 
 
-def speculative(models, shape, coupled=True, **options) -> Decoder:
+def speculative(models, shape, coupled=True, **options) -> Engine:
     target, head = models
-    return Decoder(target, Eagle(head, shape, coupled), **{"max_seq_len": 300, "compile": False, **options})
+    return Engine(target, Eagle(head, shape, coupled), **{"max_seq_len": 300, "compile": False, **options})
 
 
-def plain(models, **options) -> Decoder:
-    return Decoder(models[0], **{"max_seq_len": 300, "compile": False, **options})
+def plain(models, **options) -> Engine:
+    return Engine(models[0], **{"max_seq_len": 300, "compile": False, **options})
 
 
 def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 40) -> list[list[int]]:
@@ -39,41 +38,41 @@ def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 40) -> 
     return [torch.randint(32, 127, (n,), generator=g).tolist() for n in lengths]
 
 
-def ids(decoder: Decoder, texts, sampling) -> list[list[int]]:
-    return [o.ids for o in decoder.generate(texts, sampling)]
+def ids(engine: Engine, texts, sampling) -> list[list[int]]:
+    return [request.ids for request in engine.generate(texts, sampling)]
 
 
-def replay(decoder: Decoder, path: Path) -> None:
+def drafts(engine: Engine, prompt: list[int], sampling: Sampling = Sampling()) -> list[Draft]:
+    """The tree of every step of one request."""
+    return [e.draft for e in engine.run([prompt], [sampling], [], watch=True) if e.draft]
+
+
+def replay(engine: Engine, path: Path) -> None:
     """Decode the trace's prompt and compare every step node for node."""
     with safe_open(path, "pt") as f:
         trace = {k: f.get_tensor(k) for k in f.keys()}  # noqa: SIM118
     steps = len({k.split(".")[0] for k in trace if "." in k})
-    committed = trace["prompt"].flatten().tolist()
-    seen = []
-    with decoder.observe(lambda tree, path: seen.append((tree, path))):
-        check_steps(decoder, trace, committed, seen, steps)
-
-
-def check_steps(decoder: Decoder, trace: dict, committed: list[int], seen: list, steps: int) -> None:
-    run = Run(decoder, [committed], Sampling(max_new_tokens=200))
-    known, emissions = list(committed), iter(run)
-    while len(seen) < steps:
-        before = list(known)
-        known += next(emissions)[0]
-        if not seen:
-            continue  # prefill
-        n = len(seen) - 1
-        tree, path = seen[n]
-        assert before == trace[f"{n:03d}.input_ids"].flatten().tolist()
-        assert torch.equal(tree.tokens[0], trace[f"{n:03d}.draft_tokens"].flatten())
-        assert torch.equal(tree.ancestors[0], trace[f"{n:03d}.tree_mask"].bool())
-        assert torch.equal(tree.depth[0], trace[f"{n:03d}.depth"].flatten())
-        # The accepted path is the one the reference committed, read off its next step or its output.
-        after = trace.get(f"{n + 1:03d}.input_ids", trace["output_ids"]).flatten().tolist()
-        took = tree.tokens[0, path[0, : len(known) - len(before)]].tolist()
-        if len(after) > len(before):
-            assert took == after[len(before) - 1 :][: len(took)]
-    assert known[: len(trace["output_ids"].flatten())] == trace["output_ids"].flatten().tolist()
+    known = trace["prompt"].flatten().tolist()
+    n = 0
+    for event in engine.run([list(known)], [Sampling(max_new_tokens=200)], [], watch=True):
+        if event.draft:
+            draft, parent = event.draft, torch.tensor([event.draft.parent])
+            depth, ancestors = link(parent, parent.shape[1])
+            assert known == trace[f"{n:03d}.input_ids"].flatten().tolist()
+            assert draft.tokens == trace[f"{n:03d}.draft_tokens"].flatten().tolist()
+            assert torch.equal(ancestors[0], trace[f"{n:03d}.tree_mask"].bool())
+            assert torch.equal(depth[0], trace[f"{n:03d}.depth"].flatten())
+            # The accepted path is the one the reference committed, read off its next step or its output.
+            after = trace.get(f"{n + 1:03d}.input_ids", trace["output_ids"]).flatten().tolist()
+            took = [draft.tokens[node] for node in draft.path[: len(event.ids)]]
+            if len(after) > len(known):
+                assert took == after[len(known) - 1 :][: len(took)]
+            n += 1
+        known += event.ids
+        if n == steps:
+            break
+    output = trace["output_ids"].flatten().tolist()
+    assert n == steps and known[: len(output)] == output
 
 
 def shape_of(path: Path) -> TreeShape:
@@ -83,7 +82,7 @@ def shape_of(path: Path) -> TreeShape:
 
 
 def check_distribution(
-    target, decoder: Decoder, batches: int = 16, tokens: int = 2, temperature: float = 0.8
+    target, engine: Engine, batches: int = 16, tokens: int = 2, temperature: float = 0.8
 ) -> None:
     """Each of the first tokens after 256 seeds a batch, given those before it, against the target's exact
     probabilities: one chi-square per position over all beginnings that are common enough, each at 1e-6.
@@ -92,7 +91,7 @@ def check_distribution(
     rows = []
     for i in range(batches):
         rows += ids(
-            decoder, [prompt] * B,
+            engine, [prompt] * B,
             [Sampling(tokens + 1, temperature=temperature, seed=i * B + j) for j in range(B)]
         )
     rows = torch.tensor(rows)

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tokens.guard import GUARD
-
 # Calls into C that change what is on the disk; of our own, the exchange of two folders is one.
 CALLS = {
     "write", "writelines", "flush", "close", "truncate", "replace", "rename", "fsync", "link", "symlink",
@@ -68,8 +66,6 @@ def _killed_at(count: int, action: Callable[[], object], each: int) -> str | Non
                 os.kill(os.getpid(), signal.SIGKILL)
 
         tqdm.set_lock(threading.RLock())  # its own is shared by forks, and a killed one never gives it back
-        # The parent, which waits, lends its process for tokenizers: another one takes longer than the rest.
-        GUARD._owner = os.getpid()
         signal.alarm(60)
         try:
             sys.setprofile(watch)

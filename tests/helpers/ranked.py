@@ -18,7 +18,7 @@ from drafters.base import Drafter
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
 from engine.compiling import compile_graph
-from engine.decoder import Decoder
+from engine.engine import Engine
 from helpers.drafters import NAMES, make_drafter
 from kernels.float8 import Float8Cache
 from kernels.ranks import Ranks, joined
@@ -44,8 +44,8 @@ def texts(
     target: Transformer, drafter: Drafter | None, tokens: int = TOKENS, **sampling
 ) -> list[list[int]]:
     """What a target goes on with after each of the prompts."""
-    decoder = Decoder(target, drafter, batch=2, max_seq_len=80, compile=False)
-    return [output.ids for output in decoder.generate(PROMPTS, Sampling(tokens, **sampling))]
+    engine = Engine(target, drafter, batch=2, max_seq_len=80, compile=False)
+    return [request.ids for request in engine.generate(PROMPTS, Sampling(tokens, **sampling))]
 
 
 def of_family(folder: Path, ranks: Ranks | None) -> dict[str, list]:
@@ -139,14 +139,12 @@ def of_traced(folder: Path, ranks: Ranks | None) -> dict[str, list]:
         found.append([called[f"_c10d_functional.{name}"] for name in ("all_gather_into_tensor", "broadcast")])
         return graph
 
-    class Traced(Decoder):
-        def function(self, function, what):
-            return compile_graph(function, backend=count)
-
     target, _ = load_model(folder, ranks=ranks)
     drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
-    decoder = Traced(target, drafter, batch=2, max_seq_len=80, compile=False)
-    text = [output.ids for output in decoder.generate(PROMPTS, Sampling(TOKENS))]
+    engine = Engine(target, drafter, batch=2, max_seq_len=80, compile=False, counts=(2,))
+    for name in ("_step", "_prefill"):
+        setattr(engine.passes, name, compile_graph(getattr(engine.passes, name), backend=count))
+    text = [request.ids for request in engine.generate(PROMPTS, Sampling(TOKENS))]
     return {"text": text, "exchanges": [list(pair) for pair in sorted(set(map(tuple, found)))]}
 
 

@@ -8,8 +8,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
+from tokens.backends import byte_alphabet
 from tokens.gguf_tokenizer import WordRule
-from tokens.spelling import byte_alphabet
 from tokens.tokenizer import Tokenizer, copy_files
 
 CORPUS = [
@@ -73,6 +73,17 @@ def sentencepiece_library(folder: Path):
     """The tokenizer.model of a folder as the `sentencepiece` library reads it."""
     library = pytest.importorskip("sentencepiece")
     return library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+
+
+def changed_json(source: Path, folder: Path, *added: dict, **changes) -> Path:
+    """Copy a tokenizer to an empty folder, with more added tokens and other values in its tokenizer.json."""
+    copy_files(source, folder)
+    content = json.loads((folder / "tokenizer.json").read_text()) | changes
+    like = content["added_tokens"][0]
+    first = max(1 + max(token["id"] for token in content["added_tokens"]), len(content["model"]["vocab"]))
+    content["added_tokens"] += [{**like, "id": first + i, **token} for i, token in enumerate(added)]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
 
 
 def with_template(source: Path, folder: Path, template: str) -> Tokenizer:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.tokenizers import CHATML, CORPUS, LLAMA2, train_bpe
+from helpers.tokenizers import CHATML, CORPUS, LLAMA2, train_bpe, write_byte_tokenizer
 from tokenizers import processors
 
 from tokens.gguf_tokenizer import WORD_RULES
+from tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -26,6 +27,14 @@ def bpe(tmp_path_factory) -> Path:
     config = {"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|im_end|>", "chat_template": CHATML}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory) -> Tokenizer:
+    """A tokenizer whose ids 0 to 255 are bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return Tokenizer.load(folder)
 
 
 @pytest.fixture(scope="session")

@@ -6,118 +6,124 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens import dataset
-from tokens.dataset import read_chats, read_conversations, read_prompts, read_questions, read_turns
+from tokens.dataset import (
+    check_dataset,
+    read_chats,
+    read_conversations,
+    read_openings,
+    read_prompts,
+    read_questions,
+    read_rows,
+    read_turns,
+    row_texts,
+)
 
 
-def test_prompt_files_of_every_kind(tmp_path):
-    file = tmp_path / "p.jsonl"
-    file.write_text(
-        '{"turns": ["a", "b"]}\n{"prompt": "c\\u2028d"}\n\n'
-        '{"conversations": [{"from": "human", "value": "e"}, {"from": "gpt", "value": "x"},'
-        ' {"from": "human", "value": "g"}]}\n'
-        '{"messages": [{"role": "system", "content": "s"},'
-        ' {"role": "user", "content": [{"type": "text", "text": "f"}]}]}\n'
+def said(*messages: str) -> list[dict]:
+    """Messages of ("role: content")."""
+    return [dict(zip(("role", "content"), message.split(": "))) for message in messages]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Write rows, or a text, to a file, and return its path."""
+    def write_rows(*rows: dict | str):
+        file = tmp_path / "rows.jsonl"
+        file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        return file
+    return write_rows
+
+
+TALK = [{"from": "human", "value": "e"}, {"from": "gpt", "value": "x"}, {"from": "human", "value": "g"}]
+
+
+def test_prompt_files_of_every_kind(write):
+    parts = [{"type": "text", "text": "f"}]
+    file = write(
+        {"turns": ["a", "b"]}, '{"prompt": "c\\u2028d"}\n', {"conversations": TALK},
+        {"messages": [*said("system: s"), {"role": "user", "content": parts}]},
     )
     assert read_turns(file) == [["a", "b"], ["c\u2028d"], ["e", "g"], ["f"]]
     assert read_prompts(file) == ["a", "c\u2028d", "e", "f"]
-    file.write_text('[{"prompt": "a"},\n {"prompt": "b"}]')
-    assert read_prompts(file) == ["a", "b"]
-    for bad, words in (
-        ("{}\n", "line 1"), ('{"turns": ["a"]}\n{"turns": [3]}\n', "line 2: no user turns"),
-        ('{"prompt": 3}', "line 1: no user turns"), ('{"turns": []}', "line 1: no user turns"),
-        ("x\n", "line 1 is no JSON object"), ("", "no prompts"), ("[1]", "entry 1 is no JSON object"),
-        ('{"messages": ["hello"]}', "line 1: a message is no JSON object"),
-        ('[{"prompt": "a"}', "JSON array"),
-        ('{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
-        ('{"text": "just a text"}', "line 1"),
-        ('{"messages": [{"role": ["user"], "content": "x"}]}', "unknown role"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "no prompts"),
-        ('{"prompt": ' + "9" * 5000 + "}", "line 1"),
-        ('{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}', "no prompts"),
-    ):
-        file.write_text(bad)
-        with pytest.raises(InputError, match=words):
-            read_prompts(file)
+    assert read_prompts(write('[{"prompt": "a"},\n {"prompt": "b"}]')) == ["a", "b"]
 
 
-def test_conversation_files(tmp_path):
-    file = tmp_path / "c.json"
-    share = [
-        {"id": "1", "conversations": [
-            {"from": "gpt", "value": "cut"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "r"},
-        ]},
-        {"id": "2", "conversations": [{"from": "human", "value": "unanswered"}]},
-        {"id": "3", "conversations": [
-            {"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "r"},
-            {"from": "human", "value": "t"},
-        ]},
-    ]
-    file.write_text(json.dumps(share))
-    roles = [[m["role"] for m in messages] for messages in read_conversations(file)]
-    assert roles == [["user", "assistant"], ["system", "user", "assistant"]]
-    unanswered = json.dumps(share[1])
-    for bad, words in (
-        ('{"prompt": "a"}', "no conversation"), (unanswered, "no conversation with an"),
-        ("", "no conversation with")
-    ):
-        file.write_text(bad)
-        with pytest.raises(InputError, match=words):
-            read_conversations(file)
-
-
-def test_rows_without_talk_are_left_out_and_counted(tmp_path):
-    file, lines = tmp_path / "c.jsonl", []
-    file.write_text(
-        '{"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "y"}]}\n'
-        '{"messages": [{"role": "assistant", "content": "z"}]}\n'
-        '{"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "q"},'
-        ' {"role": "developer", "content": "b"}, {"role": "assistant", "content": "r"}]}\n'
-    )
-    system, question = {"role": "system", "content": "a\n\nb"}, {"role": "user", "content": "q"}
-    assert read_chats(file, lines.append) == [[system, question]]
-    answer = {"role": "assistant", "content": "r"}
-    assert read_conversations(file, lines.append) == [[system, question, answer]]
-    assert lines == [
-        f"{file}: 2 rows are left out: no user speaks, or there are tools or images",
-        f"{file}: 2 rows are left out: no user turn with an answer, or tools or images",
-    ]
-
-
-def test_questions_get_an_id_and_a_category(tmp_path):
-    file = tmp_path / "question.jsonl"
-    rows = [
-        {"question_id": 81, "category": "writing", "turns": ["a", "b"]}, {"prompt": "c"},
-        {"question_id": 2.5, "prompt": "d"},
-    ]
-    file.write_text("\n".join(map(json.dumps, rows)))
-    assert read_questions(file) == [
-        {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
-        {"question_id": 1, "category": "", "turns": ["c"]},
-        {"question_id": "2.5", "category": "", "turns": ["d"]},
-    ]
-    file.write_text('{"prompt": "a"}\n{"messages": [{"role": "assistant", "content": "b"}]}')
-    with pytest.raises(InputError, match="1 rows hold no question"):
-        read_questions(file)
-
-
-def test_all_texts_of_a_row():
-    talk = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
-    for row, texts in (
-        ({"text": "t", "prompt": "p"}, ["t"]),
-        ({"prompt": "p", "completion": "c", "output": "o", "answer": 7}, ["p", "c", "o"]),
-        ({"turns": ["a", 1, "b"], "response": "r"}, ["a", "b", "r"]),
-        ({"turns": "no list", "response": "r"}, ["r"]),
-        ({"prompt": "p", "conversations": talk}, ["a", "b"]),
-        ({"messages": [{"role": "tool", "content": "x"}]}, []),
-    ):
-        assert dataset.row_texts("row", row) == texts
-    with pytest.raises(InputError, match="row: no conversation"):
-        dataset.row_texts("row", {"title": "x"})
+@pytest.mark.parametrize("read, row, words", [
+    (read_prompts, "{}\n", "line 1: no conversation"),
+    (read_prompts, '{"turns": ["a"]}\n{"turns": [3]}\n', "line 2: no user turns"),
+    (read_prompts, '{"prompt": 3}', "line 1: no user turns"),
+    (read_prompts, '{"turns": []}', "line 1: no user turns"),
+    (read_prompts, "x\n", "line 1 is no JSON object"), (read_prompts, "", "holds no prompts"),
+    (read_prompts, "[1]", "entry 1 is no JSON object"),
+    (read_prompts, '[{"prompt": "a"}', "begins like a JSON array"),
+    (read_prompts, '{"messages": ["hello"]}', "line 1: a message is no JSON object"),
+    (read_prompts, '{"messages": [{"role": "robot", "content": "x"}]}', "unknown role 'robot'"),
+    (read_prompts, '{"messages": [{"role": ["user"], "content": "x"}]}', "unknown role"),
+    (read_prompts, '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "holds no prompts"),
+    (read_prompts, '{"messages": [{"role": "tool", "content": "x"}]}', "holds no prompts"),
+    (read_prompts, '{"prompt": ' + "9" * 5000 + "}", "line 1 is no JSON object"),
+    (read_prompts, '{"prompt": "\\ud800"}', "line 1: holds \\\\ud800, half of a character"),
+    (read_conversations, '{"prompt": "a"}', "line 1: no conversation"),
+    (read_conversations, '{"conversations": [{"from": "human", "value": "x"}]}', "no conversation with an"),
+    (read_conversations, "", "no conversation with an assistant's answer"),
+    (read_questions, '{"prompt": "a"}\n{"messages": []}', "1 rows hold no question"),
+    (read_openings, "\n \n", "holds no lines"),
+])
+def test_mistakes_are_named(write, read, row, words):
+    file = write(row)
+    with pytest.raises(InputError, match=words):
+        read(file)
+    with pytest.raises(InputError, match=f"^--text {file}.*{words}"):
+        check_dataset("--text", file, read)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\xff")
     for file in (tmp_path / "none.jsonl", tmp_path, tmp_path / "binary.jsonl"):
         with pytest.raises(InputError, match=r"cannot be read|no such file|is a folder"):
-            list(dataset.read_rows(file))
+            list(read_rows(file))
+
+
+def test_conversations_end_with_an_answer(write):
+    cut = [{"from": "gpt", "value": "cut"}]
+    rows = [{"conversations": talk} for talk in (
+        cut + TALK[:2], TALK[:1], [{"from": "system", "value": "s"}, *TALK],
+    )]
+    expected = [said("user: e", "assistant: x"), said("system: s", "user: e", "assistant: x")]
+    assert read_conversations(write(json.dumps(rows))) == expected
+
+
+def test_rows_without_talk_are_left_out_and_counted(write):
+    lines, file = [], write(*({"messages": messages} for messages in (
+        said("tool: x", "user: y"), said("assistant: z"),
+        said("system: a", "user: q", "developer: b", "assistant: r"),
+    )))
+    asked = said("system: a\n\nb", "user: q")
+    assert read_chats(file, lines.append) == [asked]
+    assert read_conversations(file, lines.append) == [[*asked, *said("assistant: r")]]
+    assert lines == [
+        f"{file}: 2 rows are left out: no user speaks, or there are tools or images",
+        f"{file}: 2 rows are left out: no user turn with an answer, or tools or images",
+    ]
+
+
+def test_questions_get_an_id_and_a_category(write):
+    first = {"question_id": 81, "category": "writing", "turns": ["a", "b"]}
+    assert read_questions(write(first, {"prompt": "c"}, {"question_id": 2.5, "prompt": "d"})) == [
+        first, {"question_id": 1, "category": "", "turns": ["c"]},
+        {"question_id": "2.5", "category": "", "turns": ["d"]},
+    ]
+
+
+@pytest.mark.parametrize("row, texts", [
+    ({"text": "t", "prompt": "p"}, ["t"]),
+    ({"prompt": "p", "completion": "c", "output": "o", "answer": 7}, ["p", "c", "o"]),
+    ({"turns": ["a", 1, "b"], "response": "r"}, ["a", "b", "r"]),
+    ({"turns": "no list", "response": "r"}, ["r"]),
+    ({"prompt": "p", "conversations": TALK}, ["e", "x", "g"]),
+    ({"messages": said("tool: x")}, []),
+])
+def test_all_texts_of_a_row(row, texts):
+    assert row_texts("row", row) == texts
+    with pytest.raises(InputError, match="row: no conversation"):
+        row_texts("row", {"title": "x"})

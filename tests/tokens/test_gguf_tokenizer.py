@@ -9,9 +9,9 @@ from helpers.tokenizers import CHATML, CORPUS, LLAMA2, json_library, sentencepie
 from tokenizers import pre_tokenizers
 
 from common.errors import InputError
-from tokens.gguf_tokenizer import WORD_RULES
-from tokens.spelling import byte_alphabet
-from tokens.tokenizer import Tokenizer, from_gguf
+from tokens.backends import byte_alphabet
+from tokens.gguf_tokenizer import WORD_RULES, from_gguf
+from tokens.tokenizer import Tokenizer
 
 
 def gguf_fields(model: tokenizers.Tokenizer, pre: str) -> dict:
@@ -28,7 +28,7 @@ def gguf_fields(model: tokenizers.Tokenizer, pre: str) -> dict:
 
 
 @pytest.mark.parametrize("pre", WORD_RULES)
-def test_gguf_bpe_encodes_as_the_original(pre, tmp_path):
+def test_bpe_encodes_as_the_original(pre, tmp_path):
     rule = WORD_RULES[pre]
     model = train_bpe(rule)
     from_gguf(gguf_fields(model, pre), tmp_path)
@@ -43,16 +43,14 @@ def test_gguf_bpe_encodes_as_the_original(pre, tmp_path):
     assert len(thought) == 1 and tok.decode(thought) == "</think>"  # user-defined: matched in text, and shown
 
 
-def test_gguf_llama3_takes_a_known_word_in_one_piece_whatever_the_merges(tmp_path):
-    for pre in ("llama-bpe", "qwen2"):
-        fields = gguf_fields(train_bpe(WORD_RULES[pre]), pre)
-        merges = fields["tokenizer.ggml.merges"]
-        longest = max((m for m in merges if m.replace(" ", "").isalpha() and m.isascii()), key=len)
-        merges.remove(longest)
-        from_gguf(fields, tmp_path)
-        word = longest.replace(" ", "")
-        tok = Tokenizer.load(tmp_path)
-        assert len(tok.encode(word, bos=False)) == (1 if pre == "llama-bpe" else 2)
+@pytest.mark.parametrize("pre, pieces", [("llama-bpe", 1), ("qwen2", 2)])
+def test_llama3_takes_a_known_word_in_one_piece_whatever_the_merges(pre, pieces, tmp_path):
+    fields = gguf_fields(train_bpe(WORD_RULES[pre]), pre)
+    merges = fields["tokenizer.ggml.merges"]
+    longest = max((m for m in merges if m.replace(" ", "").isalpha() and m.isascii()), key=len)
+    merges.remove(longest)
+    from_gguf(fields, tmp_path)
+    assert len(Tokenizer.load(tmp_path).encode(longest.replace(" ", ""), bos=False)) == pieces
 
 
 @pytest.mark.parametrize("pre, words", [
@@ -65,63 +63,56 @@ def test_gguf_llama3_takes_a_known_word_in_one_piece_whatever_the_merges(tmp_pat
     # Its punctuation is written ":-~". This takes in the ASCII letters and so parts them from accented ones.
     ("deepseek-llm", ["ab", " ", "1", "2", "\n", "\n", "n", "é", " жук", ",", " x", "中文", "ש", " a", "  "]),
 ])
-def test_gguf_splits_words_as_each_family_does(pre, words):
+def test_words_are_split_as_each_family_does(pre, words):
     """Written down by hand from the families' rules, so that an edited pattern shows."""
     spell = {b: c for c, b in byte_alphabet().items()}
     cut = pre_tokenizers.Sequence(WORD_RULES[pre].steps).pre_tokenize_str("".join(words))
     assert [word for word, _ in cut] == ["".join(spell[b] for b in word.encode()) for word in words]
 
 
-def test_gguf_bpe_bos_follows_the_metadata(tmp_path):
-    for pre, setting in (("smollm", True), ("llama-bpe", False)):
-        fields = {**gguf_fields(train_bpe(WORD_RULES[pre]), pre), "tokenizer.ggml.add_bos_token": setting}
-        from_gguf(fields, tmp_path)
-        assert (Tokenizer.load(tmp_path).encode("fox")[0] == 0) is setting
-        assert (json_library(tmp_path).encode("fox").ids[0] == 0) is setting
+@pytest.mark.parametrize("pre, setting", [("smollm", True), ("llama-bpe", False)])
+def test_bos_follows_the_metadata(pre, setting, tmp_path):
+    fields = gguf_fields(train_bpe(WORD_RULES[pre]), pre)
+    from_gguf(fields | {"tokenizer.ggml.add_bos_token": setting}, tmp_path)
+    assert (Tokenizer.load(tmp_path).encode("fox")[0] == 0) is setting
+    assert (json_library(tmp_path).encode("fox").ids[0] == 0) is setting
 
 
-@pytest.mark.parametrize("prefix", [None, False])
-def test_gguf_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
+@pytest.mark.parametrize("prefix", [{}, {"tokenizer.ggml.add_space_prefix": False}], ids=("space", "none"))
+def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
     library = sentencepiece_library(sp)
     kind = dict.fromkeys(range(library.get_piece_size()), 1) | {0: 2, 1: 3, 2: 3}
     kind |= {i: 6 for i in kind if library.is_byte(i)} | {library.piece_to_id("<sep>"): 4}
-    fields = {
-        "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [library.id_to_piece(i) for i in kind],
+    from_gguf({
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [library.id_to_piece(i) for i in kind],
         "tokenizer.ggml.scores": [library.get_score(i) for i in kind],
-        "tokenizer.ggml.token_type": list(kind.values()),
-        "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
-        "tokenizer.ggml.unknown_token_id": 0,
-        "tokenizer.chat_template": LLAMA2,
-    }
-    if prefix is not None:
-        fields["tokenizer.ggml.add_space_prefix"] = prefix
-    from_gguf(fields, tmp_path)
+        "tokenizer.ggml.token_type": list(kind.values()), "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.chat_template": LLAMA2, **prefix,
+    }, tmp_path)
     tok = Tokenizer.load(tmp_path)
     for text in (*CORPUS, "a<sep>b <s>"):
-        if prefix is None:
+        if not prefix:
             assert tok.encode(text) == [1, *library.encode(text)]
         assert tok.decode(tok.encode(text)) == text
-    assert tok.strips_space is (prefix is None)
+    assert tok.strips_space is (not prefix)
     assert tok.chat([{"role": "user", "content": "hi</s>"}]).count(1) == 1
 
 
-def test_gguf_refusals_say_what_to_do(tmp_path):
-    good = gguf_fields(train_bpe(WORD_RULES["gpt-2"]), "gpt-2")
-    merge = {"tokenizer.ggml.merges": ["no such"]}
-    for change in ({"tokenizer.ggml.pre": "viking"}, {"tokenizer.ggml.model": "bert"}, merge):
-        with pytest.raises(InputError, match="convert the Hugging Face folder") as e:
-            from_gguf({**good, **change}, tmp_path)
-        assert "\n" not in str(e.value)
-    with pytest.raises(InputError, match="viking"):
-        from_gguf({**good, "tokenizer.ggml.pre": "viking"}, tmp_path)
-    with pytest.raises(InputError, match="convert the Hugging Face folder"):
-        from_gguf({k: v for k, v in good.items() if not k.endswith("tokens")}, tmp_path)
-
-
-def test_gguf_repeated_tokens_are_refused(tmp_path):
+@pytest.mark.parametrize("change, words", [
+    ({"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not known"),
+    ({"model": "bert"}, "tokenizer model 'bert' is not supported"),
+    ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
+    ({"merges": ["no such"]}, "cannot be rebuilt"), ({"merges": ["abc"]}, "cannot be rebuilt"),
+    ({"tokens": None}, "tokenizer.ggml.tokens is missing; expected a list"),
+    ({"token_type": [1]}, r"token_type is \[1\]; expected a list of [\d,]+, as many as there are tokens"),
+    ({"eos_token_id": 10**6}, "tokenizer.ggml.eos_token_id is 1000000; expected an id below"),
+    ({"tokens": ["a", "b", "a"], "merges": [], "token_type": [1] * 3}, "has repeated tokens"),
+])
+def test_refusals_say_what_to_do(tmp_path, change, words):
     fields = gguf_fields(train_bpe(WORD_RULES["gpt-2"]), "gpt-2")
-    fields["tokenizer.ggml.tokens"].append(fields["tokenizer.ggml.tokens"][-3])
-    fields["tokenizer.ggml.token_type"].append(1)
-    with pytest.raises(InputError, match=r"repeated tokens .* convert the Hugging Face folder"):
-        from_gguf(fields, tmp_path)
+    fields |= {f"tokenizer.ggml.{key}": value for key, value in change.items()}
+    fields = {key: value for key, value in fields.items() if value is not None}
+    with pytest.raises(InputError, match=f"^m.gguf: .*{words}.*; convert the Hugging Face folder") as e:
+        from_gguf(fields, tmp_path / "out", "m.gguf")
+    assert str(e.value).isprintable() and str(tmp_path) not in str(e.value)

@@ -4,11 +4,9 @@ import random
 
 import numpy as np
 import pytest
-from helpers.tokenizers import write_byte_tokenizer
 
 from common.errors import InputError
 from tokens.grammar import Grammars
-from tokens.tokenizer import Tokenizer
 
 SCHEMA = json.dumps({
     "type": "object", "additionalProperties": False, "required": ["a"],
@@ -18,12 +16,9 @@ OUTPUTS = [b'{"a": 1}', b'{"a":12}', b'{ "a": "x" }', b'{"a":\n1 }']
 
 
 @pytest.fixture(scope="module")
-def grammars(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-    tokenizer = Tokenizer.load(folder)
-    stop = next(iter(tokenizer.control.values()))
-    return Grammars(tokenizer, 259, [stop]), stop
+def grammars(byte_tokenizer):
+    stop = next(iter(byte_tokenizer.control.values()))
+    return Grammars(byte_tokenizer, 259, [stop]), stop
 
 
 def masks(guide, tokens: list[int], parent: list[int]) -> np.ndarray:
@@ -79,7 +74,12 @@ def test_after_a_mistake_it_says_so(grammars):
     assert "cannot be followed" in guide.error and "\n" not in guide.error
 
 
-def test_a_schema_that_nothing_can_follow(grammars):
-    """It compiles, and fails at the first mask: that is said before anything is decoded."""
-    with pytest.raises(InputError, match="the JSON schema cannot be followed"):
-        grammars[0].guide('{"$ref": "#"}')
+@pytest.mark.parametrize("schema, words", [
+    ('{"$ref": "#"}', "cannot be followed"),  # compiles, and fails at the first mask
+    ('{"type": "no such type"}', "cannot be used"), ("{", "cannot be used"),
+    ('{"description": "' + "x" * (1 << 16) + '"}', r"has 65,\d+ characters, at most 65,536"),
+])
+def test_a_schema_that_nothing_can_follow(grammars, schema, words):
+    with pytest.raises(InputError, match=f"the JSON schema {words}") as e:
+        grammars[0].guide(schema)
+    assert str(e.value).isprintable()

@@ -1,19 +1,20 @@
-"""The tokenizer: encoding and decoding equal the libraries', and streams equal decoding."""
+"""The tokenizer: encoding and decoding equal the libraries', streams equal decoding, damage is one line."""
 from __future__ import annotations
 
 import json
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import tokenizers
 from helpers import ROOT
-from helpers.tokenizers import CORPUS, json_library, sentencepiece_library, train_bpe
+from helpers.tokenizers import CORPUS, changed_json, json_library, sentencepiece_library
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from common.errors import InputError
-from tokens.gguf_tokenizer import WORD_RULES
-from tokens.tokenizer import Tokenizer, copy_files
+from tokens.tokenizer import Tokenizer, TooLong, copy_files
 
 # ---- encoding equals the libraries ----
 
@@ -24,20 +25,18 @@ def test_json_encodes_as_the_library(bpe):
         assert tok.encode(text) == library.encode(text).ids
         assert tok.encode(text, bos=False) == library.encode(text, add_special_tokens=False).ids
     rendered = "<|im_start|>user\n 12  <|im_end|>\n" + CORPUS[3] + "<|im_end|><|endoftext|>"
-    ids = library.encode(rendered, add_special_tokens=False).ids
-    assert tok.encode(rendered, bos=False, special=True) == ids
-    ids = library.encode("<|endoftext|>x", add_special_tokens=False).ids
-    assert tok.encode("<|endoftext|>x", special=True) == ids
-    assert tok.encode("x", special=True)[0] == 0
+    for text in (rendered, "<|endoftext|>x"):
+        expected = library.encode(text, add_special_tokens=False).ids
+        assert tok.encode(text, bos=False, special=True) == expected
+    assert tok.encode("<|endoftext|>x", special=True) == expected and tok.encode("x", special=True)[0] == 0
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, first):
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, scheme):
     """Metaspace treats the first piece of a text and those after control tokens differently, and flags of
     added tokens eat spaces.
     """
     model = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
-    scheme = "first" if first else "always"
     model.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     model.decoder = decoders.Sequence(steps)
@@ -62,6 +61,25 @@ def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, first):
         assert tok.decode(tok.encode(text)) == text == model.decode(tok.encode(text))
 
 
+@pytest.mark.parametrize("gap", [0, 1000, 10**5])
+def test_json_with_gaps_among_its_ids_encodes_as_the_library(bpe, tmp_path, gap):
+    content = json.loads((bpe / "tokenizer.json").read_text())
+    model, added = content["model"], [t for t in content["added_tokens"] if t["special"]]
+    moved = [token for token in model["vocab"] if token.isalpha() and token.isascii() and len(token) > 1][:4]
+    model["vocab"] |= {token: 600 + gap + i for i, token in enumerate(moved)}
+    folder = changed_json(bpe, tmp_path, model=model, added_tokens=added)
+    if gap == 10**5:
+        with pytest.raises(InputError, match="600 tokens have ids up to 100,603; expected at most 65,536"):
+            Tokenizer.load(folder)
+        return
+    tok, library = Tokenizer.load(folder), json_library(folder)
+    assert tok.highest == 603 + gap and tok.vocab_size == 600
+    for text in moved:
+        ids = tok.encode(text, bos=False)
+        assert ids == library.encode(text, add_special_tokens=False).ids == [model["vocab"][text]]
+        assert tok.decode(ids) == text
+
+
 def test_sentencepiece_encodes_as_the_library(sp):
     tok, library = Tokenizer.load(sp), sentencepiece_library(sp)
     assert (tok.vocab_size, tok.bos_id) == (522, 1)
@@ -73,34 +91,74 @@ def test_sentencepiece_encodes_as_the_library(sp):
     assert tok.encode(text, special=True) == pieces
 
 
+def with_settings(folder, copy, **settings) -> Tokenizer:
+    copy_files(folder, copy)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(config | settings))
+    return Tokenizer.load(copy)
+
+
 def test_sentencepiece_without_legacy_puts_no_space_after_control_tokens(sp, tmp_path):
-    copy_files(sp, tmp_path)
-    config = json.loads((sp / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "legacy": False}))
-    tok, legacy = Tokenizer.load(tmp_path), Tokenizer.load(sp)
-    first, rest = tok.encode("fox</s>fox", special=True)[1:], legacy.encode("fox</s>fox", special=True)[1:]
-    assert first[: first.index(2)] == rest[: rest.index(2)] == sentencepiece_library(sp).encode("fox")
-    assert rest[rest.index(2) + 1 :] == sentencepiece_library(sp).encode("fox")
-    assert legacy.decode(first[first.index(2) + 1 :]) == "fox"
-    assert tok.decode([2, *first[first.index(2) :]]) == "fox"
-    assert not sentencepiece_library(sp).id_to_piece(first[first.index(2) + 1]).startswith("▁")
-
-
-def test_lone_surrogates_do_not_raise(bpe, sp):
-    for folder in (bpe, sp):
-        assert Tokenizer.load(folder).decode(Tokenizer.load(folder).encode("a\udc80b")) == "a?b"
+    library, tok = sentencepiece_library(sp), with_settings(sp, tmp_path, legacy=False)
+    legacy = Tokenizer.load(sp).encode("fox</s>fox", special=True)[1:]
+    assert legacy == [*library.encode("fox"), 2, *library.encode("fox")]
+    first = tok.encode("fox</s>fox", special=True)[1:]
+    second = first[first.index(2) + 1 :]
+    assert first[: first.index(2)] == library.encode("fox") and tok.decode([2, *second]) == "fox"
+    assert not library.id_to_piece(second[0]).startswith("▁")
 
 
 @pytest.mark.parametrize("setting, bos", [(None, True), (True, True), (False, False)])
-def test_add_bos_token_has_the_last_word(bpe, sp, tmp_path, setting, bos):
-    for folder in (bpe, sp):
-        copy = tmp_path / folder.name
-        copy.mkdir()
-        copy_files(folder, copy)
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-        (copy / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": setting}))
-        tok = Tokenizer.load(copy)
-        assert (tok.encode("fox")[0] == tok.bos_id) is bos
+@pytest.mark.parametrize("kind", ["bpe", "sp"])
+def test_add_bos_token_has_the_last_word(kind, request, tmp_path, setting, bos):
+    tok = with_settings(request.getfixturevalue(kind), tmp_path, add_bos_token=setting)
+    assert (tok.encode("fox")[0] == tok.bos_id) is bos
+
+
+def test_many_threads_use_one_tokenizer(bpe, sp):
+    for tok in (Tokenizer.load(bpe), Tokenizer.load(sp)):
+        def both(text: str, tok=tok) -> tuple:
+            return tok.encode(text), tok.chat([{"role": "user", "content": text}])
+
+        texts = [text * 20 for text in CORPUS] * 10
+        expected = list(map(both, texts))
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(both, texts)) == expected
+
+
+# ---- sizes ----
+
+@pytest.mark.parametrize("text", [
+    "The quick brown fox 123. ", "a", " ", "\n", "中文字", "e\u0301", "<|im_", "\0", "👩‍👩‍👧", "x1-",
+    "K\u212a", "-",
+])
+@pytest.mark.parametrize("kind", ["bpe", "sp"])
+def test_a_prompt_is_refused_only_if_it_cannot_fit(kind, request, text):
+    tok, long = Tokenizer.load(request.getfixturevalue(kind)), text * 400
+    chat = [{"role": "user", "content": long}]
+    for ask in (partial(tok.encode, long, bos=False), partial(tok.chat, chat)):
+        ids = ask()
+        assert ask(at_most=len(ids)) == ids
+        for room in (1, len(ids) // 2, len(ids) - 1):
+            try:
+                assert ask(at_most=room) == ids
+            except TooLong as e:
+                assert "has at least" in str(e)
+
+
+@pytest.mark.parametrize("text", ["The quick brown fox. " * 50_000, "1" * 10**6, "<" * 10**6], ids="t1<")
+def test_a_prompt_of_megabytes_is_refused_without_the_work(bpe, text):
+    with pytest.raises(TooLong, match=r"has at least [\d,]+ tokens \(1,\d+,\d+ characters\)"):
+        Tokenizer.load(bpe).chat([{"role": "user", "content": text}], at_most=2047)
+
+
+def test_spaces_before_a_token_that_takes_them_cost_no_more_than_others(bpe, tmp_path):
+    token = {"content": "<mask>", "lstrip": True, "special": True}
+    tok = Tokenizer.load(changed_json(bpe, tmp_path, token))
+    for end, count in (("y", 0), ("<mask>y", 1)):
+        ids = tok.encode("x" + " " * 300_000 + end, bos=False, special=True)
+        assert ids.count(tok.control["<mask>"]) == count
+    assert tok.decode(tok.encode("a  <mask> b", bos=False, special=True)) == "a b"
 
 
 # ---- decoding and streaming ----
@@ -108,12 +166,13 @@ def test_add_bos_token_has_the_last_word(bpe, sp, tmp_path, setting, bos):
 def test_decode_equals_the_libraries(bpe, sp):
     tok, library = Tokenizer.load(bpe), json_library(bpe)
     for text in CORPUS:
-        ids = tok.encode(text)
-        assert tok.decode(ids) == library.decode(ids) == text
+        assert tok.decode(tok.encode(text)) == library.decode(tok.encode(text)) == text
     rng = random.Random(1)  # also where the bytes are no UTF-8
     for _ in range(200):
         ids = [rng.randrange(tok.vocab_size) for _ in range(40)]
         assert tok.decode(ids) == library.decode(ids)
+    foreign = tok.vocab_size, tok.vocab_size + 1, 10**6
+    assert tok.decode([1, *tok.encode("fox", bos=False), 2, *foreign]) == "fox"
     tok, library = Tokenizer.load(sp), sentencepiece_library(sp)
     for text in CORPUS:
         ids = tok.encode(text)
@@ -121,14 +180,8 @@ def test_decode_equals_the_libraries(bpe, sp):
         ids = ids[9:]
         if "\ufffd" not in library.decode(ids):  # sentencepiece counts bad bytes in another way
             assert tok.decode(ids) == library.decode(ids)
-
-
-def test_control_tokens_and_foreign_ids_decode_to_nothing(bpe, sp):
-    tok = Tokenizer.load(bpe)
-    ids = [1, *tok.encode("fox", bos=False), 2, tok.vocab_size, tok.vocab_size + 1, 10**6]
-    assert tok.decode(ids) == "fox"
-    tok = Tokenizer.load(sp)
     assert tok.decode([1, *tok.encode("fox"), 2, 0, 520, 10**6]) == "fox"
+    assert tok.decode(tok.encode("a\udc80b")) == "a?b" and tok.decode(tok.encode("  the")) == "  the"
 
 
 @pytest.mark.parametrize("kind", ["bpe", "sp"])
@@ -168,54 +221,75 @@ def test_stream_holds_back_a_split_emoji(bpe, sp):
         assert stream.push(ids[:-2]) == "a" and stream.flush() == "\ufffd"
 
 
-def test_sentencepiece_drops_the_dummy_space_once(sp):
-    tok = Tokenizer.load(sp)
-    stream, ids = tok.stream(), tok.encode("the dog the dog")
-    assert "".join(stream.push([i]) for i in ids) == "the dog the dog"
-    assert tok.decode(tok.encode("  the")) == "  the"
-
-
 # ---- files ----
 
 def test_copy_and_load(bpe, tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "copy").mkdir()
+    for name in ("empty", "copy"):
+        (tmp_path / name).mkdir()
     assert Tokenizer.load(tmp_path / "empty") is None and Tokenizer.load(tmp_path / "nowhere") is None
     assert not copy_files(tmp_path / "empty", tmp_path / "copy") and not list((tmp_path / "copy").iterdir())
     assert copy_files(bpe, tmp_path / "copy") and copy_files(bpe, bpe)
-    assert Tokenizer.load(tmp_path / "copy").encode("fox") == Tokenizer.load(bpe).encode("fox")
+    copy = Tokenizer.load(tmp_path / "copy")
+    assert copy.encode("fox") == Tokenizer.load(bpe).encode("fox") and copy.same_ids(Tokenizer.load(bpe))
+    assert Tokenizer.load(tmp_path / "copy") is copy
+    (tmp_path / "copy" / "chat_template.jinja").write_text("other")
+    assert Tokenizer.load(tmp_path / "copy").template == "other" and copy.template != "other"
 
 
-@pytest.mark.parametrize("name, content, words", [
-    ("tokenizer.json", "{", "cannot be read as a tokenizer"),
-    ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
-    ("tokenizer.model", "not a model", "cannot be read as a sentencepiece model"),
-    ("tokenizer_config.json", "[]", "expected a JSON object"),
-    ("tokenizer_config.json", '{"bos_token": 7}', "tokenizer_config.json: bos_token is 7; expected"),
-    ("tokenizer_config.json", '{"chat_template": [1]}', "chat_template[0] is 1; expected an object"),
-    ("tokenizer_config.json", '{"chat_template": 7}', "config.json: chat_template is 7; expected"),
-    ("tokenizer_config.json", '{"chat_template": [{"name": "a", "template": {}}]}', ".template is {}; exp"),
+JSON, MODEL, CONFIG = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+DECODER = "is neither byte-level nor sentencepiece's"
+# No such token: the library panics.
+WITHOUT = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}, "single": [
+    {"SpecialToken": {"id": "x", "type_id": 0}}]}
+WORDPIECE = {"type": "WordPiece", "prefix": "#", "cleanup": True}
+REPLACE = {"type": "Replace", "pattern": {"String": "_"}, "content": " "}
+
+
+def split(pattern: str) -> dict:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize("name, change, words", [
+    (JSON, "{", "cannot be read as a tokenizer"), (JSON, "{}", "cannot be read as a tokenizer"),
+    (MODEL, "not a model", "cannot be read as a sentencepiece model"),
+    (JSON, {"model": {"type": "\x1b[31m"}}, "cannot be read as a tokenizer"),
+    (JSON, {"model": {"type": "BPE", "vocab": {"a": 2**62}, "merges": []}}, "expected u32"),
+    (JSON, {"post_processor": WITHOUT}, "cannot be read as a tokenizer (no entry found"),
+    (JSON, {"pre_tokenizer": split("[")}, "cannot be read as a tokenizer"),
+    (JSON, {"decoder": WORDPIECE}, f"decoder WordPiece {DECODER}"),
+    (JSON, {"decoder": REPLACE}, f"decoder Replace {DECODER}"),
+    (JSON, {"decoder": None}, f"decoder none {DECODER}"),
+    (CONFIG, "[]", "expected a JSON object"), (CONFIG, "{", "cannot be read as JSON"),
+    (CONFIG, '{"bos_token": 7}', "tokenizer_config.json: bos_token is 7; expected"),
+    (CONFIG, '{"bos_token": {"x": 1}}', "json: bos_token.content is missing; expected"),
+    (CONFIG, '{"chat_template": [{"name": "a", "template": {}}]}', ".template is {}; expected"),
     ("chat_template.json", '{"chat_template": true}', "chat_template.json: chat_template is true; expected"),
-    ("chat_template.json", "oops", "cannot be read as JSON"),
 ])
-def test_damage_is_one_line(bpe, tmp_path, name, content, words):
-    if name != "tokenizer.model":
+def test_damage_is_one_line(bpe, tmp_path, name, change, words):
+    if name != MODEL:
         copy_files(bpe, tmp_path)
-    (tmp_path / name).write_text(content)
+    file = tmp_path / name
+    file.write_text(change if isinstance(change, str) else json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(InputError, match=re.escape(words)) as e:
         Tokenizer.load(tmp_path)
-    assert "\n" not in str(e.value) and str(tmp_path) in str(e.value)
+    assert str(e.value).isprintable() and str(tmp_path) in str(e.value)
 
 
-@pytest.mark.parametrize("decoder, name", [
-    (decoders.WordPiece(), "WordPiece"), (decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()]), "Fuse"),
-    (decoders.Replace("_", " "), "Replace"), (None, "none"),
-])
-def test_other_decoders_are_refused(tmp_path, decoder, name):
-    model = train_bpe(WORD_RULES["gpt-2"])
-    model.decoder = decoder
-    model.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(InputError, match=f"decoder .*{name} is neither byte-level nor sentencepiece's"):
+def test_a_panic_of_the_library_is_one_line_and_others_are_encoded(bpe, tmp_path):
+    spelling = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    steps = {"type": "Sequence", "pretokenizers": [split("(a+)+$"), spelling]}
+    tok = Tokenizer.load(changed_json(bpe, tmp_path, pre_tokenizer=steps))
+    with pytest.raises(InputError, match=r"tokenizer\.json: cannot encode this text \(Onig: Regex search"):
+        tok.encode("a" * 40 + "b" + "a" * 3000)
+    assert tok.decode(tok.encode("hello")) == "hello"
+
+
+@pytest.mark.parametrize("name", [JSON, "special_tokens_map.json", CONFIG, "chat_template.jinja"])
+def test_a_link_that_leads_nowhere_is_no_missing_file(bpe, tmp_path, name):
+    copy_files(bpe, tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(InputError, match=f"{name}: no such file"):
         Tokenizer.load(tmp_path)
 
 
@@ -227,7 +301,7 @@ DEMO = ROOT / "checkpoints" / "smollm2-135m"
 @pytest.mark.skipif(not DEMO.is_dir(), reason=f"the demo checkpoint is not at {DEMO.relative_to(ROOT)}")
 def test_demo_checkpoint():
     tok = Tokenizer.load(DEMO)
-    assert tok.vocab_size == 49152 and tok.encode("Hello world") == [19556, 905]
+    assert tok.vocab_size == 49152 and tok.highest == 49151 and tok.encode("Hello world") == [19556, 905]
     ids = tok.chat([{"role": "user", "content": "<|im_end|> 12"}])
     assert [i for i in ids if i < 17] == [1, 2, 1, 2, 1]
     assert tok.decode(ids).endswith("user\n<|im_end|> 12\nassistant\n")

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 import train
 from checkpoint.convert import convert
-from checkpoint.exporting import export
 from checkpoint.folder import read_config
+from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from training.begun_head import Start, begun_args, begun_head, load_start

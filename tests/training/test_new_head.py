@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from checkpoint.convert import convert
-from checkpoint.exporting import export
+from checkpoint.heads import export
 from checkpoint.loading import load_head
 from drafters.eagle import Eagle
 from engine.decoder import Decoder

@@ -1,0 +1,249 @@
+"""Our side of the benchmarks. Only this file uses the engine and builds drafters."""
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import bench  # first: it makes the modules below importable
+import torch
+from bench import Decoded, settle
+from shapes import random_models
+
+from common.cli import note
+from common.errors import InputError
+from drafters.eagle import Eagle
+from engine import autotune
+from engine.autotune import Calibration, Tuner
+from engine.capture import capture
+from engine.engine import Engine
+from engine.memory import bytes_per_step
+from engine.prompt import encode
+from engine.request import Request
+from engine.runtime import Runtime
+from engine.target import Drafting, Target, float8_cache, load_target
+from kernels.cpu import try_kernels
+from kernels.packed import ByteCache, threads_for
+from kernels.parts import draw, visible_slots
+from model import Transformer
+from networks.head import Head
+from sampling.options import Sampling
+from tokens.tokenizer import Tokenizer
+from tree import TreeShape
+
+# The ids that each prompt got in a pass; none while prompts are read.
+Passes = Generator[list[list[int]], None, None]
+
+
+class Model:
+    """A target on its kernels: of a checkpoint, or of a shape with its random EAGLE-3 head."""
+
+    def __init__(self, target: Target, head: Head | None = None):
+        self.target, self.head, self.weights = target, head, target.model
+        self.device, self.vocab_size = self.weights.embed.weight.device, self.weights.args.vocab_size
+        self.longest, self.stop_ids = self.weights.args.max_seq_len, target.config["stop_ids"]
+
+    def encode(self, text: str) -> list[int]:
+        """Return a user's message as ids."""
+        return encode(self.target.tokenizer, text)
+
+    def runner(
+        self, method: str = "none", tree: TreeShape | None = None, *, batch: int = 1, stops: bool = True,
+        max_seq_len: int | None = None, draft: str | None = None, window: int = 0,
+    ) -> Runner:
+        """Return a decoder of up to `batch` prompts at a time.
+
+        tree: by default, the trees chosen by measurement. draft, window: see --draft and --draft-window.
+        Without `stops` no id ends a text.
+        """
+        target = self.target if stops else replace(self.target, config=self.target.config | {"stop_ids": []})
+        if self.head is None:
+            drafting = Drafting(method, draft=draft, tree=tree, window=window)
+            engine = target.engine(drafting, batch=batch, max_seq_len=max_seq_len)
+        else:
+            drafter = None if method == "none" else Eagle(self.head, tree)
+            engine = Engine(
+                self.weights, drafter, batch=batch, max_seq_len=max_seq_len or 2048, say=note,
+                compile=target.runtime.compile,
+            )
+        return Runner(engine)
+
+    def places(self, method: str, tree: TreeShape | None, places: int, max_seq_len: int) -> Places:
+        """Return a decoder whose requests come and go, as a server's."""
+        engine = self.target.engine(
+            Drafting(method, tree=tree), batch=places, max_seq_len=max_seq_len, serves=True
+        )
+        return Places(engine)
+
+
+class Runner:
+    """An engine that takes one batch of prompts after another."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.requests = engine, []
+
+    def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
+        """Decode up to `batch` prompts, pass by pass. What an earlier call has left undecoded, leaves."""
+        for request in self.requests:
+            self.engine.leave(request)
+        self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]
+        while any(request.here for request in self.requests):
+            new: list[list[int]] = [[] for _ in prompts]
+            for event in self.engine.step():
+                new[self.requests.index(event.request)] += event.ids
+            yield new
+
+    def since_first(self) -> float:
+        """Return the seconds since each text of the last batch had its first token."""
+        return time.perf_counter() - max(request.first for request in self.requests)
+
+    def decode(self, ids: list[int], tokens: int, temperature: float = 0.0, seed: int = 0) -> Decoded:
+        """Decode one prompt. The clock starts with the first token."""
+        (request,) = self.requests = self.engine.generate([ids], Sampling(tokens, temperature, seed=seed))
+        return Decoded(request.ids, request.tokens_per_second, request.accept_lengths)
+
+    def trees(self) -> Counter:
+        """Return the number of steps of the last batch by tree; "plain" is one."""
+        return sum((request.trees for request in self.requests), Counter())
+
+    def warm_up(self, temperature: float = 0.0) -> Runner:
+        """Compile and capture whatever a text needs. Return self."""
+        self.engine.warm_up(Sampling(8, temperature), every_length=True)
+        return self
+
+    def bytes_read(self, context: int) -> int:
+        """Return the bytes that a step must read: weights once a pass, the target's live keys and values.
+        """
+        d = self.engine
+        return bytes_per_step(d.target, d.drafter) + d.target.cache_bytes(d.batch, context)
+
+    @torch.no_grad()
+    def verify_seconds(self, context: int, repeat: int) -> float:
+        """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
+        d, rows = self.engine, self.engine.drafter.shape.nodes
+        length = torch.full((d.batch,), context, device=d.device)
+        own = length[:, None] + torch.arange(rows, device=d.device)
+        slots = torch.arange(context + rows, device=d.device)
+        caches, sees = d.target.caches(d.batch, len(slots)), torch.ones_like(own[..., None] == own[:, None])
+
+        def verify() -> None:
+            visible = visible_slots(slots, length, sees)
+            x, _ = d.target(own % 2, own, own, visible, caches, d.drafter.aux_layers)
+            draw(d.target.logits(x), None)
+
+        with threads_for(d.target):
+            return bench.median_seconds(captured(verify, d.device), d.device, repeat)
+
+
+class Places:
+    """An engine whose requests come and go."""
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        engine.warm_up(Sampling(), Sampling(temperature=1.0))
+
+    def answer(
+        self, prompts: list[list[int]], sampling: list[Sampling], together: int
+    ) -> tuple[list[list[int]], float, float, Counter]:
+        """Answer prompts, `together` at a time.
+
+        Return ids, seconds, the seconds of these that reading prompts took, and the steps by tree.
+        """
+        engine, requests, before = self.engine, [], self.engine.prompt_seconds
+        settle(engine.device)
+        began = time.perf_counter()
+        while engine.busy or len(requests) < len(prompts):
+            while engine.batch - engine.free < together and len(requests) < len(prompts):
+                requests.append(engine.admit(prompts[len(requests)], sampling[len(requests)]))
+            engine.step()
+        settle(engine.device)
+        seconds, reading = time.perf_counter() - began, engine.prompt_seconds - before
+        return [r.ids for r in requests], seconds, reading, sum((r.trees for r in requests), Counter())
+
+
+class Choice:
+    """The engine's choice between one tree and plain decoding, at given costs.
+
+    cost: plain steps that a step with the tree takes. folder: of the head, with its calibration.
+    """
+
+    def __init__(self, folder: Path, shape: TreeShape, cost: float):
+        calibration = Calibration.read(folder)
+        if calibration is None or shape not in calibration.taus[0.0]:
+            raise InputError(
+                f"{folder}: has no calibration of the tree {shape.name}; see evaluate.py --calibrate"
+            )
+        self.tuner = Tuner(calibration, (shape,))
+        for noisy in (False, True):
+            self.tuner.times.add(1, noisy, None, 0, 1.0)
+            self.tuner.times.add(1, noisy, shape, 0, cost)
+
+    def begin(self, temperature: float) -> None:
+        """Start a text."""
+        self.request = Request([0], Sampling(temperature=temperature))
+        self.tuner.begin(self.request)
+
+    def step(self, context: int, seconds: tuple[float, float], emitted: int) -> bool:
+        """Make a step. Return whether it drafted.
+
+        seconds: of the step, plain or with the tree. emitted: tokens of a step with the tree; a plain one
+        emits one.
+        """
+        self.request.prompt = [0] * context
+        kind = self.tuner.next([self.request], 1)
+        drafted = kind is not None
+        self.tuner.times.add(1, self.request.sampling.temperature > 0, kind, context, seconds[drafted])
+        self.tuner.record(self.request, kind, emitted if drafted else 1)
+        return drafted
+
+
+def captured(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """Return a call over static tensors as a CUDA graph to replay; on a CPU the call itself."""
+    return capture(call)[0].replay if device.type == "cuda" else call
+
+
+def set_constant(setting: str) -> None:
+    """Change a constant of the choice, as NAME=NUMBER. Raise InputError if the name is unknown."""
+    name, _, value = setting.partition("=")
+    try:
+        if not name.isupper() or type(before := getattr(autotune, name, None)) not in (int, float):
+            raise ValueError
+        setattr(autotune, name, type(before)(value))
+    except ValueError:
+        raise InputError(f"--set {setting}: is no NAME=NUMBER of engine/autotune.py") from None
+
+
+def load(
+    checkpoint: str | None = None, shape: str | None = None, mode: str | None = None, **runtime
+) -> Model:
+    """Load a converted target, or make one of a shape with random weights.
+
+    mode: of a shape's weights, see `shapes.random_models`. runtime: fields of `engine.runtime.Runtime`.
+    """
+    if checkpoint:
+        return Model(load_target(checkpoint, Runtime(**runtime), note))
+    where = Runtime(**runtime)
+    where.prepare()
+    torch.manual_seed(0)
+    weights, head = random_models(shape, where.torch_dtype or torch.bfloat16, where.device_name, mode)
+    if where.on_kernels and not try_kernels(note, where.isa, must=where.kv == "int8"):
+        where = replace(where, compile=False)
+    target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note)
+    target.put_on_kernels(weights)
+    if where.kv != "auto":
+        weights.Cache = ByteCache if where.kv == "int8" else float8_cache(weights)
+    target.put_on_kernels(head, int8=mode is None)
+    return Model(target, head)
+
+
+def plain_modules(checkpoint: str | None, shape: str | None = None, **runtime) -> Transformer:
+    """Return a target in PyTorch's modules, for others to compute with."""
+    return load(checkpoint, shape, compile=False, **runtime).weights
+
+
+def encode_all(checkpoint: str, questions: list[str]) -> list[list[int]]:
+    """Return questions as ids, as `Model.encode` without loading a model."""
+    tokenizer = Tokenizer.load(checkpoint)
+    return [encode(tokenizer, question) for question in questions]

@@ -1,0 +1,337 @@
+"""The layouts of EAGLE heads: EAGLE-1/2 (SafeAILab), EAGLE-3 (SafeAILab, SpecForge/SGLang, speculators/vLLM,
+DeepSpec) and P-EAGLE.
+
+If sources contradict each other, the file decides. If it cannot, an error names the flag that does.
+"""
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+from torch import Tensor
+
+from checkpoint import layouts
+from checkpoint.families import NameTable, model_fields, with_prefix
+from checkpoint.layouts import LAYER, MARKOV, Answers, Layout, Published
+from checkpoint.source import Entry, Source
+from common.errors import InputError
+from model import ModelArgs
+from networks.eagle import Eagle1Head, Eagle3Head
+from networks.head import HeadArgs
+from networks.read_states import eagle3_aux_layers
+
+# All layers are called layers.K here; SafeAILab and SGLang call the first one of EAGLE-3 midlayer.
+EAGLE1: NameTable = {
+    "embed.weight": ["embed_tokens.weight"],
+    **{name: [name] for name in ("lm_head.weight", "fc.weight", "fc.bias")},
+    **with_prefix(LAYER, "layer.", "layers.0."),
+}
+EAGLE3: NameTable = EAGLE1 | MARKOV | {
+    "layer.embed_norm.weight": ["layers.0.input_layernorm.weight"],
+    "layer.feature_norm.weight": ["layers.0.hidden_norm.weight"],
+    "norm.weight": ["norm.weight"], "mask_hidden": ["mask_hidden"],
+}
+AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+def eagle3_names(
+    layers: int, feature_norm: str, states: int, later_norms: dict[int, str] | None = None
+) -> NameTable:
+    """Return the table of an EAGLE-3 or P-EAGLE head of `layers` layers that reads `states` states.
+
+    feature_norm: see `networks.head.HeadArgs`. later_norms: names of the input norm of further layers.
+    """
+    norms = {"": [], "all": ["input_norm"], "each": [f"fc_norm.{j}" for j in range(states)]}[feature_norm]
+    names = EAGLE3 | {f"fc_norms.{j}.weight": [f"{norm}.weight"] for j, norm in enumerate(norms)}
+    for k in range(1, layers):
+        norm = f"{(later_norms or {}).get(k, 'input_layernorm')}.weight"
+        names |= with_prefix(LAYER | {"attn_norm.weight": [norm]}, f"more_layers.{k - 1}.", f"layers.{k}.")
+    return names
+
+
+def eagle_kind(source: Source) -> str | None:
+    """Return "eagle", "eagle3" or "p-eagle" if a source is such a head. Raises InputError on unknown ones."""
+    tensors, speculator = _renamed(source), source.config.get("speculators_model_type")
+    if speculator is not None and speculator not in ("eagle3", "peagle"):
+        raise InputError(
+            f"{source.path}: a speculators head of type {speculator!r} is not supported (eagle3, peagle,"
+            " dflash and dspark are)"
+        )
+    masked = any(source.config.get(key) is not None for key in ("pard_token", "ptd_token_id"))
+    if speculator == "peagle" or masked or "mask_hidden" in tensors:
+        return "p-eagle"
+    if speculator or source.config.get("draft_vocab_size") or "layers.0.hidden_norm.weight" in tensors:
+        return "eagle3"
+    return "eagle" if "fc.weight" in tensors else None
+
+
+def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+    """Read an EAGLE head of any kind.
+
+    Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
+    """
+    tensors, kind, config = _renamed(source), eagle_kind(source), layouts.flat_config(source.config)
+    query, heads = tensors.get("layers.0.self_attn.q_proj.weight"), config.get("num_attention_heads")
+    if query and query.shape and heads:
+        # Configs are wrong about it (5120 / 64 for some Qwen heads) or silent; the file is not.
+        config["head_dim"] = query.shape[0] // heads
+    fields = model_fields(source.path, config) | layouts.read_layer_flags(tensors) | {
+        "kind": kind,
+        "tie_embeddings": bool(config.get("tie_word_embeddings")) and "lm_head.weight" not in tensors,
+        "target_hidden_size": config.get("target_hidden_size") or target.hidden_size,
+    }
+    if kind == "eagle":
+        layout = _read_eagle1(source.path, fields, tensors, target)
+    else:
+        layout = _read_eagle3(source, config, fields, tensors, target, answers)
+    if not any(name.startswith("midlayer.") for name in source.tensors):
+        return layout
+    # So that errors name tensors as the user knows them.
+    names = {name: [_midlayer(s) for s in sources] for name, sources in layout.names.items()}
+    return Layout(layout.config, names, {_midlayer(n): entry for n, entry in layout.tensors.items()})
+
+
+def _midlayer(name: str) -> str:
+    return re.sub(r"^layers\.0\.", "midlayer.", name)
+
+
+def _renamed(source: Source) -> dict[str, Entry]:
+    """Return the tensors under one set of names.
+
+    No `model.` in front (vLLM), `layers.0.` for `midlayer.` (SafeAILab), and for the norms before fc the
+    names of speculators (SGLang has others).
+    """
+    renamed = {
+        "midlayer": "layers.0",
+        "aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2",
+    }
+
+    def rename(name: str) -> str:
+        first, dot, rest = name.partition(".")
+        return renamed.get(first, first) + dot + rest
+
+    is_head = any(re.match(r"(model\.)?(fc\.weight|midlayer\.)", n) for n in source.tensors)
+    return {rename(n.removeprefix("model.") if is_head else n): entry for n, entry in source.tensors.items()}
+
+
+def _of_speculators(config: dict) -> bool:
+    """Return whether a head comes from the speculators library, whichever key says so."""
+    by_class = any(str(name).endswith("Speculator") for name in config.get("architectures") or ())
+    return by_class or "speculators_model_type" in config or "transformer_layer_config" in config
+
+
+def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> Layout:
+    if fields["num_layers"] != 1:
+        raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
+    for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
+        if f"{norm}.weight" in tensors:
+            raise InputError(
+                f"{path}: tensor {norm}.weight: EAGLE-1 has no such norm; this variant is not supported"
+            )
+    config = fields | {
+        "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
+        "own_lm_head": "lm_head.weight" in tensors,
+    }
+    return Layout(config, EAGLE1, tensors)
+
+
+def _read_eagle3(
+    source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
+    answers: Answers,
+) -> Layout:
+    path, nested = source.path, head_config.get("eagle_config") or {}
+    flags, tensors = head_config | nested, dict(tensors)
+    if nested.get("use_aux_hidden_state") is False:
+        raise InputError(f"{path}: an EAGLE-3 head with use_aux_hidden_state false is not supported")
+    each, together = "fc_norm.0.weight" in tensors, "input_norm.weight" in tensors
+    if each and together:
+        raise InputError(f"{path}: has both fc_norm and input_norm before fc; only one can be meant")
+    if each or flags.get("fc_norm"):
+        feature_norm = "each"
+    else:
+        feature_norm = "all" if together or flags.get("norm_before_fc") else ""
+    aux_layers = answers.aux_layers or _aux_layers(path, head_config, nested, tensors, fields, target)
+    if fields["kind"] == "p-eagle":
+        fields = fields | _p_eagle(source, head_config, tensors)
+    draft_vocab = layouts.read_draft_vocab(head_config, tensors, fields["vocab_size"])
+    config = fields | {
+        "draft_vocab_size": draft_vocab,
+        "own_lm_head": "lm_head.weight" in tensors or draft_vocab != fields["vocab_size"],
+        "aux_layers": list(aux_layers),
+        "feature_norm": feature_norm,
+        "norm_before_residual": _norm_before_residual(source, flags, answers),
+        "recycle_normed": _recycle_normed(source, flags, answers),
+    }
+    if mask := tensors.get("mask_hidden"):  # published as [1, 1, F]
+        tensors["mask_hidden"] = Entry.of(
+            (math.prod(mask.shape),), mask.dtype, lambda: mask.read().flatten()
+        )
+    later_norms = {}
+    for k in range(1, fields["num_layers"]):
+        if f"layers.{k}.hidden_norm.weight" in tensors:
+            # SGLang builds its further layers from the first one's class. It norms their input by
+            # `hidden_norm`, and never uses the other norm.
+            later_norms[k] = "hidden_norm"
+            tensors.pop(f"layers.{k}.input_layernorm.weight", None)
+    names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), later_norms)
+    return Layout(config, names, tensors)
+
+
+def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
+    """Return the fields that a P-EAGLE head has beside those of EAGLE-3. Raises InputError."""
+    mask_id = layouts.first_of(config.get("dflash_config") or {}, "mask_token_id")
+    if mask_id is None:
+        mask_id = layouts.first_of(config, "mask_token_id", "pard_token", "ptd_token_id")
+    if type(mask_id) is not int:
+        raise InputError(
+            f"{source.path}: config: a P-EAGLE head needs the id of its mask token, under mask_token_id,"
+            f" ptd_token_id or pard_token; found {mask_id!r}"
+        )
+    if "mask_hidden" not in tensors:
+        raise InputError(f"{source.path}: tensor mask_hidden is missing, which stands for unknown features")
+    drafts = layouts.first_of(config, "num_draft_steps", "k_train")
+    drafts = 8 if drafts is None else drafts
+    return {"mask_id": mask_id, "drafts": drafts, **layouts.read_markov(source, config, tensors)}
+
+
+def _norm_before_residual(source: Source, flags: dict, answers: Answers) -> bool:
+    """Return the flag of that name.
+
+    speculators trains with true, its class defaults to false, and vLLM takes true for absent: an absent key
+    says nothing.
+    """
+    if answers.norm_before_residual is not None:
+        return answers.norm_before_residual
+    if "norm_before_residual" in flags:
+        return bool(flags["norm_before_residual"])
+    if _of_speculators(source.config):
+        raise InputError(
+            f"{source.path}: config has no norm_before_residual and programs disagree on what that means:"
+            " say --norm-before-residual or --no-norm-before-residual (try both, one drafts far better)"
+        )
+    return False
+
+
+def _recycle_normed(source: Source, flags: dict, answers: Answers) -> bool:
+    """Return whether norm(h) is fed back.
+
+    That is what `norm_output` means to speculators and SGLang. SpecForge means something else by it in
+    training.
+    """
+    if answers.recycle is not None:
+        return answers.recycle == "normed"
+    if flags.get("norm_output") is None:
+        return False
+    if _of_speculators(source.config):
+        return bool(flags["norm_output"])
+    if not flags["norm_output"]:
+        raise InputError(
+            f"{source.path}: norm_output false: SGLang norms before the lm_head all the same, SpecForge then"
+            " trains without: say --recycle raw if it is normed there; a head without that norm is not"
+            " supported"
+        )
+    raise InputError(
+        f"{source.path}: norm_output true: SGLang feeds the normed state back, SpecForge trains with the raw"
+        " one: say --recycle normed or --recycle raw (try both, one drafts far better)"
+    )
+
+
+def _aux_layers(
+    path: Path, head_config: dict, nested: dict, tensors: dict[str, Entry], fields: dict, target: ModelArgs
+) -> tuple[int, ...]:
+    """Return the target layers whose inputs feed the head.
+
+    Files disagree on whether an id names a layer's output or its input. All of them start with the second
+    layer's output, so the first id tells: 1 counts outputs (SGLang, SpecForge), 2 counts inputs (vLLM,
+    speculators).
+    """
+    in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
+    if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
+        if max(outputs) + 1 == target.num_layers and not any(in_config):
+            raise InputError(
+                f"{path}: config: target_layer_ids {outputs}: the output of the target's last layer is normed"
+                " where this head was trained, and not here; it is not supported"
+            )
+        return tuple(i + 1 for i in outputs)
+    readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
+    if len(readings) > 1:
+        options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))
+        inner, outer = in_config
+        raise InputError(
+            f"{path}: {AUX_KEY} is given twice and differently, {inner} and {outer}: say {options}"
+        )
+    if readings:
+        return readings.pop()
+    fc = tensors.get("fc.weight")
+    states, rest = divmod(fc.shape[-1] if fc and fc.shape else 0, fields["target_hidden_size"])
+    if states != 3 and not rest:  # a width that is no multiple is reported when the shapes are compared
+        raise InputError(
+            f"{path}: fc.weight takes {states} states of the target and the config does not say of which"
+            " layers: say --aux-layers"
+        )
+    return eagle3_aux_layers(target.num_layers)
+
+
+def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]:
+    """Return the layers whose inputs the ids of a config mean."""
+    if ids[0] in (1, 2):
+        return tuple(i + 2 - ids[0] for i in ids)
+    if max(ids) == target.num_layers:  # no layer has that number, so nothing but its input can be meant
+        return tuple(ids)
+    inputs, outputs = (",".join(str(i + n) for i in ids) for n in (0, 1))
+    raise InputError(
+        f"{path}: does {AUX_KEY} {ids} count inputs or outputs of layers?"
+        f" say --aux-layers {inputs} if inputs, {outputs} if outputs"
+    )
+
+
+def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
+    """Write an EAGLE-1 head as SafeAILab does."""
+    flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
+    return Published(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
+
+
+def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
+    """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
+    a, parallel = head.args, kind == "p-eagle"
+    speculators = layout == "speculators"
+    for flag in ("norm_before_residual", "recycle_normed"):
+        if getattr(a, flag) and not speculators:
+            raise InputError(f"{flag} has no place in the sglang layout; write --layout speculators")
+    names = eagle3_names(a.num_layers, a.feature_norm if speculators else "", len(a.aux_layers))
+    tensors: dict[str, Tensor] = layouts.publish(head, names)
+    if parallel:
+        tensors["mask_hidden"] = tensors["mask_hidden"][None, None]
+    elif not speculators:
+        tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
+    tensors |= layouts.vocabulary_map(head)
+    if speculators:
+        return Published(layouts.write_speculators(head, kind, {
+            "norm_before_residual": a.norm_before_residual,
+            "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
+            "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
+            AUX_KEY: list(a.aux_layers), **_unusual_layers(a), **(_write_p_eagle(a) if parallel else {}),
+        }, target), tensors)
+    config = {
+        **layouts.llama_config(head),
+        **(_write_p_eagle(a) if parallel else {}),
+        "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size,
+        # SGLang's convention: "output of layer id", one less than the layer whose input is captured.
+        "eagle_config": {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
+        **_unusual_layers(a),
+    }
+    return Published(config, tensors)
+
+
+def _write_p_eagle(a: HeadArgs) -> dict:
+    mask = {"mask_token_id": a.mask_id, "ptd_token_id": a.mask_id, "num_draft_steps": a.drafts}
+    return mask | (layouts.write_markov(a) if a.markov_rank or a.confidence else {})
+
+
+def _unusual_layers(a: HeadArgs) -> dict:
+    """Return the layers that a head reads under DeepSpec's key, if the usual key alone would be misread.
+
+    The first id of the usual one tells whether it counts inputs or outputs, as if all heads began at layer 2.
+    """
+    return {} if a.aux_layers[0] == 2 else {"target_layer_ids": [i - 1 for i in a.aux_layers]}

@@ -1,0 +1,107 @@
+"""Kinds of draft heads, and the functions that read and write each in the layouts of other programs.
+
+A kind is an entry of `KINDS`; its network is in `checkpoint.folder: HEADS`. Heads are written by
+
+    python -m checkpoint.export --head checkpoints/mine/eagle3 --checkpoint checkpoints/mine --out DIR
+"""
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save
+
+from checkpoint.block_layouts import block_kind, read_block, write_block
+from checkpoint.eagle_layouts import eagle_kind, read_eagle, write_eagle1, write_eagle3
+from checkpoint.folder import CONFIG, HEADS, WEIGHTS
+from checkpoint.huggingface import PUBLISHED
+from checkpoint.layouts import Answers, Layout, Published
+from checkpoint.medusa_layouts import medusa_kind, read_medusa, write_medusa
+from checkpoint.source import Source
+from checkpoint.writer import staging
+from common.errors import InputError
+from model import ModelArgs
+from networks.head import Head
+
+LAYOUTS = ("sglang", "speculators")
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """A reader and a writer of one kind of head. architectures: in each of LAYOUTS that it has."""
+
+    read: Callable[[Source, ModelArgs, Answers], Layout]
+    write: Callable[[Head, str, str, dict], Published]  # head, kind, layout, the target's config.json
+    architectures: tuple[str, ...]
+
+
+KINDS = {
+    # vLLM wants LlamaForCausalLM there, SGLang what we write; the EAGLE repository does not look.
+    "eagle": HeadKind(read_eagle, write_eagle1, ("LlamaForCausalLMEagle",)),
+    "eagle3": HeadKind(read_eagle, write_eagle3, ("LlamaForCausalLMEagle3", "Eagle3Speculator")),
+    "p-eagle": HeadKind(read_eagle, write_eagle3, ("LlamaForCausalLMEagle3", "PEagleDraftModel")),
+    "medusa": HeadKind(read_medusa, write_medusa, ("MedusaModel",)),
+    "hydra": HeadKind(read_medusa, write_medusa, ("HydraModel",)),
+    "dflash": HeadKind(read_block, write_block, ("DFlashDraftModel", "DFlashDraftModel")),
+    "dspark": HeadKind(read_block, write_block, ("Qwen3DSparkModel", "DSparkDraftModel")),
+}
+
+
+def kind_of(source: Source) -> str | None:
+    """Return the kind of a head, None for a target. Raises InputError for unknown heads."""
+    return medusa_kind(source) or block_kind(source) or eagle_kind(source)
+
+
+def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+    """Read all of a head but its embedding, lm_head and vocabulary map: those need the target's weights.
+
+    Raises InputError if the head is a variant that we cannot run, if it was made for a target of another
+    depth, or if it takes an answer that is missing.
+    """
+    depth = source.config.get("num_target_layers")
+    if depth is not None and depth != target.num_layers:
+        raise InputError(
+            f"{source.path}: config: num_target_layers is {depth}; expected {target.num_layers}, as many"
+            " layers as the converted target has; is the head another model's?"
+        )
+    return KINDS[kind_of(source)].read(source, target, answers)
+
+
+def export(head: Head, folder: str | Path, layout: str = "sglang", target_config: dict | None = None) -> Path:
+    """Save `head` as config.json and model.safetensors in bfloat16 -> the folder.
+
+    Both are replaced at once; other files of the folder stay. The other arguments and errors are those of
+    `write_head`. Raises InputError also where there is no space or no permission.
+    """
+    size = 2 * sum(t.numel() for t in head.own_state().values())
+    with staging(Path(folder), size, kept=lambda old: old.name not in (CONFIG, WEIGHTS)) as made:
+        write_head(head, made, layout, target_config)
+    return Path(folder)
+
+
+def write_head(head: Head, folder: Path, layout: str, target_config: dict | None) -> None:
+    """Write config.json and model.safetensors into a new folder.
+
+    The target's weights are left out. target_config: the target's config.json, for the speculators layout,
+    which names the target. Raises InputError if the layout cannot hold this head, and OSError.
+    """
+    kind = next(kind for kind, network in HEADS.items() if type(head) is network)
+    if kind == "dflash" and head.args.markov_rank:
+        kind = "dspark"
+    architectures = dict(zip(LAYOUTS, KINDS[kind].architectures))
+    if layout not in architectures:
+        raise InputError(f"the {layout} layout has no place for {kind} heads; write --layout sglang")
+    published = KINDS[kind].write(head, kind, layout, target_config or {})
+    config = {"architectures": [architectures[layout]], **published.config}
+    tensors = {
+        name: t.detach().to("cpu", torch.bfloat16 if t.is_floating_point() else None).contiguous()
+        for name, t in published.tensors.items()
+    }
+    PUBLISHED.require(config, folder / CONFIG)
+    folder.mkdir(exist_ok=True)
+    # Not save_file, which makes a file that only its owner can read.
+    (folder / WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+    (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")

@@ -1,0 +1,176 @@
+"""Shared parts of the layouts of draft heads: results of reading one, our weights under published names.
+
+A layout is a table of names that is read in both directions. `checkpoint.heads` lists the kinds.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from checkpoint.families import ATTENTION, DENSE, KEYS, NameTable, parts_of
+from checkpoint.source import Entry, Source
+from common.errors import InputError
+from networks.head import Head
+from networks.markov import MarkovArgs
+
+LAYER = ATTENTION | DENSE
+MARKOV: NameTable = {
+    "markov_in.weight": ["markov_head.markov_w1.weight"],
+    "markov_out.weight": ["markov_head.markov_w2.weight"],
+    "markov_gate.weight": ["markov_head.gate_proj.weight"],
+    "markov_gate.bias": ["markov_head.gate_proj.bias"],
+    "confidence.weight": ["confidence_head.proj.weight"],
+    "confidence.bias": ["confidence_head.proj.bias"],
+}
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Settings of a head that its files may leave open (flags of convert_checkpoint.py)."""
+
+    aux_layers: tuple[int, ...] | None = None  # --aux-layers: target layers whose inputs feed the head
+    norm_before_residual: bool | None = None  # --[no-]norm-before-residual
+    recycle: str | None = None  # --recycle normed|raw
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A head as read from its source.
+
+    config: the config.json that it becomes. names: the table of its tensors. tensors: the source's, under the
+    names of that table. draft_ids: the target id of each draft id, if no `d2t` or `t2d` gives them.
+    """
+
+    config: dict
+    names: NameTable
+    tensors: dict[str, Entry]
+    draft_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A head as another program reads it: its config.json and its tensors."""
+
+    config: dict
+    tensors: dict[str, Tensor] = field(repr=False)
+
+
+def publish(head: Head, names: NameTable) -> dict[str, Tensor]:
+    """Return a head's own weights under published names. Raises InputError on weights without one."""
+    tensors, left = {}, []
+    for name, tensor in head.own_state().items():
+        if name == "draft_ids":
+            continue
+        try:
+            parts = parts_of(names, head.args, name, tuple(tensor.shape))
+        except KeyError:
+            left.append(name)
+            continue
+        rows = [shape[0] for shape in parts.values()]
+        tensors |= dict(zip(parts, tensor.split(rows)))
+    if left:
+        raise InputError(
+            f"this head has weights that no layout written here has a place for: {', '.join(sorted(left))}"
+        )
+    return tensors
+
+
+def vocabulary_map(head: Head) -> dict[str, Tensor]:
+    """Return `d2t` (target id = draft id + d2t[draft id]) and `t2d`, which marks the drafts' target ids."""
+    ids = head.draft_ids.cpu()
+    marked = torch.zeros(head.args.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": marked}
+
+
+def llama_config(head: Head) -> dict:
+    """Return the shape of a head's layers as transformers names it."""
+    shape = {key: getattr(head.args, name) for name, (key, _) in KEYS.items()}
+    return {"model_type": "llama", **shape, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+
+
+def flat_config(config: dict) -> dict:
+    """Return one flat config: speculators nests the layer's shape, old vLLM copies of EAGLE-1 everything."""
+    inner = config.get("transformer_layer_config") or config.get("model") or {}
+    outer = {k: v for k, v in config.items() if k not in ("transformer_layer_config", "model")}
+    merged = {k: v for k, v in (inner | outer).items() if v is not None}
+    if inner:  # the inner vocabulary is the target's; the outer one may be the draft's
+        merged["vocab_size"] = inner.get("vocab_size", merged.get("vocab_size"))
+    return merged
+
+
+def first_of(config: dict, *keys: str):
+    """Return the first value in a config under these keys that is not null."""
+    return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def read_layer_flags(tensors: dict[str, Entry]) -> dict:
+    """Return the fields that follow from the names of tensors: configs omit them, or are wrong."""
+    first = "layers.0.self_attn"
+    return {
+        "fc_bias": "fc.bias" in tensors, "qkv_bias": f"{first}.q_proj.bias" in tensors,
+        "qk_norm": f"{first}.q_norm.weight" in tensors,
+    }
+
+
+def read_draft_vocab(flags: dict, tensors: dict[str, Entry], vocab_size: int) -> int:
+    """Return the size of the draft vocabulary: the config's, the lm_head's, or the target's."""
+    lm_head = tensors.get("lm_head.weight")
+    return flags.get("draft_vocab_size") or (lm_head.shape[0] if lm_head and lm_head.shape else vocab_size)
+
+
+def read_markov(source: Source, flags: dict, tensors: dict[str, Entry]) -> dict:
+    """Return the fields of `networks.markov.MarkovArgs`, from the tensors. Raises InputError."""
+    kind = str(flags.get("markov_head_type") or "vanilla")
+    table = tensors.get("markov_head.markov_w1.weight")
+    reads = tensors.get("confidence_head.proj.weight")
+    if table is not None and kind not in ("vanilla", "gated"):
+        raise InputError(
+            f"{source.path}: a Markov head of type {kind!r} is not supported (vanilla and gated are): its"
+            " state goes from token to token"
+        )
+    rank = table.shape[1] if table is not None and len(table.shape) == 2 else 0
+    width = reads.shape[-1] if reads is not None and reads.shape else 0
+    with_markov = flags.get("confidence_head_with_markov")
+    return {
+        "markov_rank": rank, "markov_gated": rank > 0 and kind == "gated", "confidence": reads is not None,
+        "confidence_reads_markov":
+            width != flags.get("hidden_size") if with_markov is None else bool(with_markov),
+    }
+
+
+def write_markov(a: MarkovArgs) -> dict:
+    """Return the config keys of a Markov and a confidence head."""
+    return {
+        "markov_rank": a.markov_rank, "markov_head_type": "gated" if a.markov_gated else "vanilla",
+        "enable_confidence_head": a.confidence, "confidence_head_with_markov": a.confidence_reads_markov,
+    }
+
+
+def write_speculators(head: Head, kind: str, own: dict, target: dict) -> dict:
+    """Return a config of the speculators library. own: keys of the kind. target: the target's config.json."""
+    a, algorithm = head.args, kind.replace("-", "")
+    proposal = {
+        "proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0,
+        "speculative_tokens": min(5, getattr(a, "drafts", 5)),  # a block head drafts no more
+    }
+    return {
+        "speculators_model_type": algorithm,
+        "draft_vocab_size": a.draft_vocab_size, "target_hidden_size": a.target_hidden_size, **own,
+        "transformer_layer_config": llama_config(head),
+        "speculators_config": {
+            "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
+            "verifier": {"name_or_path": target.get("name"), "architectures": [_target_class(target)]},
+        },
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _target_class(target: dict) -> str:
+    """Return the target's class in transformers, by what tells the families apart in our config."""
+    if target.get("num_experts"):
+        return "Qwen3MoeForCausalLM" if target.get("qk_norm") else "MixtralForCausalLM"
+    if target.get("qk_norm"):
+        return "Qwen3ForCausalLM"
+    return "Qwen2ForCausalLM" if target.get("qkv_bias") else "LlamaForCausalLM"

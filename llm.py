@@ -1,0 +1,105 @@
+"""The Python API: load a checkpoint, generate, stream, chat.
+
+    from llm import LLM
+
+    llm = LLM("checkpoints/smollm2-135m", speculate="eagle3")
+    print(llm.generate("Why is the sky blue?").text)
+    for piece in llm.stream("Tell me a story.", max_new_tokens=200, temperature=0.8, seed=1):
+        print(piece.text, end="", flush=True)
+    for result in llm.generate(["One prompt.", "Another one."], max_new_tokens=64):
+        print(result.text, result.finish, result.tau, result.tokens_per_second)
+    print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from checkpoint.convert import converted_folder
+from engine.prompt import Prompt, encode
+from engine.request import Event, Request
+from engine.runtime import Runtime
+from engine.target import Drafting, Target, load_target
+from kernels.ranks import Ranks
+from sampling.options import Sampling
+
+
+class LLM:
+    """A target, what drafts for it, and the engine that decodes with both.
+
+    checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
+    a method such as "eagle3", or a `Drafting`. draft: folder of the head (default CHECKPOINT/KIND) or draft
+    model. tree: as --tree takes it. batch_size: prompts decoded together. max_seq_len: most tokens of prompt
+    and output (default 2048, or the model's maximum if smaller). runtime: fields of `Runtime`, such as
+    device="cpu" or dtype="bf16". say: called with one line when something slow starts or ends.
+    Raises InputError, one line, if anything is missing, damaged or does not fit.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path, speculate: str | Drafting = "none", *, draft: str | Path | None = None,
+        tree: str | None = None, batch_size: int = 8, max_seq_len: int | None = None,
+        say: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None, **runtime,
+    ):
+        drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
+        folder = converted_folder(str(checkpoint), say)
+        self.target: Target = load_target(folder, Runtime(**runtime), say, ranks)
+        self.tokenizer = self.target.tokenizer
+        self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
+
+    def encode(self, prompt: Prompt, **options) -> list[int]:
+        """Turn a prompt into token ids; options: `raw`, `system` of `engine.prompt.encode`."""
+        return encode(self.tokenizer, prompt, room=self.engine.max_seq_len, **options)
+
+    def generate(
+        self, prompts: Prompt | Iterable[Prompt], *, raw: bool = False, system: str | None = None, **sampling
+    ) -> Request | list[Request]:
+        """Decode a prompt to its end, or each of a list of them, `batch_size` at a time.
+
+        A prompt is a text, which goes through the chat template unless `raw`; a list of token ids; or a list
+        of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i.
+        Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
+        `tokens_per_second` and more. Raises ValueError or InputError, before anything is decoded, on a prompt
+        or an option that cannot be.
+        """
+        alone = is_one(prompts)
+        first = Sampling(**sampling)
+        ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
+        samplings = [
+            Sampling(**(sampling | {"seed": (first.seed + i) % 2**64})) for i in range(len(ids))
+        ]
+        requests = self.engine.generate(ids, samplings)
+        return requests[0] if alone else requests
+
+    def stream(
+        self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling
+    ) -> Iterator[Event]:
+        """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
+        ids = [self.encode(prompt, raw=raw, system=system)]
+        yield from self.engine.run(ids, [Sampling(**sampling)], [])
+
+    def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
+        """Answer a conversation, a list of {"role", "content"}. Of earlier turns only new tokens are read.
+
+        variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
+        """
+        ids = self.encode(messages, variables=variables)
+        return self.engine.generate([ids], Sampling(**sampling))[0]
+
+
+def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
+    """Return whether this is one prompt: a text, token ids or chat messages, and not a list of prompts.
+
+    Raises TypeError on anything else.
+    """
+    if isinstance(prompts, str):
+        return True
+    prompts = list(prompts)
+    kinds = {type(x) for x in prompts}
+    if kinds in ({int}, {dict}):
+        return True
+    if kinds <= {str, list, tuple}:
+        return False
+    raise TypeError(
+        "a prompt is a text, a list of token ids or a list of chat messages; several are a list of these; got"
+        f" a list of {', '.join(sorted(kind.__name__ for kind in kinds))}"
+    )

@@ -1,0 +1,452 @@
+"""The engine on the golden models, in float32: the reference's trees, plain text, exact ends; requests that
+come and go, each of whose texts is what it is alone.
+"""
+import itertools
+import random
+
+import pytest
+import torch
+from helpers import GOLDEN
+from helpers.decoding import check_distribution, ids, plain, prompts, replay, shape_of, speculative
+from helpers.drafters import NAMES, make_drafter
+
+from drafters.eagle import Eagle
+from drafters.lookup import Lookup
+from drafters.mixed import Mixed
+from engine import passes
+from engine.autotune import TEMPERATURES, Calibration, Tuner
+from engine.engine import Engine
+from engine.request import Request
+from sampling.options import Sampling
+from tree import TreeShape
+
+SHAPE = TreeShape(12, 3, 3)
+SHAPES = [TreeShape(8, 2, 3), TreeShape(24, 5, 6), TreeShape(60, 7, 10)]
+TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
+
+
+# -- the reference's trees, lossless texts -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TRACES, ids=lambda p: p.stem)
+def test_golden_trace(models, models1, path):
+    assert len(TRACES) == 7
+    replay(speculative(models if path.stem.startswith("eagle3") else models1, shape_of(path)), path)
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.9}, {"temperature": 1.0, "top_k": 12},
+], ids=str)
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_same_seed_same_text(models, shape, settings):
+    """12 prompts, 12 seeds: speculative text equals plain text, coupled or not."""
+    texts = prompts(12, longest=90)
+    sampling = [Sampling(40, seed=s * 7919, **settings) for s in range(12)]
+    want = ids(plain(models, batch=12), texts, sampling)
+    assert ids(speculative(models, shape, batch=12), texts, sampling) == want
+    if settings.get("temperature"):
+        assert ids(speculative(models, shape, coupled=False, batch=12), texts, sampling) == want
+        samples = ids(plain(models, batch=12), texts[:1] * 12, sampling)
+        assert len(set(map(tuple, samples))) > 8, "seeds must matter"
+
+
+@pytest.mark.slow
+def test_coupling_helps(models):
+    """Statistical, seed fixed: with the shared noise the head guesses the target's samples more often."""
+    texts, sampling = prompts(64, seed=3), [Sampling(40, temperature=1.0, seed=s) for s in range(64)]
+
+    def tau(coupled):
+        outputs = speculative(models, SHAPES[1], coupled, batch=64).generate(texts, sampling)
+        lengths = [n for o in outputs for n in o.accept_lengths]
+        return sum(lengths) / len(lengths)
+
+    assert tau(True) > 1.1 * tau(False)
+
+
+@pytest.mark.slow
+def test_distribution_of_speculative_text(models):
+    check_distribution(models[0], speculative(models, TreeShape(8, 2, 3), batch=256))
+
+
+@pytest.mark.slow
+def test_a_ragged_batch_equals_each_alone(models):
+    """From 1 to 150 tokens, ending at different times, in groups of 12 and 5."""
+    texts = [prompts(1, seed=50 + i, shortest=1 + 12 * i, longest=1 + 12 * i)[0] for i in range(13)]
+    sampling = [Sampling(10 + 7 * i, temperature=float(i % 3) / 2, seed=i) for i in range(13)]
+    one = speculative(models, SHAPES[1])
+    expected = [ids(one, [t], [s])[0] for t, s in zip(texts, sampling)]
+    for batch in (13, 5):
+        assert ids(speculative(models, SHAPES[1], batch=batch), texts, sampling) == expected
+
+
+def test_prefill_chunks_change_nothing(models):
+    texts = prompts(4, seed=6, shortest=60, longest=200)
+    want = ids(speculative(models, SHAPES[0], batch=4), texts, Sampling(30))
+    for chunks in ((8,), (16, 128), (512,)):
+        assert ids(speculative(models, SHAPES[0], batch=4, chunks=chunks), texts, Sampling(30)) == want
+
+
+# -- where a text ends ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [None, *SHAPES], ids=str)
+def test_ends_are_exact(models, shape):
+    make = lambda **o: plain(models, **o) if shape is None else speculative(models, shape, **o)  # noqa: E731
+    prompt = prompts(1, seed=9)[0]
+    free = ids(plain(models), [prompt], Sampling(60))[0]
+    engine = make()
+    for n in (1, 2, 3, 7, 20):
+        (output,) = engine.generate([prompt], Sampling(n))
+        assert output.ids == free[:n] and output.finish == "length"
+        assert sum(output.accept_lengths) == n - 1
+    for at in (0, 1, 5, 13):
+        stop = free[at]
+        first = free.index(stop)
+        (output,) = make(stop_ids=[stop, 299]).generate([prompt], Sampling(60))
+        assert output.ids == free[: first + 1] and output.finish == "stop"
+    for room in (1, 2, 9):
+        (output,) = make(max_seq_len=len(prompt) + room).generate([prompt], Sampling(60))
+        assert output.ids == free[:room] and output.finish == "cache"
+
+
+# -- requests that come and go -------------------------------------------------------------------------------
+
+
+def requests(count: int, seed: int) -> list[tuple[list[int], Sampling]]:
+    """Prompts of 1 to 150 tokens, of which many begin alike, with samplings of every sort."""
+    draw = random.Random(seed)
+    beginnings, made = prompts(4, seed=seed, shortest=60, longest=120), []
+    for i in range(count):
+        prompt = prompts(1, seed=1000 * seed + i, longest=40)[0]
+        if draw.random() < 0.6:
+            prompt = draw.choice(beginnings)[: draw.randrange(1, 120)] + prompt
+        more = draw.choice([
+            {}, {}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30},
+            {"temperature": 0.9, "min_p": 0.05, "presence_penalty": 0.5},
+            {"repetition_penalty": 1.2, "logit_bias": {101: 2}}, {"logprobs": 2},
+        ])
+        made.append((prompt, Sampling(draw.randrange(1, 40), seed=i, **more)))
+    return made
+
+
+def alone(models, made) -> list[list[int]]:
+    engine = plain(models)
+    return [engine.generate([prompt], [sampling])[0].ids for prompt, sampling in made]
+
+
+def decode(
+    engine: Engine, made, draw: random.Random, leaving: float = 0.0, plain: float = 0.0
+) -> list[list[int] | None]:
+    """The ids of requests that arrive at random; None for one that left before its end. plain: share of those
+    that want no drafts.
+    """
+    waiting, found, here = list(enumerate(made)), [None] * len(made), {}
+    while waiting or engine.busy:
+        while waiting and engine.free and draw.random() < 0.5:
+            i, (prompt, sampling) = waiting.pop(0)
+            here[engine.admit(prompt, sampling, plain=draw.random() < plain)] = i
+        for event in engine.step():
+            if event.finish:
+                found[here.pop(event.request)] = event.request.ids
+        for request in [*here]:
+            if draw.random() < leaving:
+                engine.leave(request)
+                del here[request]
+        assert len(here) == len(engine.requests) == engine.batch - engine.free
+        assert all(engine._requests[request.place] is request for request in engine.requests)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "residual"])
+def test_every_text_is_what_it_is_alone(models, models1, name):
+    drafter = make_drafter(name, models[0], models[1], models1[1], lambda heads: None)
+    engine = Engine(models[0], drafter, batch=3, max_seq_len=300, compile=False)
+    made = requests(14, seed=1)
+    assert decode(engine, made, random.Random(2)) == alone(models, made)
+
+
+@pytest.mark.parametrize("counts", (None, (3,)))
+def test_many_at_once(models, counts):
+    """More than there are places; each ends as it does in a decoder of its own."""
+    made = requests(8, 5)
+    texts, sampling = map(list, zip(*made))
+    engine = plain(models, batch=3, max_seq_len=120, stop_ids=[ord("e")], counts=counts)
+    one = plain(models, max_seq_len=120, stop_ids=[ord("e")])
+    expected = [one.generate([text], [how])[0] for text, how in zip(texts, sampling)]
+    ended: list[int] = []
+    found = engine.generate(texts, sampling, lambda number, request: ended.append(number))
+    assert [(r.ids, r.finish) for r in found] == [(r.ids, r.finish) for r in expected]
+    assert len({r.finish for r in found}) > 1 and not engine.busy and sorted(ended) == [*range(8)]
+
+
+@pytest.fixture(scope="module")
+def thirty(models):
+    """Requests, and what each emits alone."""
+    made = requests(30, seed=3)
+    return made, alone(models, made)
+
+
+@pytest.mark.parametrize("lag", (0, 1, 2))
+@pytest.mark.parametrize("batch", (1, 2, 5))
+def test_whatever_else_is_running(models, thirty, batch, lag):
+    """Also where the host learns late what was emitted, and texts are left in the middle."""
+    (target, head), (made, expected) = models, thirty
+    engine = Engine(target, Eagle(head, SHAPE), batch=batch, max_seq_len=300, compile=False, lag=lag)
+    for turn, leaving in enumerate((0.0, 0.03)):
+        found = decode(engine, made, random.Random(turn), leaving)
+        assert [a for a in found if a is not None] == [
+            b for a, b in zip(found, expected) if a is not None
+        ]
+        assert (None in found) == bool(leaving)
+    assert engine.free == batch and not engine.busy
+
+
+@pytest.mark.parametrize("few", (False, True))
+@pytest.mark.parametrize("name", ("eagle3", "lookahead", "lookup"))
+def test_plain_texts_beside_others(models, models1, name, few):
+    """Each group takes its own steps. few: as on a GPU, there are steps for few numbers of sequences."""
+    drafter = make_drafter(name, models[0], models[1], models1[1], lambda heads: None)
+    engine = Engine(
+        models[0], drafter, batch=5, max_seq_len=300, compile=False, lag=int(few),
+        counts=(2, 5) if few else None,
+    )
+    made = requests(30, seed=4)
+    found = decode(engine, made, random.Random(2), leaving=0.02, plain=0.4)
+    expected = alone(models, made)
+    assert [a for a in found if a is not None] == [b for a, b in zip(found, expected) if a is not None]
+    one, other = engine.admit([5, 6], Sampling(20)), engine.admit([5, 6], Sampling(20), plain=True)
+    while engine.busy:
+        engine.step()
+    assert one.ids == other.ids and sum(other.trees.values()) == 19
+    assert sum(one.trees.values()) < 19 or name == "lookup"
+
+
+def test_a_text_is_read_once(models):
+    """The next turn of a chat, and another text that begins alike while the first is being written."""
+    target, head = models
+    engine = Engine(target, Eagle(head, SHAPE), batch=3, max_seq_len=300, compile=False)
+    prompt = prompts(1, seed=5, shortest=100, longest=100)[0]
+    first = engine.admit(prompt, Sampling(20))
+    assert first.cached == 0
+    while not first.ids:
+        engine.step()
+    beside = engine.admit([*prompt[:90], 3, 4], Sampling(5, seed=2))  # copied from the first
+    assert beside.cached == 89 and first.place != beside.place
+    while engine.busy:
+        engine.step()
+    other = engine.admit([9, 8, 7], Sampling(5))  # takes the place that is of least use
+    assert other.cached == 0
+    turn = engine.admit(prompt + first.ids + [5, 6], Sampling(10))
+    assert turn.cached >= 119 - SHAPE.window - 1
+    while engine.busy:
+        engine.step()
+    decoder = plain(models)
+    for text in (first, beside, other, turn):
+        assert text.ids == decoder.generate([text.prompt], [text.sampling])[0].ids
+
+
+def test_a_long_text_is_not_lost_for_a_short_beginning(models):
+    target, head = models
+    engine = Engine(target, Eagle(head, SHAPE), batch=3, max_seq_len=300, compile=False)
+    long = prompts(1, seed=6, shortest=200, longest=200)[0]
+
+    def decode(prompt):
+        text = engine.admit(prompt, Sampling(3))
+        while engine.busy:
+            engine.step()
+        return text.cached
+
+    assert decode(long) == 0
+    assert decode([*long[:50], 1, 2]) == 49  # copied into a free place
+    assert decode([*long, 7]) >= 202 - SHAPE.window - 1
+    assert decode([*long[:50], 1, 2, 3]) >= 50
+
+
+def test_others_decode_while_a_prompt_is_read(models):
+    engine = Engine(models[0], Eagle(models[1], SHAPE), batch=2, max_seq_len=300, compile=False, chunks=(16,))
+    first = engine.admit([1, 2, 3], Sampling(100))
+    while not first.ids:
+        engine.step()
+    second = engine.admit(prompts(1, seed=8, shortest=120, longest=120)[0], Sampling(5))
+    progress = []
+    while not second.ids:
+        before = len(first.ids)
+        engine.step()
+        progress.append(len(first.ids) - before)
+    assert len(progress) == 8 and all(progress)
+
+
+def test_trees_are_told_to_who_watches(models):
+    target, head = models
+    engine = Engine(target, Eagle(head, SHAPE), batch=2, max_seq_len=300, compile=False)
+    watched, other = engine.admit([5, 6, 7], Sampling(20), watch=True), engine.admit([5, 9], Sampling(20))
+    steps = 0
+    while engine.busy:
+        for event in engine.step():
+            if event.request is other or not event.nodes:
+                assert event.draft is None
+                continue
+            steps += 1
+            draft, taken = event.draft, event.draft.path[: event.drafted + 1]
+            assert len(draft.tokens) == len(draft.parent) == SHAPE.nodes == event.nodes + 1
+            assert [draft.tokens[i] for i in taken[1:]] == event.ids[: event.drafted]
+            assert all(draft.parent[b] == a for a, b in itertools.pairwise(taken))
+    assert steps == sum(watched.trees.values()) > 3
+
+
+def test_scores_of_a_prompt(models):
+    target, _ = models
+    prompt = prompts(1, seed=9, shortest=90, longest=90)[0]
+    engine = Engine(target, None, batch=2, max_seq_len=300, compile=False)
+    for _ in range(2):  # read anew, though it is there
+        text = engine.admit(prompt, Sampling(1, logprobs=3), score_prompt=True)
+        while engine.busy:
+            engine.step()
+        with torch.no_grad():
+            p = target.logits(target.causal(torch.tensor([prompt]))[0])[0].log_softmax(-1)
+        assert len(text.prompt_scores) == 89
+        for i, score in enumerate(text.prompt_scores):
+            assert score.logprob == pytest.approx(float(p[i, prompt[i + 1]]), abs=1e-4)
+            assert [token for token, _ in score.top] == p[i].topk(3).indices.tolist()
+
+
+def test_an_end_at_the_first_token(models):
+    engine = Engine(models[0], Eagle(models[1], SHAPE), batch=2, max_seq_len=50, compile=False)
+    one, full = engine.admit([1, 2], Sampling(1)), engine.admit([3] * 49, Sampling(9))
+    while engine.busy:
+        engine.step()
+    assert len(one.ids) == len(full.ids) == 1 and (one.finish, full.finish) == ("length", "cache")
+
+
+class Replays:
+    """As `engine.capture.CapturedCalls`: what was called first for a key is what runs for it ever after."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __call__(self, key, call):
+        return self.calls.setdefault(key, call)()
+
+
+@pytest.mark.parametrize("share", (0.0, 0.5, 1.0))
+def test_captured_passes_are_told_apart(models, share):
+    """Every step runs the tree that was asked for, whichever was captured first."""
+    engine = Engine(models[0], Eagle(models[1], SHAPE), batch=3, max_seq_len=300, compile=False, lag=0)
+    engine.passes.captured, ran = Replays(), set()
+    step = engine.passes.step
+
+    def watched(rows, span, drafter, modes, guides=None):
+        tree, path = step(rows, span, drafter, modes, guides)
+        ran.add((drafter.shape.nodes, tree.tokens.shape[1]))
+        return tree, path
+
+    engine.passes.step = watched
+    engine.warm_up()
+    ran.clear()
+    made = requests(9, 5)
+    assert decode(engine, made, random.Random(1), plain=share) == alone(models, made)
+    assert ran == {0.0: {(12, 12)}, 0.5: {(1, 1), (12, 12)}, 1.0: {(1, 1)}}[share]
+
+
+def tuner_of(*shapes, choose) -> Tuner:
+    """A tuner that takes whatever `choose(requests, count)` says, whatever this machine needs for it."""
+    taus = {shape: 1 + shape.depth / 2 for shape in shapes}
+    tuner = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (1.0,)), shapes)
+    tuner.next = choose
+    return tuner
+
+
+def watch_steps(engine: Engine) -> dict[int, set[int]]:
+    """The nodes of the trees that steps of an engine draft from now on, by rows of the step."""
+    taken: dict[int, set[int]] = {}
+    step = engine.passes.step
+
+    def watched(rows, span, drafter, modes, guides=None):
+        taken.setdefault(rows.count, set()).add(drafter.shape.nodes)
+        return step(rows, span, drafter, modes, guides)
+
+    engine.passes.step = watched
+    return taken
+
+
+@pytest.mark.parametrize("tuned", (False, True))
+def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
+    """Only the new turn is read, and the head knows what was decoded without it."""
+    target, head = models
+    tuner = tuner_of(SHAPE, choose=lambda requests, count: SHAPE) if tuned else None
+    engine = Engine(target, Eagle(head, SHAPE), batch=2, max_seq_len=600, compile=False, tuner=tuner)
+    text, before = prompts(1, seed=6, shortest=30)[0], []
+    for turn, without in enumerate((True, False, True, True, False)):
+        (made,) = engine.generate([text], Sampling(80), plain=without)
+        if turn:
+            assert made.cached >= len(before) - 3
+        before = made.tokens
+        text = before + [97, 98]
+        if not without:
+            alone = Engine(target, Eagle(head, SHAPE), max_seq_len=600, compile=False)
+            (expected,) = alone.generate([made.prompt], Sampling(80))
+            assert made.ids == expected.ids
+            # As many steps as where the head has read everything itself.
+            assert abs(len(made.accept_lengths) - len(expected.accept_lengths)) <= 2
+
+
+def test_joint_trees_whose_head_rests_now_and_then(models):
+    """Steps with the head, steps with what prompt lookup finds alone, plain steps: always the same text."""
+    target, head = models
+    shape = TreeShape(10, 3, 3)
+    kinds = itertools.cycle([shape, *[None] * 9, shape, None, *[None] * 40])
+    engine = Engine(
+        target, Mixed(Lookup(shortest=1), Eagle(head, shape)), batch=3, max_seq_len=300, compile=False,
+        tuner=tuner_of(shape, choose=lambda requests, count: next(kinds)),
+    )
+    taken, made = watch_steps(engine), requests(14, seed=1)
+    assert decode(engine, made, random.Random(2)) == alone(models, made)
+    assert set.union(*taken.values()) == {1, Lookup().shape.nodes, shape.nodes}
+
+
+def test_a_request_beside_it_does_not_take_a_chats_place(models):
+    """The same prompt again, without drafts: what was answered before is still there for the next turn."""
+    target, head = models
+    engine = Engine(target, Eagle(head, SHAPE), batch=4, max_seq_len=400, compile=False)
+    prompt = prompts(1, seed=7, shortest=40)[0]
+    (one,) = engine.generate([prompt], Sampling(100))
+    (beside,) = engine.generate([prompt], Sampling(100), plain=True)
+    assert beside.cached == len(prompt) - 1 and beside.ids == one.ids
+    turn = engine.admit(prompt + one.ids + [97], Sampling(5))
+    assert turn.cached >= len(prompt) + 97
+
+
+@pytest.mark.parametrize("room, temperature", ((64, 0.0), (512, 1.0)))
+def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temperature):
+    """Large for one, small for two, none for more: a request that ends is replaced, until nobody waits.
+
+    room: for tokens that the head has not read; requests in a crowd have more of them, or fewer.
+    """
+    monkeypatch.setattr(passes, "UNREAD", room)
+    target, head = models
+    large, small = TreeShape(12, 3, 3), TreeShape(3, 1, 1)
+    engine = Engine(
+        target, Eagle(head, large), batch=4, max_seq_len=300, compile=False,
+        tuner=tuner_of(small, large, choose=lambda requests, count: {1: large, 2: small}.get(count)),
+    )
+    taken = watch_steps(engine)
+    made = [(prompt, Sampling(20 + 17 * i % 40, temperature, seed=i))
+            for i, prompt in enumerate(prompts(7, seed=3, longest=90))]
+    made.append((prompts(1, seed=4)[0], Sampling(150, temperature)))  # it outlives the others
+    admitted: list[Request] = []
+    waiting, at_last = list(made), None
+    while waiting or engine.busy:
+        while waiting and engine.free:
+            admitted.append(engine.admit(*waiting.pop(0)))
+        engine.step()
+        last = admitted[-1]
+        if len(last.ids) > 130 and last.here:
+            cache = engine.drafter.caches[0]
+            at_last = [x[last.place, : last.length - large.window].clone() for x in (cache.k, cache.v)]
+    assert [request.ids for request in admitted] == alone(models, made)
+    assert taken == {1: {12}, 2: {3}, 3: {1}, 4: {1}} and len(last.ids) == 150
+    # The head has read what was decoded without it, as in a text of its own.
+    own = Engine(target, Eagle(head, large), max_seq_len=300, compile=False)
+    own.generate([made[-1][0]], made[-1][1])
+    for mine, theirs in zip(at_last, (own.drafter.caches[0].k, own.drafter.caches[0].v)):
+        torch.testing.assert_close(mine, theirs[0, : len(mine)], rtol=1e-3, atol=1e-4)
