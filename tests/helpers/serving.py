@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
 from helpers import ROOT
 
 START = 120.0  # seconds at most
@@ -33,21 +35,15 @@ class Serving:
 
     def get(self, path: str, **options):
         """Send a GET request."""
-        import httpx
-
         return httpx.get(self.url + path, timeout=60, **options)
 
     def post(self, path: str = "/v1/chat/completions", headers: dict | None = None, **body):
         """Send a POST request with a JSON body."""
-        import httpx
-
         return httpx.post(self.url + path, json=body, headers=headers, timeout=120)
 
     @contextlib.contextmanager
     def stream(self, path: str = "/v1/chat/completions", headers: dict | None = None, **body) -> Iterator:
         """A context whose value are the data of a stream's events, without "data: "."""
-        import httpx
-
         body |= {"stream": True}
         with httpx.stream("POST", self.url + path, json=body, headers=headers, timeout=60) as events:
             yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))

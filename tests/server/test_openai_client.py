@@ -1,10 +1,10 @@
 """The official client against a running server: each text is that of plain decoding here."""
 import asyncio
 import json
+from functools import partial
 
+import openai
 import pytest
-
-openai = pytest.importorskip("openai")
 
 pytestmark = pytest.mark.slow
 USER = [{"role": "user", "content": "tell me something"}]
@@ -21,57 +21,51 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def chat(client):
-    def create(messages=USER, **options):
-        return client.chat.completions.create(model="golden", messages=messages, **options)
-
-    return create
+    return partial(client.chat.completions.create, model="golden", messages=USER)
 
 
-@pytest.mark.parametrize("temperature", (0.0, 0.9))
-def test_chat(chat, plain, temperature):
-    answer = chat(temperature=temperature, seed=5, max_completion_tokens=40)
-    want = plain(USER, temperature=temperature, seed=5)
+def text_of(chunks, index: int = 0) -> str:
+    """Return the text of one choice of a chat's stream."""
+    choices = (choice for chunk in chunks for choice in chunk.choices if choice.index == index)
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def test_greedy(chat, plain):
+    answer, want = chat(temperature=0, max_completion_tokens=40), plain(USER, temperature=0)
     (choice,) = answer.choices
     assert choice.message.content == want.text and choice.message.role == "assistant"
     assert choice.finish_reason == "length" and answer.object == "chat.completion"
-    usage = answer.usage
+    usage, details = answer.usage, answer.usage.completion_tokens_details
     assert (usage.prompt_tokens, usage.completion_tokens) == (len(want.prompt), 40)
-    details = usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 0 and details.rejected_prediction_tokens > 0
 
 
 def test_the_default_is_openais(chat):
     """Temperature 1, another seed each time, a text to the end of the context."""
-    answers = [chat() for _ in range(2)]
-    assert answers[0].choices[0].message.content != answers[1].choices[0].message.content
-    assert all(a.usage.total_tokens == 300 or a.choices[0].finish_reason == "stop" for a in answers)
-    long = chat(logit_bias={"257": -100}, seed=1)  # never ends by itself
-    assert long.choices[0].finish_reason == "length" and long.usage.total_tokens == 300
+    one, other = (chat(logit_bias={"257": -100}) for _ in range(2))  # they never end by themselves
+    assert one.choices[0].message.content != other.choices[0].message.content
+    assert one.choices[0].finish_reason == "length" and one.usage.total_tokens == 300
 
 
 def test_a_stream_is_the_same_text(chat, plain):
     *chunks, last = chat(
-        seed=7, max_tokens=40, stream=True, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2
+        seed=7, max_tokens=40, stream=True, stream_options={"include_usage": True}, logprobs=True,
+        top_logprobs=2,
     )
     assert chunks[0].choices[0].delta.role == "assistant" and not last.choices
     assert last.usage.completion_tokens == 40 and all(c.usage is None for c in chunks)
     assert len({c.id for c in chunks}) == 1 and chunks[0].object == "chat.completion.chunk"
-    assert "".join(c.choices[0].delta.content or "" for c in chunks) == plain(USER, seed=7).text
+    assert text_of(chunks) == plain(USER, seed=7).text
     assert [c.choices[0].finish_reason for c in chunks if c.choices[0].finish_reason] == ["length"]
     scores = [x for c in chunks if c.choices[0].logprobs for x in c.choices[0].logprobs.content]
     assert len(scores) == 40 and all(len(x.top_logprobs) == 2 for x in scores)
 
 
 def test_several_choices_at_once(chat, plain):
-    answer = chat(seed=10, n=3, max_tokens=40)
+    answer, chunks = chat(seed=10, n=3, max_tokens=40), [*chat(seed=10, n=3, max_tokens=40, stream=True)]
     texts = [choice.message.content for choice in answer.choices]
     assert texts == [plain(USER, seed=10 + i).text for i in range(3)]
-    assert answer.usage.completion_tokens == 120
-    streamed = ["", "", ""]
-    for chunk in chat(seed=10, n=3, max_tokens=40, stream=True):
-        for choice in chunk.choices:
-            streamed[choice.index] += choice.delta.content or ""
-    assert streamed == texts
+    assert texts == [text_of(chunks, i) for i in range(3)] and answer.usage.completion_tokens == 120
 
 
 def test_penalties_biases_and_stops(chat, plain):
@@ -87,11 +81,9 @@ def test_penalties_biases_and_stops(chat, plain):
     assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens == len(short.ids)
 
 
-@pytest.mark.parametrize("form", (
-    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-), ids=lambda form: form["type"])
-def test_json(chat, form):
-    for seed in range(3):
+def test_json(chat):
+    forms = {"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    for seed, form in ((seed, form) for seed in range(3) for form in forms):
         (choice,) = chat(seed=seed, response_format=form, max_tokens=200, temperature=0.8).choices
         if choice.finish_reason == "length":
             assert form["type"] == "json_object" and choice.message.content.startswith("{")
@@ -131,10 +123,10 @@ def test_echo_with_logprobs_scores_the_prompt(client):
 
 def test_the_next_turn_reads_only_what_is_new(chat):
     turn = [{"role": "user", "content": "once upon a time there was a very long first message"}]
-    first = chat(turn, max_tokens=30, seed=1)
+    first = chat(messages=turn, max_tokens=30, seed=1)
     turn += [{"role": "assistant", "content": first.choices[0].message.content},
              {"role": "user", "content": "go on"}]
-    usage = chat(turn, max_tokens=5, seed=1).usage
+    usage = chat(messages=turn, max_tokens=5, seed=1).usage
     assert first.usage.prompt_tokens <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
 
 
@@ -146,9 +138,7 @@ def test_many_at_once(server, plain):
         answer = await client.chat.completions.create(
             model="golden", messages=USER, seed=seed, max_tokens=10 + seed, stream=seed % 2 == 0
         )
-        if seed % 2:
-            return answer.choices[0].message.content
-        return "".join([c.choices[0].delta.content or "" async for c in answer if c.choices])
+        return answer.choices[0].message.content if seed % 2 else text_of([c async for c in answer])
 
     async def everyone() -> list[str]:
         return await asyncio.gather(*map(one, range(20)))
