@@ -120,9 +120,12 @@ def run(o) -> None:
     Raises InputError, ValueError and OSError on bad input.
     """
     from checkpoint.folder import known_config, read_config
+    from common.threads import use_threads
 
+    use_threads(o.threads, note)
     drafting, runtime = drafting_of(o), runtime_of(o)
-    known_config(o.checkpoint, o.max_seq_len)  # before a checkpoint is converted
+    runtime.prepare()  # mistakes end the server before a checkpoint is converted
+    known_config(o.checkpoint, o.max_seq_len)
     if o.draft:
         read_config(o.draft, what="--draft")
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
@@ -142,7 +145,6 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
     from checkpoint.convert import converted_folder
     from checkpoint.folder import verify
-    from common.threads import use_threads
     from engine.target import load_target
     from sampling.options import Sampling
     from server.app import Server, make_app
@@ -151,7 +153,6 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.run import serve
     from server.worker import Worker
 
-    use_threads(o.threads, note)
     checkpoint = converted_folder(o.checkpoint, note)
     if o.verify is not False:
         verify(checkpoint, o.draft, bool(o.verify), note)
