@@ -60,7 +60,7 @@ def parser() -> Options:
     )
     for flag, value, what in (
         ("--draft", "DIR", "head or draft model"), ("--tree", "SPEC", "as for generate.py"),
-        ("--accept", "RULE", "equal, typical or residual"),
+        ("--accept", "RULE", "equal or residual"),
     ):
         metavar = f"[METHOD=]{value}"
         add(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
@@ -157,7 +157,7 @@ def asked_options(o) -> dict:
 def load(o, asked: Asked, ranks=None):
     """Load the target and every method -> `evaluation.session.Evaluation`.
 
-    ranks: the `kernels.ranks.Ranks` to deal the target among, if any. Raises InputError, ValueError, OSError
+    ranks: the `kernels.tp.Ranks` to deal the target among, if any. Raises InputError, ValueError, OSError
     or RuntimeError if one of them cannot be.
     """
     import torch
@@ -170,7 +170,7 @@ def load(o, asked: Asked, ranks=None):
     from evaluation.methods import load_contenders, read_draftings
     from evaluation.session import Evaluation
     from evaluation.table import PLAIN
-    from kernels.ranks import own_device
+    from kernels.tp import own_device
 
     use_threads(o.threads, say)
     methods, temperatures, flags, sets = asked
@@ -185,7 +185,7 @@ def load(o, asked: Asked, ranks=None):
             say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
     contenders = load_contenders(target, draftings, o.max_seq_len)
     decoder, weight = contenders[PLAIN].model.decoder, target.model.embed.weight
-    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks, o.kv)
+    judge = Judge(o.checkpoint, weight.dtype, str(weight.device), decoder.backend.row_invariant, ranks, o.kv)
     book = Book(Path(o.out), {
         **asked_options(o), "threads": torch.get_num_threads(), "torch": torch.__version__,
         "device": str(decoder.device), "max_seq_len": decoder.max_seq_len, "compile": target.runtime.compile,
@@ -235,7 +235,7 @@ def run(o, unreported: list) -> int:
 def run_together(o, asked: Asked) -> int:
     """`run` on one of several ranks. All do the same; but the first their folders are thrown away."""
     from engine.runtime import Runtime
-    from kernels.ranks import joined, own_device
+    from kernels.tp import joined, own_device
 
     with joined(Runtime(o.device).device_name) as ranks, tempfile.TemporaryDirectory() as folder:
         if ranks.rank:

@@ -132,7 +132,7 @@ def run(o) -> None:
     if not several():
         start(o, runtime, drafting, listener)
         return
-    from kernels.ranks import joined, own_device
+    from kernels.tp import joined, own_device
 
     read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     device = own_device(runtime.device_name)

@@ -165,7 +165,7 @@ train() {
     for kind in "$@"; do
         echo "== train-$kind: at most $each s"
         timeout -s INT -k 20 "$each" "$PYTHON" train.py --checkpoint "$CHECKPOINT" --kind "$kind" --states 5 \
-            --shards "$TRAIN_DATA" --out "runs/gpu-$kind" --save-seconds 60 --cache-features runs/gpu-features \
+            --shards "$TRAIN_DATA" --out "runs/gpu-$kind" --cache-features runs/gpu-features \
             --minutes "$(awk "BEGIN { print $each * 0.7 / 60 }")" ${TRAIN_OPTIONS:-}
         case $? in
         0) ;;

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, Layout, Published
+from checkpoint.layouts import LAYER, MARKOV, Answers, ReadHead, WrittenHead
 from checkpoint.source import Source
 from common.errors import InputError
 from model import ModelArgs
@@ -49,7 +49,7 @@ def block_kind(source: Source) -> str | None:
     return None
 
 
-def read_block(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+def read_block(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read a DFlash or DSpark head.
 
     Raises InputError if the head is a variant that we cannot run, or if its config leaves open what it needs.
@@ -73,7 +73,7 @@ def read_block(source: Source, target: ModelArgs, answers: Answers) -> Layout:
         "own_lm_head": "lm_head.weight" in tensors, **layouts.read_markov(source, flags, tensors),
     }
     fields["draft_vocab_size"] = layouts.read_draft_vocab(flags, tensors, fields["vocab_size"])
-    return Layout(fields, BLOCK, tensors)
+    return ReadHead(fields, BLOCK, tensors)
 
 
 def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
@@ -90,7 +90,7 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
     return [i + shift for i in ids]
 
 
-def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Published:
+def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> WrittenHead:
     """Write a DFlash or DSpark head as its authors publish it ("sglang"), or as speculators does.
 
     The authors' layout has the target's vocabulary, and DSpark's copies of its embedding and lm_head.
@@ -100,7 +100,7 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
     if small:
         tensors |= layouts.vocabulary_map(head)
     if layout == "speculators":
-        return Published(layouts.write_speculators(head, kind, {
+        return WrittenHead(layouts.write_speculators(head, kind, {
             "aux_hidden_state_layer_ids": list(a.aux_layers),  # "input of layer id"
             "block_size": a.block, "mask_token_id": a.mask_id, "sample_from_anchor": a.from_anchor,
             **({"causal": True} if a.causal else {}), **(layouts.write_markov(a) if dspark else {}),
@@ -115,7 +115,7 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
     config = {**layouts.llama_config(head), "model_type": "qwen3", "block_size": a.block}
     if not dspark:
         nested |= {"sample_from_anchor": True} if a.from_anchor else {}
-        return Published(config | {"dflash_config": nested}, tensors)
+        return WrittenHead(config | {"dflash_config": nested}, tensors)
     lent = {"embed_tokens.weight": head.embed.weight, "lm_head.weight": head.lm_head.weight}
     for name in lent.keys() - tensors.keys():
         if not lent[name].is_floating_point():
@@ -125,4 +125,4 @@ def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> Publis
             )
         tensors[name] = lent[name].clone()  # of a tied target both are one tensor
     config |= nested | layouts.write_markov(a) | {"sample_from_anchor": a.from_anchor}
-    return Published(config, tensors)
+    return WrittenHead(config, tensors)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from checkpoint import layouts
 from checkpoint.families import NameTable, model_fields, with_prefix
-from checkpoint.layouts import LAYER, MARKOV, Answers, Layout, Published
+from checkpoint.layouts import LAYER, MARKOV, Answers, ReadHead, WrittenHead
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -66,7 +66,7 @@ def eagle_kind(source: Source) -> str | None:
     return "eagle" if "fc.weight" in tensors else None
 
 
-def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read an EAGLE head of any kind.
 
     Raises InputError if the head is a variant that we cannot run, or if it takes an answer that is missing.
@@ -89,7 +89,7 @@ def read_eagle(source: Source, target: ModelArgs, answers: Answers) -> Layout:
         return layout
     # So that errors name tensors as the user knows them.
     names = {name: [_midlayer(s) for s in sources] for name, sources in layout.names.items()}
-    return Layout(layout.config, names, {_midlayer(n): entry for n, entry in layout.tensors.items()})
+    return ReadHead(layout.config, names, {_midlayer(n): entry for n, entry in layout.tensors.items()})
 
 
 def _midlayer(name: str) -> str:
@@ -121,7 +121,7 @@ def _of_speculators(config: dict) -> bool:
     return by_class or "speculators_model_type" in config or "transformer_layer_config" in config
 
 
-def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> Layout:
+def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: ModelArgs) -> ReadHead:
     if fields["num_layers"] != 1:
         raise InputError(f"{path}: an EAGLE-1 head of {fields['num_layers']} layers is not supported")
     for norm in ("layers.0.input_layernorm", "embedding_layernorm", "hidden_states_layernorm"):
@@ -133,13 +133,13 @@ def _read_eagle1(path: Path, fields: dict, tensors: dict[str, Entry], target: Mo
         "draft_vocab_size": fields["vocab_size"], "aux_layers": [target.num_layers],
         "own_lm_head": "lm_head.weight" in tensors,
     }
-    return Layout(config, EAGLE1, tensors)
+    return ReadHead(config, EAGLE1, tensors)
 
 
 def _read_eagle3(
     source: Source, head_config: dict, fields: dict, tensors: dict[str, Entry], target: ModelArgs,
     answers: Answers,
-) -> Layout:
+) -> ReadHead:
     path, nested = source.path, head_config.get("eagle_config") or {}
     flags, tensors = head_config | nested, dict(tensors)
     if nested.get("use_aux_hidden_state") is False:
@@ -175,7 +175,7 @@ def _read_eagle3(
             later_norms[k] = "hidden_norm"
             tensors.pop(f"layers.{k}.input_layernorm.weight", None)
     names = eagle3_names(fields["num_layers"], feature_norm, len(aux_layers), later_norms)
-    return Layout(config, names, tensors)
+    return ReadHead(config, names, tensors)
 
 
 def _p_eagle(source: Source, config: dict, tensors: dict[str, Entry]) -> dict:
@@ -286,13 +286,13 @@ def _as_inputs(path: Path, ids: list[int], target: ModelArgs) -> tuple[int, ...]
     )
 
 
-def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> Published:
+def write_eagle1(head: Eagle1Head, kind: str, layout: str, target: dict) -> WrittenHead:
     """Write an EAGLE-1 head as SafeAILab does."""
     flags = {"bias": head.args.fc_bias, "qkv_bias": head.args.qkv_bias}
-    return Published(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
+    return WrittenHead(layouts.llama_config(head) | flags, layouts.publish(head, EAGLE1))
 
 
-def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Published:
+def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> WrittenHead:
     """Write an EAGLE-3 or P-EAGLE head. Norms before fc and the flags of EAGLE-3.1 are speculators' only."""
     a, parallel = head.args, kind == "p-eagle"
     speculators = layout == "speculators"
@@ -307,7 +307,7 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Publ
         tensors = {_midlayer(name): tensor for name, tensor in tensors.items()}
     tensors |= layouts.vocabulary_map(head)
     if speculators:
-        return Published(layouts.write_speculators(head, kind, {
+        return WrittenHead(layouts.write_speculators(head, kind, {
             "norm_before_residual": a.norm_before_residual,
             "norm_before_fc": a.feature_norm == "all", "fc_norm": a.feature_norm == "each",
             "norm_output": a.recycle_normed, "embed_requires_grad": a.own_embedding,
@@ -321,7 +321,7 @@ def write_eagle3(head: Eagle3Head, kind: str, layout: str, target: dict) -> Publ
         "eagle_config": {AUX_KEY: [i - 1 for i in a.aux_layers], "use_aux_hidden_state": True},
         **_unusual_layers(a),
     }
-    return Published(config, tensors)
+    return WrittenHead(config, tensors)
 
 
 def _write_p_eagle(a: HeadArgs) -> dict:

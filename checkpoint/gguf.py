@@ -22,9 +22,9 @@ from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Wi
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
 CONTROL = 3  # the type of a control token
-Token, Kind = whole(0, 2**32 - 1), text(64)
+Token, Short = whole(0, 2**32 - 1), text(64)
 TOKENIZER = {
-    "model": Kind, "pre": Kind, "tokens": list[text(2**16)], "merges": list[Text], "scores": list[number()],
+    "model": Short, "pre": Short, "tokens": list[text(2**16)], "merges": list[Text], "scores": list[number()],
     "token_type": list[whole(0, 2**16)], "add_bos_token": Flag, "add_space_prefix": Flag,
     **{f"{name}_token_id": Token for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
 }
@@ -35,7 +35,7 @@ OWN = {  # of the architecture, under its name and a dot
     "feed_forward_length": Width, "expert_feed_forward_length": Width, "expert_count": whole(0, 10_000),
     "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
     "rope.freq_base": number(above=1, high=1e15), "attention.sliding_window": Whole,
-    "rope.scaling.type": Kind, "rope.scaling.factor": Factor,
+    "rope.scaling.type": Short, "rope.scaling.factor": Factor,
     "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
     "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,
 }

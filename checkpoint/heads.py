@@ -18,7 +18,7 @@ from checkpoint.block_layouts import block_kind, read_block, write_block
 from checkpoint.eagle_layouts import eagle_kind, read_eagle, write_eagle1, write_eagle3
 from checkpoint.folder import CONFIG, HEADS, WEIGHTS
 from checkpoint.huggingface import PUBLISHED
-from checkpoint.layouts import Answers, Layout, Published
+from checkpoint.layouts import Answers, ReadHead, WrittenHead
 from checkpoint.medusa_layouts import medusa_kind, read_medusa, write_medusa
 from checkpoint.source import Source
 from checkpoint.writer import staging
@@ -33,8 +33,8 @@ LAYOUTS = ("sglang", "speculators")
 class HeadKind:
     """A reader and a writer of one kind of head. architectures: in each of LAYOUTS that it has."""
 
-    read: Callable[[Source, ModelArgs, Answers], Layout]
-    write: Callable[[Head, str, str, dict], Published]  # head, kind, layout, the target's config.json
+    read: Callable[[Source, ModelArgs, Answers], ReadHead]
+    write: Callable[[Head, str, str, dict], WrittenHead]  # head, kind, layout, the target's config.json
     architectures: tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ def kind_of(source: Source) -> str | None:
     return medusa_kind(source) or block_kind(source) or eagle_kind(source)
 
 
-def read_layout(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+def read_layout(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read all of a head but its embedding, lm_head and vocabulary map: those need the target's weights.
 
     Raises InputError if the head is a variant that we cannot run, if it was made for a target of another

@@ -17,7 +17,7 @@ from checkpoint.weights import Stored, listed, opened
 from common.errors import InputError, first_line, printable
 from common.files import check_file, read_json
 from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, text, whole
-from tokens.files import TOKENIZER_CONFIG
+from tokens.files import special_tokens_map, tokenizer_settings
 
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -79,7 +79,7 @@ def open_folder(path: Path) -> Source:
     name = next((name for name in WEIGHT_FILES if (path / name).exists()), None)
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
-    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name)
+    tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
     generation = _read_if_there(path / "generation_config.json", GENERATION)
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
@@ -106,11 +106,9 @@ def _architecture(config: dict) -> str | None:
 
 
 def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
-    """The tokenizer's own end token, and the ids of that token and of all special tokens."""
-    file = path / "tokenizer_config.json"
-    config = _read_if_there(file, TOKENIZER_CONFIG)
-    eos = config.get("eos_token")
-    eos = eos["content"] if isinstance(eos, dict) else eos
+    """Return the tokenizer's own end token, and the ids of that token and of all special tokens."""
+    config = tokenizer_settings(path)
+    eos = special_tokens_map(config).get("eos_token")
     decoder = config.get("added_tokens_decoder") or {}
     added = [{"id": int(i), **token} for i, token in decoder.items()]
     tokenizer = _read_if_there(path / "tokenizer.json", TOKENIZER)
@@ -124,11 +122,12 @@ def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
 def _sharded(index: Path) -> dict[str, Entry]:
     weight_map = shards(index)
     tensors: dict[str, Entry] = {}
+    last: dict[Path, dict] = {}
     for file in dict.fromkeys(weight_map.values()):
         path = index.parent / file
         if not path.exists():
             raise InputError(f"{path}: missing, though {index.name} lists it")
-        shard = _one_file(path)
+        shard = _one_file(path, last)
         for name in (n for n, f in weight_map.items() if f == file):
             if name not in shard:
                 raise InputError(f"{path}: has no tensor {printable(name)}, though {index.name} says so")
@@ -137,8 +136,8 @@ def _sharded(index: Path) -> dict[str, Entry]:
     return tensors
 
 
-def _one_file(path: Path) -> dict[str, Entry]:
-    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path)
+def _one_file(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
+    return _safetensors(path) if path.suffix == ".safetensors" else _pickle(path, last)
 
 
 def _safetensors(path: Path) -> dict[str, Entry]:
@@ -154,12 +153,19 @@ def _safetensors(path: Path) -> dict[str, Entry]:
     return {name: entry(name, stored) for name, stored in listed(path, AGAIN).items()}
 
 
-def _pickle(path: Path) -> dict[str, Entry]:
-    def entry(tensor: Tensor) -> Entry:
-        dtype = tensor.dtype if tensor.dtype in READABLE_DTYPES.values() else None
-        return Entry.of(tensor.shape, dtype, lambda: tensor)
+def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
+    """Return the tensors of a pickle. last: the file that is open: one at a time is mapped."""
+    def load() -> dict[str, Tensor]:
+        if path not in last:
+            last.clear()
+            last[path] = _load_pickle(path)
+        return last[path]
 
-    return {name: entry(tensor) for name, tensor in _load_pickle(path).items()}
+    def entry(name: str, tensor: Tensor) -> Entry:
+        dtype = tensor.dtype if tensor.dtype in READABLE_DTYPES.values() else None
+        return Entry.of(tensor.shape, dtype, lambda: load()[name])
+
+    return {name: entry(name, tensor) for name, tensor in load().items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:

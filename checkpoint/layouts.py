@@ -36,7 +36,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ReadHead:
     """A head as read from its source.
 
     config: the config.json that it becomes. names: the table of its tensors. tensors: the source's, under the
@@ -50,7 +50,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Published:
+class WrittenHead:
     """A head as another program reads it: its config.json and its tensors."""
 
     config: dict

@@ -21,7 +21,7 @@ import re
 import torch
 
 from checkpoint.families import NameTable, with_prefix
-from checkpoint.layouts import LAYER, Answers, Layout, Published, publish
+from checkpoint.layouts import LAYER, Answers, ReadHead, WrittenHead, publish
 from checkpoint.source import Entry, Source
 from common.errors import InputError
 from model import ModelArgs
@@ -94,7 +94,7 @@ def target_inside(source: Source) -> Source | None:
     return dataclasses.replace(source, tensors=own) if whole else None
 
 
-def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> Layout:
+def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read Medusa or Hydra heads. Raises InputError if tensors are missing or make no sense."""
     path, kind, tensors = source.path, medusa_kind(source), dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
@@ -121,11 +121,11 @@ def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> Layout:
     names, copies = table(form, config)
     tensors = {name: entry for name, entry in tensors.items() if name not in copies}
     if token_map is None:
-        return Layout(config, names, tensors)
+        return ReadHead(config, names, tensors)
     ids = token_map.read().long()
     if len(ids.unique()) != len(ids) or ids.min() < 0 or ids.max() >= target.vocab_size:
         raise InputError(f"{path}: token_map holds ids twice, or outside the target's vocabulary")
-    return Layout(config, names, tensors, ids)
+    return ReadHead(config, names, tensors, ids)
 
 
 def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Form]:
@@ -191,7 +191,7 @@ def _prefix_layer(config: dict, tensors: dict[str, Entry]) -> dict:
     }
 
 
-def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) -> Published:
+def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) -> WrittenHead:
     """Write Medusa heads in vLLM's layout, Hydra heads in their authors'."""
     args = head.args
     slots = tuple(range(args.blocks))
@@ -214,4 +214,4 @@ def write_medusa(head: MultiTokenHeads, kind: str, layout: str, target: dict) ->
     tensors |= {copy: tensors[name].clone() for copy, name in copies.items()}
     if args.draft_vocab_size < args.vocab_size:
         tensors["token_map"] = head.draft_ids.cpu()
-    return Published(config, tensors)
+    return WrittenHead(config, tensors)

@@ -19,6 +19,7 @@ from checkpoint.folder import CONFIG, is_gguf
 from common.errors import InputError, first_line
 from common.files import read_json
 from common.schema import Schema, in_words, text
+from tokens.files import TOKENIZER_FILES
 
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
@@ -29,10 +30,7 @@ WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
-SMALL_FILES = (
-    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
-)
+SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)

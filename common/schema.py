@@ -38,9 +38,11 @@ def text(most: int = 1 << 20, pattern: str | None = None) -> Any:
 
 Flag = Annotated[bool, Strict()]
 Whole, Text = whole(), text()
-Digits = text(pattern=r"^[0-9]{1,8}$")  # a number that is a name
-Sha256 = text(pattern=r"^[0-9a-f]{64}$")
-Name = text(pattern=r"^[^./\\][^/\\]{0,199}$")  # of a file or a folder inside a folder of ours
+PATTERNS = {
+    "digits": r"^[0-9]{1,8}$", "a sha256": r"^[0-9a-f]{64}$",
+    "a name of a file": r"^[^./\\][^/\\]{0,199}$",  # inside a folder of ours
+}
+Digits, Sha256, Name = (text(pattern=pattern) for pattern in PATTERNS.values())
 Ids, Width, Many = whole(1, 2**24), whole(1, 2**22), whole(1, 2**16)  # of a vocabulary; a matrix; parts
 Layers = whole(1, 10_000)
 
@@ -53,7 +55,6 @@ EXPECTED = {
     "greater_than": "above {gt:,g}",
     "too_short": "at least {min_length} in it", "too_long": "at most {max_length:,} in it",
     "string_too_long": "at most {max_length:,} characters", "finite_number": "a finite number",
-    "string_pattern_mismatch": "a text like {pattern}",
 }
 
 
@@ -100,7 +101,7 @@ schema_of = functools.cache(Schema)
 
 def _wrong(error: ValidationError, value: Any, key: str) -> Wrong:
     """Return the first wrong value, with all types of its place if that is a union."""
-    found = [(*_place(e["loc"], value, key), _expected(e)) for e in error.errors()]
+    found = [(*_place(e, value, key), _expected(e)) for e in error.errors()]
     # A union reports every alternative: the deepest place is inside the one that was meant.
     place, inner, _ = max(found[: _alternatives(error)], key=lambda f: f[0].count(".") + f[0].count("["))
     words = dict.fromkeys(words for where, _, words in found if where == place)
@@ -113,15 +114,15 @@ def _alternatives(error: ValidationError) -> int:
     return next((i for i, loc in enumerate(first) if loc != first[0]), len(first))
 
 
-def _place(loc: tuple, value: Any, key: str) -> tuple[str, Any]:
-    """Return the key of an error with its value. Parts of `loc` that are no keys name alternatives."""
-    for i, part in enumerate(loc):
+def _place(error: dict, value: Any, key: str) -> tuple[str, Any]:
+    """Return the key of an error with its value. Parts of its place that are no keys name alternatives."""
+    for part in error["loc"]:
         if isinstance(value, dict) and part in value:
             key, value = f"{key}.{part}" if key else str(part), value[part]
         elif isinstance(value, (list, tuple)) and isinstance(part, int) and part < len(value):
             key, value = f"{key}[{part}]", value[part]
-        elif i == len(loc) - 1 and isinstance(value, dict) and isinstance(part, str) and part.isidentifier():
-            return f"{key}.{part}" if key else part, ABSENT
+    if error["type"] == "missing":
+        return f"{key}.{part}" if key else part, ABSENT
     return key or "the file", value
 
 
@@ -132,6 +133,8 @@ def _expected(error: dict) -> str:
     words = EXPECTED.get(kind) or EXPECTED.get(kind.split("_")[0])
     if kind == "literal_error":
         return error["ctx"]["expected"]
+    if kind == "string_pattern_mismatch":
+        return next((name for name, p in PATTERNS.items() if p == error["ctx"]["pattern"]), "another text")
     if words is None or (kind not in EXPECTED and not kind.endswith(("_type", "_parsing", "_size"))):
         return error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
     return words.format(**error.get("ctx", {}))

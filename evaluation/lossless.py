@@ -14,7 +14,7 @@ import torch
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from evaluation.answers import Answer
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
 from tokens.ids import common_prefix

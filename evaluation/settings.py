@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from common.errors import InputError
 from drafters.tree_spec import read_tree
-from sampling.rules import RULES
+from sampling.options import RULES
 
 PLAIN = "none"  # the method that drafts nothing
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 from evaluation.answers import Answer
 from evaluation.lossless import Difference
 from evaluation.settings import PLAIN
-from sampling.rules import LOSSY, RULES
+from sampling.options import RULES
 
 
 def label(method: str, rule: str) -> str:
-    """The name of a method that accepts by this rule of `sampling.rules`; a lossy one is marked."""
-    return method if rule == "equal" else f"{method}+{rule}" + ("-lossy" if rule in LOSSY else "")
+    """The name of a method that accepts by this rule of `sampling.options.RULES`."""
+    return method if rule == "equal" else f"{method}+{rule}"
 
 
 def bound_to_be_plain(method: str, temperature: float) -> bool:
@@ -121,7 +121,7 @@ def markdown(rows: list[dict], sets: list[str]) -> str:
                 cells += [_number(row.get("speedup"), "×"), _number(row.get("tau"))]
             total = by_set["mean"]
             if total["equal"] is None:
-                cells += ["LOSSY" if method.endswith("-lossy") else "other draws", "", ""]
+                cells += ["other draws", "", ""]
             else:
                 cells += [f"{total['equal']}/{total['questions']}", str(total["ties"]), str(total["errors"])]
             lines.append(_line(cells))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine.engine import Engine
 from engine.request import Event, Request
-from kernels.ranks import is_loss
+from kernels.tp import is_loss
 from sampling.options import Sampling
 from server.worker import EngineLost
 from tokens.grammar import Guide

@@ -16,13 +16,13 @@ from common.schema import Digits, Flag, Schema, Text, text
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
 TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
-TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-ADDED = TypedDict("Token", {"content": text(1 << 16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
+TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
+_Token = TypedDict("Token", {"content": text(2**16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
-    **{name: NotRequired[text(1 << 16) | ADDED | None] for name in ENDS},
-    "added_tokens_decoder": NotRequired[dict[Digits, ADDED] | None],
+    **{name: NotRequired[text(2**16) | _Token | None] for name in ENDS},
+    "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
     "add_bos_token": NotRequired[Flag | None], "legacy": NotRequired[Flag | None],
     "chat_template": NotRequired[
         _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],

@@ -1,4 +1,4 @@
-"""Batches: which rows go together, and the tensors that the losses read."""
+"""Batches: which rows are computed together, and the tensors that the losses read."""
 from __future__ import annotations
 
 import math
@@ -15,7 +15,7 @@ WINDOW = 512  # rows that are sorted by length together
 def batches(rows: list[dict], budget: int, generator: torch.Generator | None = None) -> list[list[int]]:
     """Group rows of similar length into batches of at most `budget` padded tokens, or of one row.
 
-    Returns the places of the rows in `rows`. The order is random with a generator, else shortest first.
+    Returns places in `rows`. The order is random with a generator, else shortest first.
     """
     if generator is None:
         order, window = list(range(len(rows))), max(1, len(rows))
@@ -38,9 +38,9 @@ def batches(rows: list[dict], budget: int, generator: torch.Generator | None = N
 
 @dataclass(frozen=True)
 class Draw:
-    """Which chains of an answer are drafted in training; where nothing is drawn, all of them, to their ends.
+    """The chains of an answer that are drafted in training. The default is all of them, to their ends.
 
-    share: of the positions that chains start from. keep: of the chains that reach a draft step, how many
+    share: of the positions, those that chains start from. keep: of the chains at a draft step, those that
     reach the next (the COD sampling of P-EAGLE, arXiv 2602.01469).
     """
 
@@ -48,7 +48,7 @@ class Draw:
     keep: float = 1.0
 
     def starts(self, count: int, seed: int) -> Tensor:
-        """Which of `count` positions chains start from, in the order in which they end."""
+        """Return the starts of chains among `count` positions, ordered by the chains' ends."""
         if self == Draw():
             return torch.arange(count)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
@@ -58,12 +58,12 @@ class Draw:
 class Batch:
     """Rows padded to one length, and the predictions in them that are scored.
 
-    `tokens` [B, T]; `taught` [B, R] are the positions of which the target's choice of the next token but one
-    is learnt. Position j pairs the feature of token j with token j+1, and its prediction of step i is token
-    j+2+i. An answer ids[b:e] is drafted from b-1 (the next token, the first root, is the target's) to e-3.
+    `tokens` [B, T]; `taught` [B, R] are the positions whose next token but one is learnt. Position j pairs
+    the feature of token j with token j+1, and its prediction of step i is token j+2+i. An answer ids[b:e] is
+    drafted from b-1 (the next token, the first root, is the target's) to e-3.
 
-    `at` [B, C]: the positions from which a chain is drafted, those of `taught` or, with `draw`, some of them;
-    `chains` says how many of them there are at each step, the first ones.
+    `at` [B, C] are the positions that chains start from: those of `taught` or, with `draw`, some of them.
+    `chains` counts them at each step, the first ones.
 
     `index` [M] lists the scored predictions as places in [steps, B, C] flattened, and `step` [M] is the step
     of each. `scored` counts them by step; `valid` counts all predictions that exist. Positions within an
@@ -75,7 +75,7 @@ class Batch:
         self, rows: list[dict], steps: int, in_draft: Tensor, device: torch.device, draw: Draw = Draw(),
         seeds: list[int] | None = None,
     ):
-        """seeds: of what is drawn for each row; None draws nothing."""
+        """in_draft [V]: True for ids that the head drafts. seeds: of each row's draw; None draws nothing."""
         B, T = len(rows), max(len(row["ids"]) for row in rows)
         draw, seeds = (Draw(), [0] * B) if seeds is None else (draw, seeds)
         spans = [[torch.arange(b - 1, e - 2) for b, e in row["answers"]] for row in rows]
@@ -86,12 +86,11 @@ class Batch:
         last = torch.full((B, R), -1)  # the last position of the answer that each position is in
         reach = torch.zeros(B, C)  # draft steps of a chain, if the answer is long enough
         for i, (row, parts) in enumerate(zip(rows, spans)):
-            count = counts[i]
+            count, n = counts[i], len(starts[i])
             tokens[i, : len(row["ids"])] = torch.tensor(row["ids"])
             taught[i, :count] = torch.cat(parts)
-            last[i, :count] = torch.cat([part.new_full(part.shape, e - 3)
-                                         for part, (_, e) in zip(parts, row["answers"])])
-            n = len(starts[i])
+            ends = [part.new_full(part.shape, e - 3) for part, (_, e) in zip(parts, row["answers"])]
+            last[i, :count] = torch.cat(ends)
             places[i, :n] = starts[i]
             for step in range(steps):
                 reach[i, : math.ceil(n * draw.keep**step)] = step + 1
@@ -101,8 +100,7 @@ class Batch:
         predicted = torch.stack([tokens.gather(1, (at + 2 + i).clamp(max=T - 1)) for i in range(steps)])
         scored = valid & in_draft[predicted]
         index = scored.flatten().nonzero()[:, 0]
-        step = index // (B * C)
-        chain = index % (B * C)
+        step, chain = index // (B * C), index % (B * C)
         shifted = chain // C * R + places.flatten()[chain] + step
         self.valid, self.scored = valid.sum((1, 2)).tolist(), scored.sum((1, 2)).tolist()
         self.chains = [int((reach > i).sum(1).max()) for i in range(steps)]
@@ -112,19 +110,20 @@ class Batch:
         self.index, self.step, self.shifted = (x.to(device) for x in (index, step, shifted))
 
     def following(self, step: int) -> Tensor:
-        """The token [B, C] that a chain reads at a draft step: the root at step 0, then what it drafted."""
+        """Return the token [B, C] that a chain reads at a draft step: the root at step 0, then its drafts."""
         return self.tokens.gather(1, (self.at + 1 + step).clamp(max=self.tokens.shape[1] - 1))
 
     def after(self, x: Tensor) -> Tensor:
-        """Rows of x [B, T, ...] one token after each taught position [B*R, ...]; a prediction's is at
-        `shifted`.
+        """Return rows of x [B, T, ...] one token after each taught position [B*R, ...].
+
+        The row of a prediction is at `shifted`.
         """
         return pick(x, (self.taught + 1).clamp(max=self.tokens.shape[1] - 1)).flatten(0, 1)
 
     def before(self) -> Tensor:
-        """The token that each scored prediction follows [M]."""
+        """Return the token that each scored prediction follows [M]."""
         return torch.stack([self.following(i) for i in range(len(self.scored))]).flatten()[self.index]
 
     def sum_by_step(self, values: Tensor) -> Tensor:
-        """Sums of values [M] over the predictions of each step [steps]."""
+        """Return the sums of values [M] over the predictions of each step [steps]."""
         return values.new_zeros(len(self.scored)).index_add(0, self.step, values)

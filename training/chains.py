@@ -1,21 +1,18 @@
 """Heads run over a text as they draft: from many positions at once, each chain on its own outputs.
 
-No tree and no second sequence is laid out. Every function gives what the head's lm_head reads at the scored
-predictions of a `Batch` [M, H].
+No tree and no second sequence is laid out. Every function returns the rows that the head's lm_head reads at
+the scored predictions of a `Batch` [M, H].
 """
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from model import Block, rope_table
 from networks.block import BlockHead
 from networks.eagle import Eagle1Head, Eagle3Head, PEagleHead
 from networks.head import Head
-from networks.hydra import HydraHeads
-from networks.medusa import MedusaHeads
 from training.batches import Batch
 from tree import pick
 
@@ -44,23 +41,22 @@ class ChainAttention:
         return self.layer.split(self.layer.heads(self.layer.project(inputs), cos, sin))
 
     def first(self) -> Tensor:
-        """Attention output of step 0 [B, R, nh*hd]. To be asked for before any other step."""
+        """Return the attention output of step 0 [B, R, nh*hd]. Call it before any other step."""
         return self._attend(pick(self.queries, self.at), self.mask)
 
     def text(self) -> Tensor:
-        """The same of all positions of the text [B, T, nh*hd]: each sees itself and those before it."""
+        """Return that of all positions of the text [B, T, nh*hd]: each sees itself and those before it."""
         T = self.queries.shape[1]
         mask = torch.full((T, T), float("-inf"), device=self.queries.device).triu(1)
         return self._attend(self.queries, mask)
 
     def step(self, inputs: Tensor, number: int) -> Tensor:
-        """Inputs [B, R', ...] of step `number` >= 1, of the first R' chains -> attention output.
+        """Return the attention output of the first R' chains at step `number` >= 1 [B, R', nh*hd].
 
-        It is [B, R', nh*hd]. No step has more chains than the one before.
+        inputs [B, R', ...]: what the layer reads there. No step has more chains than the one before.
         """
         q, k, v = self._heads(inputs, self.at[:, : inputs.shape[1]] + number)
-        own = k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]
-        self.own = [*self.own[: number - 1], own]  # a step that is computed again finds those of later ones
+        self.own.append((k.transpose(1, 2)[:, :, None], v.transpose(1, 2)[:, :, None]))
         return self._attend(q, self.mask)
 
     def _attend(self, query: Tensor, mask: Tensor) -> Tensor:
@@ -75,55 +71,32 @@ class ChainAttention:
         return out.reshape(B, nh, R, hd).transpose(1, 2).flatten(2)
 
 
-def eagle3_outputs(
-    head: Eagle3Head, batch: Batch, features: Tensor, steps: int, again: bool = False
-) -> Tensor:
-    """Training-time test (arXiv 2503.01840, section 3.2): the head drafts on its own outputs.
+def eagle3_outputs(head: Eagle3Head, batch: Batch, features: Tensor, steps: int) -> Tensor:
+    """Run training-time test (arXiv 2503.01840, section 3.2): the head drafts on its own outputs.
 
-    features: the target's [B, T, F]. again: keep of each step its output only, and compute the rest again for
-    the gradient.
+    features: the target's [B, T, F].
     """
     layer = head.layer
     inputs, residual = layer.inputs(head.embed(batch.tokens.roll(-1, 1)), head.fuse(features))
     chains = ChainAttention(head, layer, inputs, batch.at)
-    feature = layer.finish(pick(residual, batch.at), chains.first())
-    drafts = [feature]
-
-    def draft(step: int, feature: Tensor) -> Tensor:
-        inputs, residual = layer.inputs(head.embed(batch.following(step)), feature)
-        return layer.finish(residual, chains.step(inputs, step))
-
+    drafts = [layer.finish(pick(residual, batch.at), chains.first())]
     for step in range(1, steps):  # each step reads the head's own output of the step before
-        if again:
-            feature = checkpoint(draft, step, feature, use_reentrant=False, preserve_rng_state=False)
-        else:
-            feature = draft(step, feature)
-        drafts.append(feature)
+        inputs, residual = layer.inputs(head.embed(batch.following(step)), drafts[-1])
+        drafts.append(layer.finish(residual, chains.step(inputs, step)))
     return head.norm(_scored(drafts, batch))
 
 
 def eagle1_outputs(head: Eagle1Head, batch: Batch, feature: Tensor) -> Tensor:
-    """EAGLE-1's predictions of the target's next feature. feature: [B, T, H], after the final norm."""
+    """Predict the target's next feature, as EAGLE-1 does. feature [B, T, H]: after the final norm."""
     x = head.fc(torch.cat((head.embed(batch.tokens.roll(-1, 1)), feature), dim=-1))
     chains = ChainAttention(head, head.layer, x, batch.at)
     return _scored([head.layer.finish(pick(x, batch.at), chains.first())], batch)
 
 
-def multi_token_outputs(head: MedusaHeads | HydraHeads, batch: Batch, state: Tensor, steps: int) -> Tensor:
-    """All guesses of Medusa or Hydra heads; guess i is step i. state: the target's normed state [B, T, H]."""
-    at_roots = pick(state, batch.at)
-    if isinstance(head, MedusaHeads):
-        return _scored(head.outputs(at_roots)[:steps], batch)
-    if head.prefix_layer is not None:
-        chains = ChainAttention(head, head.prefix_layer, state, batch.at)
-        at_roots = head.prefix_norm(head.prefix_layer.finish(at_roots, chains.first()))
-    tokens = torch.stack([batch.following(step) for step in range(steps)], -1)  # the root, then drafted ones
-    return _scored([head.output(at_roots, tokens[..., : step + 1]) for step in range(steps)], batch)
-
-
 class BlockAttention(ChainAttention):
-    """The same of chains whose steps are computed together: each sees the text, and the steps of its chain
-    that `sees` [K, K] says.
+    """Attention of chains whose steps are computed together.
+
+    Each step sees the text, and the steps of its chain that `sees` [K, K] allows.
     """
 
     def __init__(self, head: Head, layer: Block, inputs: Tensor, at: Tensor, sees: Tensor):
@@ -131,7 +104,10 @@ class BlockAttention(ChainAttention):
         self.sees = torch.where(sees, 0.0, float("-inf"))
 
     def block(self, inputs: Tensor, first: int) -> Tensor:
-        """Inputs [B, R, K, ...] of the steps first ... first + K - 1 -> attention output [B, R, K, nh*hd]."""
+        """Return the attention output of the steps first ... first + K - 1 [B, R, K, nh*hd].
+
+        inputs [B, R, K, ...]: what the layer reads there.
+        """
         B, R, K = inputs.shape[:3]
         positions = self.at[..., None] + first + torch.arange(K, device=inputs.device)
         q, k, v = self._heads(inputs.flatten(1, 2), positions.flatten(1))
@@ -146,7 +122,7 @@ class BlockAttention(ChainAttention):
 
 
 def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
-    """The rows of DFlash's and DSpark's blocks that begin with the token after each position.
+    """Run DFlash's and DSpark's blocks, which begin with the token after each position.
 
     features: the target's [B, T, F].
     """
@@ -161,7 +137,7 @@ def block_outputs(head: BlockHead, batch: Batch, features: Tensor, steps: int) -
 
 
 def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int) -> Tensor:
-    """P-EAGLE's rows: those of the text, and after each position one that reads the mask for each step more.
+    """Run P-EAGLE: rows of the text, and after each position one that reads the mask for each further step.
 
     features: the target's [B, T, F].
     """
@@ -187,5 +163,5 @@ def p_eagle_outputs(head: PEagleHead, batch: Batch, features: Tensor, steps: int
 
 
 def _scored(outputs: list[Tensor], batch: Batch) -> Tensor:
-    """Outputs [B, R, H] of every step -> those of the scored predictions [M, H]."""
+    """Select from outputs [B, R, H] of every step the scored predictions [M, H]."""
     return torch.cat([x.flatten(0, 1) for x in outputs])[batch.index]

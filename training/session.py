@@ -1,7 +1,7 @@
 """One run of `train.py`: collect the text, train a head on it, export the head.
 
-Each step goes on where an earlier run of the same command stopped, also after a kill. WORK/data holds the
-text, WORK/state.pt the state of the training, WORK/log.jsonl its log; OUT is written at the end.
+Each step goes on where an earlier run of the same command stopped, also after a kill. WORK is OUT-work:
+WORK/data holds the text, WORK/state.pt the state of the training, WORK/log.jsonl its log.
 """
 from __future__ import annotations
 
@@ -10,293 +10,312 @@ import json
 import shlex
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, check_config
+from checkpoint import heads as layouts
+from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, read_config
 from checkpoint.heads import write_head
-from checkpoint.loading import identity, identity_of, load_model
+from checkpoint.loading import identity, load_model
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
-from common.files import write_text
-from engine.calibration import Calibration
-from engine.dealing import prepare
-from engine.runtime import Runtime, check_compiler, check_device
-from kernels.cpu import try_kernels
-from kernels.parallel import learnt_from
+from common.files import read_json, write_text
+from kernels.backend import TORCH
+from kernels.choose import choose_backend
+from model import Transformer
+from networks.block import BlockHead
 from networks.head import Head
-from training import corpus, figures
-from training.batches import Draw
-from training.begun_head import begun_args, begun_head, load_start
-from training.card import write_card
-from training.chains import eagle3_outputs
-from training.choices import BLOCK_KINDS, DRAFT_VOCAB, MULTI_TOKEN
-from training.collect import Collector
-from training.copies import load_copy
-from training.features import Features, Reader, StoredFeatures
-from training.layouts import layout_of
-from training.new_head import head_args, new_head, new_multi_token_heads
-from training.objective import (
-    BlockObjective,
-    Eagle1Objective,
-    Eagle3Objective,
-    MultiTokenObjective,
-    Objective,
-)
-from training.plan import Plan
-from training.precision import training_copy
+from tokens.dataset import read_chats, read_conversations, read_openings
+from tokens.tokenizer import Tokenizer
+from training import data
+from training.features import Features, Reader, StoredFeatures, training_copy
+from training.heads import KINDS, HeadShape, begun_args, begun_head, head_args, load_start, new_head
+from training.losses import CROSS_ENTROPY
 from training.processes import Processes
-from training.shapes import shape_of
-from training.text import collect_text
-from training.trainer import Trainer
-from training.validate import Validator, decoding_copy
+from training.report import write_card
+from training.trainer import CURVES, STATE, Plan, Trainer
+from training.validate import TOKENS, Validator, decoding_copy
+from training.writing import Collector, open_engine
 
-CURVES, CARD, SPECULATORS = "curves.png", "README.md", "speculators"
-WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, SPECULATORS, CALIBRATION  # to OUT
+DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
+MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
+CARD = "README.md"
+WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, CALIBRATION  # to OUT
 
 
-def check_machine(o: argparse.Namespace) -> None:
-    """Raise InputError unless the device and the compiler can be used. Nothing slow is done."""
-    check_device(o.device)
-    if torch.device(o.device).type == "cpu" and o.compile_loss:
-        check_compiler()
+def check_head_folder(out: Path, kind: str, work: Path) -> None:
+    """Raise InputError unless `out` is free, or holds a head of this kind that was trained in `work`."""
+    out = out.resolve()  # "new/.." names something else once "new" is there
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    try:
+        architecture = read_json(out / CONFIG)["architectures"][0]
+    except (InputError, KeyError, TypeError, IndexError):
+        architecture = None
+    if architecture not in layouts.KINDS[kind].architectures:
+        raise InputError(f"--out {out}: holds something else than a trained head of this kind; choose another"
+                         " folder")
+    if not (work / STATE).exists():
+        raise InputError(f"--out {out}: holds a head that was not trained in {work}; choose another folder or"
+                         " delete it")
+
+
+def read_file(flag: str, path: str | None, read: Callable, *more):
+    """Read the file of an option, nothing if there is none. Raises InputError, which names the option."""
+    try:
+        return read(path, *more) if path else ()
+    except InputError as e:
+        raise InputError(f"{flag} {e}") from None
 
 
 @dataclass(frozen=True)
-class Text:
-    """What a head learns from: rows (see `training.corpus`), and the ids that it drafts from and reads."""
+class TrainingText:
+    """The rows that a head learns from (see `training.data`), and the ids that it drafts and reads."""
 
     rows: list[dict]
     held_out: list[dict]
-    figures: dict  # see `training.figures.describe`
+    report: str
     draft_ids: Tensor
-    covered: float  # share of the answer tokens that are draft ids
     unused: int  # an id that the text does not hold: the mask of block heads
 
 
 class Session:
-    """A run with the options `o` of `train.py`, in one of several processes."""
+    """A run with the options `o` of `train.py`. command: the command line, for the model card."""
 
-    def __init__(self, o: argparse.Namespace, processes: Processes):
-        """Load the target, or this process's part of it. Raises InputError or ValueError if no head can be
-        trained for it.
-        """
-        self.o, self.processes, self.work, self.out = o, processes, Path(o.work), Path(o.out)
-        runtime, ranks = Runtime(o.device, o.dtype), processes.ranks
-        if ranks:
-            prepare(Path(o.checkpoint), runtime, self.say, ranks)
-        loaded, self.config = load_model(o.checkpoint, o.device, runtime.torch_dtype, ranks)
-        self.target = learnt_from(loaded, check_config(self.config)) if ranks else loaded
-        self.shape = shape_of(o)
+    def __init__(self, o: argparse.Namespace, command: list[str]):
+        """Check what the options name, without loading a model. Raises InputError."""
+        self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
+        check_head_folder(self.out, o.kind, self.work)
+        self.config = read_config(o.checkpoint, "target")
+        if "quantization" in self.config:
+            raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")
+        self.longest = o.max_prompt_tokens + o.max_new_tokens  # prompt and answer, in tokens
+        for flag, size, most in (
+            ("--draft-vocab", o.draft_vocab or 0, self.config["vocab_size"]),
+            ("--max-prompt-tokens plus --max-new-tokens", self.longest, self.config["max_seq_len"]),
+        ):
+            if size > most and (o.prompts or o.synthesize or flag == "--draft-vocab"):
+                raise InputError(f"{flag} {size}: the target has {most}")
+        self.prompts = self._draw(read_file("--prompts", o.prompts, read_chats, note))
+        self.openings = read_file("--openings", o.openings, read_openings)
+        self.conversations = read_file("--conversations", o.conversations, read_conversations, note)
+        self.shards = [path for folder in o.shards for path in data.shards_in(Path(folder))]
+        self.shape = HeadShape(o.layers, o.states, o.drafts, o.markov_rank)
+
+    def _draw(self, chats: list[list[dict]]) -> list[list[dict]]:
+        """Return chats without repeats, up to --limit, in an order drawn with the seed."""
+        chats = list({json.dumps(messages): messages for messages in chats}.values())
+        order = torch.randperm(len(chats), generator=torch.Generator().manual_seed(self.o.seed)).tolist()
+        return [chats[i] for i in order][: self.o.limit]
+
+    def run(self, processes: Processes, device: str) -> None:
+        """Load the target; collect, train, export. Raises InputError and OSError on bad input."""
+        o, self.processes, self.device = self.o, processes, device
+        self.target, _ = load_model(o.checkpoint, device)
+        if self.target.embed.weight.dtype == torch.float16:
+            self.target, _ = load_model(o.checkpoint, device, torch.bfloat16)
+        vocab_size = self.target.args.vocab_size
         self.start = load_start(o.start, self.target) if o.start else None
-        if self.start:  # what cannot be shows before anything slow is done
+        if self.start:  # a shape that cannot be is refused before anything slow is done
             begun_args(self.start, o.kind, len(self.start.head.draft_ids), self.shape)
-        elif o.kind not in MULTI_TOKEN:  # a shape that cannot be shows before anything slow is done
-            head_args(self.target.args, o.kind, self.target.args.vocab_size, self.shape)
-        self.work.mkdir(parents=True, exist_ok=True)
-        if o.compile and torch.device(o.device).type == "cpu":
-            o.compile = try_kernels(note)
-        self.decoding = decoding_copy(loaded) if o.compile else loaded
-        self.packed = self.decoding is not loaded
-        if ranks and self.decoding.embed.weight.device.type == "cpu":
-            o.compile = o.compile and self.decoding.on_kernels  # torch.compile is not for ranks on CPUs
-        self.reader = Reader(*load_copy(o, "--reader", o.reader, loaded, ranks)) if o.reader else None
-        self.learning = training_copy(self.target, self.work, processes.first_says)
-        if ranks:  # a part of the target has another identity than all of it
-            casts = runtime.torch_dtype, self.learning.embed.weight.dtype
-            self.name = identity_of(o.checkpoint, casts[0])
-            self.learning_name = identity_of(o.checkpoint, *casts)
         else:
-            self.name, self.learning_name = identity(self.target), identity(self.learning)
-
-    def run(self, command: list[str]) -> None:
-        """Collect, train, export. command: the arguments of the command line, for the model card.
-
-        Raises InputError and OSError on bad input.
-        """
+            head_args(self.target.args, o.kind, vocab_size, self.shape)
+        self.work.mkdir(parents=True, exist_ok=True)
+        backend = choose_backend("cpu", say=note) if torch.device(device).type == "cpu" else TORCH
+        self.compiled = torch.device(device).type != "cpu" or backend is not TORCH
+        self.decoding = decoding_copy(self.target, self.compiled)
+        self.copy, self.copy_name = self._load_copy() if o.copy else (None, None)
         text = self.collect()
-        if self.o.collect_only:
+        if o.collect_only:
             return
         trainer = self.prepare(text)
         complete, began = trainer.step == 0, time.time()
         log = trainer.run()
-        seconds, head = time.time() - began if complete else None, trainer.trained()
+        head = trainer.trained()
         if not all(bool(p.isfinite().all()) for p in head.parameters()):
-            raise InputError(
-                "the last update left weights that are not finite: use a smaller --lr or --clip, not with"
-                f" --work {self.work}"
-            )
-        calibration = self.calibrate(trainer, head)
-        if self.processes.first:
-            self.export(text, trainer, head, calibration, log, seconds, command)
+            raise InputError("the last update left weights that are not finite: use a smaller --lr and"
+                             " another --out")
+        if processes.first:
+            self.export(text, trainer, head, log, time.time() - began if complete else None)
 
     def say(self, line: str) -> None:
         """Print a line, in the first process."""
         if self.processes.first:
             note(line)
 
+    def _load_copy(self) -> tuple[Transformer, str]:
+        """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
+        o = self.o
+        copy, config = load_model(o.copy, self.device, self.target.embed.weight.dtype)
+        same = replace(copy.args, tie_embeddings=self.target.args.tie_embeddings) == self.target.args
+        if not same or config["stop_ids"] != self.config["stop_ids"]:
+            raise InputError(f"--copy {o.copy}: no copy of {o.checkpoint}: their shapes or stop ids differ")
+        name = identity(copy)
+        if self.decoding is not self.target:
+            self.decoding.backend.prepare(copy)
+        return copy, name
+
     # -- collect ---------------------------------------------------------------------------------------------
 
-    def collect(self) -> Text:
-        """The text, a part of it held out, and the draft vocabulary that it asks for."""
+    def collect(self) -> TrainingText:
+        """Write and read the text. Hold a part of it out, and choose the draft vocabulary."""
         o, vocab_size = self.o, self.target.args.vocab_size
-        write = Collector.write
-        if o.queue == "ray":
-            from training.ray_queue import write_on_ray
-
-            write = partial(write_on_ray, o)
-        rows = collect_text(
-            o, self.decoding, self.name, self.config["stop_ids"], self.processes, write
-        )
-        held_out, rows = corpus.hold_out(rows)
+        held_out, rows = data.hold_out(self._rows())
         if not rows:
-            raise InputError(
-                "fewer than two different prompts with usable answers: one is held out,"
-                " none is left to train on"
-            )
-        described = figures.describe(rows, vocab_size)
-        draft_ids, covered = torch.arange(vocab_size), 1.0
+            raise InputError("fewer than two different prompts with usable answers: one is held out,"
+                             " none is left to train on")
+        described, counts = data.count_text(rows, vocab_size), data.counts_of(rows)
         if self.start and not o.draft_vocab:
             draft_ids = self.start.head.draft_ids.cpu()
-            covered = figures.covered(figures.counts_of(rows), draft_ids.tolist())
-        elif o.kind != "eagle":
+        elif "draft_vocab" in KINDS[o.kind].options:
             size = o.draft_vocab or min(DRAFT_VOCAB, vocab_size)
-            draft_ids, covered = figures.draft_vocabulary(figures.counts_of(rows), size, vocab_size)
-        if o.learn == "text":
-            rows = list(map(corpus.whole, rows))
+            draft_ids = data.draft_vocabulary(counts, size, vocab_size)
+        else:
+            draft_ids = torch.arange(vocab_size)
         if self.processes.first:
             write_text(self.work / "data.json", json.dumps(described, indent=1) + "\n")
-        self.say(figures.report(described))
-        self.say(f"{len(held_out)} more conversations are held out; {len(draft_ids):,} draft ids cover"
-                 f" {covered:.2%}")
-        mask = figures.unused(rows + held_out, vocab_size)
-        return Text(rows, held_out, described, draft_ids, covered, mask)
+        report = "\n".join([
+            data.text_report(described), f"{len(held_out)} more conversations are held out",
+            f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
+        ])
+        self.say(report)
+        return TrainingText(rows, held_out, report, draft_ids, data.unused(rows + held_out, vocab_size))
+
+    def _rows(self) -> list[dict]:
+        """Write the missing shards and read all. Raises InputError if there are no usable answers."""
+        o, paths, refusal = self.o, list(self.shards), ""
+        if self.prompts or o.synthesize or self.conversations:
+            collector = self._collector()
+            collector.from_prompts(self.prompts)
+            collector.synthesize(o.synthesize, o.turns, self.openings)
+            collector.from_conversations(self.conversations)
+            collector.write()
+            self.processes.wait()
+            if missing := [piece.path for piece in collector.pieces if not piece.path.exists()]:
+                raise InputError(f"{missing[0]}: was written by another process and is not here; --out must"
+                                 " lie on a disk that all machines share")
+            paths += [piece.path for piece in collector.pieces]
+            refusal = f" ({collector.refusal})" if collector.refusal else ""
+        most, name = min(o.max_len, self.target.args.max_seq_len), identity(self.target)
+        rows, left_out, cut = data.load_shards(paths, most, self.target.args.vocab_size, name)
+        lost = (f"{left_out} prompts or conversations were left out: empty, longer than --max-prompt-tokens"
+                f" {o.max_prompt_tokens}, refused by the chat template{refusal}, or without an end of the"
+                " user's turn")
+        if not rows:
+            raise InputError(f"no usable answers: all are shorter than {data.SHORTEST} tokens or after"
+                             f" --max-len {o.max_len}; {lost}")
+        if left_out:
+            self.say(lost)
+        if cut:
+            self.say(f"{cut} conversations are cut to {most} tokens (--max-len)")
+        return rows
+
+    def _collector(self) -> Collector:
+        """Return the collector that writes shards with the target, or with its copy."""
+        o, stop_ids, target = self.o, self.config["stop_ids"], self.copy or self.decoding
+        tokenizer = Tokenizer.load(o.checkpoint)
+        if tokenizer is None or not tokenizer.has_template:
+            raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
+        batch = o.decode_batch if self.prompts or o.synthesize else 1
+        longest = min(self.longest, target.args.max_seq_len)
+        engine = open_engine(target, stop_ids, batch, longest, self.compiled, self.say)
+        return Collector(
+            engine, tokenizer, self.work / "data", batch=batch, stop_ids=stop_ids, seed=o.seed,
+            target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,
+            temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
+        )
 
     # -- train -----------------------------------------------------------------------------------------------
 
-    def prepare(self, text: Text) -> Trainer:
-        """The training of a new head on this text, or the one that an earlier run has begun."""
-        o, objective, dtype = self.o, self._objective(text), self.target.embed.weight.dtype
+    def prepare(self, text: TrainingText) -> Trainer:
+        """Return the training of a new head on this text, or the one that an earlier run has begun."""
+        o, kind, begun = self.o, KINDS[self.o.kind], {}
+        learning = training_copy(self.target, self.work, self.processes)
+        shape = replace(self.shape, mask_id=text.unused)
+        if self.start:
+            head, taken = begun_head(learning, o.kind, self.start, text.draft_ids, shape, o.seed)
+            begun = {"start": identity(self.start.head), "taken": taken}
+            self.say(f"{len(taken)} tensors begin as those of {o.start}")
+        else:
+            head = new_head(learning, o.kind, text.draft_ids, shape, o.seed)
+        losses = (("ce", o.ce_share), (o.loss, 1 - o.ce_share)) if o.loss == "lk" else CROSS_ENTROPY
+        # On a CPU the products are nearly all of the time, and compiling takes minutes.
+        compiled = torch.device(self.device).type != "cpu"
+        objective = kind.objective(learning, head, o.steps, losses=losses, compiled=compiled, **begun)
+        reads, kept = (learning, objective.aux_layers), {
+            "dtype": self.target.embed.weight.dtype,
+            "reader": Reader(self.copy, self.copy_name) if self.copy else None,
+        }
         if o.cache_features is None:
-            room = o.feature_memory * 2**30
-            features = Features(self.learning, objective.aux_layers, room, dtype, self.reader)
+            features = Features(*reads, room=MEMORY, **kept)
         else:
             folder = Path(o.cache_features or self.work / "features")
-            features = StoredFeatures(
-                self.learning, objective.aux_layers, folder, self.processes, dtype, self.name, self.reader
-            )
+            features = StoredFeatures(*reads, folder, self.processes, name=identity(self.target), **kept)
             features.fill(text.rows + text.held_out, max(8192, o.batch_tokens))
+        plan = Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)})
         trainer = Trainer(
-            objective, features, text.rows, text.held_out,
-            Plan(**{field.name: getattr(o, field.name) for field in fields(Plan)}), self.work,
-            processes=self.processes, micro_tokens=o.micro_tokens, validator=self._validator(text.held_out),
-            log_every=o.log_every, save_seconds=o.save_seconds, name=self.learning_name,
+            objective, features, text.rows, text.held_out, plan, self.work, processes=self.processes,
+            validator=self._validator(text.held_out),
         )
         if trainer.resume():
             self.say(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer
 
-    def _objective(self, text: Text) -> Objective:
-        """A new head and its loss."""
-        o, compiled, draft_ids = self.o, self.o.compile_loss, text.draft_ids
-        losses = ((o.loss, 1.0),) if o.loss == "ce" else (("ce", o.ce_share), (o.loss, 1 - o.ce_share))
-        if compiled is None:
-            # On a CPU the products are nearly all of the time, and compiling takes minutes.
-            compiled = torch.device(o.device).type != "cpu"
-        if o.kind in MULTI_TOKEN:
-            prefix = o.kind == "hydra" and o.prefix is not False
-            heads = new_multi_token_heads(
-                self.learning, o.kind, draft_ids, o.guesses or 4, o.blocks or 1, prefix, o.seed
-            )
-            return MultiTokenObjective(self.learning, heads, compiled, losses)
-        shape, taken = replace(self.shape, mask_id=text.unused), set()
-        if self.start:
-            head, taken = begun_head(self.learning, o.kind, self.start, draft_ids, shape, o.seed)
-            self.say(f"{len(taken)} tensors begin as those of {o.start}")
-        else:
-            head = new_head(self.learning, o.kind, draft_ids, shape, o.seed)
-        if o.kind == "eagle":
-            return Eagle1Objective(self.learning, head, compiled, o.noise)
-        if o.kind in BLOCK_KINDS:
-            draw = Draw(o.anchors, o.keep if o.kind == "p-eagle" else 1.0)
-            made = BlockObjective(self.learning, head, compiled, losses, draw)
-        else:
-            outputs = partial(eagle3_outputs, again=o.checkpoint_gradients)
-            compiled = compiled and not o.checkpoint_gradients
-            made = Eagle3Objective(self.learning, head, o.steps, compiled, losses, outputs)
-        if self.start:
-            made.start, made.taken = identity(self.start.head), taken
-        return made
-
     def _validator(self, held_out: list[dict]) -> Validator | None:
-        """What decodes the first held-out prompts that leave room for an answer; None if there are none."""
-        o, longest = self.o, self.target.args.max_seq_len
+        """Return the validator on held-out prompts that leave room for an answer, if there are any."""
         prompts = dict.fromkeys(tuple(row["ids"][: row["answers"][0][0]]) for row in held_out)
-        prompts = [list(ids) for ids in prompts][: o.validate_prompts]
-        prompts = [ids for ids in prompts if len(ids) + o.validate_tokens <= longest]
-        if not prompts:
-            if o.validate_prompts:
-                self.say(f"no held-out prompt leaves room for --validate-tokens {o.validate_tokens}:"
-                         " tau is not measured")
-            return None
-        return Validator(
-            self.decoding, prompts, self.config["stop_ids"], o.tree, o.validate_tokens,
-            packed=self.packed,
-        )
+        prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
+        prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
+        if self.o.validate_prompts and not prompts:
+            self.say(f"no held-out prompt leaves room for {TOKENS} tokens: tau is not measured")
+        return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
     # -- export ----------------------------------------------------------------------------------------------
 
-    def calibrate(self, trainer: Trainer, head: Head) -> Calibration | None:
-        """What the trees of a head are accepted for, measured by the first team; None if it cannot be."""
-        if self.processes.team or not trainer.validator or self.o.kind in MULTI_TOKEN:
-            return None
-        try:
-            return trainer.validator.calibration(head, self.say)
-        except InputError as e:
-            self.say(f"{self.out}: gets no {CALIBRATION} ({e})")
-            return None
-
     def export(
-        self, text: Text, trainer: Trainer, head: Head, calibration: Calibration | None, log: list[dict],
-        seconds: float | None, command: list[str],
+        self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict], seconds: float | None
     ) -> None:
-        """Write the head, its calibration, its model card and its curves to OUT. seconds: None if the run was
-        interrupted.
+        """Write the head, its calibration, its model card and its curves to OUT.
+
+        seconds: of the training, None if it was interrupted.
         """
-        o, out = self.o, self.out
-        accuracy = next((e["held_out"][0] for e in reversed(log) if e.get("held_out")), None)
-        if accuracy is not None and accuracy < 0.01:
+        o, kind, calibration = self.o, KINDS[self.o.kind], None
+        accuracy = next((e["held_out"][0] for e in reversed(log) if e.get("held_out")), 1)
+        if accuracy < 0.01:
             note(f"warning: the head guesses {accuracy:.1%} of the target's choices in held-out text:"
                  " it has learnt nothing; try a smaller --lr")
-        both = o.layout == "both"
-        layout = layout_of(o.layout, o.kind, vars(head.args), self.config["vocab_size"])
-        launch = ["python"]
+        if trainer.validator:
+            try:
+                calibration = trainer.validator.calibration(head, note)
+            except InputError as e:
+                note(f"{self.out}: gets no {CALIBRATION} ({e})")
+        args, launch = head.args, ["python"]
+        # SGLang's layout has no place for a block head's draft vocabulary, and two flags of EAGLE-3.1.
+        wide = isinstance(head, BlockHead) or args.norm_before_residual or args.recycle_normed
         if self.processes.count > 1:
             launch = ["torchrun", "--nproc-per-node", str(self.processes.count)]
-        size = 2 * sum(t.numel() for t in head.own_state().values()) * (1 + both)
-        with staging(out, size, kept=lambda old: old.name not in WRITTEN) as folder:
-            write_head(head, folder, layout, self.config)
-            write_card(
-                folder, command=shlex.join([*launch, "train.py", *command]), head=head, kind=o.kind,
-                target=self.config.get("name", Path(o.checkpoint).name), figures=text.figures,
-                covered=text.covered, plan=trainer.plan,
-                steps=trainer.objective.steps, log=log, seconds=seconds,
-            )
+        weights = sum(t.numel() for t in head.own_state().values() if t.is_floating_point())
+        facts = [
+            f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
+            f" of {args.vocab_size:,}",
+            f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
+            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g}"
+            + (f", {seconds / 60:.0f} minutes" if seconds else ""),
+        ]
+        with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
+            write_head(head, folder, "speculators" if wide else "sglang", self.config)
+            name = self.config.get("name", Path(o.checkpoint).name)
+            write_card(folder, title=f"{kind.title} for {name}", facts=facts, text=text.report, log=log,
+                       command=shlex.join([*launch, "train.py", *self.command]), speculate=kind.speculate)
             if (self.work / CURVES).exists():
                 shutil.copyfile(self.work / CURVES, folder / CURVES)
             if calibration:
                 calibration.write(folder)
-            if both:
-                speculators = folder / SPECULATORS
-                write_head(head, speculators, "speculators", self.config)
-                for name in (CARD, CURVES, CALIBRATION):
-                    if (folder / name).exists():
-                        shutil.copyfile(folder / name, speculators / name)
         force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""
         print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out}"
               f" --target {o.checkpoint}{force}")

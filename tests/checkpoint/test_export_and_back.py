@@ -18,11 +18,10 @@ from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from quantize import main as quantize
 from sampling.options import Sampling
-from training.new_head import new_head
-from training.shapes import Shape
+from training.heads import HeadShape, new_head
 from tree import TreeShape
 
 
@@ -82,7 +81,7 @@ def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
     prompt = list(range(40, 60))
     x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
     assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
-    decoders = (Decoder(target, drafter, max_seq_len=80, compile=False) for drafter in (
+    decoders = (Engine(target, drafter, max_seq_len=80, compile=False) for drafter in (
         Eagle(head, TreeShape(8, 2, 3)), None
     ))
     drafted, plain = (decoder.generate([prompt], Sampling(20))[0].ids for decoder in decoders)
@@ -109,7 +108,7 @@ def test_deepspecs_eagle3_heads_read_a_normed_last_layer(golden, models, tmp_pat
 def test_the_kind_of_a_head_that_drafts_blocks(golden, models, tmp_path, kind, from_anchor, layout):
     """A DFlash head may draft from the anchor, a DSpark head may not, and may lack a Markov head."""
     ids = torch.arange(models[0].args.vocab_size)
-    head = new_head(models[0], kind, ids, Shape(states=2, drafts=4), 0)
+    head = new_head(models[0], kind, ids, HeadShape(states=2, drafts=4, markov_rank=0), 0)
     head.args = dataclasses.replace(head.args, from_anchor=from_anchor)
     head.lm_head.weight.data.mul_(2)  # or it would be known as the target's
     export(head.twin(models[0], torch.float32), tmp_path / "out", layout, read_config(golden))

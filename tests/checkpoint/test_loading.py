@@ -15,7 +15,7 @@ from common.errors import InputError
 
 
 def test_unknown_kinds():
-    with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target' or 'eagle'"):
+    with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target', 'eagle'"):
         build_module({"kind": "eagle9"})
 
 
@@ -47,7 +47,7 @@ from pathlib import Path
 import torch
 from checkpoint.loading import load_model
 from checkpoint.loading import shares_of, weigh
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 torch.set_num_threads(1)
 folder, count = Path(sys.argv[2]), int(sys.argv[3])
 def status(key):

@@ -17,8 +17,7 @@ from engine.decoder import Decoder
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
-from training.new_head import new_head
-from training.shapes import Shape
+from training.heads import HeadShape, new_head
 from tree import TreeShape
 
 PROMPT = [256, *range(97, 120)]
@@ -143,7 +142,7 @@ def test_what_is_exported_comes_back(golden, models, tmp_path, label, layout):
 
 
 def test_a_draft_vocabulary_has_a_layout(golden, models, tmp_path):
-    head = new_head(models[0], "dspark", torch.arange(40, 90), Shape(states=2, markov_rank=4), 0)
+    head = new_head(models[0], "dspark", torch.arange(40, 90), HeadShape(states=2, markov_rank=4), 0)
     with pytest.raises(InputError, match="write --layout speculators"):
         export(head, tmp_path / "out")
     export(head, tmp_path / "out", "speculators")

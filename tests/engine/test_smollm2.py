@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import ROOT
 from helpers.decoding import load
+from helpers.drafters import guessing_heads
 
 from checkpoint.loading import load_model
 from drafters.draft_model import DraftModel
@@ -18,7 +19,6 @@ from drafters.medusa import Medusa
 from drafters.retrieval import Rest
 from engine.engine import Engine
 from sampling.options import Sampling
-from training.new_head import new_multi_token_heads
 from tree import TreeShape, likely_tree
 
 FOLDER = ROOT / "checkpoints" / "smollm2-135m"
@@ -71,8 +71,8 @@ def drafters(target) -> dict:
     found = {
         "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3),
         "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
-        "medusa": Medusa(new_multi_token_heads(target, "medusa", ids, 3, 1, False, 0), tree),
-        "hydra": Hydra(new_multi_token_heads(target, "hydra", ids, 3, 1, True, 0), tree),
+        "medusa": Medusa(guessing_heads(target, "medusa", ids, 3, 1, False, 0), tree),
+        "hydra": Hydra(guessing_heads(target, "hydra", ids, 3, 1, True, 0), tree),
     }
     try:
         from pydivsufsort import divsufsort

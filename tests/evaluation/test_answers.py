@@ -40,7 +40,7 @@ ELSEWHERE = (json.dumps({
     ("options.json", b"[1]", "options.json: expected a JSON object, found list; delete it"),
     ("options.json", b'{"seed": 1, "limit": 2}', "other options (limit, seed)"),
     ("answers.jsonl", b"\xff\xfe\n", "answers.jsonl: line 1: cannot be read as JSON"),
-    ("answers.jsonl", b"{}\n", "answers.jsonl: line 1: set is missing; expected a name"),
+    ("answers.jsonl", b"{}\n", "answers.jsonl: line 1: set is missing; expected a value"),
     ("answers.jsonl", ELSEWHERE, "answers.jsonl: line 1: set is '../../x'; expected a name"),
 ])
 def test_a_folder_that_cannot_be_gone_on_with(tmp_path, file, content, message):

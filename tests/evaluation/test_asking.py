@@ -61,11 +61,11 @@ def test_a_flag_speaks_of_one_method_once():
 def test_draftings_are_named_by_their_rule():
     methods = ["none", "eagle3", "draft-model"]
     draftings = read_draftings(
-        methods, ["draft-model=DIR"], ["eagle3=8,2,4"], ["draft-model=residual", "eagle3=typical"],
+        methods, ["draft-model=DIR"], ["eagle3=8,2,4"], ["draft-model=residual"],
         {name: {} for name in methods},
     )
-    assert [*draftings] == ["none", "eagle3+typical-lossy", "draft-model+residual"]
-    assert draftings["eagle3+typical-lossy"].tree == TreeShape(8, 2, 4)
+    assert [*draftings] == ["none", "eagle3", "draft-model+residual"]
+    assert draftings["eagle3"].tree == TreeShape(8, 2, 4)
     assert draftings["draft-model+residual"].draft == "DIR"
     with pytest.raises(InputError, match="--accept eagle3=never: choose from"):
         read_draftings(methods, [], [], ["eagle3=never"], {name: {} for name in methods})

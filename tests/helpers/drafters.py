@@ -3,6 +3,7 @@ from collections.abc import Callable
 
 import torch
 
+from checkpoint.folder import check_args
 from drafters.base import Drafter
 from drafters.dflash import DFlash
 from drafters.draft_model import DraftModel
@@ -16,8 +17,9 @@ from drafters.p_eagle import PEagle
 from drafters.retrieval import Rest
 from model import Transformer
 from networks.head import Head
-from training.new_head import new_head, new_multi_token_heads
-from training.shapes import Shape
+from networks.hydra import HydraHeads
+from networks.medusa import MedusaHeads, MultiTokenArgs
+from training.heads import HeadShape, new_head
 from tree import EAGLE1_TREE, TreeShape, likely_tree
 
 NAMES = (
@@ -26,6 +28,40 @@ NAMES = (
     "lookahead+hydra++", "eagle3 window", "dspark window",
 )
 STORED = list(b"the tide comes in and the tide goes out; the tide comes in again")
+
+
+def guessing_heads(
+    target: Transformer, kind: str, draft_ids: torch.Tensor, guesses: int, blocks: int, prefix: bool,
+    seed: int,
+) -> Head:
+    """Make Medusa or Hydra heads in float32: random blocks that pass their state on to the target's lm_head.
+
+    prefix: with Hydra++'s layer, of the target's shape.
+    """
+    a = target.args
+    args = MultiTokenArgs(
+        a.vocab_size, a.hidden_size, a.intermediate_size, 1, a.num_heads, a.num_kv_heads, a.head_dim,
+        norm_eps=a.norm_eps, rope_base=a.rope_base, rope_scaling=None, max_seq_len=a.max_seq_len,
+        draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,),
+        guesses=guesses, blocks=blocks, prefix=prefix,
+    )
+    check_args(args)
+    torch.manual_seed(seed)
+    head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](args)
+    with torch.no_grad():
+        for name, p in head.named_parameters():
+            if p.ndim == 2:
+                torch.nn.init.normal_(p, std=0.02 if "prefix_layer" in name else 0.002)
+            elif name.endswith("bias"):
+                p.zero_()
+        for stack in head.stacks:
+            if stack[0].skip is not None:
+                stack[0].skip.weight[:, : a.hidden_size] += torch.eye(a.hidden_size)
+        head.lm_head.weight.copy_(target.lm_rows[draft_ids].float().cpu())
+    head.draft_ids.copy_(draft_ids)
+    head = head.to(target.embed.weight.device)
+    head.use_target(target)
+    return head
 
 
 def make_drafter(
@@ -37,7 +73,7 @@ def make_drafter(
     def guessing(kind: str, prefix: bool) -> Head:
         """Random heads of Medusa or Hydra."""
         ids = torch.arange(min(300, target.args.vocab_size))
-        heads = new_multi_token_heads(target, kind, ids, 3, 1, prefix, 0).to(weight.device)
+        heads = guessing_heads(target, kind, ids, 3, 1, prefix, 0).to(weight.device)
         for p in heads.parameters():
             p.data = p.data.to(weight.dtype)
         prepare(heads)
@@ -47,7 +83,7 @@ def make_drafter(
         """A random head that drafts blocks."""
         ids, few = torch.arange(min(300, target.args.vocab_size)), 2 if target.args.num_layers > 4 else 1
         shape = {"states": few, "num_layers": 2, "drafts": 4, "mask_id": 7} | shape
-        head = new_head(target, kind, ids, Shape(**shape), 0).to(weight.device)
+        head = new_head(target, kind, ids, HeadShape(**shape), 0).to(weight.device)
         torch.manual_seed(1)
         lent = {id(p) for p in target.parameters()}  # which all tests share
         for p in head.parameters():
@@ -68,7 +104,7 @@ def make_drafter(
         "eagle1": lambda: StaticEagle(eagle1, EAGLE1_TREE),
         "p-eagle": lambda: PEagle(block("p-eagle"), TreeShape(10, 3, 4)),
         "dflash": lambda: DFlash(block("dflash"), TreeShape(10, 3, 4)),
-        "dspark": lambda: DFlash(block("dspark", markov_rank=8, confidence=True), TreeShape(10, 3, 3)),
+        "dspark": lambda: DFlash(block("dspark", markov_rank=8), TreeShape(10, 3, 3)),
         "medusa": lambda: Medusa(guessing("medusa", False), likely_tree(12, 3)),
         "hydra": lambda: Hydra(guessing("hydra", False), likely_tree(12, 3)),
         "hydra++": lambda: Hydra(guessing("hydra", True), likely_tree(12, 3)),
@@ -77,7 +113,7 @@ def make_drafter(
         "lookup+eagle3": lambda: Mixed(Lookup(), Eagle(eagle3, TreeShape(8, 2, 3))),
         "eagle1+dspark": lambda: Mixed(
             StaticEagle(eagle1, EAGLE1_TREE),
-            DFlash(block("dspark", markov_rank=8, confidence=True), TreeShape(10, 3, 3)), 12
+            DFlash(block("dspark", markov_rank=8), TreeShape(10, 3, 3)), 12
         ),
         "lookahead+hydra++": lambda: Mixed(
             Lookahead(target.args.vocab_size, 3, 3, 3), Hydra(guessing("hydra", True), likely_tree(12, 3))

@@ -44,7 +44,7 @@ class Launch:
 
     def kill_one(self, when: Callable[[], bool]) -> None:
         """kill -9 one process as soon as this is so."""
-        limit = time.time() + 120
+        limit = time.time() + 300
         while not when():
             assert all(run.poll() is None for run in self.runs) and time.time() < limit, self.end()
             time.sleep(0.01)

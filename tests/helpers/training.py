@@ -30,19 +30,19 @@ def write_prompts(file: Path) -> Path:
 
 
 def options(golden: Path, prompts: Path | None, folder: Path, **changes) -> list[str]:
-    """The command line of a short run in `folder`, with changes; None leaves an option out."""
+    """The command line of a short run that writes to FOLDER/head, with changes; None leaves an option out."""
     values = {
-        "checkpoint": golden, "prompts": prompts, "out": folder / "head", "work": folder / "work",
-        "max-new-tokens": 40, "decode-batch": 12, "draft-vocab": 64, "epochs": 2, "steps": 3,
-        "batch-tokens": 512, "synthesize": 4, "seed": 1, "validate-prompts": 2, "validate-tokens": 12,
-        "tree": "12,3,4", **changes,
+        "checkpoint": golden, "prompts": prompts, "out": folder / "head", "max-new-tokens": 40,
+        "decode-batch": 12, "draft-vocab": 64, "epochs": 2, "steps": 3, "batch-tokens": 512, "synthesize": 4,
+        "seed": 1, "validate-prompts": 2,
     }
-    if values.get("kind", "eagle3") != "eagle3":
-        del values["steps"]
-    pairs = ((f"--{flag}", str(value)) for flag, value in values.items() if value is not None)
-    return ["--no-compile", "--dtype", "fp32", *(word for pair in pairs for word in pair)]
+    kind = changes.get("kind", "eagle3")
+    for name in {"eagle3": (), "eagle": ("steps", "draft-vocab")}.get(kind, ("steps",)):
+        del values[name]
+    pairs = ((f"--{flag}", str(value)) for flag, value in (values | changes).items() if value is not None)
+    return [word for pair in pairs for word in pair]
 
 
-def log_of(work: Path) -> list[dict]:
-    """The entries of WORK/log.jsonl."""
-    return [json.loads(line) for line in (work / "log.jsonl").read_text().splitlines()]
+def log_of(folder: Path) -> list[dict]:
+    """The entries of the log of a run that writes to FOLDER/head."""
+    return [json.loads(line) for line in (folder / "head-work" / "log.jsonl").read_text().splitlines()]

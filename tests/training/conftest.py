@@ -1,11 +1,35 @@
-"""Prompts for the runs of train.py."""
+"""Prompts for the runs of train.py, and one run of each kind of head that several tests look at."""
 from pathlib import Path
 
 import pytest
-from helpers.training import write_prompts
+from helpers.training import options, write_prompts
+
+KINDS = {  # with what their runs ask for; all parts of a kind are used by one of them
+    "eagle3": {"steps": 4, "short-epochs": 2, "ema": 0.9}, "p-eagle": {"drafts": 4, "markov-rank": 4},
+    "dflash": {"drafts": 4, "layers": 2},
+    "dspark": {"drafts": 4, "markov-rank": 8, "states": 3, "loss": "lk", "ce-share": 0.5}, "eagle": {},
+}
 
 
 @pytest.fixture(scope="session")
 def prompt_file(tmp_path_factory) -> Path:
     """A file of 24 prompts."""
     return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl")
+
+
+@pytest.fixture(scope="session")
+def trained(golden, prompt_file, tmp_path_factory):
+    """A function that trains a head of a kind, once, and returns (command line, folder)."""
+    import train
+
+    runs = {}
+
+    def run(kind: str) -> tuple[list[str], Path]:
+        if kind not in runs:
+            folder = tmp_path_factory.mktemp(kind)
+            argv = options(golden, prompt_file, folder, kind=kind, epochs=6, **KINDS[kind])
+            assert train.main(argv) == 0
+            runs[kind] = argv, folder
+        return runs[kind]
+
+    return run

@@ -1,123 +1,132 @@
-"""The rules of train.py's options, one by one, without loading anything."""
-import argparse
+"""Bad options and bad input of train.py: one line of error, before anything is written."""
+import json
+import shutil
+from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
+from helpers.training import options, users
 
 import train
+from checkpoint.quantizing import quantize_folder
+from kernels.quantized import Scheme
 
-TEXT = ("--synthesize", "9")
-EAGLE1, MEDUSA = (*TEXT, "--kind", "eagle"), (*TEXT, "--kind", "medusa")
-BLOCK = "--kind p-eagle, dflash and dspark; leave it out"
-WIDTH = "has the target's width; leave out --hidden-size and the like"
-
-REFUSED = (
-    ((), "nothing to train on: give --prompts FILE, --synthesize N, --conversations FILE, --shards FOLDER"),
-    ((*TEXT, "--work", "head"), "--out head: --work head is the same or lies"),
-    ((*TEXT, "--work", "head/work"), "--out head: --work head/work is the same or"),
-    ((*TEXT, "--work", "file"), "--work file: not a folder that can be written to"),
-    ((*TEXT, "--work", "file/work"), "--work file/work: not a folder that can be written to"),
-    ((*TEXT, "--out", "file"), "--out file: not a folder that can be written to"),
-    ((*TEXT, "--out", "file/head/"), "--out file/head/: not a folder that can be written to"),
-    ((*TEXT, "--cache-features", "file"), "--cache-features file: not a folder that can be"),
-    ((*TEXT, "--limit", "3"), "--limit: belongs to --prompts; leave it out"),
-    (("--prompts", "p", "--turns", "3"), "--turns: belongs to --synthesize; leave it out"),
-    (("--prompts", "p", "--openings", "o"), "--openings: belongs to --synthesize; leave it out"),
-    ((*TEXT, "--max-new-tokens", "2"), "--max-new-tokens 2: must be at least 3"),
-    ((*TEXT, "--max-len", "3"), "--max-len 3: must be at least 4"),
-    ((*MEDUSA, "--guesses", "65"), "--guesses 65: must be 1 to 64"),
-    ((*MEDUSA, "--blocks", "65"), "--blocks 65: must be 1 to 64"),
-    ((*TEXT, "--guesses", "3"), "--guesses: belongs to --kind medusa and hydra; leave it out"),
-    ((*EAGLE1, "--blocks", "3"), "--blocks: belongs to --kind medusa and hydra; leave it out"),
-    ((*MEDUSA, "--prefix"), "--prefix: belongs to --kind hydra; leave it out"),
-    ((*TEXT, "--no-prefix"), "--prefix: belongs to --kind hydra; leave it out"),
-    *(((*MEDUSA, flag, "8"), f"--kind medusa: {WIDTH}") for flag in
-      ("--hidden-size", "--intermediate-size", "--heads", "--kv-heads", "--head-dim")),
-    ((*TEXT, "--kind", "hydra", "--heads", "8"), f"--kind hydra: {WIDTH}"),
-    ((*MEDUSA, "--start", "h"), "--start h: not for --kind medusa; leave it out"),
-    ((*TEXT, "--start", "h", "--states", "3"), "--start h: its sizes and states are taken; leave out"
-     " --states, --hidden-size and the like"),
-    ((*TEXT, "--layers", "2"), f"--layers: belongs to {BLOCK}"),
-    ((*TEXT, "--drafts", "2"), f"--drafts: belongs to {BLOCK}"),
-    ((*TEXT, "--markov-rank", "2"), f"--markov-rank: belongs to {BLOCK}"),
-    ((*TEXT, "--kind", "dflash", "--markov-rank", "2"), "--markov-rank 2: a DFlash head with a Mark"),
-    ((*TEXT, "--no-confidence"), f"--confidence: belongs to {BLOCK}"),
-    ((*TEXT, "--anchors", "1"), f"--anchors: belongs to {BLOCK}"),
-    ((*TEXT, "--kind", "dflash", "--anchors", "0"), "--anchors 0.0: must be 0.001 to 1"),
-    ((*TEXT, "--kind", "dflash", "--steps", "3"), "--steps: belongs to --kind eagle3; leave it out"),
-    ((*TEXT, "--kind", "dflash", "--keep", "0.5"), "--keep: belongs to --kind p-eagle; leave it out"),
-    ((*TEXT, "--ce-share", "0.5"), "--ce-share: belongs to --loss lk and coupled; leave it out"),
-    ((*TEXT, "--loss", "lk", "--ce-share", "2"), "--ce-share 2.0: must be 0 to 1"),
-    ((*EAGLE1, "--loss", "coupled"), "--loss coupled: EAGLE-1 learns the target's features; leave it out"),
-    ((*EAGLE1, "--states", "2"), "--states: belongs to other kinds; leave it out"),
-    ((*TEXT, "--temperature", "-0.1"), "--temperature -0.1: must be 0 to 1,000,000"),
-    ((*TEXT, "--temperature", "nan"), "--temperature nan: must be 0 to 1,000,000"),
-    ((*TEXT, "--noise", "1001"), "--noise 1001.0: must be 0 to 1,000"),
-    ((*TEXT, "--warmup", "0.91"), "--warmup 0.91: must be 0 to 0.9"),
-    ((*TEXT, "--weight-decay", "-1"), "--weight-decay -1.0: must be 0 to 1"),
-    ((*TEXT, "--ema", "1"), "--ema 1.0: must be 0 to 0.99999"),
-    ((*TEXT, "--lr", "0"), "--lr 0.0: must be above 0 and below 1,000,000"),
-    ((*TEXT, "--lr", "nan"), "--lr nan: must be above 0 and below 1,000,000"),
-    ((*TEXT, "--clip", "-1"), "--clip -1.0: must be above 0 and below 1,000,000"),
-    ((*TEXT, "--clip", "1e6"), "--clip 1000000.0: must be above 0 and below 1,000,000"),
-    ((*TEXT, "--epochs", "2", "--short-epochs", "3"), "--short-epochs 3: there are 2 epochs"),
-    ((*TEXT, "--validate-tokens", "1"), "--validate-tokens 1: must be at least 2"),
-    ((*MEDUSA, "--layout", "both"), "--layout both: has no place for a head of --kind medusa"),
-    ((*EAGLE1, "--layout", "speculators"), "--layout speculators: has no place for a head of --kind eagle"),
-)
-ALLOWED = (
-    TEXT, MEDUSA, (*TEXT, "--seed", "-1"), ("--prompts", "p", "--limit", "3"), ("--conversations", "c"),
-    ("--shards", "a", "--shards", "b"), (*TEXT, "--turns", "2", "--openings", "o"),
-    (*MEDUSA, "--guesses", "3", "--blocks", "2"),
-    (*TEXT, "--kind", "dspark", "--layers", "2", "--drafts", "5", "--markov-rank", "0", "--states", "4"),
-    (*TEXT, "--kind", "p-eagle", "--keep", "0.5", "--anchors", "1", "--loss", "coupled", "--ce-share", "0"),
-    (*TEXT, "--kind", "hydra", "--no-prefix"), (*TEXT, "--hidden-size", "32", "--layout", "both"),
-    (*TEXT, "--temperature", "0", "--noise", "0", "--warmup", "0.9", "--ema", "0.99999"),
-    (*TEXT, "--weight-decay", "0", "--lr", "1", "--clip", "99"),
-    (*TEXT, "--validate-tokens", "2", "--epochs", "2", "--short-epochs", "2", "--cache-features"),
-    (*TEXT, "--out", "runs/new/head", "--work", "runs/new/work", "--cache-features", "features"),
-)
-EXITS = (
-    ("--tree", "1,2"), ("--tree", "x"), ("--tree", "60,1,2"), ("--kind", "rest"), ("--dtype", "fp16"),
-    ("--dtype", "float16"), ("--dtype", "int8"), ("--layout", "none"), ("--schedule", "none"),
-    ("--seed", "1.5"), ("--steps", "0"),
-)
+FILES = {
+    "file": b"", "text.jsonl": b'{"text": "no chat"}\n', "log/log.jsonl": b'{"step": 1, "loss": 2.0}\n',
+    "no-utf8/a.jsonl": b"\xff\xfe\n",
+}
+REFUSED = {  # what the error says: the options that are changed; {} is the folder of FILES
+    "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
+    "not a folder; convert": {"checkpoint": "{}/nowhere"},
+    "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
+    "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
+    "--cache-features {}/file: not a folder that can be": {"cache-features": "{}/file"},
+    "--device cuda:9": {"device": "cuda:9"},
+    "--out /: is mounted": {"out": "/"},
+    "--device mps: models run on cpu, cuda and cuda:N": {"device": "mps"},
+    "--prompts {}/none: no such file": {"prompts": "{}/none"},
+    "--prompts {}/file: holds no prompts": {"prompts": "{}/file"},
+    "line 1: no conversation": {"conversations": "{}/text.jsonl"},
+    "--openings {}/file: holds no lines": {"openings": "{}/file"},
+    "--shards {}/empty: holds no shards": {"shards": "{}/empty"},
+    "is no row of this target's token ids and answers; --shards takes": {"shards": "{}/log", "prompts": None},
+    "cannot be read": {"shards": "{}/no-utf8", "prompts": None},
+    "--max-prompt-tokens plus --max-new-tokens 1000040: the target has 1024": {"max-prompt-tokens": 10**6},
+    "--draft-vocab 321: the target has 320": {"draft-vocab": 321},
+    "24 prompts or conversations were left out: empty, longer": {"max-prompt-tokens": 3, "synthesize": 0},
+    "fewer than two different prompts": {"limit": 1, "synthesize": 0},
+    "--limit belongs to --prompts; leave it out": {"limit": 3, "prompts": None, "synthesize": 4},
+    "--turns belongs to --synthesize; leave it out": {"turns": 3, "synthesize": 0},
+    "--openings belongs to --synthesize; leave it out": {"openings": "{}/file", "synthesize": 0},
+    "--ce-share belongs to --loss lk; leave it out": {"ce-share": 0.5},
+    "--states belongs to heads from nothing": {"states": 3, "start": "{}"},
+    "--start: {}/empty/config.json: no such file": {"start": "{}/empty"},
+    "--layers: not for --kind eagle3; leave it out": {"layers": 2},
+    "--drafts: not for --kind eagle3; leave it out": {"drafts": 2},
+    "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
+    "--steps: not for --kind dspark; leave it out": {"kind": "dspark", "steps": 3},
+    "--loss: not for --kind eagle; leave it out": {"kind": "eagle", "loss": "lk"},
+    "--draft-vocab: not for --kind eagle; leave it out": {"kind": "eagle", "draft-vocab": 64},
+    "--start: not for --kind eagle; leave it out": {"kind": "eagle", "start": "{}"},
+    "40 states of a target of 8 layers": {"kind": "dflash", "states": 40},
+    "--max-new-tokens 2: must be at least 3": {"max-new-tokens": 2},
+    "--max-len 3: must be at least 4": {"max-len": 3},
+    "--temperature nan: must be 0 to": {"temperature": "nan"},
+    "--ema 1.0: must be 0 to 0.99999": {"ema": 1},
+    "--lr 0.0: must be above 0": {"lr": 0},
+    "--short-epochs 3: there are 2 epochs": {"short-epochs": 3},
+    "--decode-batch 4097: must be 1 to 4,096": {"decode-batch": 4097},
+}
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """`FILES` and an empty folder."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "empty").mkdir()
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
 
 
-def read(*options: str) -> argparse.Namespace:
-    return train.parser().read(["--checkpoint", "target", "--out", "head", *options])
+def error_of(capsys, argv: list[str]) -> str:
+    """The last line of a run that fails."""
+    assert train.main(argv) == 1
+    return capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("options, words", REFUSED, ids=lambda x: " ".join(x) if isinstance(x, tuple) else "")
-def test_a_rule_that_is_broken(options, words):
-    with refused(words):
-        read(*options)
+@pytest.mark.parametrize("words, changes", REFUSED.items(), ids=REFUSED)
+def test_bad_input_is_one_line(golden, prompt_file, folder, tmp_path, capsys, words, changes):
+    changes = {k: v.replace("{}", str(folder)) if isinstance(v, str) else v for k, v in changes.items()}
+    prompts = changes.pop("prompts", prompt_file)
+    if "shards" in changes or prompts is None:
+        changes = {"synthesize": 0, **changes}
+    line = error_of(capsys, options(golden, prompts, tmp_path, **changes))
+    assert line.startswith("error: ") and words.replace("{}", str(folder)) in line, line
+    assert not (tmp_path / "head").exists()
 
 
-@pytest.mark.parametrize("options", ALLOWED, ids=" ".join)
-def test_what_no_rule_forbids(options):
-    read(*options)
-
-
-@pytest.mark.parametrize("options", EXITS, ids=" ".join)
-def test_what_the_parser_refuses(options, capsys):
+@pytest.mark.parametrize("words", ("--kind medusa", "--loss coupled", "--seed 1.5", "--steps 0"))
+def test_the_parser_refuses(words, capsys):
     with pytest.raises(SystemExit) as error:
-        read(*TEXT, *options)
-    assert error.value.code == 2 and options[0] in capsys.readouterr().err
+        train.parser().parse_args(["--checkpoint", "c", "--out", "o", *words.split()])
+    assert error.value.code == 2 and words.split()[0] in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["bf16", "bfloat16", "fp32", "float32"])
-def test_dtypes_have_two_names(name):
-    assert read(*TEXT, "--dtype", name).dtype == ("bf16" if name.startswith("b") else "fp32")
+def test_targets_and_copies_that_cannot_be_used(golden, prompt_file, tmp_path, capsys):
+    """Before any text is written."""
+    quantize_folder(golden, tmp_path / "int8", Scheme("int8", 0, "int8"))
+    argv = options(tmp_path / "int8", prompt_file, tmp_path)
+    assert "is quantised already; name the checkpoint before" in error_of(capsys, argv)
+    other = shutil.copytree(golden, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"stop_ids": [7]}))
+    argv = options(golden, prompt_file, tmp_path, copy=other)
+    assert f"--copy {other}: no copy of {golden}: their shapes or stop ids" in error_of(capsys, argv)
+    shutil.copytree(golden, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer_config.json"))
+    argv = options(tmp_path / "bare", prompt_file, tmp_path)
+    assert "chats need a tokenizer and a chat template" in error_of(capsys, argv)
+    assert not list(tmp_path.glob("head*/data/*"))
 
 
-def test_a_mistake_is_one_line_and_status_1(capsys):
-    assert train.main(["--checkpoint", "target", "--out", "head"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: nothing to train on")
+def test_what_a_template_refuses_is_left_out(golden, tmp_path, capsys):
+    """A strict template costs the prompts and conversations that it refuses, not the run."""
+    strict = shutil.copytree(golden, tmp_path / "strict")
+    config = json.loads((strict / "tokenizer_config.json").read_text())
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+    config["chat_template"] = refusal + config["chat_template"]
+    (strict / "tokenizer_config.json").write_text(json.dumps(config))
+    chats = [users(f"question {i}") for i in range(6)] + [[{"role": "system", "content": "s"}, *users("u")]]
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in chats]
+    (tmp_path / "p.jsonl").write_text("".join(lines) + '{"prompt": ""}\n')
+    answered = [[*m, {"role": "assistant", "content": "some answer or other"}] for m in chats]
+    answered.append([{"role": "tool", "content": "x"}])
+    conversations = tmp_path / "c.jsonl"
+    conversations.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in answered))
+    text = {"conversations": conversations, "synthesize": 0}
+    assert train.main([*options(strict, tmp_path / "p.jsonl", tmp_path, **text), "--collect-only"]) == 0
+    error = capsys.readouterr().err
+    assert "3 prompts or conversations were left out" in error and "no system messages" in error
+    assert "c.jsonl: 1 rows are left out" in error
+    conversations.write_text(json.dumps({"messages": answered[6]}) + "\n")
+    assert "no usable answers" in error_of(capsys, options(strict, None, tmp_path / "b", **text))

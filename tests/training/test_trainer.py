@@ -1,21 +1,17 @@
-"""The training loop: batches, gradients, the average, the schedule, the saved state."""
-import resource
-import signal
-from functools import partial
-
+"""The training loop: batches, gradients, the average, the schedule, the saved state, the processes."""
 import pytest
 import torch
 from helpers.training import ROWS
 
-import training.state
 from common.errors import InputError
+from training import report
+from training import trainer as room
 from training.batches import batches
-from training.chains import eagle3_outputs
 from training.features import Features
-from training.log import chain_tau
-from training.objective import Eagle3Objective
-from training.plan import Plan
-from training.trainer import Trainer
+from training.losses import Eagle3Objective
+from training.processes import Processes
+from training.report import chain_tau, draw_curves
+from training.trainer import Plan, Trainer, save_state
 
 
 def trainer(models, tmp_path, plan=None, **options) -> Trainer:
@@ -24,7 +20,7 @@ def trainer(models, tmp_path, plan=None, **options) -> Trainer:
     for part in (head.embed, head.lm_head if not head.args.own_lm_head else None):
         if part is not None:
             part.requires_grad_(False)
-    objective = Eagle3Objective(target, head, 3, False)
+    objective = Eagle3Objective(target, head, 3)
     plan = Plan(**{"epochs": 1, "batch_tokens": 64, **(plan or {})})
     return Trainer(objective, Features(target, objective.aux_layers), ROWS, ROWS, plan, tmp_path, **options)
 
@@ -48,27 +44,6 @@ def test_gradients_do_not_depend_on_how_a_batch_is_split(models, tmp_path):
         assert p.grad.abs().max() > 0, name
 
 
-def test_steps_that_are_computed_again_have_the_same_gradients(models, tmp_path):
-    """And keep less: saved is what the backward pass will read."""
-    def run(again: bool) -> tuple[Trainer, int]:
-        t = trainer(models, tmp_path)
-        t.objective.outputs = partial(eagle3_outputs, again=again)
-        kept = {}
-
-        def keep(x):
-            kept[x.data_ptr()] = max(kept.get(x.data_ptr(), 0), x.numel() * x.element_size())
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            t.gradients([0, 1, 2, 3], 7)
-        return t, sum(kept.values())
-
-    (whole, much), (again, little) = run(False), run(True)
-    for name, p in whole.parameters.items():
-        torch.testing.assert_close(again.parameters[name].grad, p.grad, rtol=1e-5, atol=1e-7)
-    assert little < 0.5 * much, (little, much)
-
-
 def test_the_average_is_what_is_used(models, tmp_path):
     t = trainer(models, tmp_path, {"ema": 0.5, "lr": 1e-2})
     first = {name: p.detach().clone() for name, p in t.parameters.items()}
@@ -81,12 +56,12 @@ def test_the_average_is_what_is_used(models, tmp_path):
     assert torch.equal(t.trained().state_dict()[name], mean) and torch.equal(t.parameters[name], now)
 
 
-def test_rates_of_the_schedules():
-    for schedule, middle in (("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)):
-        plan = Plan(lr=2.0, schedule=schedule, warmup=0.1)
-        assert plan.rate(0, 110) == pytest.approx(2 / 11) and plan.rate(10, 110) == pytest.approx(2.0)
-        assert plan.rate(11 + 99 // 2, 110) == pytest.approx(2 * middle, rel=0.02)
-        assert plan.rate(110, 110) == pytest.approx(2.0 if schedule == "constant" else 0.2, rel=0.02)
+def test_rates_of_the_schedule():
+    plan = Plan(lr=2.0)
+    assert plan.rate(0, 200) == pytest.approx(2 / 6) and plan.rate(5, 200) == pytest.approx(2.0)
+    assert plan.rate(6 + 194 // 2, 200) == pytest.approx(2 * 0.55, rel=0.02)
+    assert plan.rate(200, 200) == pytest.approx(0.2)
+    assert [Plan(short_epochs=1).unrolled(epoch, 7) for epoch in (0, 1)] == [3, 7]
     assert chain_tau([0.5, 0.5]) == 1.75
 
 
@@ -96,24 +71,10 @@ def test_a_state_that_cannot_be_written(models, tmp_path, monkeypatch, error):
         part.write(b"a part")
         raise error
 
-    monkeypatch.setattr(training.state.torch, "save", fails)
+    monkeypatch.setattr(room.torch, "save", fails)
     words = r"state.pt: the state cannot be written \((No|file)[^\n]*\); make room there, then run"
     with pytest.raises(InputError, match=words):
         trainer(models, tmp_path).save()
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_full_disk_is_named_as_the_system_does(tmp_path):
-    """torch puts words of its own in its place, about positions in its file."""
-    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, previous[1]))
-        with pytest.raises(InputError, match=r"the state cannot be written \(File too large\); make"):
-            training.state.save_state(tmp_path, {"weights": torch.zeros(100_000)})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
-        signal.signal(signal.SIGXFSZ, handler)
     assert not list(tmp_path.iterdir())
 
 
@@ -122,7 +83,37 @@ def test_a_state_of_something_else(models, tmp_path, other):
     """Options that fit, and the rest of another kind."""
     trainer(models, tmp_path).save()
     state = torch.load(tmp_path / "state.pt", weights_only=True)
-    for part in ("head", "optimizers", "at"):
-        training.state.save_state(tmp_path, state | {part: other})
+    for part in ("head", "optimizer", "at"):
+        save_state(tmp_path, state | {part: other})
         with pytest.raises(InputError, match=r"state.pt: holds no state of this head; delete it"):
             trainer(models, tmp_path).resume()
+
+
+def test_curves(tmp_path, monkeypatch):
+    """A run needs no matplotlib, and a picture needs steps."""
+    entries = [{"step": i, "loss": 3.0 - i / 10, "accuracy": [0.1 * i, 0.05 * i]} for i in range(1, 6)]
+    entries.append({"step": 5, "epoch": 1, "held_out": [0.5, 0.4], "tau": 1.8})
+    draw_curves(entries[-1:], tmp_path / "none.png")
+    draw_curves(entries, tmp_path / "curves.png")
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    draw_curves(entries, tmp_path / "none.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+
+
+def test_a_group_that_is_described_in_part(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="WORLD_SIZE is set but not what belongs to it"):
+        Processes.from_environment("cpu")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(InputError, match="WORLD_SIZE='two' in the environment: must be 1 to"):
+        Processes.from_environment("cpu")
+
+
+def test_each_process_has_a_device_of_its_own(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert Processes(5, 8).own_device("cuda") == "cuda:3" and chosen == [torch.device("cuda:3")]
+    assert Processes(5, 8).own_device("cpu") == "cpu" and Processes().own_device("cuda") == "cuda"

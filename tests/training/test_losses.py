@@ -1,6 +1,5 @@
-"""The losses are those of the heads run as the decoder runs them."""
+"""Losses against their definitions, and on heads that run as the decoder runs them."""
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -11,13 +10,46 @@ from torch.nn.utils.rnn import pad_sequence
 from model import KVCache
 from networks.eagle import PEagleHead
 from training.batches import Draw
-from training.chains import eagle3_outputs
 from training.features import Features, TargetStates
-from training.new_head import new_head
-from training.objective import TOKEN_LOSS, BlockObjective, Eagle1Objective, Eagle3Objective
-from training.shapes import Shape
+from training.heads import KINDS, HeadShape, new_head
+from training.losses import DECAY, TOKEN_LOSS, DraftLoss, Eagle1Objective, Eagle3Objective, row_loss
 
-DECAY = 0.8  # of draft steps, as in traineagle3 of SafeAILab/EAGLE
+DEFINITIONS = {
+    "ce": lambda p, q: -(p * q.log()).sum(-1), "lk": lambda p, q: -torch.minimum(p, q).sum(-1).log(),
+}
+
+
+@pytest.mark.parametrize("kind", DEFINITIONS)
+def test_losses_and_gradients_are_those_of_the_definition(kind):
+    g = torch.Generator().manual_seed(0)
+    logits, other = (2 * torch.randn(40, 22, generator=g, dtype=torch.float64) for _ in "ab")
+    p = (other + 0.5 * logits).softmax(-1)
+    logits.requires_grad_(True)
+    expected = DEFINITIONS[kind](p, logits.softmax(-1))
+    slope, = torch.autograd.grad(expected.sum(), logits)
+    loss, found, overlap = row_loss(kind, logits.detach(), p)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(found, slope)
+    torch.testing.assert_close(overlap, torch.minimum(p, logits.detach().softmax(-1)).sum(-1))
+
+
+def test_losses_are_summed_with_their_shares():
+    """Gradients for what the lm_head reads and for itself, over more rows than a block holds."""
+    g = torch.Generator().manual_seed(3)
+    x, head = torch.randn(300, 8, generator=g), torch.randn(30, 8, generator=g)
+    teacher, places = torch.randn(50, 30, generator=g), torch.randint(0, 50, (300,), generator=g)
+    weight, losses = torch.rand(300, generator=g), (("ce", 0.3), ("lk", 0.7))
+    x.requires_grad_(True), head.requires_grad_(True)
+    loss, choices, overlap = DraftLoss.apply(x, head, teacher, places, weight, losses)
+    found = torch.autograd.grad(loss, (x, head))
+    logits, p = x @ head.T, teacher[places].softmax(-1)
+    q = logits.softmax(-1)
+    expected = sum(share * (DEFINITIONS[kind](p, q) * weight).sum() for kind, share in losses)
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(choices, logits.argmax(-1))
+    torch.testing.assert_close(overlap, torch.minimum(p, q).sum(-1).detach())
+    for a, b in zip(found, torch.autograd.grad(expected, (x, head))):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def chain_steps(head, features, row: dict, steps: int):
@@ -45,7 +77,7 @@ def chain_steps(head, features, row: dict, steps: int):
 def test_unrolled_losses_are_the_drafters_chains(models):
     target, head = models
     steps = 4
-    objective = Eagle3Objective(target, head, steps, False)
+    objective = Eagle3Objective(target, head, steps)
     batch = objective.batch(ROWS, steps)
     states = Features(target, objective.aux_layers).read(ROWS)
     loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
@@ -71,7 +103,7 @@ def test_unrolled_losses_are_the_drafters_chains(models):
 @torch.no_grad()
 def test_regression_losses_are_the_heads_outputs(models1):
     target, head = models1
-    objective = Eagle1Objective(target, head, False, 0.1)
+    objective = Eagle1Objective(target, head)
     batch = objective.batch(ROWS, 1)
     states = Features(target, objective.aux_layers).read(ROWS)
     # Without gradients there is no noise.
@@ -94,16 +126,16 @@ def test_noise_belongs_to_the_row(models1):
     the stated size.
     """
     target, head = models1
-    objective = Eagle1Objective(target, head, False, 0.1)
+    objective = Eagle1Objective(target, head)
     states = Features(target, ()).read(ROWS)
     objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
-    noises, outputs = [], objective.outputs
+    noises, outputs = [], objective.run
 
     def watched(head, batch, feature):
         noises.append(feature - (states.normed if len(batch.rows) > 1 else states.normed[1:2, :9]))
         return outputs(head, batch, feature)
 
-    objective.outputs = watched
+    objective.run = watched
 
     def compute(rows: list[dict], states: TargetStates, seeds: list[int]) -> None:
         batch = objective.batch(rows, 1)
@@ -127,11 +159,8 @@ def test_a_compiled_loss_is_the_loss(models):
     """Compiled and not, over batches of several shapes."""
     target, head = models
     head = head.twin(target, torch.float32)
-    outputs = partial(eagle3_outputs, again=False)  # as train.py has it
-    objectives = [
-        Eagle3Objective(target, head, 3, compiled, outputs=outputs) for compiled in (False, True)
-    ]
-    for rows in (ROWS, ROWS[1:], ROWS[2:]):
+    objectives = [Eagle3Objective(target, head, 3, compiled=compiled) for compiled in (False, True)]
+    for rows in (ROWS, ROWS[1:]):
         states = Features(target, objectives[0].aux_layers).read(rows)
         (plain, _), (compiled, _) = (
             objective.loss(objective.batch(rows, 3), states, [9, 9, 9], [0] * len(rows))
@@ -144,13 +173,13 @@ def test_features_are_scaled_and_the_scale_is_folded_back(models):
     """What is trained on scaled features is the head written for raw ones."""
     target, head = models
     head = head.twin(target, torch.float32)
-    objective = Eagle3Objective(target, head, 2, False)
+    objective = Eagle3Objective(target, head, 2)
     states = Features(target, objective.aux_layers).read(ROWS)
     objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
     scaled = (states.features / objective.scale)[:, 1:]
     size = scaled.pow(2).mean((0, 1)).sqrt()
     torch.testing.assert_close(size, torch.ones(scaled.shape[-1]), rtol=1e-4, atol=0)
-    raw = Eagle3Objective(target, objective.trained(), 2, False)
+    raw = Eagle3Objective(target, objective.trained(), 2)
     with torch.no_grad():
         a, b = (x.loss(x.batch(ROWS, 2), states, [9, 9], [0] * 4)[0] for x in (objective, raw))
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -178,10 +207,11 @@ def drafted_rows(head, features, row: dict):
 
 
 BLOCKS = {
-    "p-eagle": Shape(num_layers=2, drafts=3, mask_id=7), "dflash": Shape(num_layers=2, drafts=3, states=2),
-    "dspark": Shape(drafts=4, markov_rank=6, confidence=True, states=2),
-    "p-eagle+markov": Shape(drafts=3, markov_rank=6, confidence=True),
-    "dflash+causal": Shape(num_layers=2, drafts=3, states=2),
+    "p-eagle": HeadShape(num_layers=2, drafts=3, mask_id=7),
+    "dflash": HeadShape(num_layers=2, drafts=3, states=2),
+    "dspark": HeadShape(drafts=4, markov_rank=6, states=2),
+    "p-eagle+markov": HeadShape(drafts=3, markov_rank=6),
+    "dflash+causal": HeadShape(num_layers=2, drafts=3, states=2),
 }
 
 
@@ -191,6 +221,11 @@ def block_head(target, name: str, ids):
     if "causal" in name:
         head.args = replace(head.args, causal=True)
     return head
+
+
+def objective_of(target, name: str, head, **more):
+    """The objective of a head of BLOCKS."""
+    return KINDS[name.split("+")[0]].objective(target, head, **more)
 
 
 def shaken(head):
@@ -209,7 +244,7 @@ def test_block_losses_are_the_drafters_rows(models, name):
     target, _ = models
     ids = torch.arange(0, 320, 2)
     head = shaken(block_head(target, name, ids))
-    objective, steps = BlockObjective(target, head, False), head.args.drafts
+    objective, steps = objective_of(target, name, head), head.args.drafts
     batch = objective.batch(ROWS, steps)
     states = Features(target, objective.aux_layers).read(ROWS)
     loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
@@ -245,7 +280,8 @@ def test_chains_are_drawn_anew_and_alike_in_any_batch(models):
     """A share of the positions, of which fewer go on at each step; the same for a row beside any others."""
     rows = random_rows((40, [[2, 40]]), (30, [[5, 28]]))
     head = new_head(models[0], "p-eagle", torch.arange(320), BLOCKS["p-eagle"], 0)
-    objective = BlockObjective(models[0], head, False, draw=Draw(0.5, 0.5))
+    objective = objective_of(models[0], "p-eagle", head)
+    objective.draw = Draw(0.5, 0.5)
     batch = objective.batch(rows, 3, [1, 2])
     assert batch.at.shape == (2, 19) and batch.chains == [19, 10, 5]
     assert batch.valid[0] == 19 + 11 and batch.valid[1] <= 10 + 6 and batch.valid[2] <= 5 + 3
@@ -260,7 +296,8 @@ def test_every_weight_of_a_block_head_learns(models, name):
     """And the target's, which it borrows, do not."""
     target, _ = models
     head = block_head(target, name, torch.arange(320))
-    objective = BlockObjective(target, head, False, (("ce", 0.1), ("coupled", 0.9)), Draw(0.7, 0.8))
+    objective = objective_of(target, name, head, losses=(("ce", 0.1), ("lk", 0.9)))
+    objective.draw = Draw(0.7, 0.8)
     states, steps = Features(target, objective.aux_layers).read(ROWS), head.args.drafts
     for _ in range(2):  # the Markov head begins where nothing reads it
         batch = objective.batch(ROWS, steps, [1, 2, 3, 4])
@@ -282,7 +319,7 @@ def test_only_the_confidence_head_learns_how_sure_it_is(models, name):
     for confidence in (True, False):
         head = shaken(block_head(target, name, torch.arange(320)))
         head.args = replace(head.args, confidence=confidence)
-        objective = BlockObjective(target, head, False)
+        objective = objective_of(target, name, head)
         states = Features(target, objective.aux_layers).read(ROWS)
         batch = objective.batch(ROWS, head.args.drafts)
         objective.loss(batch, states, batch.scored, [0] * 4)[0].backward()

@@ -1,11 +1,11 @@
-"""Rows of text: how conversations become rows, which of them are used, and their figures."""
+"""Rows of text: how conversations become rows, which of them are used, and what is counted."""
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
 
 from common.errors import InputError
 from tokens.tokenizer import Tokenizer
-from training import corpus, figures
+from training import data
 
 
 def messages_of(*pairs: tuple[str, str]) -> list[dict]:
@@ -15,10 +15,10 @@ def messages_of(*pairs: tuple[str, str]) -> list[dict]:
 def test_answers_of_a_conversation_are_marked(golden):
     tokenizer = Tokenizer.load(golden)
     messages = messages_of(("user", "hi"), ("assistant", "hello"), ("user", "and?"), ("assistant", "bye"))
-    (row,) = corpus.of_conversation(tokenizer, messages, [ord("\n")])
+    (row,) = data.of_conversation(tokenizer, messages, [ord("\n")])
     assert bytes(row["ids"]) == b"u:hi\na:hello\nu:and?\na:bye\n"
     assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hello\n", b"bye\n"]
-    (row,) = corpus.of_conversation(tokenizer, messages[:2], [])
+    (row,) = data.of_conversation(tokenizer, messages[:2], [])
     assert bytes(row["ids"][row["answers"][0][0] :]) == b"hello\n"
 
 
@@ -30,7 +30,7 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, t
         "{% if add_generation_prompt %}a:{% endif %}"
     ))
     messages = messages_of(("user", "hi"), ("assistant", "hm/hello"), ("user", "so"), ("assistant", "eh/bye"))
-    rows = first, second = list(corpus.of_conversation(tokenizer, messages, [ord("\n")]))
+    rows = first, second = list(data.of_conversation(tokenizer, messages, [ord("\n")]))
     assert [bytes(r["ids"]) for r in rows] == [b"u:hi\na:hm/hello\n", b"u:hi\na:hello\nu:so\na:eh/bye\n"]
     answers = [bytes(r["ids"][b:e]) for r in rows for b, e in r["answers"]]
     assert answers == [b"hm/hello\n", b"eh/bye\n"]
@@ -46,81 +46,81 @@ def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
         " {{ m.content }}</s>{% endif %}{% endfor %}"
     ))
     messages = messages_of(("system", "Be brief."), ("user", "What?"), ("assistant", "That."))
-    with pytest.raises(InputError, match="cannot be told"):
-        list(corpus.of_conversation(tokenizer, messages, []))
-    (row,) = corpus.of_conversation(tokenizer, messages[1:], [])
+    with pytest.raises(InputError, match="cannot be separated"):
+        list(data.of_conversation(tokenizer, messages, []))
+    (row,) = data.of_conversation(tokenizer, messages[1:], [])
     assert bytes(row["ids"][row["answers"][0][0] :]) == b" That.</s>"
 
 
 def test_rows_are_cut_to_what_is_usable():
     row = {"ids": list(range(20)), "answers": [[2, 4], [6, 12], [15, 20]], "source": ""}
     # A row of an old shard has no "chat"; else it is what was written with it.
-    assert corpus.usable(row, 100)["chat"] == corpus.digest(list(range(2)))
-    assert corpus.usable({**row, "chat": "first"}, 100)["chat"] == "first"
-    assert corpus.usable(row, 100)["answers"] == [[6, 12], [15, 20]]
-    cut = corpus.usable(row, 17)
+    assert data.usable(row, 100)["chat"] == data.chat_of(list(range(2)))
+    assert data.usable({**row, "chat": "first"}, 100)["chat"] == "first"
+    assert data.usable(row, 100)["answers"] == [[6, 12], [15, 20]]
+    cut = data.usable(row, 17)
     assert cut["answers"] == [[6, 12]] and cut["ids"] == list(range(12))
-    assert corpus.usable(row, 8) is None
+    assert data.usable(row, 8) is None
+
+
+NO_ROWS = (
+    '{"ids": [1, 2, 256], "answers": [[0, 3]]}', '{"ids": [1, -1, 2], "answers": [[0, 3]]}',
+    '{"ids": [1, 2, 3, 4], "answers": [[1, 3, 4]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 7]]}',
+    '{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 3.5]]}',
+    '{"ids": [true, 2, 3, 4], "answers": [[1, 4]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 4]], "chat": 5}',
+    '{"ids": "text", "answers": []}', '{"answers": []}', "[]", "{", '{"left_out": "some"}', "",
+    '{"step": 1, "loss": 2.0}',
+)
 
 
 @pytest.mark.parametrize("line, words", [
-    ('{"ids": [1, 2, 256], "answers": [[0, 3]]}', "is no row"),
-    ('{"ids": [1, -1, 2], "answers": [[0, 3]]}', "is no row"),
-    ('{"ids": [1, 2, 3, 4, 5, 6], "answers": [[1, 3, 6]]}', "is no row"),
-    ('{"ids": [1, 2, 3, 4, 5, 6], "answers": [[1, 7]]}', "is no row"),
-    ('{"ids": [1, 2, 3, 4, 5, 6], "answers": [[4, 5], [1, 3]]}', "is no row"),
-    ('{"ids": [1, 2, 3, 4], "answers": [[1, 3.5]]}', "is no row"),
-    ('{"ids": [1, 2.0, 3, 4], "answers": [[1, 4]]}', "is no row"),
-    ('{"ids": [true, 2, 3, 4], "answers": [[1, 4]]}', "is no row"),
-    ('{"ids": [1, 2, 3, 4], "answers": [[1, 4]], "chat": 5}', "is no row"),
-    ('{"ids": [1, 2, 3, 4], "answers": [[1, 4]], "chat": [1]}', "is no row"),
-    ('{"ids": [1, 2, 3, 4], "answers": [[1, 4]], "source": {"a": 1}}', "is no row"),
-    ('{"ids": "text", "answers": []}', "is no row"), ('{"answers": []}', "is no row"), ("[]", "is no row"),
-    ("3", "is no row"), ("{", "is no row"), ('{"left_out": "some"}', "is no row"),
+    *((line, "is no row") for line in NO_ROWS),
     ('{"ids": [1, 2, 3], "answers": [[0, 3]], "target": "other"}', "was written by another target"),
 ])
 def test_a_line_that_is_no_row(tmp_path, line, words):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'
     shard = tmp_path / "a.jsonl"
     shard.write_text(good + good + '{"left_out": 2}\n')
-    rows, left_out, cut = corpus.load_shards([shard], 100, 256, "this")
+    rows, left_out, cut = data.load_shards([shard], 100, 256, "this")
     assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and (left_out, cut) == (2, 0)
     shard.write_text(good + line + "\n")
     with pytest.raises(InputError, match=f"a.jsonl: line 2 {words}"):
-        corpus.load_shards([shard], 100, 256, "this")
+        data.load_shards([shard], 100, 256, "this")
 
 
 def test_shards_that_cannot_be_read(tmp_path):
     with pytest.raises(InputError, match=r"--shards .*: holds no shards"):
-        corpus.shards_in(tmp_path)
+        data.shards_in(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(InputError, match=r"a\.jsonl: cannot be read"):
-        corpus.load_shards(corpus.shards_in(tmp_path), 100, 256, "this")
+        data.load_shards(data.shards_in(tmp_path), 100, 256, "this")
 
 
 def test_no_prompt_is_both_held_out_and_trained_on():
     rows = [
-        {"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x", "chat": corpus.digest([i // 3, 0])}
+        {"ids": [i // 3, 0, i, 1, 2], "answers": [[2, 5]], "source": "x", "chat": data.chat_of([i // 3, 0])}
         for i in range(300)
     ]
-    held_out, rest = corpus.hold_out(rows)
+    held_out, rest = data.hold_out(rows)
     assert len(held_out) == 15 and len(held_out) + len(rest) == 300  # 5 of 100 prompts, three rows each
     assert not {r["ids"][0] for r in held_out} & {r["ids"][0] for r in rest}
-    assert corpus.hold_out(rows[::-1])[0] == held_out[::-1]
+    assert data.hold_out(rows[::-1])[0] == held_out[::-1]
 
 
 def test_the_report_counts():
     rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
     rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
-    d = figures.describe(rows, 4097)
+    d = data.count_text(rows, 4097)
     counted = d["rows"], d["tokens"], d["answer_tokens"], d["answers"], d["several_answers"], d["longest"]
     assert counted == (2, 113, 11, 3, 1, 100)
-    assert d["lengths"] == {"1-64": 1, "65-128": 1} and d["by_source"] == {"prompts": 1, "x": 1}
-    ids, covered = figures.draft_vocabulary(figures.counts_of(rows), 2, 4097)
-    assert ids.tolist() == [2, 7] and covered == pytest.approx(10 / 11)
-    assert list(d["coverage"]) == [2048, 4096] and "11 of them" in figures.report(d)
-    assert figures.draft_vocabulary(figures.counts_of(rows), 5, 4097)[0].tolist() == [0, 1, 2, 7, 8]
+    assert d["by_source"] == {"prompts": 1, "x": 1}
+    counts = data.counts_of(rows)
+    ids = data.draft_vocabulary(counts, 2, 4097).tolist()
+    assert ids == [2, 7] and data.covered(counts, ids) == pytest.approx(10 / 11)
+    assert list(d["coverage"]) == [2048, 4096] and "11 of them" in data.text_report(d)
+    assert data.draft_vocabulary(counts, 5, 4097).tolist() == [0, 1, 2, 7, 8]
+    assert data.unused(rows, 4097) == 4096
 
 
 def test_users_alone_make_no_row(golden):
-    assert list(corpus.of_conversation(Tokenizer.load(golden), users("hello", "again"), [])) == []
+    assert list(data.of_conversation(Tokenizer.load(golden), users("hello", "again"), [])) == []

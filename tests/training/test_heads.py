@@ -1,4 +1,4 @@
-"""Heads that begin as others: they draft as before, and learn on."""
+"""The heads that training starts from: new ones, and those that begin as others and draft as before."""
 import dataclasses
 
 import pytest
@@ -12,16 +12,14 @@ from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
-from training.begun_head import Start, begun_args, begun_head, load_start
 from training.features import Features
-from training.new_head import new_head
-from training.objective import BlockObjective, Eagle3Objective
-from training.shapes import Shape
+from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, load_start, new_head
+from training.losses import Eagle3Objective
 
-MARKOV = Shape(num_layers=2, drafts=4, markov_rank=4, confidence=True)
+MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
 
 
-def shaken(target, kind: str, shape: Shape):
+def shaken(target, kind: str, shape: HeadShape):
     """A head whose weights are not those of a new one."""
     head = new_head(target, kind, torch.arange(0, 320, 2), shape, 0)
     torch.manual_seed(5)
@@ -47,19 +45,13 @@ def losses(objective, target, learn: bool) -> list[float]:
 def test_it_drafts_as_the_other_one(models, kind):
     """Though it reads features by their scale from now on. Layers and heads that are added add nothing."""
     target, _ = models
-    old = {"dspark": MARKOV, "eagle3": Shape()}.get(kind, Shape(num_layers=2, drafts=4))
+    old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
     head = shaken(target, kind, old)
-    more = Shape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
+    more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
     begun, taken = begun_head(target, kind, Start(head, kind), head.draft_ids, more, 1)
     assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
 
-    def objective(head):
-        head.requires_grad_(False)
-        if kind == "eagle3":
-            return Eagle3Objective(target, head, 3, False)
-        return BlockObjective(target, head, False)
-
-    one, other = objective(head), objective(begun)
+    one, other = (KINDS[kind].objective(target, x.requires_grad_(False), 3) for x in (head, begun))
     if getattr(begun.args, "confidence", False) and kind != "dspark":
         begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
     other.taken = taken
@@ -79,7 +71,7 @@ def test_p_eagle_begins_as_eagle3(models):
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
     assert "mask_hidden" not in taken and begun.mask_hidden.abs().sum() > 0
     first = []
-    for made in (Eagle3Objective(target, head, 1, False), BlockObjective(target, begun, False)):
+    for made in (Eagle3Objective(target, head, 1), KINDS["p-eagle"].objective(target, begun)):
         states = Features(target, made.aux_layers).read(ROWS)
         batch = made.batch(ROWS, made.steps)
         first.append(made.loss(batch, states, batch.scored, [0] * len(ROWS))[1][0])
@@ -111,23 +103,25 @@ def test_what_is_not_asked_for_stays(models):
     """A DSpark head keeps its Markov rank and its block, unless another block is asked for."""
     target, _ = models
     head = shaken(target, "dspark", MARKOV)
-    args = begun_args(Start(head, "dspark"), "dspark", 160, Shape())
+    args = begun_args(Start(head, "dspark"), "dspark", 160, HeadShape())
     assert (args.markov_rank, args.drafts, args.confidence) == (4, 4, True)
-    assert begun_args(Start(head, "dspark"), "dspark", 160, Shape(drafts=6)).drafts == 6
-    block = shaken(target, "dflash", Shape(drafts=4))
-    assert begun_args(Start(block, "dflash"), "dflash", 160, Shape(drafts=3)).block == 4
-    p_eagle = shaken(target, "p-eagle", Shape(drafts=4))
-    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, Shape(drafts=3)).drafts == 3
+    assert begun_args(Start(head, "dspark"), "dspark", 160, HeadShape(drafts=6)).drafts == 6
+    block = shaken(target, "dflash", HeadShape(drafts=4))
+    assert begun_args(Start(block, "dflash"), "dflash", 160, HeadShape(drafts=3)).block == 4
+    p_eagle = shaken(target, "p-eagle", HeadShape(drafts=4))
+    assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, HeadShape(drafts=3)).drafts == 3
 
 
 @pytest.mark.parametrize("start, kind, shape, words", [
-    ("eagle3", "dspark", Shape(), "a head of kind dspark cannot begin as one of kind eagle3"),
-    ("p-eagle", "eagle3", Shape(), "kind eagle3 cannot begin as one of kind p-eagle"),
-    ("dspark", "dspark", Shape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
+    ("eagle3", "dspark", HeadShape(), "a head of kind dspark cannot begin as one of kind eagle3"),
+    ("p-eagle", "eagle3", HeadShape(), "kind eagle3 cannot begin as one of kind p-eagle"),
+    ("dspark", "dspark", HeadShape(markov_rank=9), "--markov-rank 9: the head of --start has 4"),
+    ("dspark", "dspark", HeadShape(markov_rank=0), "--markov-rank 0: the head of --start has 4"),
+    ("dspark", "dspark", HeadShape(num_layers=1), "--layers 1: the head of --start has 2"),
 ])
 def test_what_cannot_begin_so(models, start, kind, shape, words):
     target, _ = models
-    head = shaken(target, start, Shape() if start == "eagle3" else MARKOV)
+    head = shaken(target, start, HeadShape() if start == "eagle3" else MARKOV)
     with pytest.raises(ValueError, match=words):
         begun_args(Start(head, start), kind, 160, shape)
 
@@ -137,13 +131,61 @@ def test_no_head_to_begin_with(models, golden, tmp_path):
         load_start(str(tmp_path / "nowhere"), models[0])
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_new_heads_start_from_the_target(models, kind):
+    target, _ = models
+    draft_ids = torch.arange(0, 128, 2) if kind == "eagle3" else torch.arange(target.args.vocab_size)
+    head = new_head(target, kind, draft_ids, HeadShape(), 0)
+    names = {name for name, p in head.named_parameters() if p.requires_grad}
+    assert not any(name.startswith("embed") for name in names)
+    assert ("lm_head.weight" in names) == (kind == "eagle3")
+    if kind == "eagle3":
+        assert torch.equal(head.lm_head.weight, target.lm_head.weight[0:128:2])
+
+
+def test_shapes_that_cannot_be(models):
+    args, shallow = models[0].args, dataclasses.replace(models[0].args, num_layers=3)
+    with pytest.raises(ValueError, match="which has 3 layers: use --kind eagle"):
+        head_args(shallow, "eagle3", 64, HeadShape())
+    assert head_args(shallow, "eagle", args.vocab_size, HeadShape()).aux_layers == (3,)
+    with pytest.raises(ValueError, match="40 states of a target of 8 layers"):
+        head_args(args, "dflash", 64, HeadShape(states=40))
+
+
+WRITTEN = ("eagle3", "sglang"), ("eagle3", "speculators"), ("eagle", "sglang")
+
+
+@pytest.mark.parametrize("kind, layout", WRITTEN)
+def test_written_heads_come_back(models, models1, golden, tmp_path, kind, layout):
+    """Writing rounds to bfloat16 and changes nothing else; a file is as readable as others."""
+    target, head = models if kind == "eagle3" else models1
+    export(head, tmp_path / "hf", layout, {"name": "golden"})
+    (tmp_path / "file").touch()
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "file").stat().st_mode
+    again = load_head(convert(tmp_path / "hf", tmp_path / "back", target=golden, quiet=True), target)
+    assert again.args == head.args
+    before, after = head.own_state(), again.own_state()
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
+        assert torch.equal(expected, after[name]), name
+
+
+def test_heads_without_a_place_in_a_layout(models, models1, tmp_path):
+    with pytest.raises(InputError, match="no place for eagle heads"):
+        export(models1[1], tmp_path / "no", "speculators")
+    other = type(models[1])(dataclasses.replace(models[1].args, feature_norm="each"))
+    with pytest.raises(InputError, match="no layout"):
+        export(other, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.slow
 def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
     """As a user does it: EAGLE-3, exported, converted, begun with. Another start is another run."""
     start = str(golden / "eagle3")
     changes = {
         "kind": "p-eagle", "start": start, "draft-vocab": None, "markov-rank": 4, "drafts": 4, "lr": 1e-9,
-        "steps": None,
     }
     assert train.main(options(golden, prompt_file, tmp_path, **changes)) == 0
     assert f"tensors begin as those of {start}" in capsys.readouterr().err

@@ -1,0 +1,200 @@
+"""Training text: rows of token ids with the assistant's answers marked, and the shards that hold them.
+
+A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}.
+ids[begin:end] is an answer of the target; a head learns to draft only these. `chat` identifies the first
+prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line. Its last
+line may count the prompts that were left out.
+"""
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from torch import Tensor
+
+from common.errors import InputError
+from common.files import read_text
+from tokens.ids import common_prefix
+from tokens.tokenizer import Tokenizer
+
+SHORTEST = 3  # tokens of an answer: one from the target, one for the head to read, one to predict
+COVERAGE = (2048, 4096, 8192, 16384, 32768)  # sizes of draft vocabularies in the report
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
+class Line(BaseModel):
+    """A line of a shard: a row, or the number of prompts that were left out."""
+
+    ids: list[Count] = []
+    answers: list[tuple[Count, Count]] = []
+    source: str = "shards"
+    chat: str = ""
+    target: str = ""
+    left_out: Count = 0
+
+    def fits(self, vocab_size: int) -> bool:
+        """Return whether the line counts prompts, or its answers follow each other within ids of the target.
+        """
+        edges = [0, *(edge for answer in self.answers for edge in answer), len(self.ids)]
+        return bool(self.left_out) or (
+            bool(self.ids and self.answers) and max(self.ids) < vocab_size and edges == sorted(edges)
+        )
+
+
+def row_key(ids: list[int]) -> str:
+    """Return a digest that identifies token ids."""
+    return hashlib.sha256(np.asarray(ids, dtype=np.int32).tobytes()).hexdigest()[:24]
+
+
+def chat_of(prompt: list[int]) -> str:
+    """Return a digest of the first prompt of a conversation; rows that answer the same one share it."""
+    return hashlib.sha256(json.dumps(prompt).encode()).hexdigest()[:16]
+
+
+def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) -> tuple[dict | None, dict]:
+    """Add the answer ids[begin:end] to the row of a conversation whose text so far is `ids`.
+
+    row: None at the beginning. Returns (finished row or None, current row). A template may rewrite earlier
+    turns, as some drop the thoughts of earlier answers. Then `row` is finished and a new one begins.
+    """
+    if row and common_prefix(row["ids"], ids) >= row["answers"][-1][1]:
+        return None, {**row, "ids": ids[:end], "answers": [*row["answers"], [begin, end]]}
+    chat = row["chat"] if row else chat_of(ids[:begin])
+    return row, {"ids": ids[:end], "answers": [[begin, end]], "source": source, "chat": chat}
+
+
+def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
+    """Yield the rows of a conversation of another author. An answer includes its stop id.
+
+    Raises InputError if the template refuses it, or moves text so that an answer has no prompt before it.
+    Some templates write the system message into the last user turn.
+    """
+    stop_ids, row = set(stop_ids), None
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        ids = tokenizer.chat(messages[: i + 1], add_generation_prompt=False)
+        begin = common_prefix(tokenizer.chat(messages[:i]), ids)
+        before = tokenizer.decode(ids[:begin])
+        if any(m["content"].strip() not in before for m in messages[:i] if m["role"] != "assistant"):
+            raise InputError("the chat template changes the text before an answer, so that the answer cannot"
+                             " be separated from it")
+        end = next((j + 1 for j in range(begin, len(ids)) if ids[j] in stop_ids), len(ids))
+        finished, row = extend(row, ids, begin, end, "conversations")
+        if finished:
+            yield finished
+    if row:
+        yield row
+
+
+def usable(row: dict, max_len: int) -> dict | None:
+    """Cut a row to `max_len` tokens and drop answers that are too short. Return None if none is left."""
+    answers = [[b, min(e, max_len)] for b, e in row["answers"]]
+    answers = [[b, e] for b, e in answers if e - b >= SHORTEST and b > 0]
+    if not answers:
+        return None
+    chat = row.get("chat") or chat_of(row["ids"][: row["answers"][0][0]])
+    return {**row, "ids": row["ids"][: answers[-1][1]], "answers": answers, "chat": chat}
+
+
+def hold_out(rows: list[dict]) -> tuple[list[dict], list[dict]]:
+    """Return (held out, training): a twentieth of the prompts, at most 64, with all rows that answer them.
+
+    The choice does not depend on the order of the rows, and no prompt is on both sides.
+    """
+    chats = {row["chat"] for row in rows}
+    held_out = set(sorted(chats)[: max(1, min(64, len(chats) // 20))])
+    return [r for r in rows if r["chat"] in held_out], [r for r in rows if r["chat"] not in held_out]
+
+
+def shards_in(folder: Path) -> list[Path]:
+    """Return the shards of a folder, by name. Raises InputError if there are none."""
+    shards = sorted(folder.glob("*.jsonl"))
+    if not shards:
+        raise InputError(f"--shards {folder}: holds no shards (*.jsonl); name the data folder of a run")
+    return shards
+
+
+def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -> tuple[list[dict], int, int]:
+    """Read the shards of a target, given by its `checkpoint.loading.identity`.
+
+    Returns (all usable rows in order, without exact repeats; prompts left out when they were written; rows
+    longer than `max_len`, which are cut). Raises InputError on a damaged line, and on one of another target.
+    """
+    known, rows, left_out, cut = set(), [], 0, 0
+    for path in paths:
+        for number, text in enumerate(read_text(path, most=1 << 40).splitlines(), 1):
+            try:
+                line = Line.model_validate_json(text)
+            except ValidationError:
+                line = Line()
+            if not line.fits(vocab_size):
+                raise InputError(f"{path}: line {number} is no row of this target's token ids and answers;"
+                                 " --shards takes the data folder of a run")
+            left_out += line.left_out
+            if line.target not in ("", target):
+                raise InputError(f"{path}: line {number} was written by another target, or in another dtype")
+            row = usable(dict(line), max_len)
+            cut += len(line.ids) > max_len
+            if row and (key := row_key(row["ids"])) not in known:
+                known.add(key)
+                rows.append(row)
+    return rows, left_out, cut
+
+
+def counts_of(rows: list[dict]) -> Counter:
+    """Count each token of the answers."""
+    return Counter(t for r in rows for b, e in r["answers"] for t in r["ids"][b:e])
+
+
+def covered(counts: Counter, ids: Iterable[int]) -> float:
+    """Return the share of the answer tokens that are among these ids."""
+    return sum(counts[t] for t in ids) / max(1, counts.total())
+
+
+def draft_vocabulary(counts: Counter, size: int, vocab_size: int) -> Tensor:
+    """Return the `size` most frequent answer tokens, ascending."""
+    ranked = [t for t, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))][:size]
+    # With little text the rest are the lowest unused ids, which are the tokenizer's commonest merges.
+    if len(ranked) < size:
+        ranked += [t for t in range(vocab_size) if t not in counts][: size - len(ranked)]
+    return torch.tensor(sorted(ranked))
+
+
+def unused(rows: list[dict], vocab_size: int) -> int:
+    """Return the last of the ids that the text holds least often."""
+    counts = torch.bincount(torch.tensor([t for row in rows for t in row["ids"]]), minlength=vocab_size)
+    return int((counts == counts.min()).nonzero()[-1])
+
+
+def count_text(rows: list[dict], vocab_size: int) -> dict:
+    """Count rows, tokens and answers of the text, and the answer tokens that draft vocabularies cover."""
+    lengths, counts = [len(r["ids"]) for r in rows], counts_of(rows)
+    sizes = [n for n in COVERAGE if n < vocab_size]
+    return {
+        "rows": len(rows), "by_source": dict(Counter(r["source"] for r in rows)),
+        "answers": sum(len(r["answers"]) for r in rows),
+        "several_answers": sum(len(r["answers"]) > 1 for r in rows), "tokens": sum(lengths),
+        "answer_tokens": counts.total(), "longest": max(lengths), "distinct_answer_tokens": len(counts),
+        "coverage": {n: covered(counts, draft_vocabulary(counts, n, vocab_size).tolist()) for n in sizes},
+    }
+
+
+def text_report(d: dict) -> str:
+    """Format the result of `count_text` for people."""
+    sources = ", ".join(f"{name} {n:,}" for name, n in d["by_source"].items())
+    coverage = ", ".join(f"{size:,}: {share:.2%}" for size, share in d["coverage"].items())
+    return "\n".join([
+        f"{d['rows']:,} conversations ({sources}), {d['several_answers']:,} with several answers",
+        f"{d['tokens']:,} tokens, {d['answer_tokens']:,} of them in {d['answers']:,} answers;"
+        f" the longest row has {d['longest']:,}",
+        f"{d['distinct_answer_tokens']:,} distinct answer tokens"
+        + (f"; a draft vocabulary covers {coverage}" if coverage else ""),
+    ])

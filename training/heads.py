@@ -1,0 +1,252 @@
+"""The heads that training starts from: one entry a kind, new heads, and heads that begin as another one."""
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from checkpoint.folder import HEADS, check_args, read_config
+from checkpoint.loading import load_head
+from common.errors import InputError
+from model import ModelArgs, Transformer
+from networks.block import BlockArgs, DSparkHead
+from networks.eagle import Eagle1Head, Eagle3Head, PEagleArgs, PEagleHead
+from networks.head import Head, HeadArgs
+from networks.markov import MarkovArgs
+from networks.read_states import eagle3_aux_layers, spread_layers
+from training.losses import BlockObjective, Eagle1Objective, Eagle3Objective, Objective, PEagleObjective
+
+DRAFTS = 7  # tokens that a block drafts
+MARKOV_RANK = 128  # of a DSpark head
+RIDGE = 1e-4  # of the mean square of a column: for heads of fewer tokens than columns
+
+
+class HeadKind(NamedTuple):
+    """A kind of head that can be trained. options: those of train.py that only some kinds have."""
+
+    title: str  # on the model card
+    method: str  # of training
+    speculate: str  # the method of generate.py that drafts with it
+    objective: type[Objective]
+    options: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()  # kinds of --start
+
+
+SOME = "draft_vocab", "states", "loss", "start"
+BLOCK = *SOME, "layers", "drafts"
+KINDS = {
+    "eagle3": HeadKind(
+        "EAGLE-3 head", "training-time test", "eagle3", Eagle3Objective, (*SOME, "steps"), ("eagle3",)
+    ),
+    "p-eagle": HeadKind(
+        "P-EAGLE head", "parallel drafting", "p-eagle", PEagleObjective, (*BLOCK, "markov_rank"),
+        ("p-eagle", "eagle3"),
+    ),
+    "dflash": HeadKind("DFlash head", "random blocks", "dflash", BlockObjective, BLOCK, ("dflash",)),
+    "dspark": HeadKind(
+        "DSpark head", "random blocks", "dspark", BlockObjective, (*BLOCK, "markov_rank"), ("dspark",)
+    ),
+    "eagle": HeadKind("EAGLE-1/EAGLE-2 head", "feature regression", "eagle2", Eagle1Objective),
+}
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The sizes of a head that a user may choose. None takes the usual ones, or those of --start."""
+
+    num_layers: int | None = None
+    states: int | None = None  # of the target that it reads
+    drafts: int | None = None  # tokens that a block drafts
+    markov_rank: int | None = None
+    mask_id: int = 0
+
+
+class Start(NamedTuple):
+    """A head to begin as."""
+
+    head: Head
+    kind: str
+
+
+def load_start(folder: str, target: Transformer) -> Start:
+    """Load the head of --start. Raises InputError as `load_head`."""
+    try:
+        return Start(load_head(folder, target), read_config(folder)["kind"])
+    except InputError as e:
+        raise InputError(f"--start: {e}") from None
+
+
+def aux_layers(network: type[Head], count: int, states: int | None) -> tuple[int, ...]:
+    """Return the layers whose states a head reads. count: layers of the target. Raises ValueError."""
+    if network is Eagle1Head:
+        return (count,)
+    if issubclass(network, Eagle3Head):
+        if count < 4:
+            raise ValueError(f"an EAGLE-3 head reads three states of its target, which has {count} layers:"
+                             " use --kind eagle")
+        if states is None:
+            low, middle, high = eagle3_aux_layers(count)
+            return low, max(middle, 3), max(high, 4)  # of a shallow target the next ones that differ
+    return spread_layers(count, states or min(5, max(1, count - 3)))
+
+
+def head_args(a: ModelArgs, kind: str, draft_vocab_size: int, shape: HeadShape) -> HeadArgs:
+    """Return the arguments of a new head for a target of arguments `a`.
+
+    Raises ValueError on a shape that cannot be.
+    """
+    network = HEADS[kind]
+    args = {
+        "vocab_size": a.vocab_size, "hidden_size": a.hidden_size, "intermediate_size": a.intermediate_size,
+        "num_layers": shape.num_layers or 1, "num_heads": a.num_heads, "num_kv_heads": a.num_kv_heads,
+        "head_dim": a.head_dim, "norm_eps": a.norm_eps, "rope_base": a.rope_base, "rope_scaling": None,
+        "max_seq_len": a.max_seq_len, "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": a.hidden_size, "own_embedding": False,
+        "own_lm_head": network is not Eagle1Head,
+        "aux_layers": aux_layers(network, a.num_layers, shape.states),
+    }
+    if issubclass(network.Args, MarkovArgs):
+        rank = shape.markov_rank
+        rank = MARKOV_RANK * (network is DSparkHead) if rank is None else rank
+        args |= {"mask_id": shape.mask_id, "markov_rank": rank, "confidence": rank > 0,
+                 "confidence_reads_markov": rank > 0}
+        args |= _block(network.Args, shape.drafts or DRAFTS, network is DSparkHead)
+    made = network.Args(**args)
+    check_args(made)
+    return made
+
+
+def _block(args: type[HeadArgs], drafts: int, from_anchor: bool) -> dict:
+    """Return the arguments of a head that drafts `drafts` tokens in a pass."""
+    if args is PEagleArgs:
+        return {"drafts": drafts}
+    return {"block": drafts + (not from_anchor), "from_anchor": from_anchor}
+
+
+def new_head(target: Transformer, kind: str, draft_ids: Tensor, shape: HeadShape, seed: int) -> Head:
+    """Make a head in float32: random except for what the target can lend.
+
+    lm_head starts as the target's rows, and the final norm as a third of the target's (the full one makes an
+    untrained head overconfident); `fc` passes the highest captured layer on. Each of these was worth several
+    points of held-out accuracy after the same short run. EAGLE-1: `fc` passes the feature on. Raises
+    ValueError on a shape that cannot be.
+    """
+    args = head_args(target.args, kind, len(draft_ids), shape)
+    torch.manual_seed(seed)
+    head = HEADS[kind](args)
+    for name, p in head.named_parameters():
+        if p.ndim == 2:
+            last = name.endswith(("wo.weight", "w_down.weight"))
+            torch.nn.init.normal_(p, std=0.02 / math.sqrt(2) if last else 0.02)
+    with torch.no_grad():
+        head.fc.weight.mul_(0.3)
+        head.fc.weight[:, -args.hidden_size :] += torch.eye(args.hidden_size)
+        if args.own_lm_head:
+            head.lm_head.weight.copy_(target.lm_rows.float().cpu()[draft_ids.cpu()])
+            head.norm.weight.copy_(target.norm.weight.float().cpu() * 0.3)
+            _lend(head, target)
+    return _join(head, target, draft_ids)
+
+
+def _lend(head: Head, target: Transformer, taken: Container[str] = ()) -> None:
+    """Start what only block heads have, unless it was taken from another head.
+
+    The Markov head reads the target's embedding on its principal axes and adds nothing yet.
+    """
+    if isinstance(head, PEagleHead) and "mask_hidden" not in taken:
+        torch.nn.init.normal_(head.mask_hidden, std=0.02)
+    if (rank := getattr(head.args, "markov_rank", 0)) and "markov_in.weight" not in taken:
+        table = target.embed.weight.float().cpu()
+        axes = torch.linalg.svd(table.T @ table)[0][:, :rank]
+        begun = torch.nn.functional.pad(table @ axes, (0, rank - axes.shape[1]))
+        head.markov_in.weight.copy_(begun / begun.std())
+        head.markov_out.weight.zero_()
+    if getattr(head.args, "confidence", False) and "confidence.weight" not in taken:
+        head.confidence.weight.zero_()
+        head.confidence.bias.zero_()
+
+
+def _join(head: Head, target: Transformer, draft_ids: Tensor) -> Head:
+    """Give a head its draft vocabulary and what it shares with the target, on the target's device."""
+    head.draft_ids.copy_(draft_ids)
+    head = head.to(target.embed.weight.device)
+    head.use_target(target)  # frozen: not the head's own
+    return head
+
+
+def begun_args(start: Start, kind: str, draft_vocab_size: int, shape: HeadShape) -> HeadArgs:
+    """Return the arguments of a head that begins as `start`, with its sizes and its states.
+
+    Raises ValueError if it cannot begin so, or if `shape` would take away what `start` has.
+    """
+    if start.kind not in KINDS[kind].begins:
+        raise ValueError(f"--start: a head of kind {kind} cannot begin as one of kind {start.kind}")
+    given = replace(start.head.args, draft_vocab_size=draft_vocab_size)
+    layers, network = shape.num_layers or given.num_layers, HEADS[kind]
+    if given.recycle_normed or (network is Eagle3Head and layers > 1):
+        raise ValueError("--start: EAGLE-3 heads of several layers, or that read their own normed output, are"
+                         " not trained")
+    if layers < given.num_layers:
+        raise ValueError(f"--layers {layers}: the head of --start has {given.num_layers}, and keeps them")
+    if network is Eagle3Head:
+        return given
+    args = {field.name: getattr(given, field.name) for field in fields(given)} | {"num_layers": layers}
+    if not isinstance(given, MarkovArgs):  # EAGLE-3, which becomes P-EAGLE
+        args["mask_id"] = shape.mask_id
+    if shape.drafts or not isinstance(given, (PEagleArgs, BlockArgs)):
+        args |= _block(network.Args, shape.drafts or DRAFTS, args.get("from_anchor", False))
+    has, rank = args.get("markov_rank", 0), shape.markov_rank
+    if has and rank not in (None, has):
+        raise ValueError(f"--markov-rank {rank}: the head of --start has {has}, and keeps it; leave it out")
+    if not has and rank:
+        args |= {"markov_rank": rank, "confidence": True, "confidence_reads_markov": True}
+    made = network.Args(**args)
+    check_args(made)
+    return made
+
+
+def begun_head(
+    target: Transformer, kind: str, start: Start, draft_ids: Tensor, shape: HeadShape, seed: int
+) -> tuple[Head, set[str]]:
+    """Make a head in float32 that begins as another one. Return it and the names of the tensors from there.
+
+    Further parts begin as in a new head, and further layers add nothing yet. lm_head rows of ids that the
+    other head could not draft are predicted. Raises ValueError as `begun_args`.
+    """
+    torch.manual_seed(seed)
+    head = HEADS[kind](begun_args(start, kind, len(draft_ids), shape))
+    taken = {name: t.float().cpu() for name, t in start.head.own_state().items() if t.is_floating_point()}
+    draft_ids, held = draft_ids.cpu(), start.head.draft_ids.cpu()
+    places = torch.searchsorted(held, draft_ids).clamp(max=len(held) - 1)
+    known = (held[places] == draft_ids)[:, None]
+    for name in {"lm_head.weight", "markov_out.weight"} & taken.keys():  # a row for each draft id
+        others: Tensor | float = 0.0
+        if name == "lm_head.weight":
+            others = _predicted(target.lm_rows.detach().float().cpu(), held, taken[name])[draft_ids]
+        taken[name] = torch.where(known, taken[name][places], others)
+    with torch.no_grad():
+        for name, p in head.named_parameters():
+            if name in taken:
+                p.copy_(taken[name])
+            elif p.ndim == 2:
+                adds = name.endswith(("wo.weight", "w_down.weight"))
+                torch.nn.init.normal_(p, std=0.0 if adds else 0.02)
+        _lend(head, target, taken)
+    return _join(head, target, draft_ids), set(taken)
+
+
+def _predicted(rows: Tensor, held: Tensor, table: Tensor) -> Tensor:
+    """Predict a head's lm_head row of every token [V, H] from the target's rows [V, Ht].
+
+    A linear map, fitted by least squares, turns the target's rows of the tokens that the head holds [m] into
+    the head's own table [m, H]. Untransformed rows would be read with states that are not the target's: most
+    of the head's choices would be tokens that it does not know.
+    """
+    known = rows[held].double()
+    square = known.T @ known
+    ridge = RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
+    return rows @ torch.linalg.solve(square + ridge, known.T @ table.double()).float()

@@ -1,0 +1,277 @@
+"""Losses over a large vocabulary, and the objective of each kind of head.
+
+All are means over the predictions of a complete optimizer step, computed as weighted sums over its parts: the
+gradient is the same however a step is split into smaller batches or over processes.
+"""
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Collection
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.compiling import compile_graph
+from model import Transformer
+from networks.eagle import PEagleHead
+from networks.head import Head
+from training.batches import Batch, Draw
+from training.chains import block_outputs, eagle1_outputs, eagle3_outputs, p_eagle_outputs
+from training.features import TargetStates
+
+STEPS = 7  # draft steps that EAGLE-3 unrolls
+DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
+Losses = tuple[tuple[str, float], ...]  # names of `row_loss` with their weights
+CROSS_ENTROPY: Losses = (("ce", 1.0),)
+TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
+NOISE = 0.1  # half-width of the noise on EAGLE-1's features, by their root mean square (same section)
+
+
+def row_loss(kind: str, logits: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses [n] of logits [n, V] where the target has probabilities p [n, V], float32.
+
+    "ce" is the cross-entropy with p. "lk" is -log of how often a draft is accepted by rejection sampling,
+    sum_x min(p_x, q_x) (LK losses, arXiv 2602.23881). Returns too their gradients by the logits [n, V], and
+    sum_x min(p_x, q_x) [n].
+    """
+    lse = logits.logsumexp(-1, keepdim=True)
+    q = (logits - lse).exp_()
+    overlap = torch.minimum(p, q).sum(-1)
+    if kind == "ce":
+        return lse[:, 0] - torch.linalg.vecdot(logits, p), q - p, overlap
+    slope = q * (q < p)
+    slope = (q * slope.sum(-1, keepdim=True) - slope) / overlap[:, None]
+    return -overlap.log(), slope, overlap
+
+
+class DraftLoss(torch.autograd.Function):
+    """A loss of an lm_head's logits, weighted and summed.
+
+    Logits are as large as the vocabulary and would be written and read a dozen times. Here a block of them
+    stays in the cache until its loss, its choices and its gradients are done. The gradients are computed with
+    the loss, so `weight`, the weight of each row's loss, must be final.
+
+    x [M, H], lm_head [V, H], teacher's logits [N, V], weight [M]. Row i learns from teacher[places[i]].
+    Returns the weighted sum [], and without gradient choices [M] and sum_x min(p_x, q_x) [M].
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, lm_head: Tensor, teacher: Tensor, places: Tensor, weight: Tensor,
+        losses: Losses = CROSS_ENTROPY,
+    ):
+        needs_x, needs_head = ctx.needs_input_grad[:2]
+        M, x_dtype = x.shape[0], x.dtype
+        x, w = x.to(teacher.dtype), lm_head.to(teacher.dtype)
+        totals, overlaps = x.new_zeros(M, dtype=torch.float32), x.new_empty(M, dtype=torch.float32)
+        choices = x.new_empty(M, dtype=torch.int64)
+        slopes = x.new_empty(M, lm_head.shape[0]) if needs_x or needs_head else None  # of the logits
+        block = 128 if x.device.type == "cpu" else 4096
+        for i in range(0, M, block):
+            at = slice(i, i + block)
+            logits, p = F.linear(x[at], w).float(), teacher[places[at]].float().softmax(-1)
+            choices[at] = logits.argmax(-1)
+            slope = 0.0
+            for kind, share in losses:
+                loss, by_logits, overlaps[at] = row_loss(kind, logits, p)
+                totals[at] += share * loss
+                slope = by_logits.mul_(share) + slope
+            if slopes is not None:
+                slopes[at] = slope.mul_(weight[at, None])
+        dx = (slopes @ w).to(x_dtype) if needs_x else None
+        dw = (slopes.T @ x).to(lm_head.dtype) if needs_head else None
+        ctx.save_for_backward(dx, dw)
+        ctx.mark_non_differentiable(choices, overlaps)
+        return (totals * weight).sum(), choices, overlaps
+
+    @staticmethod
+    def backward(ctx, slope: Tensor, *_):
+        return *(None if d is None else d * slope for d in ctx.saved_tensors), None, None, None, None
+
+
+class Objective:
+    """A head, its loss on a batch, and the head that is written at the end.
+
+    losses: of `row_loss`. start, taken: identity of the head that this one began as, and the names of the
+    tensors from there. `aux_layers` are the target's layers whose states the loss reads. `scale` divides
+    features, see `learn_scale`.
+    """
+
+    outputs = None  # one of `training.chains`
+    decay = 1.0  # the weight of draft step i is decay**i
+    draw = Draw()  # of the chains that are trained on
+
+    def __init__(self, target: Transformer, head: Head, steps: int, *, losses: Losses = CROSS_ENTROPY,
+                 start: str = "", taken: Collection[str] = (), compiled: bool = False):
+        self.target, self.head, self.steps, self.losses = target, head, steps, losses
+        self.start, self.taken = start, taken
+        self.device, self.dtype = target.embed.weight.device, target.embed.weight.dtype
+        self.aux_layers = head.args.aux_layers
+        self.run = compile_graph(type(self).outputs, dynamic=True) if compiled else type(self).outputs
+        self.in_draft = torch.zeros(head.args.vocab_size, dtype=torch.bool)
+        self.in_draft[head.draft_ids.cpu()] = True
+        self.scale = torch.ones((), device=self.device)
+
+    def batch(self, rows: list[dict], steps: int, seeds: list[int] | None = None) -> Batch:
+        """Return rows as a batch on the device. seeds: of the chains drawn from each row; None takes all."""
+        return Batch(rows, steps, self.in_draft, self.device, self.draw, seeds)
+
+    def autocast(self):
+        """Return a context for bfloat16 products if the target is in bfloat16; the head is in float32."""
+        if self.dtype == torch.bfloat16:
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def weights(self, batch: Batch, scored: list[int]) -> Tensor:
+        """Return the weight of each prediction's loss [M]. scored: as for `loss`."""
+        share = torch.tensor([self.decay**i / max(1, n) for i, n in enumerate(scored)], device=self.device)
+        return share[batch.step]
+
+    def hits(self, batch: Batch, choices: Tensor, greedy: Tensor) -> Tensor:
+        """Count the choices [M] (target ids) that are the target's own, greedy [B, T], by step [steps]."""
+        return batch.sum_by_step((choices == batch.after(greedy)[batch.shifted]).float())
+
+    def loss(
+        self, batch: Batch, states: TargetStates, scored: list[int], seeds: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Return (loss [], correct first choices [steps]) of a batch with the target's states on it.
+
+        scored: predictions of each step in the complete optimizer step. The batch may be a part of it.
+        seeds: of the noise on each row. A target's choice outside the draft vocabulary is a miss.
+        """
+        raise NotImplementedError
+
+    def learn_scale(self, states: TargetStates, real: Tensor) -> None:
+        """Set `scale` from the target's states on some text. real [B, T]: False on padding."""
+        raise NotImplementedError
+
+    def settings(self) -> dict:
+        """Return what changes the loss: runs that differ here are different runs."""
+        digest = hashlib.sha256(self.head.draft_ids.cpu().numpy().tobytes()).hexdigest()
+        return {"kind": type(self.head).__name__, "steps": self.steps, "losses": str(self.losses),
+                "draft_ids": digest, "start": self.start}
+
+    def trained(self) -> Head:
+        """Return a copy of the head that reads unscaled features, in float32."""
+        return self.head.twin(self.target, torch.float32)
+
+
+class Eagle3Objective(Objective):
+    """EAGLE-3 by training-time test: its distribution against the target's, over the draft vocabulary."""
+
+    outputs, decay = eagle3_outputs, DECAY
+
+    def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
+        super().__init__(target, head, steps or STEPS, **more)
+        self.lm_rows = target.lm_rows[head.draft_ids]
+
+    def loss(self, batch, states, scored, seeds):
+        args = self.head.args
+        features = (states.features / self.scale).to(states.features.dtype)
+        with self.autocast():
+            x = self.run(self.head, batch, features, len(batch.scored))
+        teacher = F.linear(batch.after(states.normed), self.lm_rows)
+        weight, rows, lm_head = self.weights(batch, scored), x, self.head.lm_head.weight
+        if getattr(args, "markov_rank", 0):  # one product with both lm_heads: their sum is the logits
+            with self.autocast():
+                reads = self.head.markov_reads(rows, batch.before())
+            x = torch.cat((rows, reads.to(rows.dtype)), -1)
+            lm_head = torch.cat((lm_head, self.head.markov_out.weight), -1)
+        loss, choices, accepted = DraftLoss.apply(x, lm_head, teacher, batch.shifted, weight, self.losses)
+        if getattr(args, "confidence", False):
+            with self.autocast():
+                doubt = self.head.doubt(rows, batch.before())
+            errors = F.binary_cross_entropy_with_logits(doubt, accepted, reduction="none")
+            loss = loss + (errors * weight).sum()
+        return loss, self.hits(batch, self.head.draft_ids[choices], states.greedy)
+
+    def learn_scale(self, states, real) -> None:
+        """Set `scale` to the root mean square of every feature [F].
+
+        A target's residual stream has channels tens of times larger than the rest. Adam moves all weights at
+        one pace, so `fc` learns badly from raw features. It is trained on features divided by this scale, and
+        `trained` folds the division into its weights. The first token, an attention sink, is left out.
+        """
+        if getattr(self.head, "fc_norms", None):
+            return  # `fc` reads normed features
+        real = real.clone()
+        real[:, 0] = False
+        self.scale = states.features.float()[real].pow(2).mean(0).sqrt().clamp(min=1e-6)
+        for name, p, factor in self._scaled(self.head):
+            if name in self.taken:  # from a head that reads unscaled features
+                p.data *= factor
+
+    def trained(self):
+        head = super().trained()
+        for _, p, factor in self._scaled(head):
+            p.data /= factor
+        return head
+
+    def _scaled(self, head: Head) -> list[tuple[str, Tensor, Tensor]]:
+        """Return (name, weight, factor) of the weights of a head that `scale` changes."""
+        changed = [("fc.weight", head.fc.weight, self.scale)]
+        if isinstance(head, PEagleHead):
+            changed.append(("mask_hidden", head.mask_hidden, 1 / self.scale))
+        return changed
+
+
+class BlockObjective(Eagle3Objective):
+    """DFlash and DSpark: step i is a row that knows no token after the root.
+
+    Some chains of each answer are drawn; validation takes all. The Markov head learns with the
+    lm_head, given the tokens of the text. The confidence head learns how often a draft is accepted, and
+    nothing else learns from it (arXiv 2607.05147, section 3).
+    """
+
+    outputs, draw = block_outputs, Draw(share=0.5)
+
+    def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
+        super().__init__(target, head, head.args.drafts, **more)
+
+
+class PEagleObjective(BlockObjective):
+    """P-EAGLE: the same with fewer chains at each draft step."""
+
+    outputs, draw = p_eagle_outputs, Draw(share=0.5, keep=0.7)
+
+
+class Eagle1Objective(Objective):
+    """EAGLE-1/2: regression of the target's next feature."""
+
+    outputs = eagle1_outputs
+
+    def __init__(self, target: Transformer, head: Head, steps: int | None = None, **more):
+        super().__init__(target, head, 1, **more)
+        self.aux_layers = ()  # it reads the normed state alone
+
+    def loss(self, batch, states, scored, seeds):
+        """Return the smooth-L1 loss to the target's next feature, plus TOKEN_LOSS times the cross-entropy
+        with its next-token distribution, through its own lm_head (section 4.2).
+        """
+        read = states.normed
+        if torch.is_grad_enabled():  # no noise in validation
+            read = read + self._noise(batch.rows, read, seeds)
+        with self.autocast():
+            guess = self.run(self.head, batch, read)
+        features, weight = batch.after(states.normed), self.weights(batch, scored)
+        lm_rows = self.head.lm_head.weight
+        distance = F.smooth_l1_loss(guess.float(), features[batch.shifted].float(), reduction="none").mean(-1)
+        token_loss, choices, _ = DraftLoss.apply(
+            guess, lm_rows, F.linear(features, lm_rows), batch.shifted, weight
+        )
+        return (distance * weight).sum() + TOKEN_LOSS * token_loss, self.hits(batch, choices, states.greedy)
+
+    def _noise(self, rows: list[dict], state: Tensor, seeds: list[int]) -> Tensor:
+        """Return noise for state [B, T, H]. Each row's is the same beside any other rows."""
+        noise, scale = torch.zeros_like(state), self.scale.cpu()
+        for i, (row, seed) in enumerate(zip(rows, seeds)):
+            n, generator = len(row["ids"]), torch.Generator().manual_seed(seed)
+            uniform = torch.rand(n, state.shape[-1], generator=generator) * 2 - 1
+            noise[i, :n] = uniform * NOISE * scale
+        return noise
+
+    def learn_scale(self, states, real) -> None:
+        """Set `scale` to the root mean square of the normed features []."""
+        self.scale = states.normed[real].float().pow(2).mean().sqrt()

@@ -1,0 +1,157 @@
+"""The outputs of a run that people read: its log, its curves, and the model card beside the head."""
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from tqdm import tqdm
+
+from common.files import read_text, write_text, writing
+from common.plots import picture
+
+DOTS = {"marker": "o", "markersize": 3}
+
+
+def chain_tau(accuracy: list[float]) -> float:
+    """Return the tokens per step of a greedy chain whose draft step i is right with probability accuracy[i]:
+    1 + the sum of their running products.
+    """
+    tau, survive = 1.0, 1.0
+    for a in accuracy:
+        survive *= a
+        tau += survive
+    return tau
+
+
+class TrainingLog:
+    """A live line, and WORK/log.jsonl in step with the saved state.
+
+    A run may be killed later than it was saved: entries after `step` are dropped. An entry of a step has
+    step, loss, accuracy, norm and lr, one of a validation step, epoch, held_out (accuracies) and maybe tau.
+    """
+
+    def __init__(self, folder: Path, step: int, total: int):
+        self.path = folder / "log.jsonl"
+        self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
+        write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
+        self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
+        every = 0.5 if sys.stderr.isatty() else 15  # seconds
+        self.bar = tqdm(
+            total=total, initial=step, desc="training", mininterval=every, maxinterval=every,
+            bar_format="{desc} |{bar:12}| {n}/{total} [{elapsed}<{remaining}]",
+        )
+        self.began, self.tokens = time.time(), 0
+
+    def step(self, entry: dict, tokens: int, progress: float) -> None:
+        """Add an optimizer step over `tokens` tokens. progress: see `Plan.progress`."""
+        self.tokens += tokens
+        hits = " ".join(f"{a:.2f}" for a in entry["accuracy"])
+        speed = self.tokens / (time.time() - self.began)
+        line = f"loss {entry['loss']:.3f} right {hits} chain tau {chain_tau(entry['accuracy']):.2f}"
+        self.bar.set_description_str(f"{line} {speed:.0f} tok/s", False)
+        self.bar.update(min(int(progress), self.bar.total) - self.bar.n)
+        self._write(entry)
+
+    def validation(self, entry: dict) -> None:
+        """Add and print a validation."""
+        hits = " ".join(f"{a:.3f}" for a in entry["held_out"])
+        line = f"epoch {entry['epoch']} held-out right {hits} chain tau {chain_tau(entry['held_out']):.2f}"
+        tqdm.write(line + (f" tau {entry['tau']:.3f}" if "tau" in entry else ""), file=sys.stderr)
+        self._write(entry)
+
+    def _write(self, entry: dict) -> None:
+        self.entries.append(entry)
+        with writing(self.path):
+            self.file.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """End the live line and close the file."""
+        self.bar.close()
+        self.file.close()
+
+
+def read_log(path: Path) -> list[dict]:
+    """Return the entries of a log, without a last line that a kill cut off."""
+    entries = []
+    for line in read_text(path).splitlines() if path.exists() else ():
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return entries
+
+
+def draw_curves(entries: list[dict], path: Path) -> None:
+    """Draw loss, accuracy by draft step and acceptance length as a PNG, if there are steps and matplotlib."""
+    steps, validations = [e for e in entries if "loss" in e], [e for e in entries if "held_out" in e]
+    if not steps or not find_spec("matplotlib"):
+        return
+    with picture(path, 13, 3.8) as figure:
+        loss, right, taus = figure.subplots(1, 3)
+        loss.plot([e["step"] for e in steps], [e["loss"] for e in steps], color="0.8", linewidth=0.7)
+        _plot(loss, steps, lambda e: e["loss"], smooth=True)
+        for i in range(max(len(e["accuracy"]) for e in steps)):
+            some = [e for e in steps if len(e["accuracy"]) > i]
+            _plot(right, some, lambda e, i=i: e["accuracy"][i], smooth=True, color=f"C{i}", alpha=0.6)
+            some = [e for e in validations if len(e["held_out"]) > i]
+            _plot(right, some, lambda e, i=i: e["held_out"][i], color=f"C{i}", label=f"step {i + 1}", **DOTS)
+        _plot(taus, validations, lambda e: chain_tau(e["held_out"]), label="chain, from accuracy", **DOTS)
+        decoded = [e for e in validations if "tau" in e]
+        _plot(taus, decoded, lambda e: e["tau"], label="tree, decoded held-out prompts", **DOTS)
+        for axes, title in (
+            (loss, "training loss"), (right, "first choice right (line: training, dots: held out)"),
+            (taus, "acceptance length τ"),
+        ):
+            axes.set(title=title, xlabel="optimizer step")
+        right.set(ylim=(0, 1))
+        if validations:
+            right.legend(ncols=2, fontsize=7, loc="lower right")
+            taus.legend(loc="lower right")
+
+
+def _plot(axes, entries: list[dict], value, smooth: bool = False, **style) -> None:
+    """Plot a value over the steps. smooth: as a running mean that forgets over a twentieth of them."""
+    values = [value(e) for e in entries]
+    keep = 1 - 1 / max(1, len(values) / 20) if smooth else 0
+    for i in range(1, len(values)):
+        values[i] = keep * values[i - 1] + (1 - keep) * values[i]
+    axes.plot([e["step"] for e in entries], values, **style)
+
+
+def write_card(
+    folder: Path, *, title: str, facts: list[str], text: str, command: str, log: list[dict], speculate: str
+) -> None:
+    """Write the model card FOLDER/README.md.
+
+    facts: about the head and its training, a line each. text: report of the training text. command: that
+    trained the head. speculate: the method that decodes with it.
+    """
+    write_text(folder / "README.md", "\n".join([
+        f"# {title}", "", *(f"- {fact}" for fact in facts), "",
+        "## Text", "", *(f"    {line}" for line in text.splitlines()), "",
+        "## Training", "", "```", command, "```", "",
+        *_held_out([e for e in log if "held_out" in e]),
+        "## Use", "", "```", "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET",
+        f"python generate.py --checkpoint TARGET --speculate {speculate} --prompt ...", "```", "",
+        "TARGET is the converted target.", "",
+    ]))
+
+
+def _held_out(validations: list[dict]) -> list[str]:
+    """Return the section on held-out text: a table with a line for every validation; nothing without any."""
+    if not validations:
+        return []
+    rows = [["after epoch", *map(str, range(1, len(validations[-1]["held_out"]) + 1)), "chain τ", "tree τ"]]
+    rows.append(["---"] * len(rows[0]))
+    for e in validations:
+        accuracy = [f"{a:.3f}" for a in e["held_out"]]
+        tau = f"{e['tau']:.2f}" if "tau" in e else ""
+        rows.append([str(e["epoch"]), *accuracy, f"{chain_tau(e['held_out']):.2f}", tau])
+    caption = ("How often the head's first choice is the target's, by draft step; the acceptance length τ of"
+               " a greedy chain that follows; τ of the real decoder on held-out prompts, greedy, on trees.")
+    table = ["| " + " | ".join(cells) + " |" for cells in rows]
+    return ["## Held-out text", "", caption, "", *table, "",
+            "![loss, accuracy and τ over the run](curves.png)", ""]
