@@ -117,19 +117,22 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         failures, lost = 0, False
-        while self._wait():
-            try:
-                self._round()
-                failures = 0
-            except EngineLost as e:
-                self.failed, lost = f"{GOING_DOWN}: {e}", True
-            except Exception as e:  # a bug: refuse the current jobs, go on with later ones
-                traceback.print_exc()
-                failures += 1
-                self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
-                if failures == MOST_FAILURES:
-                    self.failed = f"decoding has failed {failures} times in a row; see the server's log"
-                    note(f"error: {self.failed}")
+        try:
+            while self._wait():
+                try:
+                    self._round()
+                    failures = 0
+                except EngineLost:
+                    raise
+                except Exception as e:  # a bug: refuse the current jobs, go on with later ones
+                    traceback.print_exc()
+                    failures += 1
+                    if failures == MOST_FAILURES:
+                        self.failed = f"decoding has failed {failures} times in a row; see the server's log"
+                        note(f"error: {self.failed}")
+                    self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
+        except EngineLost as e:
+            self.failed, lost = f"{GOING_DOWN}: {e}", True
         self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
         if lost:
             self.on_lost()
