@@ -413,7 +413,7 @@ class Tuner:
                 best = max(best, speed)
         self.times.refresh()
         self._trees.clear()
-        self._current.clear()
+        self._current.clear()  # may be none of the trees now
         self._usual = usual
 
     def explain(self, count: int, noisy: bool) -> str:

@@ -1,337 +1,231 @@
-"""The HTTP side: routes, errors, limits, streams. Nothing here touches the model; see `server.worker`."""
+"""The HTTP side: routes, streams, running. Nothing here touches the model; see `server.worker`."""
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from anyio import to_thread
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
-from engine.text_decoder import encode
-from sampling.options import Sampling
-from server.answers import Answer, ChatAnswer, TextAnswer, Tokens
-from server.metrics import Metrics
-from server.refusals import Gate, Refusal, add_handlers, refusal_of
-from server.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    ResponseFormat,
-    TokenizeRequest,
-)
-from server.tools import as_dict, form_of
-from server.worker import Closing, Delta, Job, QueueFull, Worker
-from tokens.grammar import Guide
-from tokens.schema import ANY_OBJECT
-from tokens.tokenizer import Tokenizer, TooLong
+from engine.prompt import encode
+from engine.request import Event
+from server.gate import Gate, add_handlers
+from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
+from server.replies import ChatReply, CompletionReply, Reply, TokenTexts, form_of
+from server.worker import Job, Worker
+from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 SCRIPT = "text/javascript"
 FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
-RESERVED = {"messages", "tools", "self", "at_most"}  # variables of templates that have fields of their own
-QUIET = 15.0  # seconds after which a stream without news says that it is alive
+QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
 OPEN = ("/health", "/metrics", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
 
-@dataclass(frozen=True)
-class Settings:
-    """How a server behaves. models: the names that it answers to, its own first."""
-
-    models: tuple[str, ...]
-    max_seq_len: int
-    api_key: str | None = None
-    origins: tuple[str, ...] = ()  # of pages that may call it from a browser
-    most_bytes: int = 4 << 20  # of a request
-    seconds: float = 600.0  # that a request may take
-
-
 class Server:
-    """What the routes share. grammar: makes a guide of a JSON schema."""
+    """Turns bodies of requests into jobs, and their events into responses.
 
-    def __init__(
-        self, worker: Worker, metrics: Metrics, tokenizer: Tokenizer, settings: Settings,
-        grammar: Callable[[str], Guide],
-    ):
-        self.worker, self.metrics, self.tokenizer, self.settings = worker, metrics, tokenizer, settings
-        self.grammar, self.tokens = grammar, Tokens(tokenizer)
+    models: the names that it answers to, its own first. seconds: time limit of a request.
+    """
 
-    # -- from a request to jobs ---------------------------------------------------------------
+    def __init__(self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], seconds: float = 600.0):
+        self.worker, self.tokenizer, self.models, self.seconds = worker, tokenizer, models, seconds
+        self.tokens, self.max_seq_len = TokenTexts(tokenizer), worker.engine.max_seq_len
 
-    def check_model(self, name: str | None) -> str:
-        """The name of the model that is asked for. Raises Refusal if it is another one."""
-        if name is not None and name not in self.settings.models:
-            known = ", ".join(self.settings.models)
-            words = f"there is no model {printable(name)!r} here; there is {known}"
+    def model(self, name: str | None) -> str:
+        """Return the name of the model that a request names. Raises Refusal if it is another one."""
+        if name is not None and name not in self.models:
+            words = f"there is no model {printable(name)!r} here; there is {', '.join(self.models)}"
             raise Refusal(404, words, "model_not_found", "model")
-        return name or self.settings.models[0]
+        return name or self.models[0]
 
-    async def prepare(self, work: Callable):
-        """What `work` returns, which takes its time, beside the others. Raises Refusal on bad input."""
-        try:
-            return await to_thread.run_sync(work)
-        except TooLong as e:
-            raise Refusal(400, str(e), "context_length_exceeded") from None
-        except (InputError, ValueError) as e:
-            raise Refusal(400, str(e)) from None
+    def chat(self, body: ChatBody) -> ChatReply:
+        """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
+        model, variables, form = self.model(body.model), dict(body.chat_template_kwargs), None
+        if body.tools and body.tool_choice == "auto":
+            form = form_of(self.tokenizer.template)
+            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
+        if not self.tokenizer.has_template:
+            raise InputError("this checkpoint has no chat template: use /v1/completions")
+        jobs = self._jobs(body, [[message.as_dict() for message in body.messages]], variables=variables)
+        return ChatReply(model, self.tokens, body, jobs, form=form)
 
-    def check_room(self, request, prompts: int) -> None:
-        """Refuse more choices than there are ever places for, before anything is read. Raises InputError."""
-        choices = prompts * (request.n or 1)
-        if choices > self.worker.most:
+    def completion(self, body: CompletionBody) -> CompletionReply:
+        """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
+        model, score_prompt = self.model(body.model), body.echo and body.scored is not None
+        jobs = self._jobs(body, body.prompts, score_prompt=score_prompt, raw=True)
+        return CompletionReply(model, self.tokens, body, jobs)
+
+    def _jobs(
+        self, body: GenerationBody, prompts: list, *, score_prompt: bool = False, **encoding
+    ) -> list[Job]:
+        """Make a job for each choice of each prompt. Raises InputError or ValueError."""
+        count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
+        if count > most:  # before prompts are read
             raise InputError(
-                f"{choices} outputs are asked for at once, at most {self.worker.most} run or wait here:"
-                " send fewer prompts at a time, or start the server with a larger --queue"
+                f"{count} outputs at once, at most {most} run or wait here: send fewer prompts at a time, or"
+                " start the server with a larger --queue"
             )
+        samplings, jobs = body.samplings(self.max_seq_len), []
+        same = {"watch": body.return_speculation, "plain": not body.speculate, "score_prompt": score_prompt}
+        for prompt in prompts:
+            ids = encode(self.tokenizer, prompt, room=self.max_seq_len, **encoding)
+            engine.check(ids, samplings[0])
+            for sampling in samplings:  # each with a guide of its own, made here: it takes time
+                guide = engine.guide(sampling.json_schema) if sampling.json_schema else None
+                jobs.append(Job(ids, sampling, self.seconds, {"guide": guide, **same}))
+        return jobs
 
-    def schema(self, form: ResponseFormat | None) -> str | None:
-        """The JSON schema that a response is to fit, which has not been judged yet. Raises InputError."""
-        if form is None or form.type == "text":
-            return None
-        if form.type == "json_object":
-            return ANY_OBJECT
-        if form.json_schema is None or form.json_schema.definition is None:
-            raise InputError("response_format: json_schema needs a schema")
-        return json.dumps(form.json_schema.definition)
-
-    def jobs(self, request, prompts: list[list[int]], most: int, logprobs: int | None, **more) -> list[Job]:
-        """A job for each choice of each prompt. Raises InputError or ValueError."""
-        schema = self.schema(request.response_format)
-        seed = request.new_seed()
-
-        def job(prompt: list[int], choice: int) -> Job:
-            sampling: Sampling = request.sampling(choice, most, seed, logprobs, schema)
-            return Job(
-                prompt, sampling, lambda delta: None, guide=schema and self.grammar(schema),
-                seconds=self.settings.seconds, watch=bool(request.return_speculation),
-                plain=request.speculate is False, **more,
-            )
-
-        return [job(prompt, choice) for prompt in prompts for choice in range(request.n or 1)]
-
-    # -- from jobs to a response --------------------------------------------------------------
-
-    async def respond(self, http: Request, request, answer: Answer) -> Response:
-        """The answer, whole or as a stream. Raises Refusal if its jobs are not taken, or fail."""
-        news = self.submit(answer.jobs)
-        if request.stream:
-            usage = bool(request.stream_options and request.stream_options.include_usage)
-            events = self.events(answer, self.deltas(http, answer.jobs, news), usage)
-            return Stream(events, partial(self.worker.cancel, *answer.jobs))
+    async def respond(self, http: HttpRequest, body: GenerationBody, prepare: Callable) -> Response:
+        """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
+        reply: Reply = await in_thread(partial(prepare, body))
+        events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
+        if body.stream:
+            return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
         try:
-            async for i, delta in self.deltas(http, answer.jobs, news):
-                if delta is None:
-                    continue
-                if delta.failure:
-                    raise refusal_of(delta.failure)
-                answer.take(i, delta)
+            async for _, event in events:
+                if isinstance(event, Refusal):
+                    raise event
         finally:
-            self.worker.cancel(*answer.jobs)
-        return JSONResponse(answer.whole())
+            cancel()
+        if not all(job.finish for job in reply.jobs):  # the client has gone
+            return Response(status_code=499)
+        return JSONResponse(reply.whole())
 
-    def submit(self, jobs: list[Job]) -> asyncio.Queue:
-        """Hand jobs to the worker; what they gain comes as (job, delta). Raises Refusal."""
-        loop, news = asyncio.get_running_loop(), asyncio.Queue()
-        for i, job in enumerate(jobs):
-            job.deliver = partial(_tell, loop, news, i)
-        try:
-            self.worker.submit(*jobs)
-        except QueueFull as e:
-            raise Refusal(429, str(e), "queue_full") from None
-        except Closing as e:
-            raise Refusal(503, str(e), "closing") from None
-        except ValueError as e:
-            raise Refusal(400, str(e), "context_length_exceeded" if "room" in str(e) else None) from None
-        return news
+    def _events(self, http: HttpRequest, jobs: list[Job]) -> AsyncIterator:
+        """Submit jobs; returns their events until all have ended or the client has gone. Raises Refusal.
 
-    async def deltas(
-        self, http: Request, jobs: list[Job], news: asyncio.Queue
-    ) -> AsyncIterator[tuple[int, Delta | None]]:
-        """What the jobs gain, until all have ended or the client has gone: (job, delta), and (0, None) when
-        nothing came for long.
+        Each is a pair: number of the job, Event or Refusal; or (0, None) after `QUIET` seconds without one.
         """
-        gone, running = asyncio.create_task(_gone(http)), len(jobs)
-        found = asyncio.create_task(news.get())
-        try:
-            while running:
-                done, _ = await asyncio.wait((found, gone), timeout=QUIET, return_when="FIRST_COMPLETED")
-                if gone in done:
-                    return
-                if found not in done:
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+
+        def on_event(i: int, event: Event | Refusal) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(queue.put_nowait, (i, event))
+
+        async def arriving():
+            running = len(jobs)
+            while running and not await http.is_disconnected():
+                try:
+                    i, event = await asyncio.wait_for(queue.get(), QUIET)
+                except asyncio.TimeoutError:
                     yield 0, None
                     continue
-                i, delta = found.result()
-                running -= delta.finish is not None
-                found = asyncio.create_task(news.get())
-                yield i, delta
-        finally:
-            gone.cancel()
-            found.cancel()
+                running -= isinstance(event, Refusal) or event.finish is not None
+                yield i, event
 
-    async def events(self, answer: Answer, deltas: AsyncIterator, usage: bool) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
-        async for i, delta in deltas:
-            if delta is None:
-                yield ": still here\n\n"
-                continue
-            if delta.failure:
-                yield _event(refusal_of(delta.failure).body())
-                break
-            for chunk in answer.chunk(i, delta):
-                yield _event(chunk | ({"usage": None} if usage else {}))
-        else:
-            if usage:
-                yield _event(answer.last_chunk())
-        yield "data: [DONE]\n\n"
+        for i, job in enumerate(jobs):
+            job.on_event = partial(on_event, i)
+        self.worker.submit(*jobs)
+        return arriving()
 
 
-class Stream(StreamingResponse):
-    """Server-sent events. leave: called at the end, however it comes, even before the first event."""
+async def _stream(reply: Reply, events: AsyncIterator, with_usage: bool) -> AsyncIterator[str]:
+    """Yield a reply as server-sent events."""
+    def sent(data: dict) -> str:
+        return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
 
-    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]):
+    async for i, event in events:
+        if event is None:
+            yield ": still here\n\n"
+            continue
+        if isinstance(event, Refusal):
+            yield sent(event.body())
+            break
+        for chunk in reply.chunks(i, event):
+            yield sent(chunk | ({"usage": None} if with_usage else {}))
+    else:
+        if with_usage:
+            yield sent(reply.last_chunk())
+    yield "data: [DONE]\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events. close: called at the end, also if it comes before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]):
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
-        self.leave = leave
+        self.close = close
 
     async def __call__(self, scope, receive, send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.leave()
+            self.close()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, news: asyncio.Queue, i: int, delta: Delta) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended
-        loop.call_soon_threadsafe(news.put_nowait, (i, delta))
+async def in_thread(work: Callable):
+    """Do slow work beside other requests. Raises Refusal if it raises InputError or ValueError."""
+    try:
+        return await to_thread.run_sync(work)
+    except (InputError, ValueError) as e:
+        code = "context_length_exceeded" if "needs room for one more" in str(e) else None
+        raise Refusal(400, str(e), code) from None
 
 
-async def _gone(http: Request) -> None:
-    """Returns when the client has gone."""
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
+def make_app(
+    server: Server, key: str | None = None, origins: Sequence[str] = (), most_bytes: int = 4 << 20
+) -> FastAPI:
+    """Make the application.
 
-
-def _event(data: dict) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, allow_nan=False)}\n\n"
-
-
-def make_app(server: Server) -> FastAPI:
-    """The application."""
-    settings, tokenizer = server.settings, server.tokenizer
+    key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
+    """
+    tokenizer, worker = server.tokenizer, server.worker
     app = FastAPI(title="EAGLE", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, key=settings.api_key, most_bytes=settings.most_bytes, open_to_all=OPEN)
-    if settings.origins:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"]
-        )
-
+    app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN)
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     add_handlers(app)
 
     @app.post("/v1/chat/completions")
     @app.post("/chat/completions", include_in_schema=False)
-    async def chat(request: ChatRequest, http: Request):
-        model = server.check_model(request.model)
-        if request.tool_choice not in (None, "auto", "none"):
-            raise Refusal(
-                400, f"tool_choice {json.dumps(request.tool_choice):.200}: only auto and none are known here",
-                param="tool_choice",
-            )
-        tools = request.tools if request.tool_choice != "none" else None
-        scored = bool(request.logprobs) or request.top_logprobs is not None
-
-        def work() -> tuple[list[Job], str | None]:
-            form = form_of(tokenizer.template) if tools else None
-            variables = dict(request.chat_template_kwargs or {})
-            if taken := RESERVED & variables.keys():
-                raise InputError(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set there")
-            if tools:
-                variables["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
-            if not tokenizer.has_template:
-                raise InputError("this checkpoint has no chat template: use /v1/completions")
-            server.check_room(request, 1)
-            messages = [as_dict(message) for message in request.messages]
-            prompt = encode(tokenizer, messages, room=settings.max_seq_len, variables=variables)
-            most = request.max_completion_tokens or request.max_tokens or settings.max_seq_len
-            return server.jobs(request, [prompt], most, (request.top_logprobs or 0) if scored else None), form
-
-        jobs, form = await server.prepare(work)
-        answer = ChatAnswer(
-            model, server.tokens, jobs, request, form=form, scored=scored
-        )
-        return await server.respond(http, request, answer)
+    async def chat(body: ChatBody, http: HttpRequest):
+        return await server.respond(http, body, server.chat)
 
     @app.post("/v1/completions")
     @app.post("/completions", include_in_schema=False)
-    async def completions(request: CompletionRequest, http: Request):
-        model = server.check_model(request.model)
-        if request.suffix:
-            raise Refusal(400, "suffix: text cannot be filled in here; leave it out", param="suffix")
-        scored = request.logprobs is not None
-        most = 16 if request.max_tokens is None else request.max_tokens
-        if most == 0 and not request.echo:
-            raise Refusal(400, "max_tokens: 0 is only of use with echo", param="max_tokens")
-
-        def work() -> tuple[list[Job], list[str] | None]:
-            given = request.prompt
-            if isinstance(given, str) or (given and isinstance(given[0], int)):
-                given = [given]
-            server.check_room(request, len(given))
-            prompts = [encode(tokenizer, prompt, raw=True, room=settings.max_seq_len) for prompt in given]
-            if not prompts:
-                raise InputError("prompt: there is none")
-            jobs = server.jobs(
-                request, prompts, most, request.logprobs, score_prompt=bool(request.echo and scored)
-            )
-            return jobs, [tokenizer.decode(job.prompt) for job in jobs] if request.echo else None
-
-        jobs, echoes = await server.prepare(work)
-        answer = TextAnswer(
-            model, server.tokens, jobs, request, prompts=echoes, scored=scored, wanted=most > 0
-        )
-        return await server.respond(http, request, answer)
+    async def completions(body: CompletionBody, http: HttpRequest):
+        return await server.respond(http, body, server.completion)
 
     def described(name: str) -> dict:
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
-            "max_model_len": settings.max_seq_len,
+            "max_model_len": server.max_seq_len,
         }
 
     @app.get("/v1/models")
     @app.get("/models", include_in_schema=False)
     async def models():
-        return {"object": "list", "data": [described(name) for name in settings.models]}
+        return {"object": "list", "data": [described(name) for name in server.models]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str):
-        return described(server.check_model(name))
+        return described(server.model(name))
 
     @app.post("/tokenize")
-    async def tokenize(request: TokenizeRequest):
+    async def tokenize(body: TokenizeBody):
         def work() -> list[int]:
-            if (request.prompt is None) == (request.messages is None):
-                raise InputError("give prompt or messages")
-            if request.messages is not None:
-                return tokenizer.chat([as_dict(message) for message in request.messages])
-            return tokenizer.encode(request.prompt, bos=request.add_special_tokens is not False)
+            if body.messages is not None:
+                return tokenizer.chat([message.as_dict() for message in body.messages])
+            return tokenizer.encode(body.prompt, bos=body.add_special_tokens)
 
-        ids = await server.prepare(work)
-        return {"tokens": ids, "count": len(ids), "max_model_len": settings.max_seq_len}
+        ids = await in_thread(work)
+        return {"tokens": ids, "count": len(ids), "max_model_len": server.max_seq_len}
 
     @app.post("/detokenize")
-    async def detokenize(request: DetokenizeRequest):
-        def work() -> str:
-            if (most := max(request.tokens, default=0)) >= tokenizer.vocab_size:
-                raise InputError(f"tokens: {most} is no token, there are 0 to {tokenizer.vocab_size - 1}")
-            return b"".join(map(server.tokens.bytes_of, request.tokens)).decode("utf-8", "replace")
-
-        return {"prompt": await server.prepare(work)}
+    async def detokenize(body: DetokenizeBody):
+        if (most := max(body.tokens, default=0)) >= tokenizer.vocab_size:
+            raise Refusal(400, f"tokens: {most} is no token, there are 0 to {tokenizer.vocab_size - 1}")
+        return {"prompt": b"".join(map(server.tokens.bytes_of, body.tokens)).decode("utf-8", "replace")}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info():
@@ -341,25 +235,23 @@ def make_app(server: Server) -> FastAPI:
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health():
-        if server.worker.failed or not server.worker.is_alive():
-            raise Refusal(503, server.worker.failed or "the decoding thread has ended")
-        return {"status": "ok", "running": server.worker.running, "waiting": server.worker.waiting}
+        if worker.failed or not worker.is_alive():
+            raise Refusal(503, worker.failed or "the decoding thread has ended")
+        return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
 
     @app.get("/metrics")
     async def metrics():
-        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", include_in_schema=False)
-    async def page():
-        return FileResponse(PAGE / "page.html", headers={"Cache-Control": "no-cache"})
+    def send(name: str, kind: str) -> Callable:
+        async def file():
+            return FileResponse(PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})
 
+        return file
+
+    app.add_api_route(
+        "/", send("page.html", "text/html"), methods=["GET", "HEAD"], include_in_schema=False
+    )
     for name, kind in FILES.items():
-        app.add_api_route(
-            f"/{name}", partial(_file, name, kind), include_in_schema=False, response_class=FileResponse
-        )
+        app.add_api_route(f"/{name}", send(name, kind), include_in_schema=False)
     return app
-
-
-async def _file(name: str, kind: str) -> FileResponse:
-    return FileResponse(PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})

@@ -1,8 +1,7 @@
-"""A server on several ranks: the first one has the requests, the others do with their seats what it does.
+"""A server on several ranks: the first one has the requests, the others repeat what it does with its engine.
 
-All that decoding does to a model goes through three calls of `engine.seats.Seats`: a request is admitted, one
-leaves, everyone is advanced. The first rank tells the others each call before it makes it. What comes of a
-call is the same everywhere, as no rank goes by time.
+Decoding changes an engine through three methods only: admit, step, leave. The first rank sends each call to
+the others before it makes it. The result is the same everywhere, since no rank decides by time.
 """
 from __future__ import annotations
 
@@ -15,118 +14,108 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from engine.seats import Event, Seats, Text
+from engine.engine import Engine
+from engine.request import Event, Request
 from kernels.tp import is_loss
 from sampling.options import Sampling
-from server.worker import Gone
+from server.worker import EngineLost
 from tokens.grammar import Guide
 
-IDLE = timedelta(days=365)  # the others wait as long as nobody asks for anything
+FOREVER = timedelta(days=365)  # for the next request, on the other ranks
 
 
-class Orders:
-    """What the first rank tells the others. Made on all ranks together."""
+class Channel:
+    """Messages from the first rank to the others. All ranks make it together."""
 
     def __init__(self):
-        self.group = dist.new_group(backend="gloo", timeout=IDLE)
+        self.group = dist.new_group(backend="gloo", timeout=FOREVER)
         self.processes: list = [None] * dist.get_world_size()
         dist.all_gather_object(self.processes, (socket.gethostname(), os.getpid()), group=self.group)
 
-    def lost(self) -> bool:
-        """Whether a process of this machine has died."""
-        here = [pid for host, pid in self.processes if host == socket.gethostname()]
-        return not all(map(_lives, here))
+    def is_lost(self) -> bool:
+        """Return whether a process on this machine has died."""
+        return not all(_is_alive(pid) for host, pid in self.processes if host == socket.gethostname())
 
-    def tell(self, *order) -> None:
-        """On the first rank: send an order, which may be empty."""
-        dist.broadcast_object_list([order], src=0, group=self.group)
+    def send(self, *message) -> None:
+        """Send a message from the first rank; an empty one is the last."""
+        dist.broadcast_object_list([message], src=0, group=self.group)
 
-    def hear(self) -> tuple:
-        """On another rank: wait for the next order."""
-        heard = [()]
-        dist.broadcast_object_list(heard, src=0, group=self.group)
-        return heard[0]
-
-
-@contextlib.contextmanager
-def _together() -> Iterator[None]:
-    """A context in which an error that says that another rank is lost is a `Gone`."""
-    try:
-        yield
-    except RuntimeError as e:
-        if not is_loss(e):
-            raise
-        raise Gone("another rank of this server has died") from None
+    def receive(self) -> tuple:
+        """Wait for the next message."""
+        received = [()]
+        dist.broadcast_object_list(received, src=0, group=self.group)
+        return received[0]
 
 
-def _lives(pid: int) -> bool:
+class Leader:
+    """The engine of the first rank, which the others follow. Arguments and errors are those of `Engine`; also
+    raises EngineLost.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel):
+        self.engine, self.channel = engine, channel
+
+    def __getattr__(self, name: str):
+        return getattr(self.engine, name)
+
+    def admit(
+        self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None, **options
+    ) -> Request:
+        self.engine.check(prompt, sampling)  # mistakes stay here
+        if sampling.json_schema is not None and guide is None:
+            guide = self.engine.guide(sampling.json_schema)
+        with self._together("admit", prompt, sampling, options):
+            return self.engine.admit(prompt, sampling, guide=guide, **options)
+
+    def leave(self, request: Request) -> None:
+        if request.here:
+            with self._together("leave", request.place):
+                self.engine.leave(request)
+
+    def step(self) -> list[Event]:
+        with self._together("step"):
+            return self.engine.step()
+
+    def end(self) -> None:
+        """Let the others end. Raises RuntimeError if one has died."""
+        if self.channel.is_lost():
+            raise dist.DistError("its process has ended")
+        self.channel.send()
+
+    @contextlib.contextmanager
+    def _together(self, *message) -> Iterator[None]:
+        """A context for a call that all ranks make. Raises EngineLost if one has died."""
+        try:
+            self.channel.send(*message)
+            yield
+        except RuntimeError as e:
+            if not is_loss(e):
+                raise
+            raise EngineLost("another rank of this server has died") from None
+
+
+def follow(engine: Engine, channel: Channel) -> None:
+    """Repeat the calls of the first rank until it ends. Raises RuntimeError if it dies.
+
+    Signals are for the first rank, which ends in order and then lets this one end.
+    """
+    for which in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(which, signal.SIG_IGN)
+    while message := channel.receive():
+        name, *arguments = message
+        if name == "admit":
+            prompt, sampling, options = arguments
+            engine.admit(prompt, sampling, **options)
+        elif name == "leave":
+            # Engines that get the same calls have the same places.
+            engine.leave(next(request for request in engine.requests if request.place == arguments[0]))
+        else:
+            engine.step()
+
+
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     return True
-
-
-class Leader:
-    """The seats of the first rank, which the others follow. Arguments and errors are those of `Seats`; where
-    another rank is lost, Gone.
-    """
-
-    def __init__(self, seats: Seats, orders: Orders):
-        self.seats, self.orders = seats, orders
-        self.numbers: dict[Text, int] = {}  # of the texts that the others have, too
-        self.admitted = 0
-
-    def __getattr__(self, name: str):
-        return getattr(self.seats, name)
-
-    def admit(
-        self, prompt: list[int], sampling: Sampling, guide: Guide | None = None, watch: bool = False,
-        score_prompt: bool = False, plain: bool = False,
-    ) -> Text:
-        self.seats.check(prompt)  # a mistake stays here
-        self.seats.check_request(sampling)
-        if sampling.json_schema is not None and guide is None:
-            guide = self.seats.guide(sampling.json_schema)
-        self.admitted += 1
-        with _together():
-            self.orders.tell("admit", self.admitted, prompt, sampling, None, watch, score_prompt, plain)
-            text = self.seats.admit(prompt, sampling, guide, watch, score_prompt, plain)
-        self.numbers[text] = self.admitted
-        return text
-
-    def leave(self, text: Text) -> None:
-        if (number := self.numbers.pop(text, None)) is not None:
-            with _together():
-                self.orders.tell("leave", number)
-                self.seats.leave(text)
-
-    def advance(self) -> list[Event]:
-        with _together():
-            self.orders.tell("advance")
-            return self.seats.advance()
-
-    def end(self) -> None:
-        """Let the others go. Raises RuntimeError if one is lost."""
-        if self.orders.lost():
-            raise dist.DistError("its process has ended")
-        self.orders.tell()
-
-
-def follow(seats: Seats, orders: Orders) -> None:
-    """Do what the first rank does until it ends. Raises RuntimeError if that is lost.
-
-    Signals are for the first rank, which ends in order and then lets this one go.
-    """
-    for which in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(which, signal.SIG_IGN)
-    texts: dict[int, Text] = {}
-    while order := orders.hear():
-        what, *arguments = order
-        if what == "admit":
-            number, *request = arguments
-            texts[number] = seats.admit(*request)
-        elif what == "leave":
-            seats.leave(texts.pop(arguments[0]))
-        else:
-            seats.advance()

@@ -1,7 +1,6 @@
-"""The thread that decodes: it admits requests, advances them, and hands on what they gain.
+"""The decoding thread: it admits requests to the engine, steps it, and passes on the events.
 
-Everything that touches the model happens here. Handlers of requests talk to it by `submit` and `cancel`, from
-any thread; a job hears by its `deliver`, called in this one.
+Only this thread touches the engine. HTTP handlers call `submit` and `cancel`, from any thread.
 """
 from __future__ import annotations
 
@@ -12,307 +11,208 @@ import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 from common.cli import note
 from common.errors import InputError, first_line
-from engine.body import Score
-from engine.seats import Draft, Event, Seats, Text
+from engine.engine import Engine
+from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server.metrics import Metrics
-from tokens.grammar import Guide
-from tokens.stops import StopStream
-from tokens.tokenizer import Tokenizer
+from server.protocol import Refusal
 
-FAILURES = 3  # in a row, after which nothing more is expected of the model
-
-
-class QueueFull(Exception):
-    """As many requests wait as may."""
+MOST_FAILURES = 3  # in a row
+GOING_DOWN = "the server is going down"
 
 
-class Closing(Exception):
-    """The server takes no more requests."""
-
-
-class Gone(Exception):
-    """What decodes is lost, and nothing can be decoded any more."""
-
-
-NOT_FINITE = "the model's scores are no finite numbers: its weights hold nan or infinite ones"
-
-
-class Failure(NamedTuple):
-    """Why a job ended without an answer, and what is at fault: the request, the server, time, or its end."""
-
-    why: str
-    fault: Literal["request", "server", "time", "closing"] = "server"
-
-
-class Delta(NamedTuple):
-    """What a job gained: text that `ids` complete, the first `drafted` of which were drafted.
-
-    finish: "stop", "length" or "error", with the last one; failure: of an error. draft: the step's tree, if
-    watched.
-    """
-
-    text: str
-    ids: list[int]
-    drafted: int = 0
-    scores: tuple[Score, ...] = ()
-    nodes: int = 0  # of the tree that was drafted, the root not counted
-    draft: Draft | None = None
-    finish: str | None = None
-    failure: Failure | None = None
+class EngineLost(Exception):
+    """A process that the engine needs has died, so nothing can be decoded any more."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way. deliver: called with what it gains, in order; the last delta has a `finish`.
+    """A prompt that waits for a place in the engine or has one.
 
-    seconds: it may take so long, waiting included. What it has become of is in the fields after `plain`.
+    on_event: called on the worker's thread with each event; the last call gets an event with a `finish`, or a
+    Refusal. seconds: time limit, waiting included. options: further arguments of `Engine.admit`. finish:
+    "stop", "length", "error" or "abort".
     """
 
     prompt: list[int]
     sampling: Sampling
-    deliver: Callable[[Delta], None]
-    guide: Guide | None = None
-    seconds: float | None = None
-    watch: bool = False
-    score_prompt: bool = False
-    plain: bool = False
-    text: Text | None = None
-    stream: StopStream | None = None
-    arrived: float = field(default_factory=time.monotonic)
-    first: float | None = None  # when its first token came
-    last: float | None = None
-    tokens: int = 0  # that count as output
-    accepted: int = 0  # of those that were drafted
+    seconds: float = math.inf
+    options: dict = field(default_factory=dict)
+    on_event: Callable[[Event | Refusal], None] = lambda event: None
+    request: Request | None = None  # from admission on
+    arrived: float = field(default_factory=time.perf_counter)
+    last: float | None = None  # time of the last token
+    accepted: int = 0  # drafted tokens
     rejected: int = 0
-    cancelled: bool = False
-    ended: bool = False
-
-    @property
-    def cached(self) -> int:
-        """Tokens of the prompt that were not read again."""
-        return self.text.cached if self.text else 0
+    finish: str | None = None
 
 
 class Worker(threading.Thread):
-    """Decodes jobs with `seats`, as many at once as there are places; up to `queue` more wait.
+    """Decodes up to `engine.batch` jobs at a time; up to `queue` more wait."""
 
-    stop_ids: those that end a text.
-    """
-
-    def __init__(self, seats: Seats, tokenizer: Tokenizer, metrics: Metrics, queue: int = 64):
+    def __init__(self, engine: Engine, metrics: Metrics, queue: int = 64):
         super().__init__(name="decoding", daemon=True)
-        self.seats, self.tokenizer, self.metrics, self.queue = seats, tokenizer, metrics, queue
-        self.stop_ids = set(seats.state.stop_ids.tolist())
+        self.engine, self.metrics, self.capacity = engine, metrics, queue + engine.batch
         self.failed: str | None = None  # why nothing can be decoded any more
-        self.on_gone: Callable[[], None] = lambda: None  # called once if what decodes is lost
-        self.lost: Callable[[], bool] = lambda: False  # whether that is so, as far as others can tell
-        self._change = threading.Condition()
+        self.is_lost: Callable[[], bool] = lambda: False  # returns whether a process of the engine has died
+        self.on_lost: Callable[[], None] = lambda: None  # called once, when the thread ends for that reason
+        self._changed = threading.Condition()
         self._waiting: deque[Job] = deque()
+        self._running: dict[Request, Job] = {}
         self._cancelled: list[Job] = []
-        self._jobs: dict[Text, Job] = {}
         self._closing = self._stopped = False
+        metrics.watch(self)
 
     # -- from any thread ----------------------------------------------------------------------
 
     def submit(self, *jobs: Job) -> None:
-        """Take jobs, all of them or none. Raises QueueFull, Closing; ValueError if one cannot be decoded."""
-        for job in jobs:
-            self.seats.check(job.prompt)
-            self.seats.check_request(job.sampling)
-        with self._change:
+        """Queue jobs, all of them or none. Raises Refusal."""
+        with self._changed:
             if self._closing or self.failed:
-                raise Closing(self.failed or "the server is going down")
-            room = self.most - len(self._jobs) - len(self._waiting)
-            if len(jobs) > max(room, 0):
-                raise QueueFull(
-                    f"{len(self._jobs)} requests run and {len(self._waiting)} wait, {len(jobs)} more do not"
-                    " fit: try again later"
-                )
+                raise Refusal(503, self.failed or GOING_DOWN, "closing")
+            if self.running + self.waiting + len(jobs) > self.capacity:
+                words = f"{self.running} requests run and {self.waiting} wait, {len(jobs)} more do not fit"
+                raise Refusal(429, f"{words}: try again later", "queue_full")
             self._waiting.extend(jobs)
-            self._gauge()
-            self._change.notify()
+            self._changed.notify()
 
     def cancel(self, *jobs: Job) -> None:
-        """Nobody wants these jobs any more: they hear nothing from now on, and leave before the next step."""
-        with self._change:
-            for job in jobs:
-                job.cancelled = True
-            self._cancelled += [job for job in jobs if not job.ended]
-            self._change.notify()
+        """End these jobs before the next step, without an event."""
+        with self._changed:
+            self._cancelled += [job for job in jobs if job.finish is None]
+            self._changed.notify()
 
     def close(self) -> None:
-        """Take no more jobs; those that are here are decoded to their end."""
-        with self._change:
+        """Accept no more jobs; end when the current ones have."""
+        with self._changed:
             self._closing = True
-            self._change.notify()
+            self._changed.notify()
 
     def stop(self) -> None:
-        """End now. Jobs that are here end with an error."""
-        with self._change:
-            self._closing = self._stopped = True
-            self._change.notify()
+        """End now; current jobs get a Refusal."""
+        self._stopped = True
+        self.close()
 
-    def abandon(self) -> None:
-        """If what decodes is lost, tell all jobs so: this thread may wait for it without an end."""
-        if self.lost() and not self.failed:
-            self.failed = "the server is going down: what decodes is lost"
-            self._fail_all(self.failed, "closing")
+    def stop_if_lost(self) -> None:
+        """Refuse all jobs if a process of the engine has died: the thread may wait for it forever."""
+        if self.is_lost() and not self.failed:
+            self.failed = f"{GOING_DOWN}: another rank of this server has died"
+            self._refuse_all(Refusal(503, self.failed))
             self.stop()
 
     @property
-    def most(self) -> int:
-        """How many jobs run and wait at most."""
-        return self.queue + self.seats.batch
-
-    @property
     def running(self) -> int:
-        """How many jobs have a place."""
-        return len(self._jobs)
+        """Number of jobs in the engine."""
+        return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """How many jobs have none."""
+        """Number of jobs without a place."""
         return len(self._waiting)
 
     # -- in the thread ------------------------------------------------------------------------
 
     def run(self) -> None:
-        failures, gone = 0, False
-        while True:
-            try:
-                if not self._prepare():
-                    break
-                self._round()
-                failures = 0
-            except Gone as e:
-                self.failed, gone = f"the server is going down: {e}", True
-                break
-            except Exception as e:  # a fault of ours: whoever is here hears of it, the others go on
-                traceback.print_exc()
-                failures += 1
-                self._fail_all(f"decoding failed ({type(e).__name__}: {first_line(e)})")
-                if failures == FAILURES:
-                    self.failed = f"decoding has failed {FAILURES} times in a row; see the server's log"
-                    note(f"error: {self.failed}")
-        down = gone or not self.failed
-        self._fail_all(self.failed or "the server is going down", "closing" if down else "server")
-        if gone:
-            self.on_gone()
+        failures, lost = 0, False
+        try:
+            while self._wait():
+                try:
+                    self._round()
+                    failures = 0
+                except EngineLost:
+                    raise
+                except Exception as e:  # a bug: refuse the current jobs, go on with later ones
+                    traceback.print_exc()
+                    failures += 1
+                    if failures == MOST_FAILURES:
+                        self.failed = f"decoding has failed {failures} times in a row; see the server's log"
+                        note(f"error: {self.failed}")
+                    self._refuse_all(Refusal(500, f"decoding failed ({type(e).__name__}: {first_line(e)})"))
+        except EngineLost as e:
+            self.failed, lost = f"{GOING_DOWN}: {e}", True
+        self._refuse_all(Refusal(503, self.failed or GOING_DOWN))
+        if lost:
+            self.on_lost()
 
-    def _prepare(self) -> bool:
-        """Wait for something to do; drop what nobody wants. Returns whether to go on."""
-        with self._change:
-            while not (self._waiting or self._jobs or self._cancelled or self._stopped):
+    def _wait(self) -> bool:
+        """Wait for work. Returns False at the end."""
+        with self._changed:
+            while not (self._waiting or self._running or self._cancelled or self._stopped or self.failed):
                 if self._closing:
                     return False
-                self._change.wait()
-            if self._stopped or self.failed:
-                return False
-            cancelled, self._cancelled = self._cancelled, []
-            for job in cancelled:
-                if job in self._waiting:
-                    self._waiting.remove(job)
-        for job in cancelled:
-            self._leave(job)
-            if not job.ended:
-                job.ended = True
-                self.metrics.ended(job, "abort", time.monotonic())
-        return True
+                self._changed.wait()
+            return not (self._stopped or self.failed)
 
     def _round(self) -> None:
-        """Admit whom there is a place for, advance everyone, hand on what was gained."""
-        now = time.monotonic()
-        for job in self._everyone():
-            if job.seconds is not None and now - job.arrived > job.seconds:
-                self._end(job, Failure(f"the request has taken its {job.seconds:g} seconds", "time"))
-        while self.seats.free:
-            with self._change:
-                if not self._waiting:
-                    break
-                job = self._waiting.popleft()
-            self._admit(job)
-        if self.seats.busy:
-            for event in self.seats.advance():
-                self._hand_on(self._jobs.get(event.text), event)
-        self._gauge()
+        """Drop cancelled and late jobs, admit waiting ones, run one step."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, []
+        for job in cancelled:
+            self._end(job, "abort")
+        now = time.perf_counter()
+        for job in self._jobs():
+            if now - job.arrived > job.seconds:
+                self._refuse(job, Refusal(504, f"the request has taken its {job.seconds:g} seconds"))
+        while self.engine.free and self._waiting:
+            self._admit(self._waiting[0])
+        if self.engine.busy:
+            for event in self.engine.step():
+                if job := self._running.get(event.request):
+                    self._pass_on(job, event)
 
     def _admit(self, job: Job) -> None:
-        job.stream = StopStream(self.tokenizer.stream(), job.sampling.stop)
         try:
-            job.text = self.seats.admit(
-                job.prompt, job.sampling, job.guide, job.watch, job.score_prompt, job.plain
-            )
+            job.request = self.engine.admit(job.prompt, job.sampling, **job.options)
         except (ValueError, InputError) as e:
-            self._end(job, Failure(first_line(e), "request"))
+            self._refuse(job, Refusal(400, first_line(e)))
             return
-        self._jobs[job.text] = job
-        self.metrics.admitted(job)
+        with self._changed:
+            self._running[job.request] = self._waiting.popleft()
+        self.metrics.admitted(job.request)
 
-    def _hand_on(self, job: Job | None, event: Event) -> None:
-        """What a text emitted, to its job."""
-        if job is None or job.ended:
+    def _pass_on(self, job: Job, event: Event) -> None:
+        if event.finish == "error":
+            self._refuse(job, Refusal(400, job.request.error))
             return
-        if event.error:
-            self._end(job, Failure(event.error, "request"))  # its grammar cannot be followed
+        first = (job.request.prompt_scores or []) if job.last is None else []
+        if not all(map(_is_finite, (*first, *event.scores))):  # no JSON can hold it
+            self._refuse(job, Refusal(500, "the model's scores are nan or infinite: its weights are damaged"))
             return
-        if not all(map(_is_finite, (*(job.text.prompt_scores or ()), *event.emitted.scores))):
-            self._end(job, Failure(NOT_FINITE))  # which no JSON can hold
-            return
-        found = job.stream.push(event.emitted.ids)
-        ids, finish = event.emitted.ids[: found.ids], None
-        job.tokens += len(ids)
-        drafted = min(event.emitted.drafted, len(ids))
-        job.accepted, job.rejected = job.accepted + drafted, job.rejected + event.nodes - drafted
-        text = found.text
-        if found.stop is not None:
-            finish = "stop"
-        elif event.emitted.done:
-            finish = "stop" if ids and ids[-1] in self.stop_ids else "length"
-            text += job.stream.flush()
-        now = time.monotonic()
-        self.metrics.emitted(job, len(ids), drafted, event.nodes, now)
-        job.first, job.last = job.first or now, now
-        scores = tuple(event.emitted.scores[: len(ids)])
-        if finish:
-            self._leave(job)
-            job.ended = True
-            self.metrics.ended(job, finish, now)
-        if not job.cancelled:
-            job.deliver(Delta(text, ids, drafted, scores, event.nodes, event.draft, finish))
+        self.metrics.emitted(job, event)
+        job.last = job.request.last
+        job.accepted += event.drafted
+        job.rejected += event.nodes - event.drafted
+        if event.finish:
+            self._end(job, "length" if event.finish == "cache" else event.finish)
+        job.on_event(event)
 
-    def _end(self, job: Job, failure: Failure) -> None:
-        """A job ends without an answer."""
-        with self._change:
+    def _refuse(self, job: Job, refusal: Refusal) -> None:
+        if job.finish is None:
+            self._end(job, "error")
+            job.on_event(refusal)
+
+    def _refuse_all(self, refusal: Refusal) -> None:
+        for job in self._jobs():
+            self._refuse(job, refusal)
+
+    def _end(self, job: Job, finish: str) -> None:
+        """Drop a job from the queue or the engine."""
+        if job.finish is not None:
+            return
+        job.finish = finish
+        with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
-        self._leave(job)
-        if not job.ended:
-            job.ended = True
-            self.metrics.ended(job, "error", time.monotonic())
-            if not job.cancelled:
-                job.deliver(Delta("", [], finish="error", failure=failure))
+        if self._running.pop(job.request, None) and not self.failed:
+            self.engine.leave(job.request)
+        self.metrics.ended(job)
 
-    def _leave(self, job: Job) -> None:
-        """Free a job's place, if it has one."""
-        if job.text and self._jobs.pop(job.text, None) and not self.failed:
-            self.seats.leave(job.text)
-
-    def _fail_all(self, why: str, fault: str = "server") -> None:
-        for job in self._everyone():
-            self._end(job, Failure(why, fault))
-        self._gauge()
-
-    def _everyone(self) -> list[Job]:
-        with self._change:
-            return [*self._waiting, *self._jobs.values()]
-
-    def _gauge(self) -> None:
-        self.metrics.load(len(self._jobs), len(self._waiting))
+    def _jobs(self) -> list[Job]:
+        with self._changed:
+            return [*self._running.values(), *self._waiting]
 
 
 def _is_finite(score: Score) -> bool:

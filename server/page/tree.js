@@ -10,7 +10,8 @@ function svg(tag, attributes, ...children) {
 }
 
 // texts: of the nodes, each after its parent, the root first. parent: of each. path: the accepted nodes.
-export function draw(into, { texts, parent, path }) {
+// scores: log-probability of each node's path to the drafter, null if it has none.
+export function draw(into, { texts, parent, path, scores }) {
   const children = texts.map(() => []);
   for (let i = 1; i < texts.length; i++) children[parent[i]].push(i);
   const taken = new Set(path);
@@ -35,8 +36,9 @@ export function draw(into, { texts, parent, path }) {
   texts.forEach((text, i) => {
     const shown = text.replaceAll("\n", "⏎").replaceAll(" ", "␣");
     const words = svg("text", { x: places[i].x + 4, y: places[i].y + 13 }, shown.length > 11 ? `${shown.slice(0, 10)}…` : shown);
+    const likely = scores ? `${text}  ${(100 * Math.exp(scores[i])).toPrecision(2)} %` : text;
     picture.append(svg("g", { class: taken.has(i) ? "taken" : "" },
-      svg("title", {}, text), svg("rect", { ...places[i], width: BOX, height: 18 }), words));
+      svg("title", {}, likely), svg("rect", { ...places[i], width: BOX, height: 18 }), words));
   });
   into.replaceChildren(picture);
 }

@@ -9,27 +9,44 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
+
 from helpers import ROOT
 
 START = 120.0  # seconds at most
 
 
 class Serving:
-    """A running server: its address, its process, what it has said."""
+    """A running server: its address, its process, its log."""
 
     def __init__(self, process: subprocess.Popen, log: Path):
         self.process, self.log, self.url = process, log, ""
         began = time.monotonic()
         while not self.url:
-            if found := re.search(r"http://\S+", self.said()):
+            if found := re.search(r"http://\S+", self.printed()):
                 self.url = found[0]
             if process.poll() is not None or time.monotonic() - began > START:
-                raise AssertionError(f"the server did not start: {self.said()}")
+                raise AssertionError(f"the server did not start: {self.printed()}")
             time.sleep(0.05)
 
-    def said(self) -> str:
-        """All that it has printed."""
+    def printed(self) -> str:
+        """Return all that the server has printed."""
         return self.log.read_text()
+
+    def get(self, path: str, **options):
+        """Send a GET request."""
+        return httpx.get(self.url + path, timeout=60, **options)
+
+    def post(self, path: str = "/v1/chat/completions", headers: dict | None = None, **body):
+        """Send a POST request with a JSON body."""
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=120)
+
+    @contextlib.contextmanager
+    def stream(self, path: str = "/v1/chat/completions", headers: dict | None = None, **body) -> Iterator:
+        """A context whose value are the data of a stream's events, without "data: "."""
+        body |= {"stream": True}
+        with httpx.stream("POST", self.url + path, json=body, headers=headers, timeout=60) as events:
+            yield (line[6:] for line in events.iter_lines() if line.startswith("data: "))
 
     def end(self, which: int = signal.SIGTERM) -> int:
         """Send a signal and wait; returns the exit status."""
@@ -39,7 +56,7 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(checkpoint: Path, log: Path, *options: str, ranks: int = 1) -> Iterator[Serving]:
-    """A server of this checkpoint on a free port, uncompiled; log: the file for what it says."""
+    """A server of this checkpoint on a free port, uncompiled. log: the file for what it prints."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] * (ranks > 1)
     command = [sys.executable, *launch, str(ROOT / "serve.py"), "--checkpoint", str(checkpoint)]
     command += ["--port", "0", "--no-compile", "--threads", "1", *options]

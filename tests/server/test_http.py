@@ -1,188 +1,176 @@
-"""The server as a hostile or hasty client meets it: limits, keys, clients that go, ends."""
+"""The server's routes, limits and end, with clients that are hostile, hasty, or go."""
 import concurrent.futures
 import json
-import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 
+import httpx
 import pytest
-import torch
 from helpers import ROOT
 from helpers.serving import serving
-from safetensors.torch import load_file, save_file
-
-httpx = pytest.importorskip("httpx")
 
 pytestmark = pytest.mark.slow
-CHAT = {"messages": [{"role": "user", "content": "tell me something"}], "seed": 1}
+MESSAGES = [{"role": "user", "content": "tell me something"}]
+CHAT = {"messages": MESSAGES, "seed": 1}
 ENDLESS = {**CHAT, "max_tokens": 280, "logit_bias": {"257": -100}}
+DEEP = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
 
 
-def post(server, path="/v1/chat/completions", **body):
-    return httpx.post(f"{server.url}{path}", json=body, timeout=60)
-
-
-def figures(server) -> dict[str, float]:
-    """The metrics that have one label."""
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+def metrics(server) -> dict[str, float]:
+    """Return the metrics that have one label."""
+    lines = server.get("/metrics").text.splitlines()
     return {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
 
 
 def quiet(server, seconds: float = 10.0) -> bool:
-    """Whether nothing runs or waits, soon."""
+    """Return whether soon nothing runs or waits."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        health = httpx.get(f"{server.url}/health").json()
+        health = server.get("/health").json()
         if health["running"] == health["waiting"] == 0:
             return True
         time.sleep(0.02)
     return False
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b'{"messages": []}', b'{"messages": [{"role": "me"}]}',
-    b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
-    b'{"messages": [{"role": "user", "content": "x"}], "n": 99}',
-    b'{"messages": [{"role": "user", "content": "x"}], "stop": [""]}',
-    b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"x": 1}}',
-    b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
-    b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": -1}',
-    b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema"}}',
-    b'{"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}',
-    b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}',
-    b'{"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 0, "max_tokens": 3}',
-    b'{"messages": [{"role": "user", "content": "x"}], "logit_bias": {"1_0": 1}}',
-    b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema",'
-    b' "json_schema": {"name": "x", "schema": {"$ref": "#"}}}}',
-    b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-    b'{"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 3}}',
-], ids=lambda body: body.decode("latin1")[-40:])
-def test_bad_bodies_are_one_line_errors(server, body):
-    found = httpx.post(
-        f"{server.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
-    )
+# A body of a chat, whole or added to a good one, and words of its error.
+OF_CHATS = (
+    (b"", ""), (b"{", ""), (b"[]", "the body: "), (b'"x"', ""), (b"null", ""), (b"\x80", "no UTF-8"),
+    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"), (DEEP, "nested too deeply"),
+    ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "messages.0.role: "),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Input should be 'text'"),
+    ({"n": 0}, "n: Input should be greater"), ({"n": 99}, "n: "), ({"stop": [""]}, "none of them empty"),
+    ({"stop": ["x"] * 17}, "stop: List should have at most 16"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1_0": 1}}, "logit_bias"), ({"temperature": float("inf")}, "temperature: "),
+    ({"max_tokens": -1}, "max_tokens: "), ({"max_tokens": 0}, "max_tokens: "),
+    ({"max_completion_tokens": 0, "max_tokens": 3}, "max_completion_tokens: "),
+    ({"tool_choice": "required"}, "tool_choice: "),
+    ({"chat_template_kwargs": {"messages": 3}}, "messages cannot"),
+    ({"response_format": {"type": "json_schema"}}, "response_format: json_schema needs a schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, ""),
+)
+REFUSED = [("/v1/chat/completions", *case) for case in OF_CHATS] + [
+    ("/v1/completions", {"prompt": []}, "prompt: "), ("/v1/completions", {"prompt": [[]]}, "is empty"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 0}, "max_tokens: 0 is only of use with echo"),
+    ("/v1/completions", {"prompt": "x", "suffix": "y"}, "suffix: text cannot be filled in"),
+    # Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte.
+    ("/v1/completions", {"prompt": ["a"] * 100_000, "n": 16}, "at most 8"),
+    ("/tokenize", {}, "give prompt or"), ("/detokenize", {"tokens": [7, 100_000]}, "100000 is no token"),
+]
+
+
+@pytest.mark.parametrize("path, body, words", REFUSED, ids=lambda x: str(x)[-40:])
+def test_bad_bodies_are_one_line_errors(server, path, body, words):
+    if isinstance(body, dict):
+        body = json.dumps((CHAT if "chat" in path else {}) | body).encode()
+    begin = time.monotonic()
+    found = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
     error = found.json()["error"]
     assert found.status_code == 400 and error["type"] == "invalid_request_error"
-    assert error["message"] and "\n" not in error["message"]
-
-
-@pytest.mark.parametrize("body,words", (
-    (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"),
-    (json.dumps(CHAT | {"stop": ["x"] * 17}).encode(), "stop: List should have at most 16"),
-    (json.dumps(CHAT | {"n": 0}).encode(), "n: Input should be greater"),
-    (b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
-), ids=("cut", "union", "number", "deep"))
-def test_errors_say_where(server, body, words):
-    headers = {"Content-Type": "application/json"}
-    found = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers=headers)
-    assert found.status_code == 400 and words in found.json()["error"]["message"]
+    assert error["message"] and "\n" not in error["message"] and words in error["message"]
+    assert time.monotonic() - begin < 15
 
 
 def test_json_must_be_called_so(server):
-    """What a page of another site may send without being asked is text, so text is refused."""
-    for headers in ({"Content-Type": kind} for kind in ("text/plain", "application/x-www-form-urlencoded")):
-        found = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(CHAT), headers=headers)
-        assert found.status_code == 400
-        assert "Content-Type: application/json" in found.json()["error"]["message"]
+    """A page of another site may send text without the browser's asking, so text is refused."""
+    found = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(CHAT).encode())
+    assert found.status_code == 400 and "Content-Type: application/json" in found.json()["error"]["message"]
 
 
-def test_what_is_null_is_not_given(server):
+def test_null_and_unknown_fields_are_ignored(server):
     names = (
         "speculate", "return_speculation", "stream", "stream_options", "n", "stop", "seed", "top_p", "model",
         "logprobs", "top_logprobs", "tools", "tool_choice", "response_format", "logit_bias",
         "max_completion_tokens",
     )
-    found = post(server, **CHAT | dict.fromkeys(names), max_tokens=3)
-    assert found.status_code == 200
-    options = {"include_usage": None}
-    assert post(server, **CHAT, max_tokens=3, stream=True, stream_options=options).status_code == 200
-
-
-def test_more_than_could_ever_fit_is_refused_at_once(server):
-    """Before the prompts are read: a hundred thousand of them took half a minute and a gigabyte."""
-    begin = time.monotonic()
-    found = post(server, "/v1/completions", prompt=["a"] * 100_000, n=16, max_tokens=1)
-    assert found.status_code == 400 and "at most 8" in found.json()["error"]["message"]
-    assert time.monotonic() - begin < 15
-
-
-def test_a_prompt_counts_once_for_all_its_choices(server):
-    usage = post(server, "/v1/completions", prompt=["the sea", "sand"], n=3, max_tokens=2).json()["usage"]
-    assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12
+    unknown = {"user": "me", "store": True, "reasoning_effort": "low", "metadata": {"a": 1}, "nothing": None}
+    found = server.post(**CHAT | dict.fromkeys(names) | unknown, max_tokens=3)
+    assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 3
+    with server.stream(**CHAT, max_tokens=3, stream_options={"include_usage": None}) as events:
+        assert list(events)[-1] == "[DONE]"
+    usage = server.post("/v1/completions", prompt=["the sea", "sand"], n=3, max_tokens=2).json()["usage"]
+    assert usage["prompt_tokens"] == 11 and usage["completion_tokens"] == 12  # a prompt counts once
 
 
 def test_offsets_are_places_in_the_text(server):
     """Also of tokens that are no whole character, and of those that are no part of the text."""
     ids = [*"é 猫x".encode(), 257, *b"ab"]
     body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
-    choice = post(server, "/v1/completions", **body).json()["choices"][0]
+    choice = server.post("/v1/completions", **body).json()["choices"][0]
     found, text = choice["logprobs"], choice["text"]
     assert found["text_offset"][: len(ids)] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 5] and text.startswith("é 猫xab")
     for token, at in zip(found["tokens"][8:], found["text_offset"][8:]):
         assert "\ufffd" in token or text[at : at + len(token)] == token
-    parts = [json.loads(line[6:])["choices"][0] for line in httpx.post(
-        f"{server.url}/v1/completions", json=body | {"stream": True}
-    ).text.splitlines() if line.startswith("data: {")]
+    with server.stream("/v1/completions", **body) as events:
+        parts = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
     assert [x for part in parts for x in part["logprobs"]["text_offset"]] == found["text_offset"]
+    assert "".join(part["text"] for part in parts) == text
 
 
-def test_models_by_name(server):
-    assert httpx.get(f"{server.url}/v1/models/golden").json()["id"] == "golden"
-    assert httpx.get(f"{server.url}/v1/models/other/one").status_code == 404
-    assert httpx.get(f"{server.url}/v1/chat/completions").headers["Allow"] == "POST"
+def test_speculation_is_told(server):
+    """Each step's tree has the accepted path in it, which begins the step's tokens."""
+    body = {**ENDLESS, "max_tokens": 30, "return_speculation": True}
+    with server.stream(**body) as events:
+        chunks = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    steps = [chunk["speculation"] for chunk in chunks if chunk.get("speculation", {}).get("tree")]
+    assert steps and sum(step["drafted"] for step in steps) > 0
+    for step in steps:
+        tree = step["tree"]
+        assert len(tree["texts"]) == len(tree["parent"]) == len(tree["scores"]) == step["nodes"] + 1 == 16
+        assert all(tree["parent"][node] == above for above, node in zip(tree["path"], tree["path"][1:]))
+        assert "".join(tree["texts"][node] for node in tree["path"][1:]) == step["text"]
+        assert all(score <= 0 for score in tree["scores"]) and step["drafted"] <= step["tokens"]
+    with server.stream(**body, speculate=False) as events:
+        chunks = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
+    assert not any(chunk["speculation"]["nodes"] for chunk in chunks if "speculation" in chunk)
+
+
+def test_routes(server):
+    assert server.get("/v1/models/golden").json()["id"] == "golden"
+    assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 300
+    assert server.get("/v1/models/other/one").status_code == 404
+    assert server.get("/v1/chat/completions").headers["Allow"] == "POST"
     assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200
-
-
-def test_unknown_fields_are_ignored(server):
-    found = post(
-        server, **CHAT, max_tokens=3, user="me", store=True, service_tier="auto", reasoning_effort="low",
-        parallel_tool_calls=False, verbosity="low", prompt_cache_key="x", metadata={"a": 1}, nothing=None,
-    )
-    assert found.status_code == 200 and found.json()["usage"]["completion_tokens"] == 3
-
-
-@pytest.mark.parametrize("path", ("/nothing", "/v1/chat", "/page.py", "/../serve.py", "/%2e%2e/serve.py"))
-def test_there_is_nothing_else(server, path):
-    found = httpx.get(f"{server.url}{path}")
-    assert found.status_code == 404 and found.json()["error"]["type"] == "not_found_error"
+    for file in ("/", "/page.js", "/markdown.js", "/tree.js", "/page.css", "/openapi.json"):
+        assert server.get(file).status_code == 200
+    for path in ("/nothing", "/v1/chat", "/page.py", "/../serve.py", "/%2e%2e/serve.py"):
+        found = server.get(path)
+        assert found.status_code == 404 and found.json()["error"]["type"] == "not_found_error"
 
 
 def test_tokenize_and_back(server):
-    found = post(server, "/tokenize", prompt="the sea").json()
-    assert found["tokens"] == list(b"the sea") and found["count"] == 7 and found["max_model_len"] == 300
-    assert post(server, "/detokenize", tokens=found["tokens"]).json() == {"prompt": "the sea"}
-    assert post(server, "/detokenize", tokens=[104, 257]).json()["prompt"].startswith("h<")  # a control token
-    chat = post(server, "/tokenize", messages=CHAT["messages"]).json()
+    found = server.post("/tokenize", prompt="the sea").json()
+    assert found == {"tokens": list(b"the sea"), "count": 7, "max_model_len": 300}
+    assert server.post("/detokenize", tokens=found["tokens"]).json() == {"prompt": "the sea"}
+    assert server.post("/detokenize", tokens=[104, 257]).json()["prompt"].startswith("h<")  # a control token
+    chat = server.post("/tokenize", messages=MESSAGES).json()
     assert bytes(chat["tokens"]) == b"u:tell me something\na:"
-    assert post(server, "/tokenize").status_code == 400
-    found = post(server, "/detokenize", tokens=[7, 100_000])
-    assert found.status_code == 400 and "100000 is no token" in found.json()["error"]["message"]
-    assert "chat_template" in httpx.get(f"{server.url}/tokenizer_info").json()
+    assert "chat_template" in server.get("/tokenizer_info").json()
 
 
-def test_more_than_fit_are_told_to_come_back(server):
+def test_too_many_are_refused(server):
     """Three places and a queue of five: of twelve at once, eight are answered."""
     assert quiet(server)
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        found = list(pool.map(lambda _: post(server, **ENDLESS), range(12)))
+        found = list(pool.map(lambda _: server.post(**ENDLESS), range(12)))
     refused = [answer for answer in found if answer.status_code == 429]
     assert 1 <= len(refused) <= 4 and all(answer.headers["Retry-After"] for answer in refused)
-    texts = {a.json()["choices"][0]["message"]["content"] for a in found if a.status_code == 200}
-    assert len(texts) == 1
     assert {answer.json()["error"]["type"] for answer in refused} == {"rate_limit_error"}
+    answers = [answer.json() for answer in found if answer.status_code == 200]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("stream", (True, False))
 def test_a_client_that_goes_frees_its_place(server, stream):
     assert quiet(server)
-    before = figures(server)
-    address = server.url.removeprefix("http://").split(":")
+    before = metrics(server)
+    host, port = server.url.removeprefix("http://").split(":")
     for _ in range(6):
         body = json.dumps({**ENDLESS, "stream": stream}).encode()
-        with socket.create_connection((address[0], int(address[1]))) as client:
+        with socket.create_connection((host, int(port))) as client:
             client.sendall(
                 b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
@@ -192,85 +180,52 @@ def test_a_client_that_goes_frees_its_place(server, stream):
             else:
                 time.sleep(0.05)
     assert quiet(server, 2.0)
-    after = figures(server)
+    after = metrics(server)
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 6 * 280
-    assert post(server, **CHAT, max_tokens=2).status_code == 200
+    assert server.post(**CHAT, max_tokens=2).status_code == 200
 
 
-def test_figures_add_up(server):
+def test_metrics_add_up(server):
     assert quiet(server)
-    before = figures(server)
-    usage = post(server, **CHAT, max_tokens=50).json()["usage"]
-    after = figures(server)
-
-    def grown(name: str) -> float:
-        return after[name] - before[name]
-
-    assert grown("vllm:prompt_tokens_total") == usage["prompt_tokens"]
-    assert grown("vllm:generation_tokens_total") == usage["completion_tokens"]
+    before = metrics(server)
+    usage = server.post(**CHAT, max_tokens=50).json()["usage"]
+    grown = {name: value - before[name] for name, value in metrics(server).items() if name in before}
+    assert grown["vllm:prompt_tokens_total"] == usage["prompt_tokens"]
+    assert grown["vllm:generation_tokens_total"] == usage["completion_tokens"]
     details = usage["completion_tokens_details"]
     accepted, rejected = details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
-    assert grown("vllm:spec_decode_num_accepted_tokens_total") == accepted
-    assert grown("vllm:spec_decode_num_draft_tokens_total") == accepted + rejected
-    drafts = grown("vllm:spec_decode_num_drafts_total")
-    assert drafts == grown("eagle_steps_total") and accepted + rejected == 15 * drafts
-    assert grown("vllm:time_to_first_token_seconds_count") == 1
+    assert grown["vllm:spec_decode_num_accepted_tokens_total"] == accepted
+    assert grown["vllm:spec_decode_num_draft_tokens_total"] == accepted + rejected
+    drafts = grown["vllm:spec_decode_num_drafts_total"]
+    assert drafts == grown["eagle_steps_total"] and accepted + rejected == 15 * drafts
+    assert grown["vllm:time_to_first_token_seconds_count"] == 1
     # A step's own token is left out where the text ends before it.
     assert usage["completion_tokens"] - accepted - drafts - 1 in (-1, 0)
 
 
-def test_a_key_is_asked_for(golden, tmp_path):
+def test_key_origins_size_and_time(golden, tmp_path):
     options = ("--api-key", "secret", "--cors", "http://a.page", "--max-body", "2000", "--time-limit", "0.5")
+    right, path = {"Authorization": "Bearer secret"}, "/v1/chat/completions"
     with serving(golden, tmp_path / "log", *options) as server:
-        right, path = {"Authorization": "Bearer secret"}, f"{server.url}/v1/chat/completions"
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret2"}):
-            found = httpx.post(path, json=CHAT, headers=headers)
+            found = server.post(headers=headers, **CHAT)
             assert found.status_code == 401 and found.json()["error"]["code"] == "invalid_api_key"
-            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 401
-        lower = {"Authorization": "bearer secret"}
-        assert httpx.get(f"{server.url}/v1/models", headers=lower).status_code == 200
-        for path_of_all in ("/health", "/metrics", "/"):
-            assert httpx.get(f"{server.url}{path_of_all}").status_code == 200
-        body = {**CHAT, "max_tokens": 2}
-        assert httpx.post(path, json=body, headers=right).status_code == 200
-        # Other pages' scripts may call it, if they were named.
+            assert server.get("/v1/models", headers=headers).status_code == 401
+        assert server.get("/v1/models", headers={"Authorization": "bearer secret"}).status_code == 200
+        assert {server.get(path).status_code for path in ("/health", "/metrics", "/")} == {200}
+        assert server.post(headers=right, **CHAT, max_tokens=2).status_code == 200
         for origin, allowed in (("http://a.page", "http://a.page"), ("http://b.page", None)):
-            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-            found = httpx.options(path, headers=asked)
+            headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            found = httpx.options(server.url + path, headers=headers)
             assert found.headers.get("Access-Control-Allow-Origin") == allowed
-        long = {**CHAT, "messages": [{"role": "user", "content": "x" * 3000}]}
-        assert httpx.post(path, json=long, headers=right).status_code == 413
-        pieces = httpx.post(path, content=iter([b" " * 1500] * 2), headers=right)
+        assert server.post(headers=right, messages=MESSAGES, user="x" * 3000).status_code == 413
+        pieces = httpx.post(server.url + path, content=iter([b" " * 1500] * 2), headers=right)
         assert pieces.status_code == 413
-        late = httpx.post(path, json={**ENDLESS, "max_tokens": 1500}, headers=right, timeout=30)
+        late = server.post(headers=right, **ENDLESS | {"max_tokens": 1500})
         assert late.status_code == 504 and "0.5 seconds" in late.json()["error"]["message"]
-        stream = {**ENDLESS, "max_tokens": 1500, "stream": True}
-        with httpx.stream("POST", path, json=stream, headers=right) as events:
-            *_, told, end = (line for line in events.iter_lines() if line)
-        assert end == "data: [DONE]" and "0.5 seconds" in json.loads(told[6:])["error"]["message"]
-
-
-def test_scores_that_are_no_numbers_are_an_error(golden, tmp_path):
-    """No JSON can hold nan. Whoever asks for no scores gets a text all the same."""
-    for file in golden.iterdir():
-        if file.is_file():
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(tmp_path / "model.safetensors")
-    weights["norm.weight"].fill_(torch.nan)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with serving(tmp_path, tmp_path / "log", "--no-verify") as server:
-        few = {**CHAT, "max_tokens": 2}
-        assert post(server, **few).status_code == 200
-        for body in ({**few, "logprobs": True}, {**few, "logprobs": True, "top_logprobs": 2}):
-            found = post(server, **body)
-            assert found.status_code == 500 and "nan or infinite" in found.json()["error"]["message"]
-        text = {"prompt": "x", "max_tokens": 2, "logprobs": 1}
-        for body in (text, {**text, "echo": True, "max_tokens": 0}):
-            assert post(server, "/v1/completions", **body).status_code == 500
-        with httpx.stream("POST", f"{server.url}/v1/completions", json={**text, "stream": True}) as events:
-            *_, told, end = (line for line in events.iter_lines() if line)
-        assert end == "data: [DONE]" and "nan or infinite" in json.loads(told[6:])["error"]["message"]
-        assert "Traceback" not in server.said()
+        with server.stream(headers=right, **ENDLESS | {"max_tokens": 1500}) as events:
+            *_, last, end = events
+        assert end == "[DONE]" and "0.5 seconds" in json.loads(last)["error"]["message"]
 
 
 def test_a_second_server_says_why_it_does_not_start(server, golden):
@@ -283,48 +238,32 @@ def test_a_second_server_says_why_it_does_not_start(server, golden):
     assert f"--port {port}: another process listens there" in done.stderr
 
 
-@pytest.mark.parametrize("which", (signal.SIGTERM, signal.SIGINT))
-def test_requests_are_ended_before_the_server_is(golden, tmp_path, which):
+def test_requests_end_before_the_server_does(golden, tmp_path):
     with serving(golden, tmp_path / "log", "--grace", "30") as server:
-        with httpx.stream(
-            "POST", f"{server.url}/v1/chat/completions", json={**ENDLESS, "stream": True}, timeout=60
-        ) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            server.process.send_signal(which)
-            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert [e["choices"][0]["finish_reason"] for e in events][-1] == "length"
+        with server.stream(**ENDLESS) as events:
+            next(events)
+            server.process.send_signal(signal.SIGINT)
+            *_, last, end = events
+        assert json.loads(last)["choices"][0]["finish_reason"] == "length" and end == "[DONE]"
         assert server.process.wait(30) == 0
-        assert "Traceback" not in server.said() and "going down" in server.said()
-
-
-def waiting(server):
-    """How many requests have no place yet."""
-    metrics = httpx.get(f"{server.url}/metrics").text
-    return float(re.search(r"^vllm:num_requests_waiting\S* (\S+)$", metrics, re.MULTILINE)[1])
+        assert "Traceback" not in server.printed() and "going down" in server.printed()
 
 
 def test_no_longer_than_the_grace(golden, tmp_path):
-    """Whoever is not done by then hears why, in the form of other errors: streams, those who wait for the
-    whole, those without a place.
-    """
+    """Streams, whole answers and waiting requests that have not ended by then get an error."""
     with serving(golden, tmp_path / "log", "--grace", "0.3", "--slots", "2") as server:
         body = {**ENDLESS, "max_tokens": 1900}
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            with httpx.stream(
-                "POST", f"{server.url}/v1/chat/completions", timeout=60, json=body | {"stream": True}
-            ) as stream:
-                lines = stream.iter_lines()
-                next(lines)  # the stream has a place; one of the others gets the second, two wait
-                whole = [pool.submit(post, server, **body) for _ in range(3)]
-                while waiting(server) < 2:
-                    time.sleep(0.01)
-                began = time.monotonic()
-                server.process.send_signal(signal.SIGTERM)
-                *_, told, end = (line for line in lines if line)
-        assert end == "data: [DONE]" and "going down" in json.loads(told[6:])["error"]["message"]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool, server.stream(**body) as events:
+            next(events)  # the stream has a place; one of the others gets the second, two wait
+            whole = [pool.submit(server.post, **body) for _ in range(3)]
+            while metrics(server)["vllm:num_requests_waiting"] < 2:
+                time.sleep(0.01)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            *_, last, end = events
+        assert end == "[DONE]" and "going down" in json.loads(last)["error"]["message"]
         for answer in (each.result() for each in whole):
             assert answer.status_code == 503 and answer.headers["Retry-After"]
             assert "going down" in answer.json()["error"]["message"]
         assert server.process.wait(30) == 0 and time.monotonic() - began < 10
-        assert "Traceback" not in server.said()
+        assert "Traceback" not in server.printed()

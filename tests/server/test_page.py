@@ -4,9 +4,9 @@ Needs the package playwright and a Chromium in the PATH; its own download is not
 """
 import shutil
 import signal
-import socket
 
 import pytest
+from helpers.launching import free_port
 from helpers.serving import serving
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -31,46 +31,60 @@ def browser():
 def page(browser, server):
     """The page, empty. A script error or a request to another machine is a failure."""
     context = browser.new_context()
-    opened = context.new_page()
-    wrong = []
+    opened, wrong = context.new_page(), []
     opened.on("pageerror", lambda error: wrong.append(str(error)))
     opened.on("request", lambda request: wrong.append(request.url) if server.url not in request.url else None)
     opened.goto(server.url)
-    opened.get_by_label("Seed").fill("3")
-    opened.get_by_label("At most tokens").fill("60")
+    fill(opened, seed=3, most=60)
     yield opened
     assert not wrong
     context.close()
 
 
-def write(page, words: str) -> None:
+def fill(page, **settings) -> None:
+    """Fill in settings: seed, most, temperature."""
+    labels = {"seed": "Seed", "most": "At most tokens", "temperature": "Temperature"}
+    for name, value in settings.items():
+        page.get_by_label(labels[name]).fill(str(value))
+
+
+def write(page, words: str, wait: bool = True) -> None:
     """Send a message by keyboard, and wait for the answer's end."""
     page.get_by_label("Message", exact=True).press_sequentially(words)
     page.keyboard.press("Enter")
-    ended(page)
+    if wait:
+        ended(page)
 
 
 def ended(page) -> None:
-    """Wait until nothing is being answered."""
     expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=30_000)
 
 
+def press(page, name: str) -> None:
+    page.get_by_role("button", name=name).click()
+
+
 def test_an_answer_with_its_figures_and_its_tree(page):
+    page.get_by_label("plain decoding beside it").check()
     write(page, "tell me something")
-    answer = page.locator(".assistant").first
-    expect(answer.locator(".figures")).to_contain_text("tokens/s")
-    expect(answer.locator(".figures")).to_contain_text("τ")
+    panels = page.locator(".assistant .answers section")
+    expect(panels).to_have_count(2)
+    for panel in panels.all():
+        expect(panel.locator(".figures")).to_contain_text("tokens/s")
+    expect(panels.first.locator(".figures")).to_contain_text("τ")
+    expect(page.locator(".tools")).to_contain_text("texts equal")
     expect(page.locator("#model")).to_have_text("golden")
     assert page.locator(".coloured .d").count() > 0
     expect(page.locator("#tree")).to_be_visible()
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
+    assert page.locator("#drawing title").nth(1).text_content().endswith(" %")
     expect(page.locator("#treewords")).to_contain_text("nodes")
 
 
 def test_regenerate_keep_and_forget(page):
     write(page, "first")
     text = page.locator(".assistant .text").inner_text()
-    page.get_by_role("button", name="Regenerate").click()
+    press(page, "Regenerate")
     ended(page)
     assert page.locator(".assistant").count() == 1
     assert page.locator(".assistant .text").inner_text() == text  # the seed is the same
@@ -78,30 +92,22 @@ def test_regenerate_keep_and_forget(page):
     assert page.locator(".message").count() == 0
     write(page, "second")
     page.reload()
+    other = page.context.new_page()
+    other.goto(page.url)
+    write(other, "third")  # two tabs keep what both have
     names = page.locator("#conversations .pick")
-    expect(names).to_have_text(["second", "first"])
+    expect(names).to_have_text(["third", "second", "first"])
     assert page.get_by_label("Seed").input_value() == "3"  # settings are kept too
-    names.nth(1).click()
+    names.nth(2).click()
     assert page.locator(".user .text").inner_text() == "first"
     assert page.locator(".assistant .text").inner_text() == text
-    page.get_by_role("button", name="Delete first").click()
-    expect(names).to_have_text(["second"])
-
-
-def test_plain_decoding_beside_it(page):
-    page.get_by_label("plain decoding beside it").check()
-    write(page, "both")
-    panels = page.locator(".assistant .answers section")
-    assert panels.count() == 2
-    expect(panels.nth(1).locator(".figures")).to_contain_text("tokens/s")
-    expect(page.locator(".tools")).to_contain_text("texts equal")
+    press(page, "Delete first")
+    expect(names).to_have_text(["third", "second"])
 
 
 def test_escape_stops(page):
-    page.get_by_label("At most tokens").fill("280")
-    page.get_by_label("Temperature").fill("2")
-    page.get_by_label("Message", exact=True).fill("long")
-    page.keyboard.press("Enter")
+    fill(page, most=280, temperature=2)
+    write(page, "long", wait=False)
     expect(page.get_by_role("button", name="Stop")).to_be_visible()
     page.keyboard.press("Escape")
     ended(page)
@@ -109,18 +115,22 @@ def test_escape_stops(page):
     assert page.locator(".assistant").count() == 2
 
 
-def test_everything_is_reached_by_keyboard(page):
-    found = set()
-    page.get_by_label("Message", exact=True).focus()
+def test_a_phone_in_the_dark_by_keyboard(page):
+    def back():
+        return page.evaluate("getComputedStyle(document.body).backgroundColor")
+
+    reached = set()
     for _ in range(40):
         page.keyboard.press("Tab")
-        found.add(page.evaluate("document.activeElement.id"))
+        reached.add(page.evaluate("document.activeElement.id"))
     assert {"dark", "new", "system", "temperature", "top_p", "seed", "max_tokens", "drafts", "beside",
-            "coloured", "trees", "input", "send"} <= found
-
-
-def test_a_phone(page):
+            "coloured", "trees", "input", "send"} <= reached
+    light = back()
+    press(page, "Dark or light")
+    dark = back()
     page.set_viewport_size({"width": 360, "height": 640})
+    page.reload()
+    assert back() == dark != light
     write(page, "small")
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     for name in ("#input", "#send", "#menu", ".assistant"):
@@ -128,23 +138,11 @@ def test_a_phone(page):
         assert box["x"] >= 0 and box["x"] + box["width"] <= 360, name
         assert name == ".assistant" or box["y"] + box["height"] <= 640, name
     expect(page.locator("#side")).to_be_hidden()
-    page.get_by_role("button", name="Conversations").click()
+    press(page, "Conversations")
     expect(page.locator("#side")).to_be_visible()
-    page.get_by_role("button", name="New conversation").click()
+    press(page, "New conversation")
     expect(page.locator("#side")).to_be_hidden()
     assert page.locator(".message").count() == 0
-
-
-def test_dark_is_kept(page):
-    def back():
-        return page.evaluate("getComputedStyle(document.body).backgroundColor")
-
-    light = back()
-    page.get_by_role("button", name="Dark or light").click()
-    dark = back()
-    assert dark != light
-    page.reload()
-    assert back() == dark
 
 
 HOSTILE = """# <img src=x onerror=alert(1)> **bold** `<b>` [bad](javascript:alert(1)) [good](https://a.page/)
@@ -171,8 +169,7 @@ def test_what_a_model_writes_is_no_markup(page):
         render(into, source, [[2, 9]], () => document.createElement("i"));
     }""", HOSTILE)
     tried = page.locator("#tried")
-    for tag in ("img", "script", "iframe", "b"):
-        assert tried.locator(tag).count() == 0, tag
+    assert not any(tried.locator(tag).count() for tag in ("img", "script", "iframe", "b"))
     links = [link.get_attribute("href") for link in tried.locator("a").all()]
     assert links == ["https://a.page/", "https://a.page/x.png"]  # a picture is a link: nothing is fetched
     assert tried.locator("pre code").inner_text().strip() == "<script>alert(1)</script>"
@@ -181,74 +178,49 @@ def test_what_a_model_writes_is_no_markup(page):
     assert tried.locator("span.d").first.inner_text() == "<img sr"
 
 
-def test_a_dead_server_is_told_and_comes_back(browser, golden, tmp_path):
-    with socket.socket() as any_free:
-        any_free.bind(("127.0.0.1", 0))
-        port = any_free.getsockname()[1]
-    options = "--port", str(port), "--api-key", "secret"
+def test_a_dead_server_is_shown_and_comes_back(browser, golden, tmp_path):
+    options = "--port", str(free_port()), "--api-key", "secret"
     page = browser.new_context().new_page()
     page.on("dialog", lambda dialog: dialog.accept("secret"))
     with serving(golden, tmp_path / "one", *options) as server:
         page.goto(server.url)
         expect(page.locator("#model")).to_have_text("target")
-        page.get_by_label("At most tokens").fill("1900")
-        page.get_by_label("Temperature").fill("2")
-        page.get_by_label("Message", exact=True).fill("long")
-        page.keyboard.press("Enter")
+        fill(page, most=1900, temperature=2)
+        write(page, "long", wait=False)
         expect(page.locator(".assistant .figures")).to_contain_text("tokens/s", timeout=30_000)
         server.end(signal.SIGKILL)
         expect(page.locator("#banner")).to_contain_text("does not answer")
         expect(page.locator(".assistant .figures")).to_contain_text("the server has gone")
     with serving(golden, tmp_path / "two", *options):
         expect(page.locator("#banner")).to_be_hidden(timeout=10_000)
-        page.get_by_label("At most tokens").fill("5")
-        page.get_by_role("button", name="Regenerate").click()
+        fill(page, most=5)
+        press(page, "Regenerate")
         ended(page)
         expect(page.locator(".assistant .figures")).to_contain_text("tokens")
         assert page.locator(".assistant .failed").count() == 0
 
 
-def test_a_conversation_that_is_deleted_stays_deleted(page):
-    """Also while it is being answered."""
+def test_conversations_while_an_answer_runs(page):
+    """One that is deleted stays deleted; a question outlives a reload."""
     write(page, "first")
-    page.get_by_label("At most tokens").fill("280")
-    page.get_by_label("Message", exact=True).press_sequentially("second")
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="Delete first").click()
+    fill(page, most=280)
+    write(page, "second", wait=False)
+    press(page, "Delete first")
     page.wait_for_timeout(1500)
     expect(page.locator("#conversations li")).to_have_count(0)
     assert page.evaluate("localStorage.getItem('eagle.conversations')") == "[]"
-
-
-def test_a_question_outlives_a_reload(page):
-    page.get_by_label("At most tokens").fill("280")
-    page.get_by_label("Message", exact=True).press_sequentially("what was asked")
-    page.keyboard.press("Enter")
+    write(page, "what was asked", wait=False)
     page.wait_for_timeout(100)
     page.reload()
     page.get_by_role("button", name="what was asked", exact=True).click()
     expect(page.locator(".user .text")).to_have_text("what was asked")
 
 
-def test_two_tabs_keep_what_both_have(page):
-    other = page.context.new_page()
-    other.goto(page.url)
-    write(page, "from one")
-    other.get_by_label("At most tokens").fill("20")
-    write(other, "from the other")
-    for tab in (page, other):
-        expect(tab.locator("#conversations li")).to_have_count(2)
-    page.reload()
-    expect(page.locator("#conversations li")).to_have_count(2)
-
-
-@pytest.mark.parametrize("stored", (
-    "{}", "5", "[null]", '[{"title": 3}]', '[{"title": "x", "messages": [7]}]', "{",
-))
-def test_whatever_is_stored_the_page_works(page, stored):
-    for key in ("conversations", "settings"):
-        page.evaluate(f"localStorage.setItem('eagle.{key}', {stored!r})")
-    page.reload()
-    page.get_by_label("At most tokens").fill("20")
-    write(page, "still here")
-    expect(page.locator(".assistant")).to_have_count(1)
+def test_whatever_is_stored_the_page_works(page):
+    for stored in "{}", "5", "[null]", '[{"title": 3}]', '[{"title": "x", "messages": [7]}]', "{":
+        for key in ("conversations", "settings"):
+            page.evaluate(f"localStorage.setItem('eagle.{key}', {stored!r})")
+        page.reload()
+        fill(page, most=20)
+        write(page, "still here")
+        expect(page.locator(".assistant")).to_have_count(1)

@@ -1,0 +1,95 @@
+"""The gate before the routes: it refuses requests without the key, and bodies too long or too slow."""
+from __future__ import annotations
+
+import asyncio
+import secrets
+
+from fastapi import FastAPI
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from server.protocol import Refusal, refusal_of_body
+
+SLOWEST = 60.0  # seconds until a body has to be complete
+MOST_HELD = 256 << 20  # bytes of all incomplete bodies together; a single one is bounded by `most_bytes` only
+
+
+class Gate:
+    """ASGI middleware. most_bytes: of a body. open_paths: they need no key."""
+
+    def __init__(self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...]):
+        self.app, self.key, self.most, self.open_paths = app, key, most_bytes, open_paths
+        self.held = 0  # bytes of incomplete bodies
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        try:
+            headers = {name.lower(): value for name, value in scope["headers"]}
+            if self.key and scope["path"] not in self.open_paths and scope["method"] != "OPTIONS":
+                self._check_key(headers.get(b"authorization", b""))
+            length = headers.get(b"content-length", b"")
+            self._check_size(int(length) if length.isdigit() else 0)
+            body = await asyncio.wait_for(self._body(receive), SLOWEST)
+        except (Refusal, asyncio.TimeoutError) as e:
+            slow = Refusal(408, f"the request was not complete after {SLOWEST:.0f} s", "request_timeout")
+            await (e if isinstance(e, Refusal) else slow).response()(scope, receive, send)
+            return
+        whole = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay():
+            return whole.pop() if whole else await receive()
+
+        if body is not None:  # else the client has gone
+            await self.app(scope, replay, send)
+
+    def _check_key(self, authorization: bytes) -> None:
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self.key.encode()):
+            raise Refusal(401, "the API key is missing or wrong", "invalid_api_key")
+
+    def _check_size(self, size: int) -> None:
+        if size > self.most:
+            raise Refusal(413, f"the request is longer than {self.most:,} bytes", "request_too_large")
+
+    async def _body(self, receive) -> bytes | None:
+        """Return the body of a request, None if its client has gone. Raises Refusal."""
+        body, more = bytearray(), True
+        try:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    return None
+                part, more = message.get("body", b""), message.get("more_body", False)
+                body += part
+                self.held += len(part)
+                self._check_size(len(body))
+                if more and self.held > max(MOST_HELD, self.most):
+                    raise Refusal(503, "too many requests are being sent at once", "overloaded")
+        finally:
+            self.held -= len(body)
+        return bytes(body)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Make an app answer every error with a Refusal."""
+
+    @app.exception_handler(Refusal)
+    async def refused(http: HttpRequest, e: Refusal) -> Response:
+        return e.response()
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: HttpRequest, e: HTTPException) -> Response:
+        if e.status_code == 400:  # of fastapi, where reading JSON raised anything but a JSONDecodeError
+            words = "the body is no JSON that can be read: no UTF-8, nested too deeply, or too long a number"
+            return Refusal(400, words, "invalid_json").response()
+        response = Refusal(e.status_code, str(e.detail)).response()
+        response.headers.update(e.headers or {})  # the allowed methods
+        return response
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: HttpRequest, e: RequestValidationError) -> Response:
+        return refusal_of_body(e.errors(), http.headers).response()

@@ -1,0 +1,272 @@
+"""The HTTP protocol: bodies of requests (OpenAI's fields, vLLM's additions, a few of ours), and errors."""
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field, Json, field_validator, model_validator
+
+from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
+from tokens.schema import ANY_OBJECT
+
+RETRY_AFTER = "2"  # seconds
+KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+RESERVED = {"messages", "tools", "self", "at_most"}  # template variables that have fields of their own
+# Fields that `Sampling` has under the same name.
+PENALTIES = {"presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"}
+SAMPLED = {"temperature", "top_p", "min_p", *PENALTIES}
+
+TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Refusal(Exception):
+    """An error response in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+    def body(self) -> dict:
+        """Return the JSON of the response."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """Return the response."""
+        headers = {"Retry-After": RETRY_AFTER} if self.status in (429, 503) else None
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def refusal_of_body(errors: list[dict], headers: Mapping[str, str]) -> Refusal:
+    """Return the refusal of a body, from pydantic's errors in it."""
+    # In a union, the error of the member that has the right type is the one to report.
+    first = next((error for error in errors if not error["type"].endswith("_type")), errors[0])
+    if first["type"] == "json_invalid":
+        why = first.get("ctx", {}).get("error", first["msg"])
+        return Refusal(400, f"the body is no JSON: {why} (character {first['loc'][-1]})", "invalid_json")
+    # pydantic puts the names of a union's members into the path.
+    where = ".".join(str(x) for x in first["loc"] if x not in ("body", "str", "int") and "[" not in str(x))
+    if not where and "json" not in headers.get("content-type", ""):
+        return Refusal(400, "the body: JSON is expected, and Content-Type: application/json", "invalid_value")
+    message = first["msg"].removeprefix("Value error, ")
+    if where or first["type"] != "value_error":
+        message = f"{where or 'the body'}: {message}"
+    return Refusal(400, message, "invalid_value", where or None)
+
+
+class Body(BaseModel):
+    """A JSON object. Unknown fields are ignored; null means not given."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_null(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+class ContentPart(Body):
+    """A part of a message's content, which has to be text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Body):
+    """A function's name, and its arguments: an object, or its JSON."""
+
+    name: str
+    # Chat templates expect an object.
+    arguments: Annotated[
+        Json[dict[str, Any]] | dict[str, Any] | str, Field(union_mode="left_to_right")
+    ] = {}
+
+
+class ToolCall(Body):
+    """A call that the model made."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+    def as_dict(self) -> dict:
+        """Return the message as chat templates take it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        found = self.model_dump(exclude_none=True) | {"role": role, "content": text}
+        return found if self.tool_calls else {k: v for k, v in found.items() if k != "tool_calls"}
+
+
+class Function(Body, extra="allow"):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """A tool; only functions exist."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(Body):
+    """The form of the output."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if self.type == "json_schema" and not isinstance(self.json_schema.get("schema"), dict):
+            raise ValueError("json_schema needs a schema")
+        return self
+
+    @property
+    def text(self) -> str | None:
+        """The JSON schema as text, None if the output is free."""
+        schemas = {"json_object": ANY_OBJECT, "json_schema": json.dumps(self.json_schema.get("schema"))}
+        return schemas.get(self.type)
+
+
+class GenerationBody(Body):
+    """The fields that both kinds of completions share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31, description="-1 and 0 are off")] = 0
+    min_p: Share = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] = 1.0
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    n: Annotated[int, Field(ge=1, le=16)] = 1
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    response_format: ResponseFormat = ResponseFormat()
+    speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
+    return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
+
+    def samplings(self, room: int) -> list[Sampling]:
+        """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.
+
+        room: most tokens of output, if the body does not say. Raises ValueError.
+        """
+        first = random.getrandbits(48) if self.seed is None else self.seed
+        same = self.model_dump(include=SAMPLED) | {
+            "max_new_tokens": self.most_tokens or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
+            "logprobs": self.scored, "json_schema": self.response_format.text,
+        }
+        return [Sampling(seed=first + i, **same) for i in range(self.n)]
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(description="variables of the chat template, such as enable_thinking")
+    ] = {}
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of the output, None: as many as fit."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def scored(self) -> int | None:
+        """Number of likeliest tokens with each token's log-probability; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else self.top_logprobs
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check(cls, variables: dict) -> dict:
+        if taken := RESERVED & variables.keys():
+            raise ValueError(f"{', '.join(sorted(taken))} cannot be set there")
+        return variables
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    prompt: str | Annotated[list[str] | list[TokenId] | list[list[TokenId]], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 16
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    suffix: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionBody:
+        if self.suffix:
+            raise ValueError("suffix: text cannot be filled in here; leave it out")
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is only of use with echo")
+        return self
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of the output."""
+        return max(1, self.max_tokens)
+
+    @property
+    def scored(self) -> int | None:
+        """As `ChatBody.scored`."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, also if there is only one."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list[TokenId]

@@ -1,0 +1,162 @@
+"""Parts of the server alone: the gate before the routes, the worker, function calls, conversations."""
+import asyncio
+import json
+import math
+import queue
+import threading
+
+import pytest
+from pydantic import ValidationError
+
+from common.errors import InputError
+from engine.request import Event, Request, Score
+from sampling.options import Sampling
+from server import gate
+from server.metrics import Metrics
+from server.protocol import Message, Refusal
+from server.replies import BARE, TAGGED, CallStream, form_of
+from server.worker import Job, Worker
+
+SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+QWEN = "{% if tools %}<tools>{{ tools }}</tools> <tool_call>{% endif %}{{ messages }}"
+LLAMA = '{% if tools %}{"name": x, "parameters": y} ipython{% endif %}{{ messages }}'
+
+
+class Client:
+    """A request that sends its parts, and then waits forever unless the last one ends it."""
+
+    def __init__(self, *parts: bytes, ends: bool = False):
+        self.parts, self.ends, self.answer = list(parts), ends, []
+
+    async def receive(self) -> dict:
+        if not self.parts:
+            await asyncio.Event().wait()
+        part = self.parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(self.parts) or not self.ends}
+
+    async def send(self, message: dict) -> None:
+        self.answer.append(message.get("status") or message["body"])
+
+
+async def echo(scope, receive, send) -> None:
+    await send({"status": 200})
+    await send({"body": (await receive())["body"]})
+
+
+def test_bodies_are_bounded_in_time_and_together(monkeypatch):
+    """Clients that hold back their ends: the last ones have to come back, and nothing is held later."""
+    monkeypatch.setattr(gate, "MOST_HELD", 250)
+    monkeypatch.setattr(gate, "SLOWEST", 0.2)
+    one = gate.Gate(echo, None, 100, ())
+    parts = Client(b"a" * 60, b"", b"b" * 40, ends=True)
+    clients = [parts, *(Client(b"a" * 90) for _ in range(5))]
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(SCOPE, c.receive, c.send) for c in clients))
+
+    asyncio.run(all_of_them())
+    assert parts.answer == [200, b"a" * 60 + b"b" * 40] and one.held == 0
+    answers = [(c.answer[0], json.loads(c.answer[1])["error"]["code"]) for c in clients[1:]]
+    assert answers == [(408, "request_timeout")] * 2 + [(503, "overloaded")] * 3
+
+
+class Engine:
+    """An engine of one place. score: of the token that each step emits; None: steps wait for another rank."""
+
+    batch, free, busy = 1, 1, True
+
+    def __init__(self, score: Score | None):
+        self.score, self.steps = score, threading.Event()
+
+    def admit(self, *_) -> Request:
+        self.request, self.free = Request([1], Sampling(), first=1.0, last=1.0), 0
+        return self.request
+
+    def leave(self, _) -> None:
+        self.free, self.busy = 1, False
+
+    def step(self) -> list[Event]:
+        self.steps.set()
+        if self.score is None:
+            threading.Event().wait()
+        return [Event(self.request, [5], "x", 0, [self.score], 0, None, "length")]
+
+
+def submitted(engine: Engine) -> tuple[Worker, queue.Queue]:
+    worker, received = Worker(engine, Metrics("x", 1, 1)), queue.Queue()
+    worker.start()
+    worker.submit(Job([1], Sampling(4), on_event=received.put))
+    return worker, received
+
+
+@pytest.mark.parametrize("number", (-1.0, math.nan, -math.inf))
+def test_no_json_can_hold_scores_that_are_no_numbers(number):
+    worker, received = submitted(Engine(Score(-1.0, [(5, number)])))
+    event = received.get(timeout=30)
+    worker.stop()
+    assert event.finish == "length" if number == -1.0 else event.status == 500 and "nan" in event.message
+
+
+def test_no_job_waits_for_a_rank_that_is_lost():
+    worker, received = submitted(Engine(None))
+    assert worker.engine.steps.wait(30)
+    worker.stop_if_lost()
+    assert received.empty()  # nothing is lost yet
+    worker.is_lost = lambda: True
+    worker.stop_if_lost()
+    refusal = received.get(timeout=30)
+    assert refusal.status == 503 and "another rank of this server has died" in refusal.message
+    with pytest.raises(Refusal, match="has died"):
+        worker.submit(Job([1], Sampling(4)))
+
+
+def read(form, text: str, size: int):
+    """Push a text in pieces -> (text before its end, text at its end, calls)."""
+    stream = CallStream(form)
+    early = "".join(stream.push(text[i : i + size]) for i in range(0, len(text), size))
+    rest, calls = stream.finish()
+    return early, rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+
+
+@pytest.mark.parametrize("size", (1, 3, 1000))
+def test_calls(size):
+    text = (
+        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n'
+        '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
+    )
+    assert read(TAGGED, text, size) == ("Let me see.\n", "", [("f", '{"a": "é<"}'), ("g", "{}")])
+    assert read(BARE, ' {"name": "f", "parameters": {"x": 1}}', size) == ("", "", [("f", '{"x": 1}')])
+
+
+@pytest.mark.parametrize("form, text", (
+    (TAGGED, "no call, a < b"), (TAGGED, "almost <tool_cal"), (TAGGED, "<tool_call>broken"), (TAGGED, ""),
+    (TAGGED, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'), (None, "<tool_call>"),
+    (BARE, "Hello {you}"), (BARE, '{"name": "f"}'), (BARE, '{"a": 1} and more'),
+))
+@pytest.mark.parametrize("size", (1, 1000))
+def test_other_text_is_no_call(form, text, size):
+    early, rest, calls = read(form, text, size)
+    assert early + rest == text and not calls
+
+
+def test_the_template_decides_the_form():
+    assert form_of(QWEN) == TAGGED and form_of(LLAMA) == BARE
+    for template in (None, "{{ messages }}", "{{ tools }}"):
+        with pytest.raises(InputError, match="defines no calls"):
+            form_of(template)
+
+
+def test_messages_as_templates_take_them():
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    sent = {"id": "c", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    tool = {"role": "tool", "name": "f"}
+    for message, want in (
+        ({"role": "assistant", "content": None, "tool_calls": [sent]},
+         {"role": "assistant", "content": "", "tool_calls": [call]}),
+        ({"role": "developer", "content": parts, "tool_calls": []}, {"role": "system", "content": "ab"}),
+        ({**tool, "content": "7", "tool_call_id": "c"}, {**tool, "content": "7", "tool_call_id": "c"}),
+    ):
+        assert Message(**message).as_dict() == want
+    with pytest.raises(ValidationError, match="image_url"):
+        Message(role="user", content=[{"type": "image_url"}])
