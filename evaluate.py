@@ -121,7 +121,7 @@ def run(o, unreported: list) -> int:
     from evaluation.methods import read_draftings
     from evaluation.session import Evaluation
     from evaluation.sets import read_sets
-    from kernels.ranks import joined, own_device
+    from kernels.tp import joined, own_device
 
     settings = {"draft": o.draft, "tree": o.tree, "accept": o.accept}
     draftings = read_draftings(methods, settings, read_flags(o, methods), o.draft_window)

@@ -15,8 +15,7 @@ from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
 from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
 from drafters.tree_spec import MOST_NODES, default_tree, read_tree, with_numbers
-from sampling.options import Sampling
-from sampling.rules import RULES
+from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
 from tokens.schema import ANY_OBJECT, read_schema
 
@@ -140,7 +139,7 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
 
 
 def load(o, prompts: Prompts, ranks=None):
-    """Load the target and its drafter: an `LLM`. ranks: the `kernels.ranks.Ranks` to deal it among, if any.
+    """Load the target and its drafter: an `LLM`. ranks: the `kernels.tp.Ranks` to deal it among, if any.
 
     Prompts are checked before weights are read, which takes long for a large model.
     """
@@ -148,7 +147,7 @@ def load(o, prompts: Prompts, ranks=None):
     from checkpoint.folder import read_config
     from engine.runtime import Runtime, check_device
     from engine.target import Drafting, check_prompts
-    from kernels.ranks import own_device
+    from kernels.tp import own_device
     from llm import LLM
 
     fields = {
@@ -261,7 +260,7 @@ def run(o) -> int:
     if not several():
         return decode(o, prompts, samplings)
     from engine.runtime import Runtime
-    from kernels.ranks import joined, own_device
+    from kernels.tp import joined, own_device
 
     device = Runtime(o.device).device_name
     with joined(device, o.shard_head) as ranks:

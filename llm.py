@@ -20,7 +20,7 @@ from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
 from engine.target import Drafting, Target, load_target
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 from sampling.options import Sampling
 
 

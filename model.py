@@ -83,7 +83,7 @@ class _WithoutValues(TorchFunctionMode):
 
 @contextlib.contextmanager
 def blank() -> Iterator[None]:
-    """A context in which modules are made on the meta device, where they have no values and take no memory.
+    """Make modules on the meta device within this context, without values and memory.
 
     torch would import all of torch.compile, which takes seconds, to compute there.
     """
@@ -173,48 +173,10 @@ class KVCache(nn.Module):
         self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
     ):
         super().__init__()
-        self.head_dim = args.head_dim
         shape = (batch, args.num_kv_heads, slots, args.head_dim)
         for name in ("k", "v"):
             buffer = torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
             self.register_buffer(name, buffer, persistent=False)
-
-    @classmethod
-    def of_layers(
-        cls, layers: int, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype,
-        device: torch.device | str
-    ) -> nn.ModuleList:
-        """A cache for each of so many layers."""
-        return nn.ModuleList(cls(batch, slots, args, dtype, device) for _ in range(layers))
-
-    @staticmethod
-    def rows(caches: nn.ModuleList, first: int, count: int) -> nn.ModuleList:
-        """The caches of all layers, of the sequences first ... first + count - 1: views."""
-        return nn.ModuleList(
-            _with_buffers(cache, {name: x.narrow(0, first, count) for name, x in cache._buffers.items()})
-            for cache in caches
-        )
-
-    @classmethod
-    def take(cls, caches: nn.ModuleList, place: int, slots: int) -> list[Tensor]:
-        """Copies of what the caches of all layers hold of a sequence in so many slots."""
-        return [x[place, : cls.entries(cache, slots)].clone() for cache in caches for x in cache.buffers()]
-
-    @staticmethod
-    def put(caches: nn.ModuleList, place: int, taken: list[Tensor]) -> None:
-        """Write what was taken of one sequence where another is."""
-        for x, entries in zip((x for cache in caches for x in cache.buffers()), taken):
-            x[place, : len(entries)] = entries
-
-    @staticmethod
-    def entries(cache: nn.Module, slots: int) -> int:
-        """How many entries of a buffer's second dimension hold so many slots."""
-        return slots
-
-    @staticmethod
-    def bytes(batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
-        """What a cache takes."""
-        return 2 * batch * slots * args.num_kv_heads * args.head_dim * dtype.itemsize
 
     def write(self, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Store k, v [B, T, nkv, hd] at slots [B, T] (each sequence has its own)."""
@@ -223,37 +185,100 @@ class KVCache(nn.Module):
         self.v.index_put_((rows, slots), v)
 
     def live(self, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `count` slots, [B, nkv, count, hd] each.
+        """Return keys and values of the first `count` slots, [B, nkv, count, hd] each, in the model's dtype.
 
-        dtype: the model's, in which they are wanted. They are held in it here; a subclass may hold another.
+        They are stored in it here; a subclass may store another.
         """
         return self.k[:, :count].transpose(1, 2), self.v[:, :count].transpose(1, 2)
 
+    def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
+        """Store a layer's keys and values, then attend over the live prefix.
+
+        qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a
+        key/value head become G*T rows of it: keys and values are never repeated in memory.
+        """
+        q, k, v = block.split(_rotated(block, qkv, *shared.angles()))
+        self.write(k, v, shared.slots)
+        B, T, nh, hd = q.shape
+        nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype)
+        q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
+        k, v = self.live(bias.shape[-1], q.dtype)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
+
+
+class KVCaches(nn.ModuleList):
+    """The caches of all layers of a model, a `Layer` each.
+
+    Every backend may have a class of its own, which fits its attention (`kernels.backend`).
+    """
+
+    Layer = KVCache
+
+    @classmethod
+    def of(
+        cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
+    ) -> KVCaches:
+        """Allocate caches for a model of this shape. backend: what the model was prepared for, or None."""
+        dtype = cls.stored(dtype)
+        return cls(cls.Layer(batch, slots, args, dtype, device) for _ in range(args.num_layers))
+
+    @staticmethod
+    def stored(dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the buffers for a model of this dtype."""
+        return dtype
+
+    @classmethod
+    def bytes(cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, backend=None) -> int:
+        """Return the size that `of` allocates."""
+        values = batch * slots * args.num_kv_heads * args.head_dim
+        return 2 * args.num_layers * values * cls.stored(dtype).itemsize
+
+    def rows(self, first: int, count: int) -> KVCaches:
+        """Return the caches of the sequences first ... first + count - 1: views."""
+        return type(self)(
+            _with_buffers(cache, {name: x.narrow(0, first, count) for name, x in cache._buffers.items()})
+            for cache in self
+        )
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the entries at slots `source` [B, W] of every layer to slots `target` [B, W].
+
+        All entries are read before any is written.
+        """
+        rows = torch.arange(source.shape[0], device=source.device)[:, None]
+        for cache in self:
+            k, v = cache.k[rows, source], cache.v[rows, source]
+            cache.k.index_put_((rows, target), k)
+            cache.v.index_put_((rows, target), v)
+
+    def take(self, place: int, slots: int) -> list[Tensor]:
+        """Return copies of the first `slots` slots of one sequence."""
+        entries = self.entries(slots)
+        return [x[place, :entries].clone() for x in self.buffers()]
+
+    def put(self, place: int, taken: list[Tensor]) -> None:
+        """Write what `take` copied of one sequence to another's place."""
+        for x, entries in zip(self.buffers(), taken):
+            x[place, : len(entries)] = entries
+
+    def entries(self, slots: int) -> int:
+        """Return how many entries of a buffer's second dimension hold `slots` slots."""
+        return slots
+
 
 def _with_buffers(module: nn.Module, buffers: dict[str, Tensor]) -> nn.Module:
-    """The same module over other buffers."""
+    """Return the same module over other buffers."""
     other = copy.copy(module)
     other._buffers = buffers
     return other
 
 
-def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
-    """Copy the entries at slots `source` [B, W] of every cache to slots `target` [B, W].
-
-    All entries are read before any is written.
-    """
-    rows = torch.arange(source.shape[0], device=source.device)[:, None]
-    for cache in caches:
-        k, v = cache.k[rows, source], cache.v[rows, source]
-        cache.k.index_put_((rows, target), k)
-        cache.v.index_put_((rows, target), v)
-
-
 class Pass:
-    """What all layers of one forward pass share.
+    """The inputs that all layers of one forward pass share.
 
-    That is RoPE, the cache slots [B, T] to write, and which slots each row sees: [B, T, n] bool, or what a
-    replaced attention reads instead (`kernels.parts.Sight`), whose `dense()` gives those.
+    That is RoPE, the cache slots [B, T] to write, and which slots each row sees: [B, T, n] bool, or a
+    `kernels.backend.Sight`, whose `dense()` gives those.
     """
 
     def __init__(self, args: ModelArgs, inv_freq: Tensor, positions: Tensor, slots: Tensor, visible):
@@ -269,28 +294,12 @@ class Pass:
         return self._angles
 
     def bias(self, groups: int, dtype: torch.dtype) -> Tensor:
-        """Who sees what as an additive mask [B, 1, groups*T, n], 0 or -inf, made once."""
+        """Return the mask as an additive one [B, 1, groups*T, n], 0 or -inf, made once."""
         if self._bias is None:
             visible = self.visible if isinstance(self.visible, Tensor) else self.visible.dense()
             zero = torch.zeros((), dtype=dtype, device=visible.device)
             self._bias = torch.where(visible, zero, float("-inf")).repeat(1, groups, 1)[:, None]
         return self._bias
-
-
-def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor:
-    """Store a layer's keys and values, then attend over the live prefix of its cache.
-
-    qkv [B, T, (nh + 2*nkv)*hd] as `wqkv` gives it -> [B, T, nh*hd]. The G query heads that share a key/value
-    head become G*T rows of it: keys and values are never repeated in memory.
-    """
-    q, k, v = block.split(_rotated(block, qkv, *shared.angles()))
-    cache.write(k, v, shared.slots)
-    B, T, nh, hd = q.shape
-    nkv, bias = k.shape[2], shared.bias(nh // k.shape[2], q.dtype)
-    q = q.transpose(1, 2).reshape(B, nkv, nh // nkv * T, hd)  # [B, nkv, G, T, hd] flattened over G and T
-    k, v = cache.live(bias.shape[-1], q.dtype)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return out.reshape(B, nh, T, hd).transpose(1, 2).reshape(B, T, nh * hd)
 
 
 class Linear(nn.Linear):
@@ -301,14 +310,14 @@ class Linear(nn.Linear):
         return y if onto is None else onto + y
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32, for an lm_head."""
+        """Return the same in float32, for an lm_head."""
         return scores(x, self.weight, self.bias)
 
 
 def scores(x: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """The products of x [..., H] with rows [V, H], plus bias [V], in float32 [..., V].
 
-    A GPU leaves its sums as they are: rounded to 16 bits first, many a likeliest token would be a tie.
+    A GPU does not round its sums: rounded to 16 bits first, many a likeliest token would be a tie.
     """
     if not (x.is_cuda and x.dtype.itemsize == 2) or torch.is_grad_enabled():
         return F.linear(x, rows, bias).float()
@@ -329,7 +338,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of E experts, of which every row uses its own A (Mixtral, Qwen3-MoE).
+    """A mixture of E experts; every row uses its own A of them (Mixtral, Qwen3-MoE).
 
     The experts are one batched product of static shapes.
     """
@@ -394,12 +403,6 @@ def _finish(block: Block, x: Tensor, attended: Tensor) -> Tensor:
     return block.finish(x, attended)
 
 
-def run_block(block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None) -> Tensor:
-    """`Block.forward`."""
-    qkv = block.project(x if inputs is None else inputs)
-    return block.finish(x, block.attention(block, qkv, cache, shared))
-
-
 class Block(nn.Module):
     """One decoder layer.
 
@@ -413,8 +416,6 @@ class Block(nn.Module):
         self.wqkv = Linear(input_size or H, width + 2 * args.num_kv_heads * args.head_dim, bias=args.qkv_bias)
         self.q_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
         self.k_norm = RMSNorm(args.head_dim, args.norm_eps) if args.qk_norm else None
-        # These may be replaced by other functions of the same kind.
-        self.attention, self.run = attention, run_block
         self.wo = Linear(width, H, bias=False)
         self.mlp_norm = RMSNorm(H, args.norm_eps)
         self.mlp = Experts(args) if args.num_experts else MLP(args)
@@ -424,14 +425,15 @@ class Block(nn.Module):
 
         inputs: what attention reads if it is not x, [B, T, input_size].
         """
-        return self.run(self, x, cache, shared, inputs)
+        qkv = self.project(x if inputs is None else inputs)
+        return self.finish(x, cache.attend(self, qkv, shared))
 
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values of what this layer reads [B, T, input_size]: [B, T, (nh + 2*nkv)*hd]."""
         return self.wqkv(x)
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """What `wqkv` gave -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
+        """Output of `wqkv` -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
         sizes = self.num_heads + self.num_kv_heads, self.num_kv_heads
         qk, v = qkv.unflatten(-1, (-1, self.head_dim)).split(sizes, dim=2)
         if self.q_norm is not None:
@@ -460,44 +462,16 @@ class TargetBlock(Block):
         return self.wqkv(self.attn_norm(x))
 
 
-def through(model: Transformer, x: Tensor, aux_layers: tuple[int, ...], apply: Callable):
-    """Take the residual stream x [B, T, H] through all layers of a target: x = apply(i, layer, x).
-
-    Returns the stream after them, and the streams entering `aux_layers` side by side (None if there are
-    none); the number of layers, L, stands for the stream after the last one.
-    """
-    features = []
-    for i in range(len(model.layers)):
-        if i in aux_layers:
-            features.append(x)
-        x = apply(i, model.layer(i, x), x)
-    if len(model.layers) in aux_layers:
-        features.append(x)
-    return x, torch.cat(features, dim=-1) if features else None
-
-
-def run_layers(
-    model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
-):
-    """All layers of a target on x [B, T, H], over its caches; what it returns is what `through` does."""
-    def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # `layer(x, caches[i], shared)` in regions
-        return _finish(layer, x, layer.attention(layer, _project(layer, x), caches[i], shared))
-
-    return through(model, x, aux_layers, apply)
-
-
 class Transformer(nn.Module):
     """A LLaMA-architecture target.
 
-    `run_layers` and `move` may be replaced by functions of the same kind, `Cache` by another class.
-    `on_kernels`: they were, and every row of a pass is computed as if it were alone. `reads_length`: its
-    attention reads on the device how long a text is, so that a pass costs the same whatever slots it is
-    given. `ranks`: the processes that it is dealt to, if several (`kernels.parallel`). `offloaded`: those of
-    its layers whose weights are in the host's memory, if some are (`kernels.offload`).
+    backend: what it was prepared for (`kernels.backend`), None: nothing. whole: that backend computes all of
+    its layers. Caches: the class of its caches. ranks: the processes that share it, if several
+    (`kernels.tp`).
     """
 
-    on_kernels = reads_length = False
-    ranks = offloaded = None
+    backend, whole, ranks = None, False, None
+    Caches = KVCaches
 
     def __init__(self, args: ModelArgs):
         super().__init__()
@@ -507,54 +481,59 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(args.hidden_size, args.norm_eps)
         self.lm_head = None if args.tie_embeddings else Linear(args.hidden_size, args.vocab_size, bias=False)
         self.register_buffer("inv_freq", inverse_frequencies(args), persistent=False)
-        self.run_layers, self.move, self.Cache = run_layers, move, KVCache
 
-    def caches(self, batch: int, slots: int) -> nn.ModuleList:
-        """A cache for every layer."""
+    def caches(self, batch: int, slots: int) -> KVCaches:
+        """Allocate a cache for every layer."""
         weight = self.embed.weight
-        return self.Cache.of_layers(len(self.layers), batch, slots, self.args, weight.dtype, weight.device)
+        return self.Caches.of(self.args, batch, slots, weight.dtype, weight.device, self.backend)
 
     def cache_bytes(self, batch: int, slots: int) -> int:
-        """What `caches` take."""
-        args = self.args
-        return args.num_layers * self.Cache.bytes(batch, slots, args, self.embed.weight.dtype)
-
-    def begin(self) -> None:
-        """Start what a pass waits for later: the way of the first weights that are in the host's memory.
-
-        It may be called before the pass, so that this goes on beside other work of the same step.
-        """
-        if self.offloaded is not None:
-            self.offloaded.begin()
-
-    def layer(self, i: int, after: Tensor) -> TargetBlock:
-        """Layer i, to be computed at once: until the next one is asked for. `begin` was called.
-
-        after: what the layer before gave, or the embeddings.
-        """
-        resident = len(self.layers) - (self.offloaded.count if self.offloaded else 0)
-        return self.layers[i] if i < resident else self.offloaded.layer(i - resident, after)
+        """Return the size of `caches`."""
+        return self.Caches.bytes(self.args, batch, slots, self.embed.weight.dtype, self.backend)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible, caches,
-        aux_layers: tuple[int, ...] = (), begun: bool = False,
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible, caches: KVCaches,
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass over T rows per sequence.
+        """Compute one pass over T rows per sequence.
 
-        tokens, positions, slots [B, T] int64: what is read, where it stands in the text, where its
-        keys/values go. visible [B, T, n] bool: which cache slots each row attends to, its own included; only
-        the first n are read (see `Pass`). caches: one per layer, written in place. begun: `begin` was called
-        for this pass. Returns the last residual stream [B, T, H] (before the final norm) and, when
-        `aux_layers` is given, the residual streams entering those layers side by side
-        [B, T, len(aux_layers)*H], else None.
+        tokens, positions, slots [B, T] int64: what is read, its place in the text, where its keys/values go.
+        visible [B, T, n] bool: the cache slots each row attends to, its own included; only the first n are
+        read (see `Pass`). caches: one per layer, written in place. Returns the last residual stream [B, T, H]
+        (before the final norm) and, when `aux_layers` is given, the residual streams entering those layers
+        side by side [B, T, len(aux_layers)*H], else None.
         """
-        if not begun:
-            self.begin()
         shared = Pass(self.args, self.inv_freq, positions, slots, visible)
-        return self.run_layers(self, self.embed(tokens), caches, shared, aux_layers)
+        return self.run_layers(self.embed(tokens), caches, shared, aux_layers)
+
+    def run_layers(
+        self, x: Tensor, caches: KVCaches, shared: Pass, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Take the residual stream x [B, T, H] through all layers; returns what `through` does."""
+        def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
+            return _finish(layer, x, caches[i].attend(layer, _project(layer, x), shared))
+
+        return self.through(x, aux_layers, apply)
+
+    def through(
+        self, x: Tensor, aux_layers: tuple[int, ...], apply: Callable
+    ) -> tuple[Tensor, Tensor | None]:
+        """Take x [B, T, H] through all layers: x = apply(i, layer, x).
+
+        Returns the stream after them, and the streams entering `aux_layers` side by side (None without any);
+        the number of layers, L, stands for the stream after the last one.
+        """
+        features = []
+        for i, layer in enumerate(self.layers):
+            if i in aux_layers:
+                features.append(x)
+            x = apply(i, layer, x)
+        if len(self.layers) in aux_layers:
+            features.append(x)
+        return x, torch.cat(features, dim=-1) if features else None
 
     def causal(self, tokens: Tensor, aux_layers: tuple[int, ...] = ()) -> tuple[Tensor, Tensor | None]:
-        """`forward` over complete sequences [B, T] from position 0, without a cache.
+        """Compute `forward` over complete sequences [B, T] from position 0, without a cache.
 
         For training and for scoring.
         """
@@ -563,17 +542,16 @@ class Transformer(nn.Module):
 
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:
             q, k, v = (t.transpose(1, 2) for t in layer.split(layer.heads(layer.project(x), cos, sin)))
-            groups = q.shape[1] // k.shape[1]  # of what is here: a part, where the target is dealt
+            groups = q.shape[1] // k.shape[1]  # of this rank's heads, where the target is dealt
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
             attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             return layer.finish(x, attended.transpose(1, 2).flatten(2))
 
-        self.begin()
-        return through(self, self.embed(tokens), aux_layers, apply)
+        return self.through(self.embed(tokens), aux_layers, apply)
 
     @property
     def lm_rows(self) -> Tensor:
-        """What the logits are products with [V, H]: the lm_head's weight or, tied, the embedding's."""
+        """The rows [V, H] that logits are products with: the lm_head's weight or, tied, the embedding's."""
         return (self.embed if self.lm_head is None else self.lm_head).weight
 
     def logits(self, x: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ def run(o) -> int:
     if not several():
         return start(o, tree, listener)
     from engine.runtime import Runtime
-    from kernels.ranks import joined, own_device
+    from kernels.tp import joined, own_device
 
     device = Runtime(o.device).device_name
     with joined(device, o.shard_head) as ranks:
@@ -152,7 +152,7 @@ def start(o, tree: TreeSpec, listener: socket.socket | None, ranks=None) -> int:
     from common.threads import use_threads
     from engine.api import Drafting, load_target
     from engine.runtime import Runtime, check_device
-    from kernels.ranks import own_device
+    from kernels.tp import own_device
     from server.app import Server, Settings, make_app
     from server.metrics import Metrics
     from server.ranks import Leader, Orders, follow

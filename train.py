@@ -25,7 +25,7 @@ from common.errors import InputError
 from common.threads import use_threads
 from common.torchrun import one_voice
 from engine.runtime import Runtime, check_device
-from kernels.ranks import is_loss
+from kernels.tp import is_loss
 from training.data import SHORTEST
 from training.heads import DRAFTS, KINDS, MARKOV_RANK
 from training.losses import STEPS

@@ -17,7 +17,7 @@ from common.tree_shapes import PAPER_TREE, AnyTree, Level, PathTree, TreeShape, 
 __all__ = ["PAPER_TREE", "AnyTree", "Level", "PathTree", "TreeShape", "chains"]  # known by these names, too
 
 def likely_tree(nodes: int, levels: int) -> PathTree:
-    """A static tree of so many nodes, root included: those that are accepted most often.
+    """Return a static tree of the nodes that are accepted most often, root included.
 
     Assumed: the best child is right six times in ten at the first level and a tenth less often a level
     further down; the n-th best is right 0.25/n as often as the best. Raises ValueError if there is nothing to
@@ -73,7 +73,7 @@ def pick(x: Tensor, index: Tensor) -> Tensor:
 def link(parent: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """The depth [B, T] and ancestors [B, T, T] bool of nodes with these parents [B, T].
 
-    levels: the trees have at most so many levels below the root.
+    levels: the most levels below the root.
     """
     nodes = torch.arange(parent.shape[1], device=parent.device)
     step = nodes.expand_as(parent)
@@ -119,21 +119,35 @@ class Growth:
         self.scores.append(self.child_scores)
         self.parents.append(self.beam_flat[..., None].expand(B, k, k).flatten(1))
 
+    @property
+    def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
+        """The newest children's scores and tokens [B, k*k], what the beam sees, and the candidates before."""
+        return self.child_scores, self.child_tokens, self.beam_sees, self.size
+
+    @property
+    def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores, tokens and parents of all candidates [B, C]; a parent's place is below 0 for the root."""
+        scores, tokens, parents = (torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
+        return scores, tokens, parents
+
+    def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor, row: Tensor) -> Tensor:
+        """Take a beam of the newest children, and return the beam row each came from [B, k]."""
+        self.beam_scores, self.beam_tokens, self.beam_flat, self.beam_sees = scores, tokens, flat, sees
+        self.size += self.child_tokens.shape[1]
+        return row
+
     def advance(self) -> Tensor:
         """Make the k best of the newest children the beam. Returns the beam row each came from [B, k]."""
         B, k = self.beam_tokens.shape
-        self.beam_scores, index = self.child_scores.topk(k, dim=-1)
-        row = index // k
-        self.beam_tokens = self.child_tokens.gather(1, index)
-        self.beam_flat = self.size + index
-        self.size += k * k
+        scores, index = self.child_scores.topk(k, dim=-1)
+        row, tokens = index // k, self.child_tokens.gather(1, index)
         itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
-        self.beam_sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
-        return row
+        sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
+        return self.set_beam(scores, tokens, self.size + index, sees, row)
 
     def prune(self, root: Tensor) -> Tree:
         """Keep the T-1 candidates with the highest cumulative log-probability below `root` [B]."""
-        scores, tokens, parents = (torch.cat(x, dim=1) for x in (self.scores, self.tokens, self.parents))
+        scores, tokens, parents = self.candidates
         # A child never outscores its parent but may equal it (probability 1 in float32). The stable sort
         # keeps the smaller index, the parent, first: the kept set always contains the ancestors of its
         # members.
@@ -150,8 +164,8 @@ class Growth:
 def join(one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
     """The `nodes` most likely nodes of two trees with one root, by their scores, as a tree.
 
-    A path that both have counts once, with the better score. levels: the trees have at most so many below the
-    root. A child never outscores its parent; of equals the parent comes first, and stays with its child.
+    A path that both have counts once, with the better score. levels: the most levels below the root. A child
+    never outscores its parent; of equals the parent comes first, and stays with its child.
     """
     first = one.tokens.shape[1]
     # Which nodes of the other stand where a node of the one stands [B, T2, T1].
@@ -201,7 +215,7 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
     Returns path [B, W], node indices, root first, then zeros; and count [B] >= 1.
     chosen [B, T] is the one token the target draws at every node. A node is accepted if it carries the token
-    drawn at its parent and its parent is accepted. Where siblings carry distinct tokens the accepted nodes
+    drawn at its parent and its parent is accepted. With distinct tokens of siblings the accepted nodes
     form one path; of equal paths side by side, as drafters that repeat themselves have them, the one to the
     first deepest node is taken. The step emits chosen[path[:count]]: the accepted tokens and, last, one more
     that becomes the next root. Because proposals are a deterministic set this is exactly sampling from the
@@ -210,20 +224,12 @@ def accept(tree: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
     return deepest(tree, tree.tokens == chosen.gather(1, tree.parent), window)
 
 
-def deepest(tree: Tree, agrees: Tensor, window: int, likely: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`accept` where `agrees` [B, T] says which nodes continue their parents.
-
-    Of several paths of the same depth the one to the most `likely` [B, T] node is taken, else to the first.
-    """
+def deepest(tree: Tree, agrees: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """Return `accept` where `agrees` [B, T] marks the nodes that continue their parents."""
     nodes = torch.arange(tree.tokens.shape[1], device=agrees.device)
     accepted = ~(tree.ancestors & ~(agrees | (nodes == 0))[:, None]).any(-1)
     at_depth = tree.depth[:, None] == torch.arange(window, device=agrees.device)[:, None]  # [B, W, T]
     depth = torch.where(accepted, tree.depth, -1)
-    if likely is not None:
-        last = torch.where(
-            depth == depth.amax(-1, keepdim=True), likely, float("-inf")
-        ).argmax(-1, keepdim=True)
-    else:
-        last = depth.argmax(-1, keepdim=True)  # [B, 1]
+    last = depth.argmax(-1, keepdim=True)  # [B, 1]
     taken = pick(tree.ancestors, last) & at_depth  # [B, W, T]
     return torch.where(taken, nodes, 0).sum(-1), tree.depth.gather(1, last)[:, 0] + 1

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))  # the project, for this file and for those that i
 from common.cli import note, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.threads import use_threads  # noqa: E402
-from kernels.cpu import isa_in_use  # noqa: E402
+from kernels.cpu import CpuBackend  # noqa: E402
 from kernels.isa import processor_name  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -64,17 +64,22 @@ def run(p: argparse.ArgumentParser, action: Callable, argv: list[str] | None) ->
     return run_command(threaded, OSError, ValueError)
 
 
+def last_isa() -> str | None:
+    """Return the instruction set of the CPU kernels loaded last, None before any were."""
+    return next(reversed(CpuBackend.loaded), None)
+
+
 def describe(o: argparse.Namespace) -> dict:
     """Return date, device, threads and torch version: the head of every result file."""
     return {
         "date": datetime.date.today().isoformat(), "threads": o.threads, "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if CUDA else processor_name(), "isa": isa_in_use(),
+        "device": torch.cuda.get_device_name() if CUDA else processor_name(), "isa": last_isa(),
     }
 
 
 def write(name: str, record: dict) -> None:
     """Write NAME.json into benchmarks/results, or into the folder OUT of the environment."""
-    record["isa"] = record.get("isa") or isa_in_use()  # unknown before the kernels were loaded
+    record["isa"] = record.get("isa") or last_isa()  # unknown before the kernels were loaded
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
 
@@ -84,7 +89,7 @@ def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable], digits: 
     def cell(value: object) -> str:
         return f"{value:.{digits}f}" if isinstance(value, float) else "" if value is None else str(value)
 
-    about = f"{record['device']}, {record['isa'] or isa_in_use()}, {record['threads']} threads"
+    about = f"{record['device']}, {record['isa'] or last_isa()}, {record['threads']} threads"
     lines = [f"{about}, torch {record['torch']}, {record['date']}", "", f"| {' | '.join(heads)} |"]
     lines.append("|---" * lines[-1].count(" | ") + "|---|")
     return "\n".join(lines + [f"| {' | '.join(map(cell, row))} |" for row in rows])

@@ -23,10 +23,9 @@ from engine.memory import bytes_per_step
 from engine.prompt import encode
 from engine.request import Request
 from engine.runtime import Runtime
-from engine.target import Drafting, Target, float8_cache, load_target
-from kernels.cpu import try_kernels
-from kernels.packed import ByteCache, threads_for
-from kernels.parts import draw, visible_slots
+from engine.target import Drafting, Target, load_target
+from kernels.backend import TORCH
+from kernels.choose import choose_backend
 from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
@@ -122,18 +121,18 @@ class Runner:
     @torch.no_grad()
     def verify_seconds(self, context: int, repeat: int) -> float:
         """Return the median seconds of the target's pass over the tree, alone, after `context` tokens."""
-        d, rows = self.engine, self.engine.drafter.shape.nodes
+        d, rows, backend = self.engine, self.engine.drafter.shape.nodes, self.engine.passes.backend
         length = torch.full((d.batch,), context, device=d.device)
         own = length[:, None] + torch.arange(rows, device=d.device)
         slots = torch.arange(context + rows, device=d.device)
         caches, sees = d.target.caches(d.batch, len(slots)), torch.ones_like(own[..., None] == own[:, None])
 
         def verify() -> None:
-            visible = visible_slots(slots, length, sees)
+            visible = backend.visible_slots(slots, length, sees)
             x, _ = d.target(own % 2, own, own, visible, caches, d.drafter.aux_layers)
-            draw(d.target.logits(x), None)
+            backend.draw(d.target.logits(x), None)
 
-        with threads_for(d.target):
+        with backend.threads():
             return bench.median_seconds(captured(verify, d.device), d.device, repeat)
 
 
@@ -228,12 +227,15 @@ def load(
     where.prepare()
     torch.manual_seed(0)
     weights, head = random_models(shape, where.torch_dtype or torch.bfloat16, where.device_name, mode)
-    if where.on_kernels and not try_kernels(note, where.isa, must=where.kv == "int8"):
+    backend = choose_backend(
+        where.device_name, where.compile and where.kernels, where.isa, note, where.kv == "int8"
+    )
+    if where.on_kernels and backend is TORCH:
         where = replace(where, compile=False)
-    target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note)
+    target = Target(Path(shape), where, weights, {"stop_ids": []}, None, note, backend)
     target.put_on_kernels(weights)
     if where.kv != "auto":
-        weights.Cache = ByteCache if where.kv == "int8" else float8_cache(weights)
+        weights.Caches = backend.caches[where.kv]
     target.put_on_kernels(head, int8=mode is None)
     return Model(target, head)
 

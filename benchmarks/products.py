@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import bench  # first: it makes the modules below importable
 import ours
@@ -27,18 +26,12 @@ from torch import Tensor, nn
 
 from common.cli import note
 from common.errors import InputError, first_line
-from kernels.cpu import load_kernels
+from kernels.choose import choose_backend
+from kernels.cpu import CpuBackend
 from kernels.packed import PackedLinear
 from kernels.quantized import QuantizedLinear
 
 PAUSE = 0.02  # seconds, after which the threads of PyTorch's products no longer spin
-
-
-class Product(NamedTuple):
-    """One kind of product: a callable for each matrix, and the instruction set that it needs."""
-
-    layers: list[Callable]
-    isa: str | None = None
 
 
 def weights_of(o) -> list[Tensor]:
@@ -57,34 +50,35 @@ def int8pack(weight: Tensor) -> Callable:
     return lambda x: torch._weight_int8pack_mm(x[0], q, scale)
 
 
-def unquantised(weight: Tensor) -> PackedLinear:
+def unquantised(backend: CpuBackend, weight: Tensor) -> PackedLinear:
     """Return our CPU product with bf16 weights."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    return PackedLinear(linear, torch.bfloat16)
+    return PackedLinear(backend, linear, torch.bfloat16)
 
 
-def products_of(weights: list[Tensor], o) -> dict[str, Product]:
+def products_of(weights: list[Tensor], o) -> dict[str, list[Callable]]:
     """Return all kinds of products by name."""
     on_cpu = weights[0].device.type == "cpu"
     modes = {"int8": 0, "w8a8": 0} if on_cpu else {"int8": 0, "fp8": 0}
     if all(w.shape[1] % 64 == 0 for w in weights):
         modes |= {"int4": 64, "w4a8": 64} if on_cpu else {"int4": 64}
     products = {
-        "PyTorch whole": Product([partial(F.linear, weight=w) for w in weights]),
-        "PyTorch int8pack": Product([int8pack(w) for w in weights]),
+        "PyTorch whole": [partial(F.linear, weight=w) for w in weights],
+        "PyTorch int8pack": [int8pack(w) for w in weights],
     }
     if not on_cpu:
-        return products | {
-            f"ours {mode}": Product([QuantizedLinear.of(w, mode, group) for w in weights])
-            for mode, group in modes.items()
-        }
-    for wanted in o.isa or [None]:
-        isa = load_kernels(note, isa=wanted)
-        products[f"{isa} whole"] = Product([unquantised(w) for w in weights], isa)
         for mode, group in modes.items():
-            layers = [PackedLinear(QuantizedLinear.of(w, mode, group), torch.bfloat16) for w in weights]
-            products[f"{isa} {mode}"] = Product(layers, isa)
+            layers = [QuantizedLinear.of(w, mode, group) for w in weights]
+            choose_backend(weights[0].device).prepare(nn.ModuleList(layers))
+            products[f"ours {mode}"] = layers
+        return products
+    for wanted in o.isa or [None]:
+        backend = CpuBackend.load(wanted, note)
+        products[f"{backend.name} whole"] = [unquantised(backend, w) for w in weights]
+        for mode, group in modes.items():
+            layers = [QuantizedLinear.of(w, mode, group) for w in weights]
+            products[f"{backend.name} {mode}"] = [PackedLinear(backend, x, torch.bfloat16) for x in layers]
     return products
 
 
@@ -103,14 +97,12 @@ def action(o) -> None:
         for rows in o.rows:
             inputs = [torch.randn(1, rows, w.shape[1], dtype=w.dtype, device=device) for w in weights]
             try:
-                calls[name, rows] = ours.captured(partial(multiply, product.layers, inputs), device)
+                calls[name, rows] = ours.captured(partial(multiply, product, inputs), device)
             except RuntimeError as e:
                 note(f"{name}, {rows} rows: left out ({first_line(e)})")
     times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for repeat in range(o.repeat + 1):  # the first one warms up
         for (name, rows), call in calls.items():
-            if isa := products[name].isa:
-                load_kernels(isa=isa)
             settle(device)
             time.sleep(PAUSE)
             began = time.perf_counter()

@@ -12,9 +12,8 @@ from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read
 from checkpoint.weights import Stored, bytes_of, check_shapes, listed, opened
 from common.errors import InputError
 from common.schema import Wrong
-from kernels.parallel import Share, deal
 from kernels.quantized import Scheme, replace_all
-from kernels.ranks import Ranks
+from kernels.tp import Ranks, Share, deal
 from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
 from networks.head import Head, HeadArgs
 

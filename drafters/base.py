@@ -11,8 +11,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels import cpu
-from model import KVCache, ModelArgs
+from model import KVCaches, ModelArgs
 from tree import Level, PathTree, Tree, TreeShape, chain
 
 
@@ -86,16 +85,6 @@ class StaticLevel(nn.Module):
             constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
 
 
-def unread_rows(state) -> int:
-    """How many rows a catch-up reads: W, or on our CPU kernels no more than there are.
-
-    There a step may have any shape, looking costs nothing, and a row does not depend on those beside it.
-    """
-    if not cpu.is_alone():
-        return state.window
-    return min(max(int(state.n_new.max()), 1), state.window)
-
-
 def newest(state, rows: int) -> Tensor:
     """Which of the unread tokens' rows, so many at most, is the last one's [B, 1]."""
     # A sequence that is held still may have more unread tokens than that.
@@ -109,7 +98,7 @@ class Drafter(nn.Module):
     step.
     """
 
-    rule = "equal"  # which of `sampling.rules` its nodes are accepted by
+    rule = "equal"  # which of `sampling.options.RULES` its nodes are accepted by
     aux_layers: tuple[int, ...] = ()  # target layers whose inputs it wants as features
     passes = 0  # how often a step reads the weights of its network, for the bandwidth figure
     made_of = ""  # tells drafters without weights apart, in evaluate.py's record of who answered
@@ -123,7 +112,7 @@ class Drafter(nn.Module):
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
         self.shape = shape
-        self.caches: nn.ModuleList | None = None  # of its network, see `allocate`
+        self.caches: KVCaches | None = None  # of its network, see `allocate`
 
     @property
     def network(self) -> nn.Module | None:
@@ -146,7 +135,7 @@ class Drafter(nn.Module):
 
     def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
         """Bytes that `allocate` takes."""
-        return sum(KVCache.bytes(batch, slots, args, dtype) * args.num_layers for args in self.cached)
+        return sum(KVCaches.bytes(args, batch, slots, dtype) for args in self.cached)
 
     def reusable(self, same: int, held: int, length: int) -> int:
         """How many of the first `same` tokens of a prompt of so many it need not read again.
@@ -171,20 +160,20 @@ class Drafter(nn.Module):
         for name in self.per_sequence:
             some._buffers[name] = self._buffers[name].narrow(0, first, count)
         if self.caches is not None:
-            some.caches = type(self.caches[0]).rows(self.caches, first, count)
+            some.caches = self.caches.rows(first, count)
         return some
 
     def take(self, place: int, slots: int) -> list[Tensor]:
         """Copies of all that it keeps of a sequence, in so many cache slots."""
         own = [self._buffers[name][place].clone() for name in self.per_sequence]
-        return own if self.caches is None else own + type(self.caches[0]).take(self.caches, place, slots)
+        return own if self.caches is None else own + self.caches.take(place, slots)
 
     def put(self, place: int, taken: list[Tensor]) -> None:
         """Write what was taken of one sequence where another is."""
         for name, kept in zip(self.per_sequence, taken):
             self._buffers[name][place] = kept
         if self.caches is not None:
-            type(self.caches[0]).put(self.caches, place, taken[len(self.per_sequence) :])
+            self.caches.put(place, taken[len(self.per_sequence) :])
 
     def begin(self, place: int, prompt: list[int]) -> None:
         """A new text is started in this place of the batch: forget the last one. Not part of the step."""

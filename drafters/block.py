@@ -16,12 +16,11 @@ from torch import Tensor
 
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import unread_rows
 from drafters.folders import head_folder
 from drafters.network import FEW, HeadDrafter, grow_crossed
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
-from kernels.parts import advance, once, rank, visible_slots
+from kernels.backend import TorchBackend, once
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
 from tree import Growth, PathTree, TreeShape
@@ -61,7 +60,7 @@ class BlockDrafter(HeadDrafter):
 
         What the others write is overwritten or never seen.
         """
-        W, rows, n_new = unread_rows(state), self.block_rows, state.n_new
+        W, rows, n_new = state.backend.unread_rows(state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
         context = self.head.fuse(state.features[:, :W])
         slots, first = self.kept.live(slots), self.kept.first(start)
@@ -72,7 +71,8 @@ class BlockDrafter(HeadDrafter):
         before = ahead <= ahead[:, None]
         if self._sees_all:
             before = before | ((ahead >= W) & (ahead[:, None] >= W))
-        visible = visible_slots(slots, first, (before & real[:, None]) | (ahead == ahead[:, None]))
+        seen = (before & real[:, None]) | (ahead == ahead[:, None])
+        visible = state.backend.visible_slots(slots, first, seen)
         drafted = self._draft(state, context, positions, own, visible)
         self._keep_unread(state)
         return drafted
@@ -95,14 +95,14 @@ class BlockDrafter(HeadDrafter):
         self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
         level_logits: list[Tensor] | None = None,
     ) -> Growth:
-        head, k = self.head, shape.width
+        backend, head, k = state.backend, self.head, shape.width
         logits = head.logits(last[:, : shape.window - 1])  # of all levels: the lm_head is read once
         if not head.args.markov_rank:
             if level_logits is not None:
                 level_logits += logits.split(1, 1)
             rows = last[:, : shape.window - 1]
             trust = F.logsigmoid(head.doubt(rows)) if head.args.confidence else None
-            return grow_crossed(logits, noise, self._names, shape, trust)
+            return grow_crossed(backend, logits, noise, self._names, shape, trust)
 
         def children(level: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
             """The k best after tokens [B, R]: scores and target ids, both [B, R, k]."""
@@ -110,36 +110,36 @@ class BlockDrafter(HeadDrafter):
             after = logits[:, level, None] + head.after(row, tokens)
             if level_logits is not None:
                 level_logits.append(after)
-            return self._ranked(after, row, tokens, None if noise is None else noise[:, level, None], k)
+            shift = None if noise is None else noise[:, level, None]
+            return self._ranked(backend, after, row, tokens, shift, k)
 
         scores, tokens = children(0, state.root()[:, None])
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         for level in range(1, shape.window - 1):
             if level > 1:
-                advance(grown)
+                backend.advance(grown)
             grown.extend(*children(level, grown.beam_tokens))
         return grown
 
-
     def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.head.logits(self.catch_up(state, slots))
-        return rank(logits, None, min(FEW, logits.shape[-1]), self._names)
+        return state.backend.rank(logits, None, min(FEW, logits.shape[-1]), self._names)
 
     def level_pass(
-        self, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
+        self, backend: TorchBackend, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
         if not self.head.args.markov_rank:  # the first pass drafts all levels
             return tokens + 1, tokens
         logits = self.head.after(feature, tokens)
-        return self._ranked(logits, feature, tokens, None, min(FEW, logits.shape[-1]))
+        return self._ranked(backend, logits, feature, tokens, None, min(FEW, logits.shape[-1]))
 
     def _ranked(
-        self, logits: Tensor, row: Tensor, tokens: Tensor, noise: Tensor | None, k: int
+        self, backend: TorchBackend, logits: Tensor, row: Tensor, tokens: Tensor, noise: Tensor | None, k: int
     ) -> tuple[Tensor, Tensor]:
         """The k best by logits [B, R, Vd] of rows that draft what follows tokens [B, R], with what the
         confidence head says of them: scores and target ids, both [B, R, k].
         """
-        scores, ids = rank(logits, noise, k, self._names)
+        scores, ids = backend.rank(logits, noise, k, self._names)
         if self.head.args.confidence:
             scores = scores + F.logsigmoid(self.head.doubt(row, tokens))[..., None]
         return scores, ids

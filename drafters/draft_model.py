@@ -13,12 +13,11 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Proposal, newest, unread_rows
+from drafters.base import Proposal, newest
 from drafters.folders import model_folder
 from drafters.network import NetworkDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
-from kernels.parts import gumbel, prune, visible_before
 from model import Transformer
 from sampling.noise import PROPOSING, stream
 from tokens.tokenizer import Tokenizer
@@ -65,17 +64,18 @@ class DraftModel(NetworkDrafter):
         temperature = state.temperature[:, None, None]
         positions = state.length[:, None] + 1 + torch.arange(self.shape.window - 1, device=slots.device)
         key = stream(state.key, PROPOSING)
-        own = gumbel(key, positions, state.temperature, self.model.args.vocab_size)
+        own = state.backend.gumbel(key, positions, state.temperature, self.model.args.vocab_size)
         logits: list[Tensor] = []
         h = self.catch_up(state, slots)
-        tree = prune(self.grow(h, state, slots, own, self.shape, logits), state.root())
+        grown = self.grow(h, state, slots, own, self.shape, logits)
+        tree = state.backend.prune(grown, state.root())
         return Proposal(tree, (torch.cat(logits, 1) / temperature.clamp(min=1e-6)).softmax(-1))
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read up to W rows that end with the root; the last step committed the last n_new of them."""
-        start, rows = state.length - state.n_new + 1, unread_rows(state)
+        start, rows = state.length - state.n_new + 1, state.backend.unread_rows(state)
         positions = start[:, None] + torch.arange(rows, device=slots.device)
-        visible = visible_before(slots, start, rows)
+        visible = state.backend.visible_before(slots, start, rows)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, newest(state, h.shape[1]))
 

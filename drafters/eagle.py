@@ -9,12 +9,11 @@ import torch.nn as nn
 from torch import Tensor
 
 from checkpoint.loading import load_head
-from drafters.base import Proposal, StaticLevel, StaticTree, newest, unread_rows
+from drafters.base import Proposal, StaticLevel, StaticTree, newest
 from drafters.folders import head_folder, kind_of
 from drafters.network import HeadDrafter
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
-from kernels.parts import visible_before, visible_slots
 from networks.head import Head
 from tree import EAGLE1_TREE, PathTree, pick
 
@@ -35,10 +34,11 @@ class Eagle(HeadDrafter):
 
         What the others write is overwritten or never seen.
         """
-        head, start, rows = self.head, state.length - state.n_new, unread_rows(state)
+        backend, head, start = state.backend, self.head, state.length - state.n_new
+        rows = backend.unread_rows(state)
         positions = start[:, None] + torch.arange(rows, device=slots.device)
         next_tokens = state.tokens.gather(1, positions + 1)
-        own, visible = self.kept.rows(positions, visible_before(slots, start, rows))
+        own, visible = self.kept.rows(backend, positions, backend.visible_before(slots, start, rows))
         features = head.fuse(state.features[:, :rows])
         h = head(next_tokens, features, positions, own, visible, self.caches)
         self._keep_unread(state)
@@ -66,7 +66,7 @@ class StaticEagle(Eagle):
         self.levels = nn.ModuleList(StaticLevel(level) for level in shape.levels)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        noise, B = self.draft_noise(noise), state.length.shape[0]
+        backend, noise, B = state.backend, self.draft_noise(noise), state.length.shape[0]
         h, slots, first = self.catch_up(state, slots), self.kept.live(slots), self.kept.first(state.length)
         tokens, scores, used = [state.root()[:, None]], [], 0
         for i, level in enumerate(self.levels):
@@ -74,12 +74,12 @@ class StaticEagle(Eagle):
                 count = len(level.rows)
                 own = first[:, None] + used + torch.arange(count, device=slots.device)
                 positions = (state.length + i - 1)[:, None].expand(-1, count)
-                visible = visible_slots(slots, first, level.sees.expand(B, -1, -1))
+                visible = backend.visible_slots(slots, first, level.sees.expand(B, -1, -1))
                 h = self.head(
                     tokens[-1][:, level.rows], h[:, level.came_from], positions, own, visible, self.caches
                 )
                 used += count
-            level_scores, ranked = (x.flatten(1) for x in self._best(h, noise, i, self.shape.width))
+            level_scores, ranked = (x.flatten(1) for x in self._best(backend, h, noise, i, self.shape.width))
             tokens.append(ranked[:, level.nodes])  # of [B, rows * width]
             scores.append(level_scores[:, level.nodes])
         scores = torch.cat((torch.zeros_like(scores[0][:, :1]), *scores), dim=1)  # given the parent

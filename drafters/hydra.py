@@ -10,11 +10,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, StaticLevel, newest, unread_rows
+from drafters.base import Proposal, StaticLevel, newest
 from drafters.medusa import MultiTokenDrafter, build_multi_token
-from drafters.network import rank
 from drafters.request import Request
-from kernels.parts import visible_before
 from networks.hydra import HydraHeads
 from tree import PathTree, pick
 
@@ -38,9 +36,9 @@ class Hydra(MultiTokenDrafter):
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         head, start, noise = self.head, state.length - state.n_new, self.draft_noise(noise)
-        unread = unread_rows(state)
+        unread = state.backend.unread_rows(state)
         positions = start[:, None] + torch.arange(unread, device=slots.device)
-        visible = visible_before(slots, start, unread)
+        visible = state.backend.visible_before(slots, start, unread)
         features = head.fuse(state.features[:, :unread])
         p = head(features, positions, positions, visible, self.caches)
         p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
@@ -50,7 +48,8 @@ class Hydra(MultiTokenDrafter):
             if i:  # expand what the level above proposed
                 paths = torch.cat((paths[:, level.came_from], tokens[-1][:, level.rows, None]), -1)
             logits = head.guess_logits(head.output(p.expand(-1, paths.shape[1], -1), paths), i)
-            level_scores, ids = rank(logits, None if noise is None else noise[:, i, None], k)
+            shift = None if noise is None else noise[:, i, None]
+            level_scores, ids = state.backend.rank(logits, shift, k)
             tokens.append(head.draft_ids[ids].flatten(1)[:, level.nodes])
             scores.append(level_scores.flatten(1)[:, level.nodes])
         return Proposal(self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1)))

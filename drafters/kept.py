@@ -5,14 +5,13 @@ head that attends to all of a long text reads more in every draft pass than the 
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn as nn
 from torch import Tensor
 
 from drafters.base import constants
-from kernels.parts import visible_before
+from kernels.backend import TorchBackend
+from model import KVCaches
 
 MOST = 64  # rows that are moved in one call, whose entries a GPU holds in registers
 
@@ -37,8 +36,9 @@ class Whole(nn.Module):
         """The slot after the committed rows of texts of these lengths [B]: a pass's own rows begin there."""
         return length
 
-    def rows(self, positions: Tensor, visible):
-        """Where rows that follow each other in the text at positions [B, T] go, and what they see."""
+    def rows(self, backend: TorchBackend, positions: Tensor, visible):
+        """Return the slots of rows that follow each other in the text at positions [B, T], and what they
+        see."""
         return positions, visible
 
     def reusable(self, same: int, held: int, length: int) -> int:
@@ -76,15 +76,15 @@ class Ring(Whole):
     def first(self, length: Tensor) -> Tensor:
         return length.clamp(max=self.reach)
 
-    def rows(self, positions: Tensor, visible):
+    def rows(self, backend: TorchBackend, positions: Tensor, visible):
         first, count = self.first(positions[:, 0]), positions.shape[1]
         own = first[:, None] + torch.arange(count, device=positions.device)
-        return own, visible_before(self.slots, first, count)
+        return own, backend.visible_before(self.slots, first, count)
 
-    def keep(self, move: Callable, caches: nn.ModuleList, start: Tensor, rows: int, known: Tensor) -> None:
+    def keep(self, caches: KVCaches, start: Tensor, rows: int, known: Tensor) -> None:
         """Keep the first `known` [B] of the `rows` rows that a pass has written from `first(start)` on.
 
-        start [B]: how many were committed before. move: `model.move`, or a function like it.
+        start [B]: how many were committed before.
         """
         row, known, spare = torch.arange(rows, device=start.device), known[:, None], len(self.slots) - 1
         # Of more rows than the ring has slots the last ones. So no row stands where another one goes.
@@ -92,7 +92,7 @@ class Ring(Whole):
         source = torch.where(kept, self.first(start)[:, None] + row, spare)
         target = torch.where(kept, (start[:, None] + row) % self.reach, spare)
         for some, there in zip(source.split(MOST, 1), target.split(MOST, 1)):
-            move(caches, some, there)
+            caches.move(some, there)
 
     def reusable(self, same: int, held: int, length: int) -> int:
         # A longer text has written over what stood before the end of the shorter one. What the new text's

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from drafters.base import Confidence, Drafter, Proposal, StaticTree, constants
 from drafters.request import Request
-from kernels import cpu
 from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
@@ -66,11 +65,11 @@ class Lookup(Drafter):
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
         """Whether any sequence that still moves has a match []."""
-        _, likely = self.follow(state, slots)
+        _, likely = state.backend.follow(self, state, slots)
         return ((likely[:, 1] > float("-inf")) & ~state.done).any()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        return Proposal(self.static.of(*self.follow(state, slots)))
+        return Proposal(self.static.of(*state.backend.follow(self, state, slots)))
 
     def follow(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """The tree's tokens [B, T] and how likely each is after its parent, as logarithms [B, T].
@@ -79,10 +78,6 @@ class Lookup(Drafter):
         text.
         """
         n = slots.shape[0]
-        if cpu.is_alone():
-            return cpu.follow(
-                state.tokens, state.length, n, self.chain, self.ahead, self.first, self.further, self.shortest
-            )
         root, length = state.root()[:, None], state.length[:, None]
         matched = self.matches(state, slots)
         # The longest, of those the latest.

@@ -16,7 +16,6 @@ from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.base import Drafter, Proposal, StaticTree, constants, newest
 from drafters.folders import head_folder
-from drafters.network import rank
 from drafters.request import Request
 from drafters.tree_spec import eagle_tree
 from networks.medusa import MedusaHeads, MultiTokenHeads
@@ -66,7 +65,8 @@ class Medusa(MultiTokenDrafter):
         levels, noise = self.shape.window - 1, self.draft_noise(noise)
         z = self.head.fuse(pick(state.features, newest(state, state.features.shape[1]))[:, 0])
         logits = self.head.logits(z)[:, :levels]  # [B, levels, Vd]
-        scores, ids = rank(logits, None if noise is None else noise[:, :levels], self.shape.width)
+        shift = None if noise is None else noise[:, :levels]
+        scores, ids = state.backend.rank(logits, shift, self.shape.width)
         scores, tokens = scores[:, self.level, self.rank], self.head.draft_ids[ids][:, self.level, self.rank]
         root = state.root()[:, None]
         scores = torch.cat((torch.zeros_like(scores[:, :1]), scores), 1)

@@ -20,7 +20,7 @@ from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
 from drafters.folders import of_draft
 from drafters.network import HeadDrafter
 from drafters.request import Request
-from kernels.parts import join
+from kernels.backend import TorchBackend
 from tree import AnyTree, Tree, TreeShape
 
 UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
@@ -37,6 +37,7 @@ class View(NamedTuple):
     temperature: Tensor
     key: Tensor
     window: int
+    backend: TorchBackend
 
     def root(self) -> Tensor:
         """The root token of each sequence [B]."""
@@ -155,7 +156,7 @@ class Mixed(Drafter):
         for part in self.parts:
             view = View(
                 state.tokens, state.length, state.n_new, self._own(part, state.features), state.done,
-                state.temperature, state.key, state.window,
+                state.temperature, state.key, state.window, state.backend,
             )
             found.append(part.propose(view, slots, noise))
         greedy, sampling = self.believed[:, None].unbind(2)
@@ -165,7 +166,7 @@ class Mixed(Drafter):
         for i, (tree, *_) in enumerate(found):
             scores = UNSCORED * tree.depth if tree.scores is None else tree.scores
             trees.append(tree._replace(scores=(slope[i] * scores + shift[i]).clamp(max=0)))
-        tree = join(*trees, self.shape.nodes, self.shape.levels)
+        tree = state.backend.join(*trees, self.shape.nodes, self.shape.levels)
         extra = next((proposal.extra for proposal in found if proposal.extra is not None), None)
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 

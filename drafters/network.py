@@ -11,13 +11,13 @@ from torch import Tensor
 
 from drafters.base import Drafter, Proposal
 from drafters.kept import Whole, kept
-from kernels.parts import advance, prune, rank, visible_slots
+from kernels.backend import TorchBackend
 from networks.head import Head
 from tree import Growth, PathTree, TreeShape, pick
 
 
 def grow_crossed(
-    logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape,
+    backend: TorchBackend, logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape,
     trust: Tensor | None = None,
 ) -> Growth:
     """A tree of levels that know nothing of each other: every node of a level has the same children.
@@ -28,13 +28,13 @@ def grow_crossed(
     a level.
     """
     k, levels = shape.width, logits.shape[1]
-    scores, tokens = rank(logits, None if noise is None else noise[:, :levels], k, names)
+    scores, tokens = backend.rank(logits, None if noise is None else noise[:, :levels], k, names)
     if trust is not None:
         scores = scores + trust[..., None]
     grown = Growth(shape, scores[:, 0], tokens[:, 0])
     for level in range(1, levels):
         if level > 1:
-            advance(grown)
+            backend.advance(grown)
         grown.extend(*(x[:, level, None].expand(-1, k, -1) for x in (scores, tokens)))
     return grown
 
@@ -62,7 +62,7 @@ class NetworkDrafter(Drafter):
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self.catch_up(state, slots)
         grown = self.grow(last, state, slots, self.draft_noise(noise), self.shape)
-        return Proposal(prune(grown, state.root()))
+        return Proposal(state.backend.prune(grown, state.root()))
 
     def grow(
         self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,
@@ -75,17 +75,18 @@ class NetworkDrafter(Drafter):
         """
         k, base, slots = shape.width, state.length + self.read_ahead, self.kept.live(slots)
         own = self.kept.first(base)
-        scores, tokens = self._best(last, noise, 0, k, level_logits)
+        backend = state.backend
+        scores, tokens = self._best(backend, last, noise, 0, k, level_logits)
         grown = Growth(shape, scores[:, 0], tokens[:, 0])
         feature = last.expand(-1, k, -1)
         row_slots = own[:, None] + torch.arange(k, device=slots.device)
         for level in range(shape.depth):
             if level:
-                feature = pick(feature, advance(grown))
+                feature = pick(feature, backend.advance(grown))
             positions = (base + level)[:, None].expand(-1, k)
-            visible = visible_slots(slots, own, grown.beam_sees)
+            visible = backend.visible_slots(slots, own, grown.beam_sees)
             feature = self._rows(grown.beam_tokens, feature, positions, row_slots + level * k, visible)
-            grown.extend(*self._best(feature, noise, level + 1, k, level_logits))
+            grown.extend(*self._best(backend, feature, noise, level + 1, k, level_logits))
         return grown
 
     @property
@@ -94,7 +95,8 @@ class NetworkDrafter(Drafter):
         return None
 
     def _best(
-        self, h: Tensor, noise: Tensor | None, step: int, k: int, level_logits: list[Tensor] | None = None
+        self, backend: TorchBackend, h: Tensor, noise: Tensor | None, step: int, k: int,
+        level_logits: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The k likeliest next tokens after rows h [B, R, H].
 
@@ -103,7 +105,7 @@ class NetworkDrafter(Drafter):
         logits = self._logits(h)
         if level_logits is not None:
             level_logits.append(logits)
-        return rank(logits, None if noise is None else noise[:, step, None], k, self._names)
+        return backend.rank(logits, None if noise is None else noise[:, step, None], k, self._names)
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
         """The target's noise [B, W, V] at the network's ids [B, W, Vd]; None if it is not to be used."""
@@ -172,13 +174,13 @@ class HeadDrafter(NetworkDrafter):
         return self.kept.reusable(same, held, length)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
-        own, visible = self.kept.rows(positions, visible)
+        own, visible = self.kept.rows(state.backend, positions, visible)
         self._read(state, features, positions, own, visible)
         if self.kept.reach:
             start, rows = positions[:, 0], positions.shape[1]
             # The last unread token is read once more, by the next catch-up.
             end = state.length - state.n_new.clamp(max=1)
-            self.kept.keep(self.head.move, self.caches, start, rows, (end - start).clamp(0, rows))
+            self.kept.keep(self.caches, start, rows, (end - start).clamp(0, rows))
 
     def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
         """What `read` does, with slots of its own [B, C]."""
@@ -188,18 +190,19 @@ class HeadDrafter(NetworkDrafter):
         """Keep what a catch-up has read of W unread tokens; of sequences that are held still, nothing."""
         if self.kept.reach:
             known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
-            self.kept.keep(self.head.move, self.caches, state.length - state.n_new, state.window, known)
+            self.kept.keep(self.caches, state.length - state.n_new, state.window, known)
 
     def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """What every step begins with, whatever its tree: catching up, and the best of the first level."""
-        return self._best(self.catch_up(state, slots), None, 0, min(FEW, self.head.args.draft_vocab_size))
+        few = min(FEW, self.head.args.draft_vocab_size)
+        return self._best(state.backend, self.catch_up(state, slots), None, 0, few)
 
     def level_pass(
-        self, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
+        self, backend: TorchBackend, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
     ) -> tuple[Tensor, Tensor]:
         """What each further level takes, over so many nodes [B, R]; positions and slots are `own`."""
         h = self._rows(tokens, feature, own, own, visible)
-        return self._best(h, None, 0, min(FEW, self.head.args.draft_vocab_size))
+        return self._best(backend, h, None, 0, min(FEW, self.head.args.draft_vocab_size))
 
     @property
     def _names(self) -> Tensor:

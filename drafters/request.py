@@ -25,7 +25,7 @@ class Request:
     coupled: bool
     max_seq_len: int  # tokens there is room for
     reach: int  # of the last tokens of a text, that a head is to attend to; 0: all
-    rule: str  # how nodes are accepted, see `sampling.rules`
+    rule: str  # how nodes are accepted, see `sampling.options.RULES`
     flags: dict  # all flags of the method's own
     prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
 

@@ -18,7 +18,6 @@ from drafters.base import Confidence, Drafter, Proposal
 from drafters.network import HeadDrafter
 from engine.autotune import LONG, SHORT, TEMPERATURES, Calibration, Far
 from engine.engine import Engine
-from kernels.parts import prune
 from model import Transformer
 from sampling.noise import seed_keys
 from sampling.options import Sampling
@@ -90,7 +89,7 @@ class Recorder(Drafter):
         growths = {shape.width: drafter.grow(last, state, slots, noise, shape) for shape in shapes}
         self.steps.append((state.key.clone(), state.length.clone(), growths))
         growths[2].shape = self.shape
-        return Proposal(prune(growths[2], state.root()))
+        return Proposal(state.backend.prune(growths[2], state.root()))
 
 
 @torch.no_grad()

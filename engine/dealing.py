@@ -12,7 +12,7 @@ from checkpoint.loading import shares_of, weigh
 from common.errors import InputError
 from engine.memory import free_memory
 from engine.runtime import Runtime
-from kernels.ranks import Ranks, short_sums_in_shared_memory
+from kernels.tp import Ranks
 
 
 def prepare(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], ranks: Ranks) -> None:
@@ -43,5 +43,3 @@ def prepare(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], rank
             " machines, or quantise"
         )
     say(line)
-    if device.type == "cuda" and runtime.compile:
-        say(f"sums over ranks: {short_sums_in_shared_memory(ranks, device)}")

@@ -281,11 +281,11 @@ class Engine:
 
     def _take(self, place: int, slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         caches = self.passes.caches
-        return type(caches[0]).take(caches, place, slots), self.drafter.take(place, slots)
+        return caches.take(place, slots), self.drafter.take(place, slots)
 
     def _put(self, place: int, taken: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
         caches = self.passes.caches
-        type(caches[0]).put(caches, place, taken[0])
+        caches.put(place, taken[0])
         self.drafter.put(place, taken[1])
 
     # -- step ---------------------------------------------------------------------------------

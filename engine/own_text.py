@@ -12,8 +12,7 @@ from common.errors import InputError
 from engine.calibrate import PROMPTS
 from engine.engine import Engine
 from engine.prompt import encode
-from kernels.cpu import try_kernels
-from kernels.packed import pack_models
+from kernels.choose import choose_backend
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
 
@@ -30,8 +29,7 @@ def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most:
     prompts = [encode(tokenizer, PROMPTS[i % len(PROMPTS)]) for i in range(rows)]
     length = max(map(len, prompts)) + most
     model, _ = load_model(checkpoint)
-    if try_kernels(say):
-        pack_models(model)
+    choose_backend("cpu", say=say).prepare(model)
     largest, vocab_size = max(map(max, prompts)), model.args.vocab_size
     if largest >= vocab_size:
         raise InputError(

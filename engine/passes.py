@@ -24,8 +24,7 @@ from engine.prefill import prefill
 from engine.request import Score
 from engine.state import State
 from engine.step import commit, step, verify
-from kernels.packed import threads_for
-from kernels.parts import visible_before
+from kernels.backend import backend_of
 from model import Transformer
 from sampling.options import Modes
 from tokens.grammar import Guide
@@ -65,7 +64,7 @@ class Rows:
         self.chunk_start = passes.chunk_start[first : first + count]
         whole = count == passes.batch
         self.state: State = passes.state if whole else passes.state.rows(first, count)
-        self.caches = passes.caches if whole else type(passes.caches[0]).rows(passes.caches, first, count)
+        self.caches = passes.caches if whole else passes.caches.rows(first, count)
         self.drafter: Callable[[Drafter], Drafter] = (
             (lambda drafter: drafter) if whole else cache(lambda drafter: drafter.rows(first, count))
         )
@@ -87,8 +86,9 @@ class Passes:
         self.device, dtype = weight.device, weight.dtype
         self.on_cuda = self.device.type == "cuda"
         self.target, self.drafter, self.batch = target, drafter, batch
+        self.backend = backend_of(target)
         # On our CPU kernels a step calls few operators: compiling it would save nothing.
-        self.compiled = compile and not target.on_kernels
+        self.compiled = compile and not self.backend.row_invariant
         # A short prompt, or the rest of one, takes the smallest that holds it; compiled, each is compiled.
         sizes = GPU_CHUNKS if self.on_cuda else (64,) if self.compiled else (16, 32, 64)
         self.chunks = sorted(chunks or sizes)
@@ -116,6 +116,7 @@ class Passes:
         self.state = State(
             batch, self.slots + self.chunks[-1] + 1, self.window, width, stop_ids, dtype, self.device,
             room=self.unread, vocabulary=target.args.vocab_size,
+            backend=self.backend,
             nodes=max(one.shape.nodes for one in drafters),
         )
         self.slot_ids = torch.arange(self.slots, device=self.device)
@@ -204,7 +205,8 @@ class Passes:
         if short := size - features.shape[1]:
             features = F.pad(features, (0, 0, 0, short))
         positions = start[:, None] + self.slot_ids[:size]
-        rows.drafter(self.drafter).read(state, features, positions, visible_before(span, start, size))
+        visible = self.backend.visible_before(span, start, size)
+        rows.drafter(self.drafter).read(state, features, positions, visible)
 
     def run(self, key: tuple, call: Callable):
         """Call, on CUDA as a captured graph. key: calls of one key do the same."""
@@ -217,7 +219,7 @@ class Passes:
         """A context for passes: on a GPU it is the current one, which each thread has its own of; our CPU
         kernels have all threads.
         """
-        return torch.cuda.device(self.device) if self.on_cuda else threads_for(self.target)
+        return torch.cuda.device(self.device) if self.on_cuda else self.backend.threads()
 
     def chunk_size(self, remaining: int) -> int:
         """Rows of the next prefill pass, with `remaining` tokens to read."""
@@ -228,7 +230,7 @@ class Passes:
 
         Where attention reads the lengths itself, all slots: one graph serves every context.
         """
-        if self.target.reads_length:
+        if self.backend.reads_length:
             return self.slot_ids
         size = round_up(needed, SPAN)
         if self.on_cuda:  # a captured graph is of one size: powers of two keep them few

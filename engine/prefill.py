@@ -1,21 +1,19 @@
 """Reading prompts, one chunk of each in a pass."""
 from __future__ import annotations
 
-import torch.nn as nn
 from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
 from engine.step import needs_all, noise_ahead, shape_logits
-from kernels.parallel import logits_of
-from kernels.parts import draw, visible_before
-from model import Transformer
+from kernels.tp import logits_of
+from model import KVCaches, Transformer
 from sampling.options import Modes
 from tree import pick
 
 
 def prefill(
-    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
+    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
     chunk: Tensor, *modes: bool,
 ) -> Tensor:
     """Read one chunk of every prompt: positions start [B] + chunk [C].
@@ -25,8 +23,8 @@ def prefill(
     prompt's end compute nothing anyone sees: their slots are overwritten before they become visible. Returns
     the last states [B, C, H].
     """
-    modes, positions = Modes(*modes), start[:, None] + chunk
-    visible = visible_before(slots, start, chunk.shape[0])
+    backend, modes, positions = state.backend, Modes(*modes), start[:, None] + chunk
+    visible = backend.visible_before(slots, start, chunk.shape[0])
     x, features = target(
         state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
     )
@@ -37,12 +35,12 @@ def prefill(
     row = last.clamp(0, chunk.shape[0] - 1)[:, None]
     noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
     raw = logits_of(target, pick(x, row), needs_all(modes))
-    chosen = draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
+    chosen = backend.draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
     state.reading.logical_and_(~ends)
     if modes.scored:
         state.score(raw, chosen)
-    count = state.emit(chosen, ends.long())
+    count = backend.emit(state, chosen, ends.long())
     if modes.adjusted:
         state.count(chosen, count)
-    state.hand_over(features, row, count, ends)
+    backend.hand_over(state, features, row, count, where=ends)
     return x

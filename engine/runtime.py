@@ -29,7 +29,7 @@ class Runtime:
     device: str | None = None  # None: cuda if there is one, else cpu
     dtype: str | None = None  # a name of `common.dtypes`; None: as stored
     compile: bool = True  # run through torch.compile
-    kernels: bool = True  # when compiling: our own kernels, see kernels/; on GPUs for the whole process
+    kernels: bool = True  # when compiling: our own kernels, see kernels/
     autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
@@ -51,11 +51,6 @@ class Runtime:
         return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
 
     @property
-    def on_gpu_kernels(self) -> bool:
-        """Whether modules are put on our GPU kernels, where these can run."""
-        return self.compile and self.kernels and not self.on_kernels
-
-    @property
     def isa_name(self) -> str | None:
         """The kernels' instruction set; None if nothing runs on them. Raises InputError as `choose`."""
         return choose(self.isa).name if self.on_kernels else None
@@ -69,7 +64,7 @@ class Runtime:
         use_threads()
         check_device(self.device_name)
         if torch.device(self.device_name).type == "cuda":
-            use_device(torch.device(self.device_name), self.on_gpu_kernels)
+            use_device(torch.device(self.device_name))
         _ = self.torch_dtype
         _ = self.isa_name
         if self.kv not in KV_DTYPES:
@@ -100,7 +95,7 @@ class Runtime:
             torch.zeros(1, device=device).to(torch.float8_e4m3fn)
         except (RuntimeError, TypeError) as e:
             raise InputError(f"--kv fp8: not on this device ({first_line(e)}); leave it out") from None
-        compiled = device.type == "cuda" and self.compile and not here.run_on(device)
+        compiled = device.type == "cuda" and self.compile and not (self.kernels and here.capable(device))
         if compiled and torch.cuda.get_device_capability(device) < (8, 9):
             raise InputError(
                 "--kv fp8: torch.compile has fp8 on GPUs of compute capability 8.9 and later only; add"
@@ -116,11 +111,10 @@ def check_device(device: str) -> None:
         raise InputError(f"--device {device}: {first_line(e)}") from None
 
 
-def use_device(device: torch.device, kernels: bool) -> None:
-    """Make a GPU the one that work is launched on, and let our kernels run on GPUs, or not."""
+def use_device(device: torch.device) -> None:
+    """Make a GPU the one that work is launched on."""
     if device.index is not None:
         torch.cuda.set_device(device)
-    here.want(kernels)
     # Where masked attention is torch's: cuDNN, its first choice, makes a plan for every number of rows and
     # slots.
     torch.backends.cuda.enable_cudnn_sdp(False)

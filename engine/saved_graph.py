@@ -25,8 +25,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from common.files import atomic_path
+from kernels.backend import TorchBackend
 from kernels.build import sources
-from kernels.cpu import isa_in_use
 from kernels.gpu import here
 from kernels.isa import features
 
@@ -138,19 +138,19 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
 
     settings = torch._inductor.config.get_hash().hex()
     processor = platform.machine(), platform.processor(), sorted(features())
-    machine = torch.__version__, processor, isa_in_use(), os.environ.get("CXX"), torch.get_num_threads()
+    machine = torch.__version__, processor, os.environ.get("CXX"), torch.get_num_threads()
     made_by = VARIANT, function.__qualname__, machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
 
 
 def _gpu(args: tuple) -> tuple:
-    """What a graph on a GPU depends on: the GPU, what compiled it, whether our kernels run there."""
+    """What a graph on a GPU depends on: the GPU, and what compiled it."""
     devices = {tensor.device for tensor in _tensors(args).values() if tensor.is_cuda}
     if not devices:
         return ()
     gpus = sorted({torch.cuda.get_device_name(device) for device in devices})
-    return *gpus, torch.version.cuda, version("triton"), here.wanted()
+    return *gpus, torch.version.cuda, version("triton")
 
 
 def _tensors(args: tuple) -> dict[tuple[int, str], Tensor]:
@@ -194,6 +194,8 @@ def variant_of(arg) -> object:
 
 def _stable(value) -> object:
     """A value in words that another process would choose too."""
+    if isinstance(value, TorchBackend):
+        return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(f.name, _stable(getattr(value, f.name))) for f in dataclasses.fields(value)]
         return _name(type(value)), fields

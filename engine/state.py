@@ -1,4 +1,4 @@
-"""Where the sequences stand: the static buffers of a step."""
+"""The static buffers of a step."""
 from __future__ import annotations
 
 import copy
@@ -7,16 +7,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels import cpu
-from kernels.parts import emit
+from kernels.backend import TORCH, TorchBackend
 from sampling.adjust import Adjustments, scores
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
-from tree import pick
 
 
 class State(nn.Module):
-    """Where B sequences stand.
+    """The position of B sequences in their texts.
 
     tokens [B, S']     prompt and output; tokens[b, N] is the root, emitted but not committed
     length [B]         N, how many tokens are committed: the target's cache holds their keys and values
@@ -32,17 +30,19 @@ class State(nn.Module):
                        (all but the last, unless the text was cut), and whether the sequence is done
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
+
+    backend: computes the parts of its steps.
     """
 
     def __init__(
         self, batch: int, slots: int, window: int, feature_width: int, stop_ids, dtype, device, room: int = 0,
-        vocabulary: int = 1, nodes: int = 1,
+        vocabulary: int = 1, nodes: int = 1, backend: TorchBackend = TORCH,
     ):
         """window: W, the most tokens that a step commits. room: R, for unread tokens, if that is more.
         vocabulary: V. nodes: T of the largest tree.
         """
         super().__init__()
-        self.window = window
+        self.window, self.backend = window, backend
 
         def buffer(name: str, *shape: int, dtype=torch.int64, fill: float = 0) -> None:
             self.register_buffer(name, torch.full(shape, fill, dtype=dtype, device=device), persistent=False)
@@ -75,7 +75,7 @@ class State(nn.Module):
         self.register_buffer("stop_ids", stop_ids, persistent=False)
 
     def rows(self, first: int, count: int) -> State:
-        """The same buffers of the sequences first ... first + count - 1."""
+        """Return the same buffers of the sequences first ... first + count - 1."""
         some = copy.copy(self)
         some._buffers = {
             name: buffer if name == "stop_ids" else buffer.narrow(0, first, count)
@@ -84,13 +84,13 @@ class State(nn.Module):
         return some
 
     def exchange(self, one: int, other: int) -> None:
-        """Two sequences change places."""
+        """Exchange the places of two sequences."""
         for name, buffer in self._buffers.items():
             if name != "stop_ids":
                 buffer[[one, other]] = buffer[[other, one]]
 
     def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
-        """A new text in a place of the batch: it starts with the prompt, and has at most so many tokens."""
+        """Begin a text of at most `most` tokens with a prompt, in a place of the batch."""
         N = len(prompt) - 1
         self.tokens[place, : N + 1] = torch.tensor(prompt, device=self.tokens.device)
         values = {
@@ -112,13 +112,13 @@ class State(nn.Module):
             self.bias[place, token] = bias
 
     def rest(self, place: int) -> None:
-        """No text in a place of the batch: nothing moves there."""
+        """Clear a place of the batch: nothing moves there."""
         self.done[place], self.reading[place] = True, False
         self.length[place] = self.limit[place] = self.n_new[place] = 0
 
     @property
     def adjustments(self) -> Adjustments:
-        """What moves the logits of each sequence."""
+        """The penalties and biases of each sequence."""
         return Adjustments(
             self.counts, self.prompted, self.bias, self.presence, self.frequency, self.repetition
         )
@@ -136,58 +136,11 @@ class State(nn.Module):
             buffer[:, :W] = values
 
     def root(self) -> Tensor:
-        """The root token of each sequence [B]."""
+        """Return the root token of each sequence [B]."""
         return self.tokens.gather(1, self.length[:, None])[:, 0]
 
-    def emit(self, tokens: Tensor, count: Tensor) -> Tensor:
-        """Append the first `count` [B] of tokens [B, W], cut at the first stop id and at the limit.
-
-        Moves `length` so that the last one appended is the new root; sets `done` and `out`. Returns how many
-        were appended [B].
-        """
-        buffers = self.tokens, self.length, self.done, self.out, self.limit, self.stop_ids
-        appended = emit(tokens, count, *buffers)
-        if appended is not None:
-            return appended
-        W, drafted = tokens.shape[1], count - 1
-        at = torch.arange(W, device=tokens.device)
-        count = torch.where(self.done, 0, torch.minimum(count, self.limit - self.length))
-        stops = (tokens[..., None] == self.stop_ids).any(-1) & (at < count[:, None])
-        first = torch.where(stops, at, W).amin(-1)
-        count = torch.minimum(count, first + 1)
-        where = self.length[:, None] + 1 + at
-        appended = torch.where(at < count[:, None], tokens, self.tokens.gather(1, where))
-        self.tokens.scatter_(1, where, appended)
-        self.length.add_(count)
-        self.done.logical_or_((first < W) | (self.length >= self.limit))
-        counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), self.done.long()), 1)
-        self.out.copy_(torch.cat((tokens, torch.zeros_like(self.out[:, W + 3 :]), counts), 1))
-        return count
-
-    def hand_over(
-        self, features: Tensor | None, path: Tensor, count: Tensor, where: Tensor, more: bool = False
-    ) -> None:
-        """Leave the `count` [B] tokens just committed for the drafter to read.
-
-        features [B, T, F]: the target's features of a pass; path [B, <=W]: which of its rows the tokens were.
-        where [B]: in which sequences. more: after those that it has not read yet.
-        """
-        if cpu.is_alone():
-            cpu.hand_over(features, path, count, where, more, self.features, self.n_new)
-            return
-        if features is not None:
-            features = pick(features, path)
-            at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
-            if more:
-                at = (at + self.n_new[:, None]).clamp(max=self.features.shape[1] - 1)
-            at = at[..., None].expand_as(features)
-            old = self.features.gather(1, at)
-            self.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
-        unread = self.n_new + count if more else count
-        self.n_new.copy_(torch.where(where, unread, self.n_new))
-
     def keep_last_unread(self) -> None:
-        """The drafter has read all of the unread tokens but the last."""
+        """Keep the last unread token: the drafter has read the others."""
         rows, width = self.features.shape[1:]
         last = (self.n_new - 1).clamp(0, rows - 1)[:, None, None].expand(-1, 1, width)
         self.features[:, :1] = self.features.gather(1, last)

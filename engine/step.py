@@ -4,16 +4,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import Drafter
 from engine.state import State
-from kernels.parallel import Part, agreed, logits_of
-from kernels.parts import accept, draw, gumbel, restrict, visible_slots
-from model import Transformer
-from sampling.acceptance import accept_by
+from kernels.tp import Part, agreed, logits_of
+from model import KVCaches, Transformer
+from sampling.acceptance import accept_residual
 from sampling.adjust import adjust, allow, floor
 from sampling.options import Modes
 from tree import Tree, pick
@@ -22,11 +20,11 @@ from tree import Tree, pick
 def shape_logits(
     logits: Tensor | Part, state: State, modes: Modes, tokens: Tensor, ancestors: Tensor | None = None
 ) -> Tensor:
-    """What is drawn from, of the target's logits [B, T, V]: moved by penalties and biases, -inf outside of
-    what a grammar allows and a request restricts them to.
+    """Apply penalties and biases to the target's logits [B, T, V], and mask with -inf the tokens outside the
+    grammar and the request's restrictions.
 
-    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone. A `Part` of them is
-    left as it is: no mode then asks for anything.
+    tokens [B, T], ancestors [B, T, T]: of the tree; without these, of its root alone. A `Part` of the logits
+    stays unchanged: no mode then needs anything.
     """
     if modes.guided:
         logits = allow(logits, state.allowed[:, : tokens.shape[1]])
@@ -34,19 +32,19 @@ def shape_logits(
         above = torch.ones_like(tokens[..., None], dtype=torch.bool) if ancestors is None else ancestors
         logits = adjust(logits, state.adjustments, tokens, above)
     if modes.restricted:
-        logits = restrict(logits, state.temperature, state.top_k, state.top_p)
+        logits = state.backend.restrict(logits, state.temperature, state.top_k, state.top_p)
     return floor(logits, state.temperature, state.min_p) if modes.floored else logits
 
 
 def needs_all(modes: Modes) -> bool:
-    """Whether a step needs the logits of all tokens side by side, and not only the best with its noise."""
+    """Return whether a step needs the logits of all tokens, and not only the best with its noise."""
     return any(modes[1:])
 
 
 def noise_ahead(state: State, count: int, vocab_size: int) -> Tensor:
     """temperature * Gumbel noise [B, count, V] of the next `count` positions after the root's."""
     positions = state.length[:, None] + 1 + torch.arange(count, device=state.length.device)
-    return gumbel(state.key, positions, state.temperature, vocab_size)
+    return state.backend.gumbel(state.key, positions, state.temperature, vocab_size)
 
 
 class Verified(NamedTuple):
@@ -60,12 +58,12 @@ class Verified(NamedTuple):
 
 
 def step(
-    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
+    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
 ) -> tuple[Tree, Tensor]:
     """Draft, verify, accept, commit: the whole of decoding, one graph.
 
     slots [n]: the live cache slots 0..n-1, n >= max(length) + the drafter's room. modes: those of
-    `sampling.options.Modes`. Plain decoding is this step with a tree of one node. What was emitted is in
+    `sampling.options.Modes`. Plain decoding is this step with a tree of one node. Emitted tokens are in
     `state.out`. Returns, for traces, the tree and the path [B, W] taken through it, root first.
     """
     verified = verify(target, caches, drafter, state, slots, *modes)
@@ -73,11 +71,10 @@ def step(
 
 
 def verify(
-    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
+    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, *modes: bool,
 ) -> Verified:
-    """The first half of `step`: a tree is drafted, and read by the target."""
+    """Run the first half of `step`: draft a tree, and let the target read it."""
     modes, window = Modes(*modes), drafter.shape.window
-    target.begin()  # weights on their way arrive while the tree is drafted
     noise = noise_ahead(state, window, target.args.vocab_size) if modes.noisy else None
     tree, distribution, extra = drafter.propose(state, slots, noise)
     tree, distribution = agreed(target, tree, distribution)
@@ -88,9 +85,9 @@ def verify(
         tokens, depth = torch.cat((tokens, extra.tokens), 1), torch.cat((depth, extra.depth), 1)
         sees = torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1)
     own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
-    visible = visible_slots(slots, state.length, sees)
+    visible = state.backend.visible_slots(slots, state.length, sees)
     positions = state.length[:, None] + depth
-    x, features = target(tokens, positions, own, visible, caches, drafter.aux_layers, begun=True)
+    x, features = target(tokens, positions, own, visible, caches, drafter.aux_layers)
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
@@ -99,34 +96,32 @@ def verify(
 
 
 def commit(
-    target: Transformer, caches: nn.ModuleList, drafter: Drafter, state: State, verified: Verified,
+    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, verified: Verified,
     *modes: bool,
 ) -> tuple[Tree, Tensor]:
-    """The second half of `step`: tokens are drawn, a path is accepted, kept and emitted.
+    """Run the second half of `step`: draw tokens; accept, keep and emit a path.
 
-    Where a grammar guides, the host has filled `state.allowed` in between.
+    With a grammar, the host has filled `state.allowed` in between.
     """
-    modes, window = Modes(*modes), drafter.shape.window
+    backend, modes, window = state.backend, Modes(*modes), drafter.shape.window
     tree, distribution, raw, features, noise = verified
     logits = shape_logits(raw, state, modes, tree.tokens, tree.ancestors)
-    chosen = draw(logits, noise, tree.depth)
+    chosen = backend.draw(logits, noise, tree.depth)
 
     if modes.noisy and drafter.rule != "equal":
-        path, count, tokens = accept_by(
-            drafter.rule, tree, distribution, logits, pick(noise, tree.depth), chosen, state.temperature,
-            state.key, state.length, window
-        )
+        noise = pick(noise, tree.depth)
+        path, count, tokens = accept_residual(tree, distribution, logits, noise, chosen, state)
     else:
-        path, count = accept(tree, chosen, window)
+        path, count = backend.accept(tree, chosen, window)
         tokens = chosen.gather(1, path)
     if tree.tokens.shape[1] > 1:  # the root, the only node of plain decoding, is where it belongs already
         goal = state.length[:, None] + torch.arange(window, device=path.device)
-        target.move(caches, state.length[:, None] + path, goal)
+        caches.move(state.length[:, None] + path, goal)
     moving = ~state.done
     if modes.scored:
         state.score(pick(raw, path), tokens)
-    count = state.emit(tokens, count)
+    count = backend.emit(state, tokens, count)
     if modes.adjusted:
         state.count(tokens, count)
-    state.hand_over(features, path, count, moving, not drafter.reads)
+    backend.hand_over(state, features, path, count, where=moving, more=not drafter.reads)
     return tree, path

@@ -25,15 +25,13 @@ from engine.dealing import prepare
 from engine.engine import Engine
 from engine.prompt import Prompt, check_prompt, encode
 from engine.runtime import Runtime
-from kernels.cpu import try_kernels
-from kernels.float8 import Float8Cache
-from kernels.gpu import here
-from kernels.packed import ByteCache, pack_models
+from kernels.backend import TORCH, TorchBackend, backend_of
+from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 from model import ModelArgs, Transformer
 from networks.head import Head
-from sampling.rules import RULES
+from sampling.options import RULES
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
@@ -50,7 +48,7 @@ class Drafting:
     method: str = "none"  # one of `drafters.METHODS`; "none" is plain decoding
     draft: str | Path | None = None  # folder of the head (default CHECKPOINT/KIND) or of the draft model
     tree: TreeSpec = None
-    accept: str = "equal"  # one of `sampling.rules.RULES`
+    accept: str = "equal"  # one of `sampling.options.RULES`
     coupled: bool = True  # draft with the target's sampling noise
     # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
     int8: bool = True
@@ -87,32 +85,24 @@ def load_target(
     if ranks is not None:
         prepare(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
-    if runtime.on_kernels and not try_kernels(say, runtime.isa, must=runtime.kv == "int8"):
+    backend = choose_backend(
+        runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
+    )
+    if runtime.on_kernels and backend is TORCH:
         runtime = replace(runtime, compile=False)
-    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say)
+    target = Target(checkpoint, runtime, model, config, Tokenizer.load(checkpoint), say, backend)
     target.put_on_kernels(model)
-    if ranks is not None and runtime.compile and not (model.on_kernels or model.embed.weight.is_cuda):
+    if ranks is not None and runtime.compile and not (model.whole or model.embed.weight.is_cuda):
         say("ranks on CPUs do without torch.compile: what the kernels do not take runs on PyTorch, slower")
         target = replace(target, runtime=replace(runtime, compile=False))
-    if runtime.kv == "int8":
-        if not model.on_kernels:
-            raise InputError(
-                f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts);"
-                " leave it out"
-            )
-        model.Cache = ByteCache
-    elif runtime.kv == "fp8":
-        model.Cache = float8_cache(model)
+    if runtime.kv == "int8" and not model.whole:
+        raise InputError(
+            f"--kv int8: {checkpoint} does not run on our CPU kernels as a whole (fp16, fp8, experts);"
+            " leave it out"
+        )
+    if runtime.kv != "auto":
+        model.Caches = backend.caches[runtime.kv]
     return target
-
-
-def float8_cache(model: Transformer) -> type:
-    """Return the class of a target's float8 caches: that of our GPU kernels, if the target is on them."""
-    if not model.reads_length:
-        return Float8Cache
-    from kernels.gpu.cache import Float8LayerCache  # imports Triton
-
-    return Float8LayerCache
 
 
 def longest_text(longest: int, max_seq_len: int | None) -> int:
@@ -147,6 +137,7 @@ class Target:
     config: dict  # its config.json
     tokenizer: Tokenizer | None
     say: Callable[[str], None]
+    backend: TorchBackend = TORCH
 
     def engine(
         self, drafting: Drafting = Drafting(), *, batch: int = 1, max_seq_len: int | None = None,
@@ -166,13 +157,17 @@ class Target:
         tuner = self._tuner(drafter, drafting)
         if tuner:
             drafter = drafter.with_tree(tuner.shapes[0])
-        on_kernels = self.model.on_kernels or not self.runtime.compile
         return Engine(
             self.model, drafter, batch=batch, max_seq_len=max_seq_len, stop_ids=self.config["stop_ids"],
             compile=self.runtime.compile, say=self.say, tuner=tuner,
-            counts=None if serves or on_kernels else (batch,),
+            counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer, guide=self.guide if self.tokenizer else None,
         )
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether steps go through torch.compile."""
+        return self.runtime.compile and not backend_of(self.model).row_invariant
 
     @cached_property
     def _grammars(self) -> Grammars:
@@ -184,19 +179,12 @@ class Target:
 
     def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
         """Put models on our kernels, if this target runs there. int8: quantise 16-bit ones first."""
-        weight = self.model.embed.weight
-        on_gpu = self.runtime.on_gpu_kernels and here.runs_on(weight)
-        if not (self.runtime.on_kernels or on_gpu):
-            return
-        if int8 and weight.dtype in ((torch.bfloat16, torch.float16) if on_gpu else (torch.bfloat16,)):
+        dtype, backend = self.model.embed.weight.dtype, self.backend
+        if int8 and dtype in backend.quantised_at_load:
             for model in models:
                 own = not isinstance(model, Head) or model.args.own_lm_head
                 quantize_linears(model, Scheme("int8", 0, "int8" if own else None))
-        if on_gpu:
-            from kernels.gpu.models import put_on_kernels  # imports Triton
-
-            put_on_kernels(*models)
-        elif not pack_models(*models):
+        if not backend.prepare(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"
                 " leave plain text at near ties"
@@ -228,9 +216,7 @@ class Target:
         Trees are chosen with --tree auto, and without --tree where one more costs nothing: on a CPU, where no
         step is compiled. Several ranks draft one tree: each measures other times, and would choose another.
         """
-        free = not self.model.embed.weight.is_cuda and not (
-            self.runtime.compile and not self.model.on_kernels
-        )
+        free = not (self.model.embed.weight.is_cuda or self._compiles)
         if self.model.ranks is not None:
             if drafting.tree == "auto":
                 raise InputError("--tree auto: several ranks cannot choose trees by time yet; give T,D,K")

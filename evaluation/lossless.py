@@ -14,10 +14,10 @@ import torch
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from evaluation.answers import Answer
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 from model import Transformer
 from sampling.noise import gumbel, seed_keys
-from sampling.rules import RULES
+from sampling.options import RULES
 from tokens.ids import common_prefix
 
 # Largest error of a logit by rounding, as a share of the largest logit: twice the unit of the dtype. Actual
@@ -50,7 +50,7 @@ class Difference:
 
 
 def label(method: str, rule: str) -> str:
-    """Name a method that accepts by this rule of `sampling.rules`."""
+    """Name a method that accepts by this rule of `sampling.options`."""
     return method if rule == "equal" else f"{method}+{rule}"
 
 

@@ -24,7 +24,8 @@ from evaluation.methods import ask, load_contenders
 from evaluation.observing import TreeStatistics
 from evaluation.sets import MEAN, rounds
 from evaluation.table import as_csv, for_screen, markdown, summarise
-from kernels.ranks import Ranks
+from kernels.backend import backend_of
+from kernels.tp import Ranks
 from model import ModelArgs
 from sampling.noise import seed_of
 from sampling.options import Sampling
@@ -61,10 +62,8 @@ class Evaluation:
             for drafting in (d for d in draftings.values() if grows(d.method)):
                 say(f"wrote {target.calibrate(drafting, prompts, min(o.max_new_tokens, 128))}")
         self.contenders = load_contenders(target, draftings, o.max_seq_len)
-        weight = target.model.embed.weight
-        self.judge = Judge(
-            o.checkpoint, weight.dtype, str(weight.device), target.model.on_kernels, ranks, o.kv
-        )
+        weight, exact = target.model.embed.weight, backend_of(target.model).row_invariant
+        self.judge = Judge(o.checkpoint, weight.dtype, str(weight.device), exact, ranks, o.kv)
         self.book = Book(Path(o.out), options)
         if ranks:  # all have read the first one's files, and have the same questions left
             ranks.agree(f"the answers so far, {sorted(map(repr, self.book.answers))}", weight.device)

@@ -1,1 +1,1 @@
-"""Our own products: C++ for CPUs, Triton for GPUs, quantised layers, and the modules that run on them."""
+"""Backends that compute a step, in PyTorch, C++ and Triton; quantised layers; targets dealt among ranks."""

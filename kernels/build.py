@@ -20,7 +20,7 @@ from common.files import atomic_path
 from kernels.isa import InstructionSet, maker
 
 SOURCE = Path(__file__).resolve().with_name("csrc")
-# What is compiled is loaded as code: it is kept in this checkout or where the user says, in no checkpoint.
+# Compiled code lies in this checkout or where the user wants it, never in a checkpoint: it is executed.
 COMPILED = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or SOURCE.parent.parent / ".cache")
 CACHE = COMPILED / "kernels"
 FLAGS = ("-O3", "-ffp-contract=off", "-std=c++20", "-pthread", "-fPIC", "-fvisibility=hidden", "-pipe")
@@ -31,12 +31,12 @@ class NoKernels(InputError):
 
 
 def build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
-    """The library of this source for an instruction set, torch and compiler, made now if it is not there.
+    """Return the library of this source for an instruction set, torch and compiler; compile it if needed.
 
     Its operators are in the namespace `namespace(isa)`. Its name ends with a digest of it: a damaged library
-    would end the process. Without a compiler, one that is there already is taken.
+    would end the process. Without a compiler, use one that exists.
 
-    `say` is told when compiling starts and ends.
+    `say` is called when compiling starts and ends.
     Raises NoKernels, one line, if there is no C++ compiler, it fails, or there is no place for the library.
     """
     try:
@@ -76,7 +76,7 @@ def _build_library(isa: InstructionSet, say: Callable[[str], None]) -> Path:
 
 
 def _compiler() -> tuple[list[str], str]:
-    """The command of the C++ compiler, and what to say if there is none."""
+    """Return the command of the C++ compiler, and the error message if there is none."""
     words = os.environ.get("CXX", "")
     try:
         command = shlex.split(words) or ["g++"]
@@ -88,12 +88,12 @@ def _compiler() -> tuple[list[str], str]:
 
 
 def _version(command: list[str]) -> bytes:
-    """What a compiler says of itself."""
+    """Return a compiler's version text."""
     return subprocess.run([*command, "--version"], capture_output=True).stdout
 
 
 def _find(folder: Path, pattern: str, say: Callable[[str], None]) -> Path | None:
-    """A library of this name, if there is one and its content is what its name says. Others are removed."""
+    """Return a library of this name whose content fits the digest in it. Remove others."""
     for library in sorted(folder.glob(pattern)):
         with contextlib.suppress(OSError):
             if library.stem.rpartition("-")[2] == _digest(library.read_bytes()):
@@ -124,7 +124,7 @@ def _run(commands: list[list[str]]) -> None:
 
 
 def _reason(lines: list[str]) -> str:
-    """Why a compiler has failed, in its own words, and what to do."""
+    """Return the compiler's own reason for a failure, and advice."""
     for words, advice in (
         ("No space left", "make room or set TMPDIR"), ("Killed signal", "free some memory and try again"),
         ("error", "set CXX to a newer one or name another --isa"),
@@ -136,14 +136,14 @@ def _reason(lines: list[str]) -> str:
 
 
 def namespace(isa: InstructionSet) -> str:
-    """Where torch.ops has the operators of an instruction set."""
+    """Return the name under torch.ops of the operators of an instruction set."""
     return f"eagle_{isa.name}"
 
 
 def writable(kept: Path) -> Path:
-    """A folder for compiled code, or a temporary one of our own where that cannot be written.
+    """Return a folder for compiled code, or a temporary one of our own where that cannot be written.
 
-    Raises NoKernels if somebody else has that one, and OSError.
+    Raises OSError, and NoKernels if the temporary one belongs to another user.
     """
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -159,10 +159,10 @@ def writable(kept: Path) -> Path:
 
 
 def digest() -> str:
-    """A digest of the source."""
+    """Return a digest of the source."""
     return _digest(b"".join(path.read_bytes() for path in sources()))
 
 
 def sources() -> list[Path]:
-    """The files that the library is compiled from."""
+    """Return the files that the library is compiled from."""
     return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))

@@ -2,8 +2,8 @@
 
 A layer's inputs are correlated, so an error in one weight can be made up for by others of its row. The
 columns of a weight are rounded one after the other, and after each the columns that are left take over its
-error, in the way that changes the outputs least. How inputs go together is all that is asked of a text: the
-matrix x^T x of its inputs x, GPTQ's Hessian.
+error, in the way that changes the outputs least. A text contributes only the matrix x^T x of its inputs x,
+GPTQ's Hessian.
 
 K inputs, N outputs of a layer.
 """

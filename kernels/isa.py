@@ -25,7 +25,7 @@ class InstructionSet:
 
 
 def _x86(name: str, *more: str, base: InstructionSet | None = None) -> InstructionSet:
-    """`base` and features more. A compiler's flags are named as /proc/cpuinfo names features, but for _."""
+    """Return `base` with more features. A compiler's flags are the names in /proc/cpuinfo without _."""
     flags, needs = (base.flags, base.needs) if base else (("-march=haswell",), ())
     switches = tuple("-m" + feature.replace("amx_", "amx-").replace("_", "") for feature in more)
     return InstructionSet(name, flags + switches, needs + more)
@@ -57,7 +57,7 @@ SETS = {  # best first
 AMD, INTEL, OTHER = "AMD", "INTEL", "OTHER"
 MAKERS = {"AuthenticAMD": AMD, "GenuineIntel": INTEL}
 
-# What macOS calls the features of aarch64.
+# The features of aarch64 by macOS' names.
 SYSCTL = {"neon": "asimd", "arm.FEAT_DotProd": "asimddp", "arm.FEAT_BF16": "bf16", "arm.FEAT_I8MM": "i8mm"}
 
 
@@ -73,7 +73,7 @@ def _cpuinfo(*names: str) -> str:
 
 @cache
 def _sysctl() -> frozenset[str]:
-    """What macOS' sysctl says that this processor has."""
+    """Return this processor's features by macOS' sysctl."""
     try:
         command = ["/usr/sbin/sysctl", "hw.optional"]
         lines = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
@@ -83,14 +83,15 @@ def _sysctl() -> frozenset[str]:
 
 
 def features() -> frozenset[str]:
-    """What this processor has, by Linux' names (/proc/cpuinfo); empty where the system does not say."""
+    """Return this processor's features by Linux' names (/proc/cpuinfo); empty if they are unknown."""
     if sys.platform == "darwin":
         return frozenset(SYSCTL[name] for name in SYSCTL.keys() & _sysctl())
     return frozenset(_cpuinfo("flags", "Features").split())
 
 
 def maker() -> str:
-    """Who made this processor: AMD, INTEL or OTHER. The kernels' source is told, as MAKER_AMD."""
+    """Return the processor's maker, AMD, INTEL or OTHER; for the kernels' source it is MAKER_AMD and so
+    on."""
     return MAKERS.get(_cpuinfo("vendor_id"), OTHER)
 
 
@@ -101,13 +102,13 @@ def processor_name() -> str:
 
 @cache
 def _tiles_granted() -> bool:
-    """Whether Linux lets this process, from now on, use the tiles of AMX."""
+    """Ask Linux to let this process use the tiles of AMX, and return whether it does."""
     arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM of XFEATURE_XTILEDATA
     return not ctypes.CDLL(None).syscall(arch_prctl, request, tile_data)
 
 
 def _lacking(isa: InstructionSet) -> str:
-    """Why an instruction set cannot be used here; empty if it can."""
+    """Return the reason why an instruction set cannot be used here; empty if it can."""
     if missing := set(isa.needs) - features():
         return f"this processor has no {', '.join(sorted(missing))}"
     if "amx_tile" in isa.needs and not _tiles_granted():

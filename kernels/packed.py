@@ -1,95 +1,147 @@
-"""The model on our CPU kernels: the same modules with their weights laid out for `kernels.cpu`.
+"""Models on `kernels.cpu.CpuBackend`: the same modules, their weights laid out for its operators.
 
-`pack_models(target, head)` puts models there. Packing is for decoding only: packed modules have no gradient
-and no `weight`.
+`pack_models` puts models there, in place. Packed modules are for decoding only: they have no gradient and no
+`weight`. Each has the backend whose operators (`ops`, see csrc/operators.cpp) it calls.
+
+Linear layers, MLPs and norms are replaced by modules of another kind. A block, a target or an EAGLE-3 head
+keeps its identity: once its layers are packed, its class becomes a subclass in which all of it is one
+operator, as FSDP does with the modules that it shards.
 """
 from __future__ import annotations
 
 import contextlib
 import math
+import mmap
+from collections.abc import Iterable, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels import cpu
-from kernels.parallel import Summed
-from kernels.quantized import QuantizedLinear
-from model import MLP, Block, Experts, KVCache, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
-from networks.eagle import Eagle3Head
-from networks.head import Head
+from kernels.quantized import FOUR_BITS, QuantizedLinear
+from kernels.tp import Summed
+from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
+from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
+
+SAME, FLOAT32, GATED = range(3)  # modes of `ops.linear`
 
 
-class ByteCache(nn.Module):
-    """`KVCache` in int8: each head of a slot in steps of its largest / 127, as csrc/in_bytes.h lays it out.
+# -- caches ------------------------------------------------------------------------------------
 
-    k, v: [B, blocks of slots, nkv, bytes of a block], heads before blocks in memory. `dtype`, the model's,
-    changes nothing.
+
+class CpuCache(KVCache):
+    """`KVCache` whose attention is one operator, which reads the mask directly. backend: see
+    `CpuCaches.of`."""
+
+    def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
+        norms = (None, None, 0.0)
+        if block.q_norm is not None:
+            norms = block.q_norm.weight, block.k_norm.weight, block.q_norm.eps
+        ops = self.backend.ops
+        cos, sin = shared.angles(partial(_angles, ops))
+        return ops.attend(qkv, cos, sin, *norms, self.k, self.v, shared.slots, shared.visible)
+
+
+class CpuCaches(KVCaches):
+    """`KVCaches` for the operators."""
+
+    Layer = CpuCache
+
+    @classmethod
+    def of(
+        cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
+    ) -> CpuCaches:
+        layers = [cls._layer(args, batch, slots, dtype, device, backend) for _ in range(args.num_layers)]
+        return cls._over(layers, args.head_dim, backend)
+
+    @classmethod
+    def _over(cls, layers: Iterable[CpuCache], head_dim: int, backend) -> CpuCaches:
+        caches = cls(layers)
+        caches.head_dim, caches.backend = head_dim, backend
+        # The keys and the values of every layer, collected once: they keep their place.
+        caches.lists = [cache.k for cache in caches], [cache.v for cache in caches]
+        for cache in caches:
+            cache.backend = backend
+        return caches
+
+    @classmethod
+    def _layer(cls, args, batch, slots, dtype, device, backend) -> CpuCache:
+        return cls.Layer(batch, slots, args, dtype, device)
+
+    def rows(self, first: int, count: int) -> CpuCaches:
+        return self._over(super().rows(first, count), self.head_dim, self.backend)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        self.backend.ops.move(*self.lists, self.head_dim, source, target)
+
+
+class ByteCache(CpuCache):
+    """Keys and values in int8: each head of a slot in steps of its largest / 127, see csrc/in_bytes.h.
+
+    k, v: [B, blocks of slots, nkv, bytes of a block], heads before blocks in memory.
     """
 
-    def __init__(
-        self, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype, device: torch.device | str
-    ):
-        super().__init__()
-        self.head_dim = args.head_dim
-        for name, shape in zip(("k", "v"), self._shapes(batch, slots, args)):
+    def __init__(self, shapes: list[tuple[int, ...]], device: torch.device | str):
+        nn.Module.__init__(self)
+        for name, shape in zip(("k", "v"), shapes):
             buffer = torch.zeros(shape, dtype=torch.uint8, device=device).transpose(1, 2)
             self.register_buffer(name, buffer, persistent=False)
 
+
+class ByteCaches(CpuCaches):
+    """`CpuCaches` in int8."""
+
+    Layer = ByteCache
+
     @staticmethod
-    def _shapes(batch: int, slots: int, args: ModelArgs) -> list[tuple[int, ...]]:
-        of_block, *sizes = cpu.byte_blocks(args.head_dim)
+    def _shapes(args: ModelArgs, batch: int, slots: int, backend) -> list[tuple[int, ...]]:
+        of_block, *sizes = backend.ops.byte_blocks(args.head_dim)
         return [(batch, args.num_kv_heads, -(-slots // of_block), size) for size in sizes]
 
-    of_layers = classmethod(KVCache.of_layers.__func__)
-    rows, take, put = KVCache.rows, classmethod(KVCache.take.__func__), KVCache.put
-
-    @staticmethod
-    def entries(cache: ByteCache, slots: int) -> int:
-        """How many blocks hold so many slots."""
-        return -(-slots // cpu.byte_blocks(cache.head_dim)[0])
+    @classmethod
+    def _layer(cls, args, batch, slots, dtype, device, backend) -> ByteCache:
+        return cls.Layer(cls._shapes(args, batch, slots, backend), device)
 
     @classmethod
-    def bytes(cls, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype) -> int:
-        """What a cache takes."""
-        return sum(map(math.prod, cls._shapes(batch, slots, args)))
+    def bytes(cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, backend=None) -> int:
+        return args.num_layers * sum(map(math.prod, cls._shapes(args, batch, slots, backend)))
+
+    def entries(self, slots: int) -> int:
+        return -(-slots // self.backend.ops.byte_blocks(self.head_dim)[0])
+
+
+# -- modules -----------------------------------------------------------------------------------
 
 
 class PackedLinear(nn.Module):
     """A `Linear`, a `QuantizedLinear` or a tied embedding, packed for x of this dtype.
 
-    gated: the weight is gate and up together.
+    gated: the weight is gate and up, one above the other, and silu(gate) * up comes out.
     """
 
-    def __init__(self, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
+    def __init__(self, backend, linear: nn.Module, dtype: torch.dtype, gated: bool = False):
         super().__init__()
-        self.columns, self.mode = len(linear.weight) // (2 if gated else 1), cpu.GATED if gated else cpu.SAME
+        self.backend = backend
+        self.columns, self.mode = len(linear.weight) // (2 if gated else 1), GATED if gated else SAME
         bias = None if isinstance(linear, nn.Embedding) else linear.bias
-        scale = linear.scale if isinstance(linear, QuantizedLinear) else None
-        self.packed = _constant(_packed(linear, dtype, gated))
-        self.scale = None if scale is None else _constant(cpu.pack_scale(scale, gated))
+        quantised = isinstance(linear, QuantizedLinear)
+        mode = linear.mode if quantised else None
+        self.packed = _constant(pack(backend, linear.weight.detach(), mode, dtype, gated))
+        self.scale = _constant(pack_scale(backend, linear.scale, gated)) if quantised else None
         self.bias = None if bias is None else _constant(bias.detach().float())
 
     def forward(self, x: Tensor, onto: Tensor | None = None) -> Tensor:
-        return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, onto, self.mode)
+        """x [..., K] -> [..., N] in x's dtype; bias and `onto` [..., N] are added before the only
+        rounding."""
+        weight = self.packed, self.scale, self.bias
+        return self.backend.ops.linear(x, *weight, onto, self.columns, self.mode)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32: nothing is rounded to 16 bits after the sums."""
-        return cpu.linear(x, self.packed, self.columns, self.scale, self.bias, None, cpu.FLOAT32)
-
-
-def _packed(linear: nn.Module, dtype: torch.dtype, gated: bool) -> Tensor:
-    """A layer's weight, laid out for x of this dtype."""
-    weight = linear.weight.detach()
-    if not isinstance(linear, QuantizedLinear):
-        return cpu.pack(weight, 4 // dtype.itemsize, gated)
-    if linear.mode == "w8a8":
-        return cpu.pack_bytes(weight, gated)
-    if linear.mode == "w4a8":
-        return cpu.pack_w4a8(weight, gated)
-    per_word = cpu.quantized_per_word(dtype)
-    return (cpu.pack_int4 if linear.mode == "int4" else cpu.pack)(weight, per_word, gated)
+        """Return the same in float32: nothing is rounded to 16 bits after the sums."""
+        weight = self.packed, self.scale, self.bias
+        return self.backend.ops.linear(x, *weight, None, self.columns, FLOAT32)
 
 
 def _constant(tensor: Tensor) -> nn.Parameter:
@@ -99,81 +151,170 @@ def _constant(tensor: Tensor) -> nn.Parameter:
 class PackedMLP(nn.Module):
     """`MLP`, the activation computed where gate and up are."""
 
-    def __init__(self, mlp: MLP, dtype: torch.dtype):
+    def __init__(self, backend, mlp: MLP, dtype: torch.dtype):
         super().__init__()
-        self.w_gate_up = PackedLinear(mlp.w_gate_up, dtype, gated=True)
-        self.w_down = PackedLinear(mlp.w_down, dtype)
+        self.w_gate_up = PackedLinear(backend, mlp.w_gate_up, dtype, gated=True)
+        self.w_down = PackedLinear(backend, mlp.w_down, dtype)
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         return self.w_down(self.w_gate_up(x), onto)
 
 
 class PackedNorm(nn.Module):
-    """`RMSNorm` on the kernel."""
+    """`RMSNorm` as an operator."""
 
-    def __init__(self, norm: RMSNorm):
+    def __init__(self, backend, norm: RMSNorm):
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
+        self.backend, self.weight, self.eps = backend, norm.weight, norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return cpu.rms_norm(x, self.weight, self.eps)
+        return self.backend.ops.rms_norm(x, self.weight, self.eps)
 
 
-def attention(block: Block, qkv: Tensor, cache: KVCache, shared: Pass) -> Tensor:
-    """`model.attention` on the kernel, which reads the mask as it is."""
-    norms = () if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight, block.q_norm.eps)
-    cos, sin = shared.angles(_angles)
-    return cpu.attend(qkv, cos, sin, cache.k, cache.v, shared.slots, shared.visible, *norms)
+def _angles(ops, args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `model.rope_table` as one operator."""
+    return ops.angles(positions, inv_freq.float(), args.rope_factor)
 
 
-def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """`model.rope_table` as one operator."""
-    return cpu.angles(positions, inv_freq.float(), args.rope_factor)
+class PackedBlock(Block):
+    """A block as one operator."""
+
+    def forward(self, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None = None) -> Tensor:
+        read = None if isinstance(self, TargetBlock) else x if inputs is None else inputs
+        ops = self.wqkv.backend.ops
+        x, _ = ops.layers(
+            x, *shared.angles(partial(_angles, ops)), *self.packed_weights, [cache.k], [cache.v],
+            shared.slots, shared.visible, self.mlp_norm.eps, (), read,
+        )
+        return x
 
 
-def run_layers(
-    model: Transformer, x: Tensor, caches: nn.ModuleList, shared: Pass, aux_layers: tuple[int, ...]
-):
-    """`model.run_layers` as one operator, for a target of which every layer is packed."""
-    x, features = cpu.layers(
-        x, *shared.angles(_angles), *model.packed_weights, *_keys_and_values(caches), shared.slots,
-        shared.visible, model.args.norm_eps, aux_layers,
-    )
-    return x, features if aux_layers else None
+class PackedTargetBlock(PackedBlock, TargetBlock):
+    """A target's block as one operator."""
 
 
-def run_block(block: Block, x: Tensor, cache: KVCache, shared: Pass, inputs: Tensor | None) -> Tensor:
-    """`model.run_block` as one operator, for a packed layer."""
-    read = None if isinstance(block, TargetBlock) else x if inputs is None else inputs
-    x, _ = cpu.layers(
-        x, *shared.angles(_angles), *block.packed_weights, [cache.k], [cache.v], shared.slots,
-        shared.visible, block.mlp_norm.eps, read=read,
-    )
-    return x
+class PackedEagle3Block(PackedBlock, Eagle3Block):
+    """An EAGLE-3 head's first block as one operator."""
 
 
-def run_head(
-    head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
-    caches: nn.ModuleList,
-) -> Tensor:
-    """`networks.eagle.run_head` as one operator, for a head of which every layer is packed."""
-    first = head.layer
-    return cpu.head(
-        tokens, head.embed.weight, first.embed_norm.weight, feature, first.feature_norm.weight, positions,
-        head.inv_freq, head.args.rope_factor, *head.packed_weights, *_keys_and_values(caches), slots, visible,
-        first.mlp_norm.eps,
-    )
+class PackedTransformer(Transformer):
+    """A target whose layers are one operator."""
+
+    def run_layers(
+        self, x: Tensor, caches: CpuCaches, shared: Pass, aux_layers: tuple[int, ...]
+    ) -> tuple[Tensor, Tensor | None]:
+        ops = self.backend.ops
+        x, features = ops.layers(
+            x, *shared.angles(partial(_angles, ops)), *self.packed_weights, *caches.lists, shared.slots,
+            shared.visible, self.args.norm_eps, aux_layers, None,
+        )
+        return x, features if aux_layers else None
 
 
-def score_rows(head: Eagle3Head, x: Tensor) -> Tensor:
-    """`networks.eagle.score_rows` as one operator."""
-    norm, lm_head = head.norm, head.lm_head
-    weights = lm_head.packed, lm_head.columns, lm_head.scale, lm_head.bias
-    return cpu.normed_linear(x, norm.weight, norm.eps, *weights)
+class PackedEagle3Head(Eagle3Head):
+    """An EAGLE-3 head whose layers are one operator, as far as that has its variants, and so are its
+    scores."""
+
+    packed_weights = None
+    scores_at_once = False
+
+    def run_layers(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> Tensor:
+        if self.packed_weights is None:
+            return super().run_layers(tokens, feature, positions, slots, visible, caches)
+        first = self.layer
+        return self.backend.ops.head(
+            tokens, self.embed.weight, first.embed_norm.weight, feature, first.feature_norm.weight, positions,
+            self.inv_freq, self.args.rope_factor, *self.packed_weights, *caches.lists, slots, visible,
+            first.mlp_norm.eps,
+        )
+
+    def score(self, x: Tensor) -> Tensor:
+        if not self.scores_at_once:
+            return super().score(x)
+        norm, lm_head = self.norm, self.lm_head
+        return self.backend.ops.normed_linear(
+            x, norm.weight, norm.eps, lm_head.packed, lm_head.scale, lm_head.bias, lm_head.columns
+        )
+
+
+class PackedPEagleHead(PackedEagle3Head, PEagleHead):
+    """A P-EAGLE head whose layers are one operator."""
+
+
+AT_ONCE = {  # the subclass that a module of each class takes
+    Block: PackedBlock, TargetBlock: PackedTargetBlock, Eagle3Block: PackedEagle3Block,
+    Transformer: PackedTransformer, Eagle3Head: PackedEagle3Head, PEagleHead: PackedPEagleHead,
+}
+
+
+# -- packing models ----------------------------------------------------------------------------
+
+
+def pack_models(backend, *models: nn.Module) -> bool:
+    """Put models on a `CpuBackend`, see `CpuBackend.prepare`."""
+    done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # what several models share
+
+    def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
+        if module not in done:
+            done[module] = PackedLinear(backend, module, dtype)
+        return done[module]
+
+    def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+        """Nothing holds a child that has been replaced: its memory is free before the next is packed."""
+        for name in [name for name, _ in parent.named_children()]:
+            child = parent.get_submodule(name)
+            if isinstance(child, RMSNorm) and takes(2, dtype, device):
+                setattr(parent, name, PackedNorm(backend, child))
+            elif isinstance(child, MLP) and all(_takes(w, dtype, device) for w in child.children()):
+                setattr(parent, name, PackedMLP(backend, child, dtype))
+            elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
+                setattr(parent, name, packed(child, dtype))
+            elif not isinstance(child, Experts):
+                pack_children(child, dtype, device)
+
+    complete = True
+    for model in models:
+        dtype, device = model.embed.weight.dtype, model.embed.weight.device
+        if model.lm_head is None and _takes(model.embed, dtype, device):
+            model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
+        pack_children(model, dtype, device)
+        attends = takes(model.args.head_dim, dtype, device)
+        if attends:
+            model.Caches = CpuCaches
+        for block in model.modules():
+            if isinstance(block, Block) and attends and _is_packed(block):
+                block.packed_weights = _weights(block)
+                block.__class__ = AT_ONCE.get(type(block), type(block))
+        if isinstance(model, Transformer):
+            # With several ranks a layer's sums are theirs: an operator for each part.
+            model.whole = attends and all(_is_packed(layer, summed=True) for layer in model.layers)
+            complete = complete and model.whole
+            if model.whole and all(_is_packed(layer) for layer in model.layers):
+                model.packed_weights = _together(model.layers)
+                model.__class__ = AT_ONCE.get(type(model), type(model))
+        if isinstance(model, Eagle3Head):
+            _pack_head(model, attends)
+    return complete
+
+
+def _pack_head(head: Eagle3Head, attends: bool) -> None:
+    head.__class__ = AT_ONCE.get(type(head), type(head))
+    layers, first = [head.layer, *head.more_layers], head.layer
+    plain = isinstance(head.embed, nn.Embedding) and not first.norm_before_residual
+    normed = all(isinstance(norm, PackedNorm) for norm in (first.embed_norm, first.feature_norm))
+    if attends and plain and normed and all(map(_is_packed, layers)):
+        head.packed_weights = _together(layers)
+        head.inv_freq = head.inv_freq.float()
+    head.scores_at_once = isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear)
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
-    """What `cpu.layers` wants of a layer, collected once: asking modules takes as long as an operator."""
+    """Return what `ops.layers` reads of a layer, collected once: asking modules takes as long as an operator.
+
+    The first list has its weights, of thirteen kinds; the second a bit for each kind that it has.
+    """
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
     norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
     attn_norm = layer.attn_norm.weight if isinstance(layer, TargetBlock) else None
@@ -183,115 +324,103 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     return [w for w in weights if w is not None], [sum(1 << i for i, there in enumerate(given) if there)]
 
 
-_CACHES: WeakKeyDictionary[nn.ModuleList, tuple[list[Tensor], list[Tensor]]] = WeakKeyDictionary()
-
-
-def _keys_and_values(caches: nn.ModuleList) -> tuple[list[Tensor], list[Tensor]]:
-    """The keys and the values of every layer, collected once: they keep their place."""
-    if caches not in _CACHES:
-        _CACHES[caches] = [cache.k for cache in caches], [cache.v for cache in caches]
-    return _CACHES[caches]
-
-
-def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
-    """`model.move` as one operator."""
-    cpu.move(*_keys_and_values(caches), caches[0].head_dim, source, target)
-
-
-def pack_models(*models: nn.Module) -> bool:
-    """Put models on the kernels, in place. They may share modules, as a head shares its target's lm_head.
-
-    `cpu.load_kernels` must have been called. What the kernels cannot take (float16, an odd number of bfloat16
-    values, a GPU, the experts of a mixture) stays as it is. Returns whether every layer of the targets among
-    them is on the kernels.
-    """
-    complete = True
-    done: WeakKeyDictionary[nn.Module, PackedLinear] = WeakKeyDictionary()  # of what several models share
-
-    def packed(module: nn.Module, dtype: torch.dtype) -> PackedLinear:
-        if module not in done:
-            done[module] = PackedLinear(module, dtype)
-        return done[module]
-
-    def pack_children(parent: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-        """Nothing holds a child that has been replaced: its memory is free before the next is packed."""
-        if isinstance(parent, Block) and cpu.takes(parent.head_dim, dtype, device):
-            parent.attention = attention
-        for name in [name for name, _ in parent.named_children()]:
-            child = parent.get_submodule(name)
-            if isinstance(child, RMSNorm) and cpu.takes(2, dtype, device):
-                setattr(parent, name, PackedNorm(child))
-            elif isinstance(child, MLP) and _takes_mlp(child, dtype, device):
-                setattr(parent, name, PackedMLP(child, dtype))
-            elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
-                setattr(parent, name, packed(child, dtype))
-            elif not isinstance(child, Experts):
-                pack_children(child, dtype, device)
-
-    for model in models:
-        dtype, device = model.embed.weight.dtype, model.embed.weight.device
-
-        if model.lm_head is None and _takes(model.embed, dtype, device):
-            model.lm_head = packed(model.embed, dtype)  # tied: the table stays, for reading embeddings
-        pack_children(model, dtype, device)
-        for block in model.modules():
-            if isinstance(block, Block) and _is_packed(block):
-                block.run, block.packed_weights = run_block, _weights(block)
-        if isinstance(model, Transformer):
-            if all(_is_packed(layer) for layer in model.layers):
-                model.run_layers, model.move, model.on_kernels = run_layers, move, True
-                model.packed_weights = _together(model.layers)
-            elif all(_is_packed(layer, summed=True) for layer in model.layers):
-                model.move, model.on_kernels = move, True  # its layers meet other ranks: a call for each part
-            else:
-                complete = False
-        if isinstance(model, Head) and cpu.takes(model.args.head_dim, dtype, device):
-            model.move = move
-        if isinstance(model, Eagle3Head):
-            _pack_head(model)
-    return complete
-
-
-def _pack_head(head: Eagle3Head) -> None:
-    layers = [head.layer, *head.more_layers]
-    norms = head.layer.embed_norm, head.layer.feature_norm
-    plain = isinstance(head.embed, nn.Embedding) and not head.layer.norm_before_residual
-    if plain and all(map(_is_packed, layers)) and all(isinstance(norm, PackedNorm) for norm in norms):
-        head.packed_weights = _together(layers)
-        head.inv_freq = head.inv_freq.float()
-        head.run = run_head
-    if isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear):
-        head.score = score_rows
-
-
 def _together(layers) -> tuple[list[Tensor], list[int]]:
-    """The weights of packed layers, one after the other."""
+    """Return the weights of packed layers, one after the other."""
     each = [layer.packed_weights for layer in layers]
     return tuple([x for of in lists for x in of] for lists in zip(*each))
 
 
-def threads_for(target: nn.Module) -> contextlib.AbstractContextManager:
-    """A context to compile and run a target's passes in: `cpu.alone` if the target is on the kernels."""
-    return cpu.alone() if target.on_kernels else contextlib.nullcontext()
+def takes(columns: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the operators compute rows of this size: float32, and bfloat16 in even numbers."""
+    return device.type == "cpu" and (dtype == torch.float32 or (dtype == torch.bfloat16 and columns % 2 == 0))
 
 
 def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a module is a linear layer or a table that the kernels can take."""
+    """Return whether a module is a linear layer or a table that can be packed."""
     if isinstance(module, QuantizedLinear):
         words = module.mode != "w8a8" or module.inputs % 4 == 0
-        return module.mode != "fp8" and words and cpu.takes(module.inputs, dtype, device)
+        return module.mode != "fp8" and words and takes(module.inputs, dtype, device)
     linear = isinstance(module, (nn.Linear, nn.Embedding))
-    return linear and module.weight.dtype == dtype and cpu.takes(module.weight.shape[1], dtype, device)
-
-
-def _takes_mlp(mlp: MLP, dtype: torch.dtype, device: torch.device) -> bool:
-    return _takes(mlp.w_gate_up, dtype, device) and _takes(mlp.w_down, dtype, device)
+    return linear and module.weight.dtype == dtype and takes(module.weight.shape[1], dtype, device)
 
 
 def _is_packed(layer: Block, summed: bool = False) -> bool:
-    """Whether all of a layer is on the kernels. summed: apart from its sums over ranks."""
+    """Return whether all parts of a layer are packed. summed: apart from its sums over ranks."""
     wo, mlp = (x.layer if summed and isinstance(x, Summed) else x for x in (layer.wo, layer.mlp))
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
-    rest = isinstance(mlp, PackedMLP) and all(isinstance(norm, PackedNorm) for norm in norms)
-    return layer.attention is attention and linear and rest
+    return linear and isinstance(mlp, PackedMLP) and all(isinstance(norm, PackedNorm) for norm in norms)
+
+
+# -- packing weights ---------------------------------------------------------------------------
+
+
+def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: bool = False) -> Tensor:
+    """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero.
+
+    c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
+    each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a
+    `QuantizedLinear` stores them; None: the others, of which w inputs fill 4 bytes. Of two values in a byte
+    (int4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) the low four bits belong to a column of
+    the block's first half. In w8a8 some instruction sets multiply values without a sign: 128 is added for
+    those.
+    """
+    layout = backend.layout
+    words = {
+        None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "w4a8": layout.nibbles_per_word
+    }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
+    if mode in FOUR_BITS:
+        shape = _blocks(layout, len(weight), gated), 2 * weight.shape[1] // words, layout.columns // 2, words
+        out = _large_pages(shape, torch.uint8)
+        backend.ops.pack_nibbles(weight, gated, out)
+        return out.flatten(2) if mode == "int4" else out
+    out = _pack(backend, weight, words, gated, layout.byte_offset if mode == "w8a8" else 0)
+    return out.view(torch.uint8) if mode == "w8a8" else out
+
+
+def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
+    """Lay scales [N, groups] out -> [blocks, groups, c]."""
+    return _pack(backend, scale, 1, gated).flatten(2)
+
+
+def _pack(backend, weight: Tensor, words: int, gated: bool, flip: int = 0) -> Tensor:
+    layout = backend.layout
+    shape = _blocks(layout, len(weight), gated), weight.shape[1] // words, layout.columns, words
+    out = _large_pages(shape, weight.dtype)
+    backend.ops.pack(weight, gated, flip, out)
+    return out
+
+
+def _blocks(layout, rows: int, gated: bool) -> int:
+    """Return the number of blocks for the rows of a weight; gated: as many rows of gate as of up."""
+    return -(-rows // 2 // (layout.columns // 2)) if gated else -(-rows // layout.columns)
+
+
+# A pass reads every weight. Each small page of 4 KB costs it a walk through the page tables, and a processor
+# does not fetch ahead beyond the page. So weights lie in large pages, where the system has them.
+PAGE = 2 << 20  # bytes of a large page on x86-64, and mostly on aarch64
+CHUNK = 64 << 20  # bytes asked for at a time; what is never written takes no memory
+LINE = 64  # a tensor begins with a line of the cache
+_rest = torch.empty(0, dtype=torch.uint8)  # of the latest chunk
+
+
+def _large_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised CPU tensor, beside those that were made before."""
+    global _rest
+    size = math.prod(shape) * dtype.itemsize
+    room = size + -size % LINE
+    if room > _rest.numel():
+        _rest = _chunk(max(room, CHUNK))
+    place, _rest = _rest[:size], _rest[room:]
+    return place.view(dtype).view(shape)
+
+
+def _chunk(size: int) -> Tensor:
+    """Return `size` bytes from the beginning of a large page. They are freed with the last tensor in them."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    return whole[-whole.data_ptr() % PAGE :][:size]

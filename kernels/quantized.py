@@ -19,13 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.schema import Flag, Wrong, schema_of
-from kernels.gpu import here
 from kernels.modes import FOUR_BITS, GROUPS, MODES
 
-if here.CAN:
-    from kernels.gpu import products
-
-INPUTS = 64  # w8a8: so many inputs of a layer share a scale
+INPUTS = 64  # of a layer that share a scale in w8a8
 FP8_MOST = 448.0  # the largest e4m3
 # int4: the steps that a group's extreme may be, beyond -8 and 7 it is cut.
 EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
@@ -33,9 +29,9 @@ EXTREMES = (-8.6, -8.0, -7.4, -6.8, -6.2, 7.4, 6.8, 6.2, 5.6, 5.0)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the layers of a module are quantised, as `quantization` in a config.json says.
+    """The quantisation of a module's layers, as `quantization` in a config.json describes it.
 
-    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None leaves it as it is.
+    group: in int4 and w4a8, inputs that share a scale. lm_head: its mode; None: not quantised.
     """
 
     mode: Literal[MODES]
@@ -44,7 +40,7 @@ class Scheme:
 
     @classmethod
     def read(cls, quantization: dict) -> Scheme:
-        """What a config.json holds. Raises Wrong, a ValueError, if it is something else.
+        """Read a config.json's entry. Raises Wrong, a ValueError, if it is another.
 
         Older folders say of the lm_head true, for the mode of the layers, or false.
         """
@@ -198,14 +194,12 @@ class QuantizedLinear(nn.Module):
         return self._product(x, onto, wide=False)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The same in float32, for an lm_head: on a GPU without rounding to x's dtype in between."""
+        """Return the same in float32, for an lm_head: on a GPU without rounding to x's dtype in between."""
         return self._product(x, None, wide=True)
 
     def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
         if self.mode in ("w8a8", "w4a8"):
             x = round_inputs(x, self.group or INPUTS)
-        if self.mode != "fp8" and here.runs_on(x):
-            return products.linear(x, self.weight, self.scale, self.bias, onto, self.group, wide)
         y = self._fp8(x, wide) if self.mode == "fp8" else F.linear(x, self.dequantize(x.dtype), self.bias)
         y = y.float() if wide else y
         return y if onto is None else onto + y
@@ -251,13 +245,13 @@ class QuantizedStack(nn.Module):
         """
         if chosen is None:
             return dequantize(self.weight, self.scale, dtype)
-        # Indexing has no kernel for fp8; its bytes are moved as they are.
+        # Indexing has no kernel for fp8, so its bytes are indexed.
         weight = self.weight.view(torch.uint8)[chosen].view(self.weight.dtype)
         return dequantize(weight, self.scale[chosen], dtype)
 
 
 def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """The linear layers that quantisation replaces: the lm_head if asked for, no router of experts."""
+    """Return the linear layers that quantisation replaces: the lm_head on demand, no router of experts."""
     return [
         name for name, child in module.named_modules()
         if isinstance(child, nn.Linear) and not name.endswith("router")
@@ -266,7 +260,7 @@ def linear_names(module: nn.Module, lm_head: bool) -> list[str]:
 
 
 def quantized_names(module: nn.Module, lm_head: bool) -> list[str]:
-    """What quantisation replaces: linear layers and the stacks of experts."""
+    """Return the names of the modules that quantisation replaces: linear layers and stacks of experts."""
     return linear_names(module, lm_head) + [name for name, p in module.named_parameters() if p.ndim == 3]
 
 
@@ -293,7 +287,7 @@ def replace_all(module: nn.Module, scheme: Scheme) -> None:
 
 
 def quantize_linears(module: nn.Module, scheme: Scheme) -> None:
-    """Quantise the linear layers of a loaded module in place. Those that are quantised already stay.
+    """Quantise the linear layers of a loaded module in place, except quantised ones.
 
     A tied lm_head becomes its own. Raises ValueError as `replace_all`.
     """

@@ -27,7 +27,7 @@ class BlockArgs(MarkovArgs):
 
     @property
     def drafts(self) -> int:
-        """How many tokens a block drafts: levels of a tree below the root."""
+        """The number of tokens a block drafts: levels of a tree below the root."""
         return self.block if self.from_anchor else self.block - 1
 
 
@@ -48,19 +48,19 @@ class BlockLayer(Block):
         `shared` are those of context and rows, one after the other.
         """
         inputs = torch.cat((context, self.attn_norm(x)), 1)
-        attended = self.attention(self, self.wqkv(inputs), cache, shared)
+        attended = cache.attend(self, self.wqkv(inputs), shared)
         return self.finish(x, attended[:, context.shape[1] :])
 
     def read(self, context: Tensor, cache: KVCache, shared: Pass) -> None:
         """Put the keys and values of fused features [B, C, H] into the cache."""
-        self.attention(self, self.wqkv(context), cache, shared)
+        cache.attend(self, self.wqkv(context), shared)
 
 
 class BlockHead(Head, Markov):
     """DFlash's, and what DSpark's has in common with it.
 
     Row j of a block stands j places after the anchor. It sees the features of all tokens before the anchor
-    and all rows of its block. What it gives is scored by the lm_head.
+    and all rows of its block. The lm_head scores its output.
     """
 
     Args = BlockArgs

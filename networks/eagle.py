@@ -26,7 +26,7 @@ class Eagle3Block(Block):
         self.feature_norm = RMSNorm(args.hidden_size, args.norm_eps)
 
     def inputs(self, embedded: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads [B, T, 2H], embedding first, and the residual stream [B, T, H].
+        """Return attention's input [B, T, 2H], embedding first, and the residual stream [B, T, H].
 
         embedded, feature [B, T, H]: token embeddings and features, not yet normed.
         """
@@ -85,7 +85,6 @@ class Eagle3Head(Head):
         self.layer = Eagle3Block(args)
         self.more_layers = nn.ModuleList(TargetBlock(args) for _ in range(args.num_layers - 1))
         self.norm = RMSNorm(H, args.norm_eps)
-        self.run, self.score = run_head, score_rows  # may be replaced by other functions of the same kind
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.fc_norms:
@@ -96,11 +95,26 @@ class Eagle3Head(Head):
     def forward(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ):
-        x = self.run(self, tokens, feature, positions, slots, visible, caches)
+        x = self.run_layers(tokens, feature, positions, slots, visible, caches)
         return self.norm(x) if self.args.recycle_normed else x
 
+    def run_layers(
+        self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
+    ) -> Tensor:
+        """Compute the residual stream [B, T, H] after the last layer; arguments as for `forward`."""
+        shared = Pass(self.args, self.inv_freq, positions, slots, visible)
+        inputs, x = self.layer.inputs(self.embed(tokens), feature)
+        x = self.layer(x, caches[0], shared, inputs)
+        for i, layer in enumerate(self.more_layers, 1):
+            x = layer(x, caches[i], shared)
+        return x
+
     def logits(self, feature: Tensor) -> Tensor:
-        return project(self.lm_head, feature) if self.args.recycle_normed else self.score(self, feature)
+        return project(self.lm_head, feature) if self.args.recycle_normed else self.score(feature)
+
+    def score(self, x: Tensor) -> Tensor:
+        """Residual stream [..., H] -> float32 draft logits [..., Vd]."""
+        return project(self.lm_head, self.norm(x))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +139,9 @@ class PEagleHead(Eagle3Head, Markov):
         self.add_markov(args)
 
     def rows(self, h: Tensor) -> Tensor:
-        """What `forward` gives [..., H] as the lm_head, the Markov and the confidence head read it."""
+        """Output of `forward` [..., H] -> the input of the lm_head, the Markov and the confidence head."""
         return h if self.args.recycle_normed else self.norm(h)
 
     def logits(self, feature: Tensor) -> Tensor:
-        """What `rows` gives [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
+        """Output of `rows` [..., H] -> float32 draft logits [..., Vd], without the Markov head's part."""
         return project(self.lm_head, feature)
-
-
-def run_head(
-    head: Eagle3Head, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor,
-    caches: nn.ModuleList,
-) -> Tensor:
-    """`Head.forward` up to the residual stream [B, T, H] after the last layer."""
-    shared = Pass(head.args, head.inv_freq, positions, slots, visible)
-    inputs, x = head.layer.inputs(head.embed(tokens), feature)
-    x = head.layer(x, caches[0], shared, inputs)
-    for layer, cache in zip(head.more_layers, caches[1:]):
-        x = layer(x, cache, shared)
-    return x
-
-
-def score_rows(head: Eagle3Head, x: Tensor) -> Tensor:
-    """The residual stream [..., H] -> float32 draft logits [..., Vd]."""
-    return project(head.lm_head, head.norm(x))

@@ -1,4 +1,4 @@
-"""What the draft heads share: their shape, and the face a drafter sees. Definitions only."""
+"""The base of the draft heads: their shape and interface. Definitions only."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from common.schema import Flag, Ids, Width, whole
-from model import KVCache, Linear, ModelArgs, Transformer, blank, inverse_frequencies, move
+from model import KVCaches, Linear, ModelArgs, Transformer, blank, inverse_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,21 @@ class HeadArgs(ModelArgs):
 
 
 class Head(nn.Module):
-    """What the draft heads share, and the face that a drafter sees.
+    """The base of the draft heads.
 
-    That face is `fuse`, `forward`, `logits`, `draft_ids` and `caches`.
+    Drafters call `fuse`, `forward`, `logits`, `draft_ids` and `caches`.
     Row i pairs the feature of token i with the embedding of token i+1 and predicts token i+2. Features of the
     target go through `fuse` once; from the second drafted token on the head's own output is fed back in their
-    place. What a checkpoint does not carry (`HeadArgs.own_...`) is the target's: `use_target` hands it over.
+    place. Weights that a checkpoint lacks (`HeadArgs.own_...`) are the target's: `use_target` shares them.
     """
 
     Args = HeadArgs
-    Cache = KVCache  # may be replaced by another class of the kind
+    Caches = KVCaches  # the class of its caches
+    backend = None  # that it was prepared for, see `kernels.backend`
 
     def __init__(self, args: HeadArgs):
         super().__init__()
-        self.args, self.move = args, move  # which may be replaced by another function of the kind
+        self.args = args
         self.embed = nn.Embedding(args.vocab_size, args.hidden_size) if args.own_embedding else None
         self.lm_head = Linear(
             args.hidden_size, args.draft_vocab_size, bias=False
@@ -87,9 +88,9 @@ class Head(nn.Module):
         head.use_target(target)
         return head
 
-    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> nn.ModuleList:
-        """A cache for every layer of the head."""
-        return self.Cache.of_layers(self.args.num_layers, batch, slots, self.args, dtype, device)
+    def caches(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str) -> KVCaches:
+        """Allocate a cache for every layer of the head."""
+        return self.Caches.of(self.args, batch, slots, dtype, device, self.backend)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Target features [B, T, F] -> head features [B, T, H]."""

@@ -30,7 +30,7 @@ class MarkovArgs(HeadArgs):
 
 
 class Markov(nn.Module):
-    """What such a head has beside its layers; for classes that are a `Head` too."""
+    """The Markov and the confidence head; for classes that are a `Head` too."""
 
     def add_markov(self, args: MarkovArgs) -> None:
         """Make the modules."""
@@ -42,9 +42,9 @@ class Markov(nn.Module):
         self.confidence = Linear(reads, 1, bias=True) if args.confidence else None
 
     def markov_reads(self, row: Tensor, tokens: Tensor) -> Tensor:
-        """What `markov_out` reads of tokens [...]: [..., r].
+        """Return the input of `markov_out` for tokens [...]: [..., r].
 
-        row [..., H]: what the lm_head reads of the rows that draft what follows these tokens.
+        row [..., H]: the lm_head's input of the rows that draft the next tokens.
         """
         read = self.markov_in(tokens)
         if self.markov_gate is not None:
@@ -52,7 +52,8 @@ class Markov(nn.Module):
         return read
 
     def after(self, row: Tensor, tokens: Tensor) -> Tensor:
-        """What is added to the logits of drafts that follow tokens: float32 [..., Vd]. See `markov_reads`."""
+        """Return the addition to the logits of drafts that follow tokens: float32 [..., Vd]. See
+        `markov_reads`."""
         return project(self.markov_out, self.markov_reads(row, tokens))
 
     def doubt(self, row: Tensor, tokens: Tensor | None = None) -> Tensor:

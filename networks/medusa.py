@@ -1,7 +1,7 @@
-"""Medusa heads, and what they share with Hydra's: several tokens guessed from one state. Definitions only.
+"""Medusa heads, and their base with Hydra's: several tokens guessed from one state. Definitions only.
 
 Both read z, the target's last state after the final norm, at the last committed token. Guess k (from 0) is
-for the token k+1 places after the root. Medusa's guesses know nothing of each other (Cai et al., arXiv
+for the token k+1 places after the root. Medusa's guesses do not read each other (Cai et al., arXiv
 2401.10774; tensors and formulas: FasterDecoding/Medusa medusa_model.py). Hydra's are in `networks.hydra`.
 """
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ResidualBlock(nn.Module):
 
 
 class MultiTokenHeads(Head):
-    """What Medusa and Hydra heads share."""
+    """The base of Medusa and Hydra heads."""
 
     Args = MultiTokenArgs
 
@@ -58,7 +58,7 @@ class MultiTokenHeads(Head):
         self.target_norm = target.norm
 
     def stack(self, inputs: int, narrowing: bool) -> nn.ModuleList:
-        """The residual blocks of one guess, the first of so many inputs."""
+        """Make the residual blocks of one guess; the first has `inputs` inputs."""
         args = self.args
         H, rest = args.hidden_size, args.blocks - narrowing
         made = [ResidualBlock(inputs, H)] if narrowing else []

@@ -15,7 +15,7 @@ def spread_layers(num_layers: int, states: int) -> tuple[int, ...]:
     """The layers whose inputs a block head reads: evenly from the third to the last but one.
 
     They are those of the published heads: outputs of layers 1, 9, 17, 25, 33 of 36 (z-lab/dflash). Raises
-    ValueError if there are not so many.
+    ValueError if there are too few.
     """
     first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
     steps = max(states - 1, 1)

@@ -1,1 +1,1 @@
-"""How a token is drawn from logits, and by which rule a drafted one is accepted."""
+"""Drawing tokens from logits, and accepting drafted ones."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Adjustments(NamedTuple):
-    """What moves the logits of B sequences.
+    """The penalties and biases of B sequences.
 
     counts [B, V]      how often the output holds each token, the root included
     prompted [B, V]    which tokens the prompt holds
@@ -24,7 +24,7 @@ class Adjustments(NamedTuple):
     repetition: Tensor
 
     def move(self, logits: Tensor, times: Tensor, prompted: Tensor, bias: Tensor) -> Tensor:
-        """Logits [B, T, N] of tokens that the output holds so many times."""
+        """Move logits [B, T, N] of tokens that the output holds `times` times."""
         presence, frequency, repetition = (
             x[:, None, None] for x in (self.presence, self.frequency, self.repetition)
         )
@@ -43,7 +43,7 @@ def adjust(logits: Tensor, by: Adjustments, tokens: Tensor, ancestors: Tensor) -
     T = tokens.shape[1]
     if T == 1:
         return moved
-    # Of every token of the tree, how often it stands on the path to each node; the root is counted already.
+    # Count every token of the tree on the path to each node; the root is counted already.
     same = (tokens[:, :, None] == tokens[:, None]).float()
     path = torch.cat((torch.zeros_like(ancestors[..., :1]), ancestors[..., 1:]), -1).float()
     on_path = (path @ same).to(by.counts.dtype)  # [B, T, T]: at a node, the tree's token

@@ -1,4 +1,4 @@
-"""How one request is sampled, and what a step has to do for it."""
+"""Sampling options of a request, and the modes of a step that they need."""
 from __future__ import annotations
 
 import math
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# The rules by which drafted nodes are accepted at temperature > 0; at 0 both are `equal`.
+RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
 MOST_BIAS = 100.0
 MOST_PENALTY = 2.0
@@ -15,17 +17,17 @@ MOST_STOPS = 16
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one request is decoded. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
+    """The sampling options of one request. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off.
 
-    Of the target's logits, first those in `logit_bias` (pairs of a token id and what is added) are moved.
+    First `logit_bias` (pairs of a token id and a number) is added to the target's logits.
     Then tokens that the text holds already are penalised: `repetition_penalty` divides what is positive and
     multiplies what is negative, for tokens of prompt and output (1: off); `frequency_penalty` is taken away
     once for each time that the output holds a token, `presence_penalty` once if it holds it (0: off).
     Then top_k applies, then top_p on what remains, both on softmax(logits / temperature), then min_p: tokens
     less than min_p times as likely as the likeliest are left out.
 
-    stop: texts that end the output, of which they are no part. logprobs: give the log-probability of every
-    token, and of so many of the likeliest, as the target has them before any of the above; None: none.
+    stop: texts that end the output, without being part of it. logprobs: return the log-probability of every
+    token, and of this many of the likeliest, as the target has them before any of the above; None: none.
     json_schema: what the output is to fit, as JSON; of the logits, all that breaks it is left out first.
     Raises ValueError on values that cannot be.
     """
@@ -70,12 +72,12 @@ class Sampling:
 
     @property
     def restricts(self) -> bool:
-        """Whether top-k or top-p has anything to do."""
+        """True if top-k or top-p restricts the tokens."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     @property
     def penalises(self) -> bool:
-        """Whether the text so far changes what is likely."""
+        """True if the text so far changes the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
@@ -103,7 +105,7 @@ def _pairs(bias: Mapping | Iterable) -> tuple[tuple[int, float], ...]:
 
 
 class Modes(NamedTuple):
-    """What a step does beside greedy decoding, because a request of the batch asks for it."""
+    """Additions to greedy decoding that requests of the batch need."""
 
     noisy: bool = False  # draws: a temperature is above 0
     restricted: bool = False  # by top-k or top-p
@@ -114,8 +116,8 @@ class Modes(NamedTuple):
 
     @classmethod
     def of(cls, samplings: Iterable[Sampling], few: bool = False) -> Modes:
-        """What these requests need. few: of all that is seldom asked for everything, if anything, as where
-        each combination has to be compiled.
+        """Return the modes for these requests. few: switch all rare modes on if any is, as where each
+        combination has to be compiled.
         """
         samplings = list(samplings)
         noisy = any(s.temperature > 0 for s in samplings)

@@ -10,7 +10,7 @@ def restrict(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) 
 
     temperature, top_k (0: off), top_p (1: off) are [B]. Probabilities are softmax(logits / temperature); the
     token that crosses top_p is kept, as are all tokens tied with the last one kept. Sequences at temperature
-    0 are left alone. `kernels.cpu.restrict` does the same without sorting.
+    0 are left alone. Backends have kernels that do the same without sorting.
     """
     V = logits.shape[-1]
     per_row = (-1, 1, 1)

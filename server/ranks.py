@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from engine.seats import Event, Seats, Text
-from kernels.ranks import is_loss
+from kernels.tp import is_loss
 from sampling.options import Sampling
 from server.worker import Gone
 from tokens.grammar import Guide

@@ -28,8 +28,7 @@ from checkpoint.loading import identity
 from common.cli import note
 from common.errors import InputError
 from common.files import atomic_path, read_json, write_text
-from kernels.packed import threads_for
-from kernels.parts import visible_before
+from kernels.backend import backend_of
 from model import Transformer
 from training.batches import batches
 from training.data import row_key
@@ -75,9 +74,10 @@ class Reader:
     @torch.no_grad()
     def __call__(self, aux_layers: tuple[int, ...], tokens: Tensor) -> TargetStates:
         """Run the copy on tokens [B, T]."""
-        if not self.target.on_kernels:
+        backend = backend_of(self.target)
+        if not backend.row_invariant:
             return read_target(self.target, aux_layers, tokens)
-        with threads_for(self.target):
+        with backend.threads():
             rows = [self._row(aux_layers, row[None]) for row in tokens]
         return TargetStates(*map(torch.cat, zip(*rows)))
 
@@ -86,7 +86,7 @@ class Reader:
         if T > self.slots:
             self.slots, self.caches = T, self.target.caches(1, T)
         at, start = torch.arange(T)[None], torch.zeros(1, dtype=torch.long)
-        visible = visible_before(torch.arange(self.slots), start, T)
+        visible = backend_of(self.target).visible_before(torch.arange(self.slots), start, T)
         return target_states(self.target, *self.target(tokens, at, at, visible, self.caches, aux_layers))
 
 

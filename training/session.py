@@ -25,8 +25,8 @@ from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
 from common.files import read_json, write_text
-from kernels.cpu import try_kernels
-from kernels.packed import pack_models
+from kernels.backend import TORCH
+from kernels.choose import choose_backend
 from model import Transformer
 from networks.block import BlockHead
 from networks.head import Head
@@ -126,7 +126,8 @@ class Session:
         else:
             head_args(self.target.args, o.kind, vocab_size, self.shape)
         self.work.mkdir(parents=True, exist_ok=True)
-        self.compiled = torch.device(device).type != "cpu" or try_kernels(note)
+        backend = choose_backend("cpu", say=note) if torch.device(device).type == "cpu" else TORCH
+        self.compiled = torch.device(device).type != "cpu" or backend is not TORCH
         self.decoding = decoding_copy(self.target, self.compiled)
         self.copy, self.copy_name = self._load_copy() if o.copy else (None, None)
         text = self.collect()
@@ -156,7 +157,7 @@ class Session:
             raise InputError(f"--copy {o.copy}: no copy of {o.checkpoint}: their shapes or stop ids differ")
         name = identity(copy)
         if self.decoding is not self.target:
-            pack_models(copy)
+            self.decoding.backend.prepare(copy)
         return copy, name
 
     # -- collect ---------------------------------------------------------------------------------------------

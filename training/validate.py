@@ -16,7 +16,7 @@ from drafters.p_eagle import PEagle
 from engine.autotune import Calibration
 from engine.calibrate import calibrate
 from engine.engine import Engine
-from kernels.packed import pack_models
+from kernels.choose import choose_backend
 from model import Transformer
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
@@ -36,7 +36,7 @@ def decoding_copy(target: Transformer, kernels: bool) -> Transformer:
     if not kernels or target.embed.weight.device.type != "cpu":
         return target
     twin = copy.deepcopy(target)
-    pack_models(twin)
+    choose_backend("cpu").prepare(twin)
     return twin
 
 
@@ -85,6 +85,6 @@ class Validator:
 
     def _twin(self, head: Head) -> Head:
         twin = head.twin(self.target, self.target.embed.weight.dtype)
-        if self.target.on_kernels:
-            pack_models(twin)
+        if self.target.backend:
+            self.target.backend.prepare(twin)
         return twin

@@ -12,7 +12,7 @@
 
 namespace eagle {
 
-// A weight as kernels/cpu.py lays it out (pack, pack_int4, pack_bytes): [blocks, steps, columns], with scales
+// A weight as kernels/packed.py: pack lays it out: [blocks, steps, columns], with scales
 // [blocks, groups, columns] if it is quantised: float32 and one group (int8, w8a8), or bfloat16 and a group
 // for every so many inputs (int4, w4a8).
 struct Weight {
@@ -141,18 +141,13 @@ void draw(int threads, const float* logits, const float* noise, const int64_t* d
 void rank(int threads, const float* logits, const float* noise, const int64_t* names, int64_t rows, int64_t shared,
           int64_t V, int64_t k, float* scores, int64_t* ids);
 
-struct BeamOut {  // the k nodes to expand next
-  float* scores;                 // [B, k]
-  int64_t *tokens, *flat, *row;  // [B, k]
-  bool* sees;                    // [B, k, seen + k]
+struct Best {  // of a vocabulary's tokens, or of candidates
+  float value;
+  int64_t id;
+  // Larger first; of equal ones the first.
+  bool before(const Best& other) const { return value > other.value || (value == other.value && id < other.id); }
+  static bool first(const Best& one, const Best& other) { return one.before(other); }
 };
-// The k best of the k * k children of a beam, whose scores and tokens are [B, k * k] and which saw [B, k, seen]; `size`
-// candidates came before them. See tree.py: Growth.
-void advance(const float* scores, const int64_t* tokens, const bool* sees, int64_t B, int64_t k, int64_t seen,
-             int64_t size, const BeamOut& beam);
-
-// Which of n slots each row sees [B, T, n]: the first `length` [B], and after them as local [B, T, M] says.
-void see(const int64_t* length, const bool* local, int64_t B, int64_t T, int64_t M, int64_t n, bool* out);
 
 // A float as an integer in the same order.
 inline uint32_t ordered(float x) {
@@ -160,69 +155,9 @@ inline uint32_t ordered(float x) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-struct TreeOut {  // of T nodes
-  int64_t T, *tokens, *parent, *depth;  // [B, T]
-  bool* ancestors;                      // [B, T, T]
-  float* scores;                        // [B, T]
-
-  // Node i of text b, those before it written: 0 is the root.
-  void put(int64_t b, int64_t i, int64_t token, int64_t above, float score) const {
-    const int64_t at = b * T + i;
-    bool *mine = ancestors + at * T, *over = ancestors + (b * T + above) * T;
-    tokens[at] = token, parent[at] = above, scores[at] = score;
-    depth[at] = i ? depth[b * T + above] + 1 : 0;
-    if (i) std::copy(over, over + T, mine);
-    else std::fill(mine, mine + T, false);
-    mine[i] = true;
-  }
-};
-// The tree of the T - 1 best of `count` candidates below root [B]. scores, tokens, parents [B, count].
-void prune(const float* scores, const int64_t* tokens, const int64_t* parents, const int64_t* root, int64_t B,
-           int64_t count, const TreeOut& tree);
-
-struct Nodes {  // of a tree, or of those of B texts
-  const int64_t *tokens, *parent;  // [B, T]
-  const float* scores;             // [B, T]
-  int64_t T;
-};
-// The tree of the most likely nodes of two with one root. See tree.py: join.
-void join(const Nodes& one, const Nodes& other, int64_t B, const TreeOut& tree);
-
-struct Chains {  // of what followed matches in a text: drafters/lookup.py
-  const int64_t *of, *ahead;     // [T - 1] of each drafted node, its chain and how far after the match it stands
-  const float *first, *further;  // [longest + 1] how likely what follows a match of so many tokens is
-  int64_t T, shortest, longest;
-};
-// What followed the last tokens up to `length` [B] before, in the first n of text [B, N] -> tokens, likely [B, T].
-void follow(const int64_t* text, const int64_t* length, int64_t B, int64_t N, int64_t n, const Chains& chains,
-            int64_t* tokens, float* likely);
-
-// The deepest path [B, W] on which chosen [B, T] agrees with the tree, and its count [B].
-void accept(const int64_t* tokens, const int64_t* parent, const int64_t* depth, const int64_t* chosen, int64_t B,
-            int64_t T, int64_t W, int64_t* path, int64_t* count);
-
-struct StateOut {  // engine/state.py
-  int64_t *tokens, room, *length, *out, window;
-  const int64_t *limit, *stop_ids;
-  int64_t stops;
-  bool* done;
-};
-// Append the first `count` [B] of tokens [B, W], cut at stop ids and the limit; how many were appended [B].
-void emit(const int64_t* tokens, const int64_t* count, int64_t B, int64_t W, const StateOut& state,
-          int64_t* appended);
-
 // Cosines and sines [rows, half] of positions [rows] times inverse frequencies [half], times factor.
 void angles(const int64_t* positions, const float* inverse, float factor, int64_t rows, int64_t half,
             float* cosine, float* sine);
-
-struct Unread {  // of R tokens' features `size` bytes each [B, R], how many are
-  char* features;
-  int64_t R, *count;  // [B]
-};
-// Rows path [B, W] of features [B, T], the first count [B] of them, become unread where `moving` [B]; `more`: after
-// those that are. features: nullptr if none are kept.
-void hand_over(const char* features, const int64_t* path, const int64_t* count, const bool* moving, bool more,
-               int64_t B, int64_t T, int64_t W, int64_t size, const Unread& unread);
 
 // What weights are packed for: columns of a block; inputs in a word of an int8 or int4 weight for x in bfloat16;
 // those in a word of w8a8, and what is added to its values; those in a word of w4a8.

@@ -1,59 +1,22 @@
 // The operators `torch.ops.NAMESPACE`: what they take and return. NAMESPACE is given to the compiler, as each
-// instruction set has its own. The kernels are in files without PyTorch.
-//
-// They are written on PyTorch's stable interface: its headers compile in a quarter of the time of others.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
+// instruction set has its own. The kernels are in files without PyTorch, but for the parts in tree.h.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <optional>
-#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
 #include "kernels.h"
+#include "tensors.h"
+#include "tree.h"
 
 namespace eagle {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Tensors = std::vector<Tensor>;
-using Maybe = std::optional<Tensor>;
 
 // On how many threads the operators run: 0 as PyTorch's.
 std::atomic<int64_t> own_threads{0};
 inline int threads() { return own_threads ? int(own_threads) : int(torch::stable::get_num_threads()); }
 void use_threads(int64_t count) { own_threads = count; }
-
-inline const void* data(const Tensor& t) { return t.const_data_ptr(); }
-inline const void* data(const Tensor* t) { return t ? data(*t) : nullptr; }
-inline const void* data(const Maybe& t) { return t ? data(*t) : nullptr; }
-inline const float* floats(const Tensor& t) { return t.const_data_ptr<float>(); }
-inline const float* floats(const Maybe& t) { return t ? floats(*t) : nullptr; }
-inline const int64_t* longs(const Tensor& t) { return t.const_data_ptr<int64_t>(); }
-
-inline Tensor whole(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-inline Maybe whole(const Maybe& t) { return t ? Maybe(whole(*t)) : Maybe(); }
-
-// Not `torch::stable::empty`, which looks an operator up by its name.
-inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType type) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
-  AtenTensorHandle made;
-  const int32_t code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(type));
-  if (aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(), code, aoti_torch_device_type_cpu(),
-                               0, &made))
-    throw std::runtime_error("there is no memory for what a kernel computes");
-  return Tensor(made);
-}
-inline Tensor copy(const Tensor& x) {
-  Tensor out = empty(x.sizes().vec(), x.scalar_type());
-  std::memcpy(out.mutable_data_ptr(), x.const_data_ptr(), x.numel() * x.element_size());
-  return out;
-}
 
 // body(Kernels<E>()) with the dtype of x.
 template <class Body>
@@ -282,101 +245,6 @@ std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64
   return {scores, ids};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> advance_(const Tensor& scores, const Tensor& tokens,
-                                                            const Tensor& sees, int64_t size) {
-  const Tensor s = whole(scores), t = whole(tokens), before = whole(sees);
-  const int64_t B = before.size(0), k = before.size(1), seen = before.size(2);
-  Tensor best = empty({B, k}, s.scalar_type()), token = empty({B, k}, t.scalar_type());
-  Tensor flat = empty({B, k}, t.scalar_type()), row = empty({B, k}, t.scalar_type());
-  Tensor now = empty({B, k, seen + k}, ScalarType::Bool);
-  advance(floats(s), longs(t), before.const_data_ptr<bool>(), B, k, seen, size,
-          {best.mutable_data_ptr<float>(), token.mutable_data_ptr<int64_t>(), flat.mutable_data_ptr<int64_t>(),
-           row.mutable_data_ptr<int64_t>(), now.mutable_data_ptr<bool>()});
-  return {best, token, flat, now, row};
-}
-Tensor see_(const Tensor& length, const Tensor& local, int64_t n) {
-  const Tensor l = whole(length), in = whole(local);
-  Tensor out = empty({in.size(0), in.size(1), n}, in.scalar_type());
-  see(longs(l), in.const_data_ptr<bool>(), in.size(0), in.size(1), in.size(2), n, out.mutable_data_ptr<bool>());
-  return out;
-}
-
-struct TreeTensors {  // the fields of a tree of T nodes
-  Tensor tokens, parent, depth, ancestors, scores;
-  TreeTensors(int64_t B, int64_t T)
-      : tokens(empty({B, T}, ScalarType::Long)), parent(empty({B, T}, ScalarType::Long)),
-        depth(empty({B, T}, ScalarType::Long)), ancestors(empty({B, T, T}, ScalarType::Bool)),
-        scores(empty({B, T}, ScalarType::Float)) {}
-  TreeOut out() {
-    return {tokens.size(1), tokens.mutable_data_ptr<int64_t>(), parent.mutable_data_ptr<int64_t>(),
-            depth.mutable_data_ptr<int64_t>(), ancestors.mutable_data_ptr<bool>(), scores.mutable_data_ptr<float>()};
-  }
-  std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fields() { return {tokens, parent, depth, ancestors, scores}; }
-};
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> prune_(const Tensor& scores, const Tensor& tokens,
-                                                          const Tensor& parents, const Tensor& root, int64_t T) {
-  const Tensor s = whole(scores), t = whole(tokens), p = whole(parents), r = whole(root);
-  TreeTensors tree(s.size(0), T);
-  prune(floats(s), longs(t), longs(p), longs(r), s.size(0), s.size(1), tree.out());
-  return tree.fields();
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> join_(const Tensor& tokens, const Tensor& parent,
-                                                         const Tensor& scores, const Tensor& other_tokens,
-                                                         const Tensor& other_parent, const Tensor& other_scores,
-                                                         int64_t T) {
-  const Tensor t = whole(tokens), p = whole(parent), s = whole(scores);
-  const Tensor ot = whole(other_tokens), op = whole(other_parent), os = whole(other_scores);
-  TreeTensors tree(t.size(0), T);
-  join({longs(t), longs(p), floats(s), t.size(1)}, {longs(ot), longs(op), floats(os), ot.size(1)}, t.size(0),
-       tree.out());
-  return tree.fields();
-}
-
-std::tuple<Tensor, Tensor> follow_(const Tensor& text, const Tensor& length, int64_t n, const Tensor& chain,
-                                   const Tensor& ahead, const Tensor& first, const Tensor& further,
-                                   int64_t shortest) {
-  const Tensor in = whole(text), l = whole(length), c = whole(chain), a = whole(ahead);
-  const Tensor once = whole(first), more = whole(further);
-  const int64_t B = in.size(0), T = c.size(0) + 1;
-  Tensor tokens = empty({B, T}, ScalarType::Long), likely = empty({B, T}, ScalarType::Float);
-  follow(longs(in), longs(l), B, in.size(1), n,
-         {longs(c), longs(a), floats(once), floats(more), T, shortest, once.size(0) - 1},
-         tokens.mutable_data_ptr<int64_t>(), likely.mutable_data_ptr<float>());
-  return {tokens, likely};
-}
-
-std::tuple<Tensor, Tensor> accept_(const Tensor& tokens, const Tensor& parent, const Tensor& depth,
-                                   const Tensor& chosen, int64_t W) {
-  const Tensor t = whole(tokens), p = whole(parent), d = whole(depth), c = whole(chosen);
-  Tensor path = empty({t.size(0), W}, t.scalar_type()), count = empty({t.size(0)}, t.scalar_type());
-  accept(longs(t), longs(p), longs(d), longs(c), t.size(0), t.size(1), W, path.mutable_data_ptr<int64_t>(),
-         count.mutable_data_ptr<int64_t>());
-  return {path, count};
-}
-
-Tensor emit_(const Tensor& tokens, const Tensor& count, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
-             const Tensor& limit, const Tensor& stop_ids) {
-  const Tensor t = whole(tokens), c = whole(count);
-  Tensor appended = empty(c.sizes().vec(), c.scalar_type());
-  emit(longs(t), longs(c), t.size(0), t.size(1),
-       {text.mutable_data_ptr<int64_t>(), text.size(1), length.mutable_data_ptr<int64_t>(),
-        out.mutable_data_ptr<int64_t>(), out.size(1) - 3, longs(limit), longs(stop_ids), stop_ids.size(0),
-        done.mutable_data_ptr<bool>()},
-       appended.mutable_data_ptr<int64_t>());
-  return appended;
-}
-
-void hand_over_(const Maybe& features, const Tensor& path, const Tensor& count, const Tensor& moving, bool more,
-                Tensor& unread, Tensor& unread_count) {
-  const Maybe in = whole(features);
-  const Tensor p = whole(path), c = whole(count), m = whole(moving);
-  hand_over(static_cast<const char*>(data(in)), longs(p), longs(c), m.const_data_ptr<bool>(), more, p.size(0),
-            in ? in->size(1) : 0, p.size(1), unread.size(2) * int64_t(unread.element_size()),
-            {static_cast<char*>(unread.mutable_data_ptr()), unread.size(1), unread_count.mutable_data_ptr<int64_t>()});
-}
-
 std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& inverse, double factor) {
   const Tensor p = whole(positions), f = whole(inverse);
   const std::vector<int64_t> shape{p.size(0), p.size(1), f.size(0)};
@@ -388,76 +256,51 @@ std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& invers
 
 }  // namespace eagle
 
+// Of each operator, the function and its schema.
+#define ON_TENSORS(X) \
+  X(linear, "linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, Tensor? residual, int columns, int" \
+    " mode) -> Tensor") \
+  X(attend, "attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps," \
+    " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible) -> Tensor") \
+  X(rms_norm, "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor") \
+  X(layers, "layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k," \
+    " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)") \
+  X(head, "head(Tensor tokens, Tensor table, Tensor table_norm, Tensor feature, Tensor feature_norm, Tensor" \
+    " positions, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k, Tensor(b!)[] v," \
+    " Tensor slots, Tensor visible, float eps) -> Tensor") \
+  X(normed_linear, "normed_linear(Tensor x, Tensor norm, float eps, Tensor packed, Tensor? scale, Tensor? bias," \
+    " int columns) -> Tensor") \
+  X(move, "move(Tensor(a!)[] k, Tensor(b!)[] v, int head_dim, Tensor source, Tensor target) -> ()") \
+  X(restrict, "restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor") \
+  X(pack_, "pack(Tensor weight, bool paired, int flip, Tensor(a!) out) -> ()") \
+  X(pack_nibbles_, "pack_nibbles(Tensor weight, bool paired, Tensor(a!) out) -> ()") \
+  X(gumbel_, "gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor") \
+  X(draw_, "draw(Tensor logits, Tensor? noise, Tensor? depth) -> Tensor") \
+  X(rank_, "rank(Tensor logits, Tensor? noise, int k, Tensor? names) -> (Tensor, Tensor)") \
+  X(advance, "advance(Tensor scores, Tensor tokens, Tensor sees, int size) -> (Tensor, Tensor, Tensor, Tensor," \
+    " Tensor)") \
+  X(see, "see(Tensor length, Tensor local, int slots) -> Tensor") \
+  X(prune, "prune(Tensor scores, Tensor tokens, Tensor parents, Tensor root, int nodes) -> (Tensor, Tensor," \
+    " Tensor, Tensor, Tensor)") \
+  X(join, "join(Tensor tokens, Tensor parent, Tensor scores, Tensor other_tokens, Tensor other_parent, Tensor" \
+    " other_scores, int nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)") \
+  X(follow, "follow(Tensor text, Tensor length, int slots, Tensor chain, Tensor ahead, Tensor first, Tensor" \
+    " further, int shortest) -> (Tensor, Tensor)") \
+  X(accept, "accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor, Tensor)") \
+  X(emit, "emit(Tensor tokens, Tensor count, Tensor(a!) text, Tensor(b!) length, Tensor(c!) done, Tensor(d!)" \
+    " out, Tensor limit, Tensor stop_ids) -> Tensor") \
+  X(hand_over, "hand_over(Tensor? features, Tensor path, Tensor count, Tensor moving, bool more, Tensor(a!)" \
+    " unread, Tensor(b!) unread_count) -> ()") \
+  X(angles_, "angles(Tensor positions, Tensor inverse, float factor) -> (Tensor, Tensor)")
+#define OF_NUMBERS(X) \
+  X(layout, "layout() -> int[]") \
+  X(byte_blocks, "byte_blocks(int head_dim) -> int[]") \
+  X(use_threads, "use_threads(int count) -> ()")
+#define DEFINE(function, schema) m.def(schema);
+#define IMPLEMENT(function, schema) m.impl(std::string(schema, std::strchr(schema, '(')).c_str(), TORCH_BOX(&eagle::function));
 #define LIBRARY(name, m) STABLE_TORCH_LIBRARY(name, m)  // these expand NAMESPACE
 #define LIBRARY_IMPL(name, key, m) STABLE_TORCH_LIBRARY_IMPL(name, key, m)
 
-LIBRARY(NAMESPACE, m) {
-  m.def("linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, Tensor? residual,"
-        " int columns, int mode) -> Tensor");
-  m.def("attend(Tensor qkv, Tensor cosine, Tensor sine, Tensor? q_norm, Tensor? k_norm, float eps,"
-        " Tensor(a!) k, Tensor(b!) v, Tensor slots, Tensor visible) -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k,"
-        " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)");
-  m.def("head(Tensor tokens, Tensor table, Tensor table_norm, Tensor feature, Tensor feature_norm,"
-        " Tensor positions, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k,"
-        " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps) -> Tensor");
-  m.def("normed_linear(Tensor x, Tensor norm, float eps, Tensor packed, Tensor? scale, Tensor? bias, int columns)"
-        " -> Tensor");
-  m.def("move(Tensor(a!)[] k, Tensor(b!)[] v, int head_dim, Tensor source, Tensor target) -> ()");
-  m.def("byte_blocks(int head_dim) -> int[]");
-  m.def("restrict(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p) -> Tensor");
-  m.def("pack(Tensor weight, bool paired, int flip, Tensor(a!) out) -> ()");
-  m.def("pack_nibbles(Tensor weight, bool paired, Tensor(a!) out) -> ()");
-  m.def("gumbel(Tensor key, Tensor positions, Tensor temperature, int vocabulary) -> Tensor");
-  m.def("draw(Tensor logits, Tensor? noise, Tensor? depth) -> Tensor");
-  m.def("rank(Tensor logits, Tensor? noise, int k, Tensor? names) -> (Tensor, Tensor)");
-  m.def("advance(Tensor scores, Tensor tokens, Tensor sees, int size)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("see(Tensor length, Tensor local, int slots) -> Tensor");
-  m.def("prune(Tensor scores, Tensor tokens, Tensor parents, Tensor root, int nodes)"
-        " -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("join(Tensor tokens, Tensor parent, Tensor scores, Tensor other_tokens, Tensor other_parent,"
-        " Tensor other_scores, int nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("follow(Tensor text, Tensor length, int slots, Tensor chain, Tensor ahead, Tensor first, Tensor further,"
-        " int shortest) -> (Tensor, Tensor)");
-  m.def("accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor, Tensor)");
-  m.def("emit(Tensor tokens, Tensor count, Tensor(a!) text, Tensor(b!) length, Tensor(c!) done, Tensor(d!) out,"
-        " Tensor limit, Tensor stop_ids) -> Tensor");
-  m.def("hand_over(Tensor? features, Tensor path, Tensor count, Tensor moving, bool more, Tensor(a!) unread,"
-        " Tensor(b!) unread_count) -> ()");
-  m.def("angles(Tensor positions, Tensor inverse, float factor) -> (Tensor, Tensor)");
-  m.def("layout() -> int[]");
-  m.def("use_threads(int count) -> ()");
-}
-
-LIBRARY_IMPL(NAMESPACE, CompositeExplicitAutograd, m) {
-  m.impl("layout", TORCH_BOX(&eagle::layout));
-  m.impl("byte_blocks", TORCH_BOX(&eagle::byte_blocks));
-  m.impl("use_threads", TORCH_BOX(&eagle::use_threads));
-}
-
-LIBRARY_IMPL(NAMESPACE, CPU, m) {
-  m.impl("linear", TORCH_BOX(&eagle::linear));
-  m.impl("attend", TORCH_BOX(&eagle::attend));
-  m.impl("rms_norm", TORCH_BOX(&eagle::rms_norm));
-  m.impl("layers", TORCH_BOX(&eagle::layers));
-  m.impl("head", TORCH_BOX(&eagle::head));
-  m.impl("normed_linear", TORCH_BOX(&eagle::normed_linear));
-  m.impl("move", TORCH_BOX(&eagle::move));
-  m.impl("restrict", TORCH_BOX(&eagle::restrict));
-  m.impl("pack", TORCH_BOX(&eagle::pack_));
-  m.impl("pack_nibbles", TORCH_BOX(&eagle::pack_nibbles_));
-  m.impl("gumbel", TORCH_BOX(&eagle::gumbel_));
-  m.impl("draw", TORCH_BOX(&eagle::draw_));
-  m.impl("rank", TORCH_BOX(&eagle::rank_));
-  m.impl("advance", TORCH_BOX(&eagle::advance_));
-  m.impl("see", TORCH_BOX(&eagle::see_));
-  m.impl("prune", TORCH_BOX(&eagle::prune_));
-  m.impl("join", TORCH_BOX(&eagle::join_));
-  m.impl("follow", TORCH_BOX(&eagle::follow_));
-  m.impl("accept", TORCH_BOX(&eagle::accept_));
-  m.impl("emit", TORCH_BOX(&eagle::emit_));
-  m.impl("hand_over", TORCH_BOX(&eagle::hand_over_));
-  m.impl("angles", TORCH_BOX(&eagle::angles_));
-}
+LIBRARY(NAMESPACE, m) { ON_TENSORS(DEFINE) OF_NUMBERS(DEFINE) }
+LIBRARY_IMPL(NAMESPACE, CPU, m) { ON_TENSORS(IMPLEMENT) }
+LIBRARY_IMPL(NAMESPACE, CompositeExplicitAutograd, m) { OF_NUMBERS(IMPLEMENT) }

@@ -1,6 +1,5 @@
-// The parts of a step beside the networks (noise, the likeliest tokens, the tree, what is accepted and emitted),
-// and packing.
-// tree.py, sampling/noise.py and drafters/network.py define them. Sums over a vocabulary run over chunks of
+// The parts of a step over a vocabulary (noise, the likeliest tokens), and packing.
+// sampling/noise.py and kernels/backend.py define them. Sums over a vocabulary run over chunks of
 // fixed size, added in order: the threads change nothing.
 #include <algorithm>
 #include <cmath>
@@ -57,13 +56,6 @@ Words mixed(Words x) {
   return x ^ (x >> 15);
 }
 uint32_t mixed(uint32_t x) { return mixed(broadcast(x))[0]; }
-
-struct Best {  // of a vocabulary's tokens
-  float value;
-  int64_t id;
-  // Larger first; of equal ones the first.
-  bool before(const Best& other) const { return value > other.value || (value == other.value && id < other.id); }
-};
 
 }  // namespace
 
@@ -193,8 +185,7 @@ void rank(int threads, const float* logits, const float* noise, const int64_t* n
           if (!one.before(best.back())) continue;
           best.pop_back();
         }
-        best.insert(std::upper_bound(best.begin(), best.end(), one,
-                                     [](const Best& a, const Best& b) { return a.before(b); }), one);
+        best.insert(std::upper_bound(best.begin(), best.end(), one, Best::first), one);
       }
       least = int64_t(best.size()) == k ? best.back().value : LEAST;
     }
@@ -219,114 +210,12 @@ void rank(int threads, const float* logits, const float* noise, const int64_t* n
       most = std::max(most, of_row[c].most);
     }
     for (int64_t c = 0; c < chunks; c++) sum += of_row[c].sum * std::exp(double(of_row[c].most) - most);
-    std::partial_sort(best.begin(), best.begin() + k, best.end(),
-                      [](const Best& a, const Best& b) { return a.before(b); });
+    std::partial_sort(best.begin(), best.begin() + k, best.end(), Best::first);
     const float all = most + float(std::log(sum));
     for (int64_t i = 0; i < k; i++) {
       scores[row * k + i] = best[i].value - all;
       ids[row * k + i] = names ? names[best[i].id] : best[i].id;
     }
-  }
-}
-
-void advance(const float* scores, const int64_t* tokens, const bool* sees, int64_t B, int64_t k, int64_t seen,
-             int64_t size, const BeamOut& beam) {
-  std::vector<Best> best(k * k);
-  for (int64_t b = 0; b < B; b++) {
-    for (int64_t i = 0; i < k * k; i++) best[i] = {scores[b * k * k + i], i};
-    std::partial_sort(best.begin(), best.begin() + k, best.end(),
-                      [](const Best& a, const Best& b) { return a.before(b); });
-    for (int64_t i = 0; i < k; i++) {
-      const int64_t at = b * k + i, child = best[i].id;
-      beam.scores[at] = best[i].value, beam.tokens[at] = tokens[b * k * k + child];
-      beam.flat[at] = size + child, beam.row[at] = child / k;
-      bool* mine = beam.sees + at * (seen + k);
-      std::memcpy(mine, sees + (b * k + child / k) * seen, seen);
-      std::memset(mine + seen, 0, k);
-      mine[seen + i] = true;
-    }
-  }
-}
-
-void see(const int64_t* length, const bool* local, int64_t B, int64_t T, int64_t M, int64_t n, bool* out) {
-  for (int64_t row = 0; row < B * T; row++) {
-    bool* sees = out + row * n;
-    const int64_t prefix = std::clamp<int64_t>(length[row / T], 0, n), more = std::min(M, n - prefix);
-    std::memset(sees, 1, prefix);
-    std::memcpy(sees + prefix, local + row * M, more);
-    std::memset(sees + prefix + more, 0, n - prefix - more);
-  }
-}
-
-void prune(const float* scores, const int64_t* tokens, const int64_t* parents, const int64_t* root, int64_t B,
-           int64_t count, const TreeOut& tree) {
-  const int64_t T = tree.T;
-  std::vector<int64_t> order(count);
-  for (int64_t b = 0; b < B; b++) {
-    const float* score = scores + b * count;
-    for (int64_t i = 0; i < count; i++) order[i] = i;
-    std::partial_sort(order.begin(), order.begin() + T - 1, order.end(), [&](int64_t i, int64_t j) {
-      const uint32_t x = ordered(score[i] + 0.0f), y = ordered(score[j] + 0.0f);  // -0 as 0
-      return x != y ? x > y : i < j;
-    });
-    std::sort(order.begin(), order.begin() + T - 1);
-    tree.put(b, 0, root[b], 0, 0);
-    for (int64_t i = 1; i < T; i++) {
-      const int64_t from = order[i - 1], above = parents[b * count + from];
-      const auto place = std::lower_bound(order.begin(), order.begin() + T - 1, above) - order.begin();
-      tree.put(b, i, tokens[b * count + from], above < 0 ? 0 : place + 1, score[from]);
-    }
-  }
-}
-
-void accept(const int64_t* tokens, const int64_t* parent, const int64_t* depth, const int64_t* chosen, int64_t B,
-            int64_t T, int64_t W, int64_t* path, int64_t* count) {
-  std::vector<char> accepted(T);
-  for (int64_t b = 0; b < B; b++) {
-    const int64_t at = b * T;
-    int64_t last = 0;
-    accepted[0] = true;
-    for (int64_t i = 1; i < T; i++) {
-      const int64_t above = parent[at + i];
-      accepted[i] = accepted[above] && tokens[at + i] == chosen[at + above];
-      if (accepted[i] && depth[at + i] > depth[at + last]) last = i;
-    }
-    count[b] = depth[at + last] + 1;
-    std::fill(path + b * W, path + (b + 1) * W, 0);
-    for (int64_t d = count[b] - 1; d > 0; d--, last = parent[at + last]) path[b * W + d] = last;
-  }
-}
-
-void emit(const int64_t* tokens, const int64_t* count, int64_t B, int64_t W, const StateOut& state,
-          int64_t* appended) {
-  for (int64_t b = 0; b < B; b++) {
-    const int64_t* token = tokens + b * W;
-    int64_t n = state.done[b] ? 0 : std::min(count[b], state.limit[b] - state.length[b]);
-    bool stopped = false;
-    for (int64_t i = 0; i < n && !stopped; i++)
-      if (std::find(state.stop_ids, state.stop_ids + state.stops, token[i]) != state.stop_ids + state.stops)
-        n = i + 1, stopped = true;
-    if (n > 0) std::copy(token, token + n, state.tokens + b * state.room + state.length[b] + 1);
-    state.length[b] += n;
-    state.done[b] |= stopped || state.length[b] >= state.limit[b];
-    int64_t* out = state.out + b * (state.window + 3);
-    std::fill(std::copy(token, token + W, out), out + state.window, 0);
-    out[state.window] = n;
-    out[state.window + 1] = std::max<int64_t>(std::min(count[b] - 1, n), 0);
-    out[state.window + 2] = state.done[b];
-    appended[b] = n;
-  }
-}
-
-void hand_over(const char* features, const int64_t* path, const int64_t* count, const bool* moving, bool more,
-               int64_t B, int64_t T, int64_t W, int64_t size, const Unread& unread) {
-  for (int64_t b = 0; b < B; b++) {
-    if (!moving[b]) continue;
-    const int64_t first = more ? unread.count[b] : 0, n = std::min(count[b], unread.R - first);
-    for (int64_t i = 0; features && i < n; i++)
-      std::memcpy(unread.features + (b * unread.R + first + i) * size, features + (b * T + path[b * W + i]) * size,
-                  size);
-    unread.count[b] = first + count[b];
   }
 }
 

@@ -1,13 +1,13 @@
 """Tree attention in one kernel a layer: what stands between a layer's wqkv and its wo.
 
 A row of a pass sees every committed slot of the cache, which needs no mask, and of the slots after them those
-that its tree allows. How many slots are committed is read on the device, so one captured graph serves every
+that its tree allows. The number of committed slots is read on the device, so one captured graph serves every
 context. The keys are divided among programs (split over keys, as in FlashDecoding) by that length: few where
 the text is short. Queries that share a key/value head are rows of one product. The pass's own keys and values
 come out of qkv and go into the cache on the way.
 
-Where several programs share a row, each leaves its part of the softmax in scratch memory, and the last one to
-arrive adds the parts up, in the order of the keys: results do not depend on who arrives when.
+Programs that share a row leave their parts of the softmax in scratch memory. The last one to arrive adds the
+parts up in the order of the keys: results do not depend on the order of arrival.
 """
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kernels.gpu.float8 import converts, loaded, stored
 from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
-from kernels.gpu.launch import begin, options
-from kernels.gpu.scratch import counters
+from kernels.gpu.launch import begin, counters, options
 
 PLENTY = 128 * 1024  # bytes of shared memory
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -143,7 +142,7 @@ def attend_kernel(
             new_values = tl.load(
                 qkv + own + HEADS * HEAD + depth[None], mask=new[:, None] & in_head, other=0.0
             )
-            # What is read later is what is read now: rounded as the cache holds it.
+            # Rounded as the cache stores them, so that later passes read the same numbers.
             held_ka = stored(new_ka, k.dtype.element_ty, CONVERTS)
             held_kb = stored(new_kb, k.dtype.element_ty, CONVERTS)
             held = stored(new_values, v.dtype.element_ty, CONVERTS)
@@ -197,10 +196,9 @@ def attend_kernel(
 
 
 def tiles(rows: int, dtype: torch.dtype, shared: int, head: int) -> tuple[int, int, int, int]:
-    """ROWS and KEYS of a tile for so many rows of a key/value head, warps, and stages of loading.
+    """Return ROWS and KEYS of a tile for the rows of a key/value head, warps, and stages of loading.
 
-    head: its size. shared: bytes of shared memory that there are; where they are few, loads are fewer stages
-    ahead.
+    head: its size. shared: bytes of shared memory; with few of them, loads are fewer stages ahead.
     """
     if dtype == torch.float32 and not INTERPRETED:  # products without tensor cores fill registers
         return 16, 16, 4, 1

@@ -7,16 +7,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.float8 import InFloat8
+from kernels.backend import Sight, once
+from kernels.float8 import Float8Cache, Float8Caches
+from kernels.gpu.attention import attend
 from kernels.gpu.launch import begin, options
-from model import KVCache, ModelArgs
+from model import Block, KVCache, KVCaches, ModelArgs, Pass, rope_table
 
 
-class LayerCache(nn.Module):
+class LayerCache(KVCache):
     """The cache of one layer in kv [L, 2, B, nkv, S, hd], which all layers share."""
 
     def __init__(self, kv: Tensor, layer: int):
-        super().__init__()
+        nn.Module.__init__(self)
         self.register_buffer("kv", kv, persistent=False)
         self.layer = layer
 
@@ -30,38 +32,60 @@ class LayerCache(nn.Module):
         """Its values, likewise."""
         return self.kv[self.layer, 1].transpose(1, 2)
 
-    @staticmethod
-    def rows(caches: nn.ModuleList, first: int, count: int) -> nn.ModuleList:
-        """As `KVCache.rows`; the layers share one tensor here too."""
-        kv = caches[0].kv.narrow(2, first, count)
-        return nn.ModuleList(type(cache)(kv, i) for i, cache in enumerate(caches))
+    def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
+        """Attend in one kernel, from wqkv to wo; by the definition where the mask is dense."""
+        sight = shared.visible
+        if not isinstance(sight, Sight):
+            return super().attend(block, qkv, shared)
+        norms = (None, None, 0.0)
+        if block.q_norm is not None:
+            norms = block.q_norm.weight, block.k_norm.weight, block.q_norm.eps
+        return attend(qkv, *shared.angles(_angles), *norms, self.kv, self.layer, sight.length, sight.local)
 
-    @staticmethod
-    def take(caches: nn.ModuleList, place: int, slots: int) -> list[Tensor]:
-        """As `KVCache.take`."""
-        return [caches[0].kv[:, :, place, :, :slots].clone()]
 
-    @staticmethod
-    def put(caches: nn.ModuleList, place: int, taken: list[Tensor]) -> None:
-        """As `KVCache.put`."""
-        caches[0].kv[:, :, place, :, : taken[0].shape[3]] = taken[0]
+def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `model.rope_table`, computed once for all layers."""
+    cos, sin = rope_table(args, inv_freq, positions)
+    return once(cos), once(sin)
 
-    write, live = KVCache.write, KVCache.live
-    bytes = KVCache.bytes
+
+class LayerCaches(KVCaches):
+    """The caches of all layers in one tensor."""
+
+    Layer = LayerCache
 
     @classmethod
-    def of_layers(
-        cls, layers: int, batch: int, slots: int, args: ModelArgs, dtype: torch.dtype,
-        device: torch.device | str
-    ) -> nn.ModuleList:
-        """As `KVCache.of_layers`."""
-        shape = (layers, 2, batch, args.num_kv_heads, slots, args.head_dim)
-        kv = torch.zeros(shape, dtype=dtype, device=device)
-        return nn.ModuleList(cls(kv, i) for i in range(layers))
+    def of(
+        cls, args: ModelArgs, batch: int, slots: int, dtype: torch.dtype, device: torch.device | str, backend
+    ) -> LayerCaches:
+        shape = (args.num_layers, 2, batch, args.num_kv_heads, slots, args.head_dim)
+        return cls._over(torch.zeros(shape, dtype=cls.stored(dtype), device=device))
+
+    @classmethod
+    def _over(cls, kv: Tensor) -> LayerCaches:
+        return cls(cls.Layer(kv, i) for i in range(len(kv)))
+
+    def rows(self, first: int, count: int) -> LayerCaches:
+        return self._over(self[0].kv.narrow(2, first, count))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        move_slots(self[0].kv, source, target)
+
+    def take(self, place: int, slots: int) -> list[Tensor]:
+        return [self[0].kv[:, :, place, :, :slots].clone()]
+
+    def put(self, place: int, taken: list[Tensor]) -> None:
+        self[0].kv[:, :, place, :, : taken[0].shape[3]] = taken[0]
 
 
-class Float8LayerCache(InFloat8, LayerCache):
-    """`LayerCache` in float8: kv [L, 2, B, nkv, S, hd] as bytes."""
+class Float8LayerCache(Float8Cache, LayerCache):
+    """`LayerCache` in float8."""
+
+
+class Float8LayerCaches(Float8Caches, LayerCaches):
+    """`LayerCaches` in float8: kv [L, 2, B, nkv, S, hd] as bytes."""
+
+    Layer = Float8LayerCache
 
 
 @triton.jit
@@ -100,8 +124,3 @@ def move_slots(kv: Tensor, source: Tensor, target: Tensor) -> None:
 @move_slots.register_fake
 def _(kv, source, target):
     return None
-
-
-def move(caches: nn.ModuleList, source: Tensor, target: Tensor) -> None:
-    """`model.move` as one kernel."""
-    move_slots(caches[0].kv, source, target)

@@ -13,7 +13,7 @@ from kernels.gpu.here import INTERPRETED
 
 
 def converts(device: torch.device) -> bool:
-    """Whether this device has an instruction for e4m3."""
+    """Return whether this device has an instruction for e4m3."""
     return not INTERPRETED and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -40,10 +40,10 @@ def to_bytes(x, CONVERTS: tl.constexpr):
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)
     size = tl.minimum(tl.abs(x), 448.0)
-    # Of 23 bits of mantissa 3 stay: half of the last one is added, but for a tie that is even already.
+    # 3 of 23 bits of mantissa stay: add half of the last one, except for a tie that is even already.
     whole = size.to(tl.uint32, bitcast=True)
     normal = ((whole + 0x7FFFF + (whole >> 20 & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 steps are 2^-9, as they are in float32 from 2^14 on: that sum is rounded as it is to be.
+    # Below 2^-6 steps are 2^-9, like those of float32 from 2^14 on: that sum rounds correctly.
     small = (size + 16384.0).to(tl.uint32, bitcast=True) & 0xFF
     byte = tl.where(size < 0.015625, small, normal)
     return (tl.where(x != x, 0x7F, byte) | bits >> 24 & 0x80).to(tl.uint8)
@@ -51,7 +51,7 @@ def to_bytes(x, CONVERTS: tl.constexpr):
 
 @triton.jit
 def loaded(x, dtype: tl.constexpr, CONVERTS: tl.constexpr):
-    """What was loaded from a cache, whichever it is, in another dtype."""
+    """Convert values loaded from a cache of any dtype to another dtype."""
     if x.dtype == tl.uint8:
         return from_bytes(x, CONVERTS).to(dtype)
     return x.to(dtype)
@@ -59,7 +59,7 @@ def loaded(x, dtype: tl.constexpr, CONVERTS: tl.constexpr):
 
 @triton.jit
 def stored(x, dtype: tl.constexpr, CONVERTS: tl.constexpr):
-    """x as a cache of this dtype holds it, float8 as bytes."""
+    """Convert x to the dtype of a cache, float8 as bytes."""
     if dtype == tl.uint8:
         return to_bytes(x, CONVERTS)
     return x.to(dtype)

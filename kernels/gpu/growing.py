@@ -123,8 +123,8 @@ def prune(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The fields of the `tree.Tree` of T nodes, the best of candidates [B, C] below root [B].
 
-    parents [B, C]: the place of each candidate's parent, before its own; below 0 the root. levels: the tree
-    has at most so many below the root.
+    parents [B, C]: the place of each candidate's parent, before its own; below 0 the root. levels: the
+    most levels below the root.
     """
     B, C = scores.shape
     ids = [tokens.new_empty(B, nodes) for _ in range(3)]
@@ -233,7 +233,7 @@ def emit(
     tokens: Tensor, count: Tensor, text: Tensor, length: Tensor, done: Tensor, out: Tensor, limit: Tensor,
     stop_ids: Tensor,
 ) -> Tensor:
-    """`engine.state.State.emit` on its buffers, in place -> how many were appended [B]."""
+    """Run `TorchBackend.emit` on a state's buffers, in place -> how many were appended [B]."""
     B, W = tokens.shape
     width = out.shape[1]
     appended = count.new_empty(B)

@@ -1,4 +1,4 @@
-"""Whether our kernels for GPUs can run here, and are to.
+"""Devices on which our kernels for GPUs run, and properties of those.
 
 They are written in Triton, which a CUDA build of PyTorch brings. Triton's interpreter (TRITON_INTERPRET=1 in
 the environment, before anything is imported) runs them on a CPU, slowly: for tests.
@@ -12,40 +12,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 # Importing Triton takes time, which is only spent where it can be of use.
 CAN = (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
 
-_wanted = True
-
-
-def want(kernels: bool) -> None:
-    """Let our kernels run where they can, or not at all: for the whole process, from now on."""
-    global _wanted
-    _wanted = kernels
-
-
-def wanted() -> bool:
-    """What `want` was told last."""
-    return _wanted
-
-
 def digest() -> str:
-    """A digest of the kernels' source."""
+    """Return a digest of the kernels' source."""
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def runs_on(x: Tensor) -> bool:
-    """Whether our kernels take what lies where this tensor does, as on a GPU of capability 8.0 or later."""
-    return run_on(x.device)
-
-
-def run_on(device: torch.device) -> bool:
-    """`runs_on` of what lies on this device."""
-    if not (CAN and _wanted):
+def capable(device: torch.device) -> bool:
+    """Return whether our kernels can run on this device: a GPU of compute capability 8.0 or later."""
+    if not CAN:
         return False
     if device.type == "cuda":  # they are written for tensor cores that know bfloat16
         return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -54,11 +34,11 @@ def run_on(device: torch.device) -> bool:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may have."""
+    """Return the bytes of shared memory that a program may have."""
     return 1 << 30 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @cache
 def programs_at_once(device: torch.device) -> int:
-    """How many programs keep this device busy: one for each of its multiprocessors."""
+    """Return the number of programs that keep this device busy: one for each of its multiprocessors."""
     return 4 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,11 +6,11 @@ they write the weight out whole and read it again. Here one kernel serves any nu
 once, in the order it lies in memory, and converted on its way to the tensor cores. It is the left operand,
 whose tile has 64 rows at least: those are rows of the weight, and one token fills it as well as a tree does.
 
-The work is a line: the steps of DEPTH inputs of all tiles of columns, tile after tile. As many programs as
-the GPU holds at once share it equally (stream-K, Osama et al. 2023), so a narrow layer occupies every
-multiprocessor too. Where several programs share a tile, each leaves its part of the sums in scratch memory,
-and the last one to arrive adds the parts up, in the order of the inputs: results do not depend on who arrives
-when. Tiles of rows run side by side over the same columns, so all but the first find the weights in L2.
+The work is a line: the steps of DEPTH inputs of all tiles of columns, tile after tile. All programs that the
+GPU holds at once share it equally (stream-K, Osama et al. 2023), so a narrow layer occupies every
+multiprocessor too. Programs that share a tile leave their parts of the sums in scratch memory. The last one
+to arrive adds the parts up in the order of the inputs: results do not depend on the order of arrival. Tiles
+of rows run side by side over the same columns, so all but the first find the weights in L2.
 """
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.here import INTERPRETED, programs_at_once
-from kernels.gpu.launch import begin, options
-from kernels.gpu.scratch import counters
+from kernels.gpu.launch import begin, counters, options
+from kernels.quantized import INPUTS, QuantizedLinear, round_inputs
 
 LEAST_STEPS = 2  # of a program: fewer would cost more in adding up than they save
 # The interpreter has no products of bfloat16; in float32 they are the same.
@@ -182,7 +182,7 @@ def tile_rows(M: int, dtype: torch.dtype, group: int) -> int:
 
 
 def tiles(rows: int, dtype: torch.dtype, group: int) -> list[triton.Config]:
-    """What to try for so many rows of a tile; the first is a good guess. group: 0 for int8.
+    """Return the configurations to try for the rows of a tile, the best guess first. group: 0 for int8.
 
     All fit an A100 and spill no registers. A multiprocessor of an H100 holds as many programs as each says.
     """
@@ -226,7 +226,8 @@ def linear(
 ) -> Tensor:
     """x [..., K] times a weight of int8 (group 0) or int4 as `QuantizedLinear` holds it, + bias -> [..., N].
 
-    In x's dtype, or float32 if `wide`. What is added to onto [..., N] is rounded to x's dtype first.
+    In x's dtype, or float32 if `wide`. The product is rounded to x's dtype before it is added to onto [...,
+    N].
     """
     (N, width), K = weight.shape, x.shape[-1]
     rows = x.reshape(-1, K)
@@ -268,3 +269,12 @@ def linear(
 @linear.register_fake
 def _(x, weight, scale, bias, onto, group, wide):
     return x.new_empty(*x.shape[:-1], weight.shape[0], dtype=torch.float32 if wide else x.dtype)
+
+
+class TritonLinear(QuantizedLinear):
+    """A `QuantizedLinear` whose product is one kernel, which adds to the residual stream too."""
+
+    def _product(self, x: Tensor, onto: Tensor | None, wide: bool) -> Tensor:
+        if self.mode in ("w8a8", "w4a8"):
+            x = round_inputs(x, self.group or INPUTS)
+        return linear(x, self.weight, self.scale, self.bias, onto, self.group, wide)

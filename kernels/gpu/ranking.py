@@ -10,8 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.launch import begin, options
-from kernels.gpu.scratch import counters
+from kernels.gpu.launch import begin, counters, options
 
 CHUNK = 2048  # logits of a program, at most
 NONE = tl.constexpr(-(2**63))  # below every key
@@ -129,7 +128,7 @@ def _best(
 
 @torch.library.custom_op("eagle_gpu::rank", mutates_args=())
 def rank(logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`kernels.parts.rank`."""
+    """Rank, as `TorchBackend.rank`."""
     return _best(logits, noise, None, k, names, True)
 
 
@@ -141,7 +140,7 @@ def _(logits, noise, k, names):
 
 @torch.library.custom_op("eagle_gpu::draw", mutates_args=())
 def draw(logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
-    """`kernels.parts.draw`."""
+    """Draw, as `TorchBackend.largest`."""
     if noise is not None and depth is None:
         noise = noise[:, :1]
     return _best(logits, noise, depth, 1, None, False)[1][..., 0].contiguous()

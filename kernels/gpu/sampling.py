@@ -71,8 +71,8 @@ def weight_of(x, top, warm):
 
 @triton.jit
 def heavier(logits, V, floor, bars, top, warm, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """How many logits of a row are at least each of the bars [n] (ordered integers) or, if MASS, what those
-    that are at least `floor` too weigh.
+    """Count the logits of a row that are at least each of the bars [n] (ordered integers) and `floor`, or, if
+    MASS, sum their weights.
     """
     sums = tl.zeros((CHUNK, bars.shape[0]), tl.int64)
     for start in range(0, V, CHUNK):
@@ -89,7 +89,7 @@ def heavier(logits, V, floor, bars, top, warm, MASS: tl.constexpr, CHUNK: tl.con
 
 @triton.jit
 def highest_bar(logits, V, floor, need, top, warm, MASS: tl.constexpr, CHUNK: tl.constexpr):
-    """The highest ordered integer that so many logits, or so much of their weight, reach.
+    """Find the highest ordered integer that `need` logits, or this much of their weight, reach.
 
     Eleven passes find it: each looks at eight bars and leaves an eighth of a range of 2^32.
     """

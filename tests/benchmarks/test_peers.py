@@ -17,8 +17,7 @@ from checkpoint.loading import load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
 from engine.engine import Engine
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.choose import choose_backend
 from model import ModelArgs
 from sampling.options import Sampling
 from tree import TreeShape
@@ -169,8 +168,7 @@ def test_models_of_a_shape_decode(mode, packed):
     """Speculative text of random weights is plain text, also of quantised ones, also on the kernels."""
     target, head = random_models("tiny", torch.float32, "cpu", mode, 32)
     if packed:
-        load_kernels()
-        assert pack_models(target, head)
+        assert choose_backend("cpu").prepare(target, head)
     texts = [
         Engine(target, drafter, compile=False, max_seq_len=100).generate([[1, 2, 3]], Sampling(20))[0].ids
         for drafter in (Eagle(head, TreeShape(8, 2, 4)), None)

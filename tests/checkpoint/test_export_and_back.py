@@ -18,7 +18,7 @@ from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from quantize import main as quantize
 from sampling.options import Sampling
 from training.heads import HeadShape, new_head
@@ -81,7 +81,7 @@ def test_an_eagle3_head_that_reads_the_last_layers_output(golden, models):
     prompt = list(range(40, 60))
     x, features = target.causal(torch.tensor([prompt]), head.args.aux_layers)
     assert torch.equal(target.logits(features[..., -x.shape[-1] :]), target.logits(x))
-    decoders = (Decoder(target, drafter, max_seq_len=80, compile=False) for drafter in (
+    decoders = (Engine(target, drafter, max_seq_len=80, compile=False) for drafter in (
         Eagle(head, TreeShape(8, 2, 3)), None
     ))
     drafted, plain = (decoder.generate([prompt], Sampling(20))[0].ids for decoder in decoders)

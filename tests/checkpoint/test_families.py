@@ -17,7 +17,7 @@ from checkpoint.folder import read_config
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from drafters.eagle import Eagle, StaticEagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from sampling.options import Sampling
 from tree import EAGLE1_TREE, TreeShape
 
@@ -53,14 +53,14 @@ def test_target(tmp_path, name):
     assert error < 1e-4
     prompts, texts = reference_text(reference)
     options = {"compile": False, "max_seq_len": 120, "batch": 2}
-    decoders = {"plain": Decoder(target, **options)}
+    decoders = {"plain": Engine(target, **options)}
     for kind in ("eagle", "eagle3"):
         state, config = make_head(kind)
         head_folder = convert(write_head(tmp_path / kind, state, config), target=folder, quiet=True)
         head = load_head(head_folder, target, kind)
-        decoders[kind] = Decoder(target, Eagle(head, TreeShape(12, 2, 4)), **options)
+        decoders[kind] = Engine(target, Eagle(head, TreeShape(12, 2, 4)), **options)
         if kind == "eagle":
-            decoders["static tree"] = Decoder(target, StaticEagle(head, EAGLE1_TREE), **options)
+            decoders["static tree"] = Engine(target, StaticEagle(head, EAGLE1_TREE), **options)
     for method, decoder in decoders.items():
         assert [o.ids for o in decoder.generate(prompts, Sampling(64))] == texts, method
 

@@ -17,7 +17,7 @@ from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from convert_checkpoint import main
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -215,9 +215,9 @@ def test_eagle3_head(tmp_path, base, name):
     ids = state["t2d"].nonzero()[:, 0] if "t2d" in state else torch.arange(V)
     assert torch.equal(head.draft_ids, ids)
     prompt = [3, 1, 4]
-    plain = Decoder(target, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
+    plain = Engine(target, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
     drafter = Eagle(head, TreeShape(12, 2, 4))
-    fast = Decoder(target, drafter, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
+    fast = Engine(target, drafter, compile=False, max_seq_len=100).generate([prompt], Sampling(40))[0].ids
     assert fast == plain
 
 

@@ -47,7 +47,7 @@ from pathlib import Path
 import torch
 from checkpoint.loading import load_model
 from checkpoint.loading import shares_of, weigh
-from kernels.ranks import Ranks
+from kernels.tp import Ranks
 torch.set_num_threads(1)
 folder, count = Path(sys.argv[2]), int(sys.argv[3])
 def status(key):

@@ -15,7 +15,7 @@ from checkpoint.loading import load_head, load_model
 from checkpoint.quantizing import quantize_folder
 from common.errors import InputError
 from drafters.eagle import Eagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from kernels.modes import BESIDE
 from kernels.quantized import (
     FP8_MOST,
@@ -161,20 +161,18 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode,
     out = tmp_path / "q"
     command = ["--checkpoint", str(golden), "--out", str(out), "--mode", mode]
     assert quantize.main(command + ([*GROUPED, "--calibrate", str(text)] if mode in BESIDE else [])) == 0
-    from kernels.cpu import load_kernels
-    from kernels.packed import pack_models
+    from kernels.choose import choose_backend
 
-    load_kernels()
     target, _ = load_model(out, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     head = load_head(out / "eagle3", target, "eagle3")
     reference = None
     for on_kernels in (False, True):
         if on_kernels:
-            pack_models(target, head)
+            choose_backend("cpu").prepare(target, head)
         sampling = Sampling(80, temperature, seed=3)
-        plain = Decoder(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        plain = Engine(target, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
         drafter = Eagle(head, TreeShape(12, 3, 4))
-        fast = Decoder(target, drafter, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
+        fast = Engine(target, drafter, compile=False, max_seq_len=150).generate([PROMPT], sampling)[0].ids
         # w8a8 and w4a8 round activations, so that a difference in the last bit may become a full step.
         exact = dtype == "fp32" and mode in ("int8", "int4")
         if on_kernels or exact:
@@ -211,7 +209,7 @@ def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     few = torch.cat([experts(row[:, None], none[:, :1]) for row in x.unbind(1)], 1)
     torch.testing.assert_close(many, few, rtol=1e-4, atol=1e-5)
     sampling = Sampling(30)
-    assert len(Decoder(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
+    assert len(Engine(model, compile=False, max_seq_len=64).generate([[1, 2, 3]], sampling)[0].ids) == 30
 
 
 def test_a_tied_lm_head_becomes_its_own(tmp_path, capsys):

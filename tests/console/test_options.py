@@ -39,7 +39,7 @@ REFUSED = (
     ((*PROMPT, "--speculate", "rest", "--draft-tokens", "1025"), "--draft-tokens 1025: must be 2 to 1,024"),
     ((*PROMPT, "--window", "3"), "--window belongs to --speculate lookahead"),
     ((*PROMPT, "--draft-window", "8"), "--draft-window 8: is for heads with attention"),
-    ((*PROMPT, "--accept", "typical"), "--accept typical: plain decoding drafts nothing to accept"),
+    ((*PROMPT, "--accept", "residual"), "--accept residual: plain decoding drafts nothing to accept"),
     ((*EAGLE3, "--accept", "residual"), "--accept residual: is for --speculate draft-model"),
     ((*PROMPT, "--tree-depth", "2"), "--tree-depth 2: plain decoding drafts no tree; add --speculate"),
     ((*EAGLE3, "--tree-nodes", "1025"), "--tree-nodes 1025: must be 2 to 1,024"),

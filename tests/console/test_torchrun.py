@@ -20,8 +20,8 @@ import generate
 import train
 from common import torchrun
 from common.errors import InputError
-from kernels import ranks
-from kernels.ranks import Ranks, joined
+from kernels import tp
+from kernels.tp import Ranks, joined
 from training import processes
 from training.processes import Processes
 
@@ -95,7 +95,7 @@ def test_what_ranks_refuse(golden, capsys, monkeypatch, checkpoint, args, words)
     """
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr("kernels.ranks.joined", lambda *_: contextlib.nullcontext(Ranks(0, 2, "")))
+    monkeypatch.setattr("kernels.tp.joined", lambda *_: contextlib.nullcontext(Ranks(0, 2, "")))
     monkeypatch.setattr(Ranks, "agree_on", lambda *_: None)
     folder = {"golden": golden, "source": ROOT / "tests" / "golden" / "target"}[checkpoint]
     assert generate.main(["--checkpoint", str(folder), *args, "--no-compile"]) == 1
@@ -238,7 +238,7 @@ def test_a_process_that_nobody_joins_says_so(monkeypatch, capfd, join):
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torchrun, "QUIET", 0.1)
-    for module in (ranks, processes):
+    for module in (tp, processes):
         monkeypatch.setattr(module, "PATIENCE", timedelta(seconds=3))
     with pytest.raises(InputError, match="do not find each other"):
         join()

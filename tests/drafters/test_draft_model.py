@@ -3,6 +3,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_every_position_of_a_residual_chain_has_the_targets_distribution():
     tree, distribution = chain(torch.stack(tokens, 1)), torch.stack([q[t] for t in tokens[:-1]], 1)
     length, warm = torch.full((B,), 9), torch.full((B,), temperature)
     noise = temperature * gumbel(key, length[:, None] + 1 + torch.arange(D + 1), V)
-    agrees, drawn = residual(tree, distribution, target[tree.tokens], noise, warm, key, length)
+    state = SimpleNamespace(temperature=warm, key=key, length=length)
+    agrees, drawn = residual(tree, distribution, target[tree.tokens], noise, state)
     accepted = agrees[:, 1:].long().cumprod(1).sum(1)
     for position in range(D + 1):
         here = accepted >= position

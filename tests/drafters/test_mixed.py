@@ -169,7 +169,7 @@ def test_generate_names_two(golden, tmp_path, capsys):
     for options, words in (
         (["--speculate", "lookup+lookahead", "--tree", "6,1,3"], "has no use for --tree"),
         (["--speculate", "eagle2+eagle3", "--draft", str(moved)], "both take a head"),
-        (["--speculate", "lookup+eagle3", "--accept", "typical"], "accepted by equality"),
+        (["--speculate", "lookup+eagle3", "--accept", "residual"], "accepted by equality"),
         (["--speculate", "lookup+eagle3", "--datastore", "x"], "belongs to --speculate rest"),
     ):
         assert generate.main([*common, *options]) == 1

@@ -90,7 +90,7 @@ def refused(request: Request, words: str) -> None:
 
 @pytest.mark.parametrize("method, changes, words", [
     ("eagle4", {}, "--speculate eagle4: unknown; choose from none, eagle"),
-    ("none", {"rule": "typical"}, "--accept typical: plain decoding drafts nothing"),
+    ("none", {"rule": "residual"}, "--accept residual: plain decoding drafts nothing"),
     *((method, {"rule": "residual"}, "--accept residual: is for --speculate draft-model")
       for method in METHODS if method not in ("none", "draft-model")),
     *((method, {"draft": Path("x")}, f"--speculate {method}: has no use for --draft")

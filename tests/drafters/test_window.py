@@ -19,7 +19,7 @@ from engine.decoder import Decoder
 from engine.run import Run
 from engine.seats import Seats
 from engine.state import State
-from kernels.parts import visible_before
+from kernels.backend import TORCH
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -98,7 +98,7 @@ def drafted(drafter: HeadDrafter, tokens, features, n_new: int = 2, places: int 
     for start in range(0, N - n_new, 16):
         chunk = start + torch.arange(16)[None]
         some = torch.nn.functional.pad(features, (0, 0, 0, 16))[:, start : start + 16]
-        drafter.read(state, some, chunk, visible_before(slots, chunk[:, 0], 16))
+        drafter.read(state, some, chunk, TORCH.visible_before(slots, chunk[:, 0], 16))
     state.length.fill_(N), state.n_new.fill_(n_new)
     state.features[:, :n_new] = features[:, N - n_new : N]
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_the_kernels_draft_the_same(golden, dtype):
     options = {"batch": 2, "max_seq_len": 300, "dtype": dtype, "device": "cpu"}
     drafting = {"method": "eagle3", "tree": SHAPE, "window": 20, "int8": dtype == "bf16"}
     fast, usual = load(golden, **options, **drafting).decoder, load(golden, **options).decoder
-    assert fast.target.on_kernels and fast.drafter.kept.reach == 20
+    assert fast.backend.row_invariant and fast.drafter.kept.reach == 20
     trees, found = decode(fast)
     assert found == decode(usual)[1]
     if dtype == "fp32":

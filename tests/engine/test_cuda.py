@@ -7,6 +7,7 @@ import torch
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.engine import DRAFTED, Engine
+from kernels.choose import choose_backend
 from kernels.quantized import Scheme, quantize_linears
 from sampling.options import Sampling
 from tree import TreeShape
@@ -18,19 +19,12 @@ pytestmark = [
 PROMPTS = [list(b"u:tell me\na:"), list(b"u:why\na:") * 20, list(b"hello world")]
 
 
-def put_on_kernels(*models) -> None:
-    """As a target is by default; the import needs Triton."""
-    from kernels.gpu.models import put_on_kernels
-
-    put_on_kernels(*models)
-
-
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16])
 def decoders(golden, request):
     """(plain, EAGLE-3) on the GPU, compiled and captured, and the dtype."""
     target, _ = load_model(golden, "cuda", request.param)
     head = load_head(golden / "eagle3", target, "eagle3")
-    put_on_kernels(target, head)
+    choose_backend("cuda").prepare(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     return Engine(target, **options), Engine(
         target, Eagle(head, TreeShape(24, 4, 5)), **options
@@ -109,7 +103,7 @@ def test_a_quantised_target(golden, mode, group):
     quantize_linears(target, Scheme(mode, group, mode))
     head = load_head(golden / "eagle3", target, "eagle3")
     quantize_linears(head, Scheme(mode, group, mode))
-    put_on_kernels(target, head)
+    choose_backend("cuda").prepare(target, head)
     options = {"batch": 3, "max_seq_len": 700}
     texts = [
         [o.ids for o in Engine(target, drafter, **options).generate(PROMPTS, Sampling(100))]

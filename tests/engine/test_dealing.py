@@ -6,7 +6,7 @@ from common.errors import InputError
 from engine import dealing
 from engine.runtime import Runtime
 from engine.target import Drafting, load_target
-from kernels.ranks import Ranks, short_sums_in_shared_memory
+from kernels.tp import Ranks
 
 
 class Alike(Ranks):
@@ -42,15 +42,6 @@ def test_ranks_of_a_machine_share_its_memory(golden, monkeypatch, here, enough):
     with pytest.raises(InputError, match=r"2 ranks: each holds .* GB are free for 2 of them here: take more"):
         dealing.prepare(golden, RUNTIME, said.append, RANKS)
     assert not said
-
-
-@pytest.mark.slow
-def test_without_gpus_sums_are_not_made_in_symmetric_memory():
-    import torch._inductor.config as settings
-
-    said = short_sums_in_shared_memory(RANKS, torch.device("cpu"))
-    assert said.startswith("by NCCL; symmetric memory cannot be had (")
-    assert settings._collective.auto_select is False
 
 
 def test_what_ranks_cannot_do_yet(golden):

@@ -11,10 +11,10 @@ from drafters.eagle import Eagle
 from engine.compiling import compile_graph
 from engine.request import Request
 from engine.runtime import Runtime
-from engine.target import Drafting, float8_cache, load_target
-from kernels.float8 import Float8Cache, from_bytes, to_bytes
+from engine.target import Drafting, load_target
+from kernels.float8 import Float8Caches, from_bytes, to_bytes
 from kernels.gpu import here
-from model import KVCache, ModelArgs, move
+from model import KVCaches, ModelArgs
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -36,7 +36,7 @@ def test_text_is_plain_text(targets, temperature):
         target.engine(drafting, batch=2, max_seq_len=220)
         for target, drafting in zip((*targets[:1] * 2, targets[1]), (Drafting(), drafting, Drafting()))
     )
-    assert all(type(cache) is Float8Cache for cache in fast.passes.caches)
+    assert type(fast.passes.caches) is Float8Caches
     given, sampling = prompts(2, seed=3), [Sampling(90, temperature, seed=seed) for seed in (1, 2)]
     requests: list[Request] = []
     events = [*fast.run(given, sampling, requests, watch=True)]
@@ -58,7 +58,7 @@ def test_memory_is_what_the_caches_take(targets):
 
 def test_a_head_keeps_its_dtype(targets):
     drafter = targets[0].engine(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).drafter
-    assert isinstance(drafter, Eagle) and type(drafter.caches[0]) is KVCache
+    assert isinstance(drafter, Eagle) and type(drafter.caches) is KVCaches
 
 
 
@@ -75,11 +75,11 @@ def test_an_engine_goes_on_with_what_it_kept(targets):
 def filled(kind: type, seed: int = 1):
     """Caches of three layers with 40 slots, written once with random numbers; and these, as rounded."""
     draw = torch.Generator().manual_seed(seed)
-    caches, slots = kind.of_layers(3, 2, 40, ARGS, torch.float32, "cpu"), torch.arange(40).expand(2, 40)
+    caches, slots = kind.of(ARGS, 2, 40, torch.float32, "cpu", None), torch.arange(40).expand(2, 40)
     for cache in caches:
         k, v = (torch.randn(2, 40, 2, 20, generator=draw) * 9 for _ in range(2))
         rounded = [from_bytes(to_bytes(x), torch.float32) for x in (k, v)]
-        cache.write(*(rounded if kind is KVCache else (k, v)), slots)
+        cache.write(*(rounded if kind is KVCaches else (k, v)), slots)
     return caches
 
 
@@ -93,28 +93,29 @@ def same(ours, defined) -> bool:
 
 @pytest.mark.parametrize("on_gpu", (False, True))
 def test_each_thing_that_is_done_with_a_cache(on_gpu):
-    """As with `KVCache`, whose numbers are rounded before they are written. So with the cache of our GPU
+    """As with `KVCaches`, whose numbers are rounded before they are written. So with the cache of our GPU
     kernels, whose layers share a tensor.
     """
     if on_gpu:
         pytest.importorskip("triton", reason="Triton is not installed")
-    kind = float8_cache(SimpleNamespace(reads_length=on_gpu))
-    both = ours, defined = [filled(kind) for kind in (kind, KVCache)]
-    assert same(*both) and ours[0].k.dtype == torch.uint8 and (kind is Float8Cache) != on_gpu
+        from kernels.gpu.cache import Float8LayerCaches
+    kind = Float8LayerCaches if on_gpu else Float8Caches
+    both = ours, defined = [filled(kind) for kind in (kind, KVCaches)]
+    assert same(*both) and ours[0].k.dtype == torch.uint8 and (kind is Float8Caches) != on_gpu
     source, target = torch.tensor([[9, 5, 7], [30, 31, 4]]), torch.tensor([[5, 6, 7], [31, 4, 5]])
     for caches in both:
-        move(caches, source, target)
-    assert same(*both) and not same(ours, filled(KVCache))
-    parts = [type(caches[0]).rows(caches, 1, 1) for caches in both]
+        KVCaches.move(caches, source, target)
+    assert same(*both) and not same(ours, filled(KVCaches))
+    parts = [caches.rows(1, 1) for caches in both]
     for caches in parts:
-        move(caches, source[:1], target[:1])
-    assert same(*parts) and same(*both) and type(parts[0][0]) is kind
+        KVCaches.move(caches, source[:1], target[:1])
+    assert same(*parts) and same(*both) and type(parts[0]) is kind
     for caches in both:
-        type(caches[0]).put(caches, 0, type(caches[0]).take(caches, 1, 21))
+        caches.put(0, caches.take(1, 21))
     assert same(*both)
-    size = kind.bytes(2, 40, ARGS, torch.float32)
-    assert 4 * size == KVCache.bytes(2, 40, ARGS, torch.float32)
-    assert 3 * size == sum(b.nbytes for b in ours.buffers())
+    size = kind.bytes(ARGS, 2, 40, torch.float32)
+    assert 4 * size == KVCaches.bytes(ARGS, 2, 40, torch.float32)
+    assert size == sum(b.nbytes for b in ours.buffers())
 
 
 def test_what_is_too_large_is_the_largest():
@@ -127,7 +128,7 @@ def test_what_is_too_large_is_the_largest():
 @pytest.mark.compile
 def test_compiled():
     """Written and read in one graph."""
-    eager, compiled = filled(Float8Cache), filled(Float8Cache)
+    eager, compiled = filled(Float8Caches), filled(Float8Caches)
     k, v = (torch.randn(2, 3, 2, 20) for _ in range(2))
 
     def renewed(cache, k, v, slots):
@@ -160,7 +161,6 @@ def test_gpus_that_are_too_old(monkeypatch, capability, options, fits):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: torch.ones(1))
     monkeypatch.setattr(here, "CAN", True)
-    monkeypatch.setattr(here, "_wanted", options.get("kernels", True))
     runtime = Runtime("cuda", kv="fp8", **options)
     if fits:
         runtime.check_fp8()

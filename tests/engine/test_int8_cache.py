@@ -5,8 +5,7 @@ import torch
 from drafters.eagle import Eagle
 from engine.runtime import Runtime
 from engine.target import Drafting, load_target
-from kernels.packed import ByteCache
-from model import KVCache
+from kernels.packed import ByteCaches
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -28,7 +27,7 @@ def test_text_is_plain_text(targets, temperature):
         target.engine(drafting, batch=2, max_seq_len=220)
         for drafting in (Drafting(), Drafting("eagle3", tree=TreeShape(12, 2, 4)))
     )
-    assert all(isinstance(cache, ByteCache) for cache in fast.passes.caches)
+    assert isinstance(fast.passes.caches, ByteCaches)
     prompts, sampling = [PROMPT, PROMPT[3:]], [Sampling(180, temperature, seed=seed) for seed in (1, 2)]
     found = [decoder.generate(prompts, sampling) for decoder in (plain, fast)]
     assert [o.ids for o in found[0]] == [o.ids for o in found[1]]
@@ -53,4 +52,4 @@ def test_memory_is_what_the_caches_take(targets):
 
 def test_a_head_keeps_its_dtype(targets):
     drafter = targets[0].engine(Drafting("eagle3", tree="4,2,2"), max_seq_len=100).drafter
-    assert isinstance(drafter, Eagle) and type(drafter.caches[0]) is KVCache
+    assert isinstance(drafter, Eagle) and not isinstance(drafter.caches, ByteCaches)

@@ -6,8 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 from drafters.eagle import Eagle
 from engine.engine import Engine
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.choose import choose_backend
 from model import ModelArgs, Transformer
 from networks.eagle import Eagle3Head
 from networks.head import HeadArgs
@@ -56,8 +55,7 @@ def last_chunk(length: int, on_kernels: bool, reach: int = 0) -> Made:
     """
     target, head = tiny(2 * length)
     if on_kernels:
-        load_kernels()
-        assert pack_models(target, head)
+        assert choose_backend("cpu").prepare(target, head)
     drafter = Eagle(head, TreeShape(8, 2, 3), reach=reach)
     engine = Engine(target, drafter, max_seq_len=length + 2, compile=False, chunks=(CHUNK,))
     request = engine.admit([7] * length, Sampling(1))

@@ -120,7 +120,7 @@ def test_heads_that_are_dealt_too(alone, dealt, name):
         assert dealt["heads"][what] == alone["heads"][what]
 
 
-@pytest.mark.parametrize("name", [*MODES, "typical", "caches in float8"])
+@pytest.mark.parametrize("name", [*MODES, "caches in float8"])
 def test_modes(alone, between_two, name):
     assert between_two["modes"][name] == alone["modes"][name]
     if name == "caches in float8":

@@ -53,7 +53,7 @@ def words(request, monkeypatch, tmp_path) -> str:
     compiler, words = MACHINES[request.param]
     monkeypatch.setenv("CXX", compiler(tmp_path))
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
-    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     return words
 
 

@@ -3,6 +3,7 @@ from collections.abc import Callable
 
 import torch
 
+from checkpoint.folder import check_args
 from drafters.base import Drafter
 from drafters.dflash import DFlash
 from drafters.draft_model import DraftModel
@@ -44,7 +45,7 @@ def guessing_heads(
         draft_vocab_size=len(draft_ids), target_hidden_size=a.hidden_size, aux_layers=(a.num_layers,),
         guesses=guesses, blocks=blocks, prefix=prefix,
     )
-    args.check()
+    check_args(args)
     torch.manual_seed(seed)
     head = {"medusa": MedusaHeads, "hydra": HydraHeads}[kind](args)
     with torch.no_grad():

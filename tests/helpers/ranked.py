@@ -20,9 +20,9 @@ from drafters.eagle import Eagle
 from engine.compiling import compile_graph
 from engine.engine import Engine
 from helpers.drafters import NAMES, make_drafter
-from kernels.float8 import Float8Cache
-from kernels.ranks import Ranks, joined
-from model import KVCache, Transformer
+from kernels.float8 import Float8Caches
+from kernels.tp import Ranks, joined
+from model import Transformer
 from networks.head import Head
 from sampling.options import Sampling
 from tree import TreeShape
@@ -91,16 +91,13 @@ def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
 
 
 def of_modes(folder: Path, ranks: Ranks | None) -> dict[str, list]:
-    """Drafted texts of requests that read more of the logits than their best, of typical acceptance, and over
-    caches in float8.
+    """Drafted texts of requests that read more of the logits than their best, and over caches in float8.
     """
     target, _ = load_model(folder, ranks=ranks)
     drafter = Eagle(load_head(folder / "eagle3", target, "eagle3"), TREE)
     found = {name: texts(target, drafter, **mode) for name, mode in MODES.items()}
-    target.Cache = Float8Cache
-    found["caches in float8"] = texts(target, drafter, **MODES["min-p"])
-    target.Cache, drafter.rule = KVCache, "typical"
-    return found | {"typical": texts(target, drafter, temperature=1.0, seed=4)}
+    target.Caches = Float8Caches
+    return found | {"caches in float8": texts(target, drafter, **MODES["min-p"])}
 
 
 def of_dealt_heads(folder: Path, ranks: Ranks | None) -> dict[str, list]:

@@ -22,11 +22,12 @@ def one_build_at_a_time(tmp_path_factory):
 
 
 @pytest.fixture(params=isa.available())
-def each_isa(request):
-    yield cpu.load_kernels(isa=request.param)
-    cpu.load_kernels()
+def each_isa(request) -> cpu.CpuBackend:
+    """The CPU backend of each instruction set."""
+    return cpu.CpuBackend.load(request.param)
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    cpu.load_kernels()
+@pytest.fixture
+def kernels() -> cpu.CpuBackend:
+    """The CPU backend of the best instruction set."""
+    return cpu.CpuBackend.load()

@@ -2,6 +2,7 @@
 
 aarch64's run in an emulator, AMX' with tiles in software.
 """
+import copy
 import functools
 import os
 import platform
@@ -13,6 +14,7 @@ import torch
 from helpers import ROOT
 
 from kernels import build, cpu, isa
+from kernels.packed import pack, pack_scale
 from kernels.quantized import pack_nibbles
 
 CROSS = "aarch64-linux-gnu-g++"
@@ -25,20 +27,21 @@ CASES = dict.fromkeys([(NATIVE, isa.available()[0]), *(("clang++", name) for nam
 CASES |= dict.fromkeys((CROSS, name) for name in isa.SETS if name.startswith("neon") and name != "neonbf16")
 
 
-def same_packing(printed: str, monkeypatch) -> bool:
-    """Whether the driver has packed its numbers as kernels/cpu.py packs the same ones."""
-    cpu.load_kernels()
+def same_packing(printed: str, kernels) -> bool:
+    """Whether the driver has packed its numbers as kernels/packed.py packs the same ones."""
     found = dict(line.split(" ", 1) for line in printed.splitlines())
-    layout = cpu.Layout(*map(int, found.pop("layout").split()))
-    monkeypatch.setattr(cpu, "_layout", layout, raising=False)
+    backend = copy.copy(kernels)
+    backend.layout = cpu.Layout(*map(int, found.pop("layout").split()))
     values = (torch.arange(74 * 8) * 7 % 16 - 8).to(torch.int8).view(74, 8)
+    stored = {"int8": values, "w8a8": values, "int4": pack_nibbles(values), "w4a8": pack_nibbles(values)}
+
+    def packed(mode: str, gated: bool = False) -> torch.Tensor:
+        return pack(backend, stored[mode], mode, torch.bfloat16, gated)
+
     expected = {
-        "pack": cpu.pack(values, layout.bf16_per_word), "pack_bytes": cpu.pack_bytes(values),
-        "pack_int4": cpu.pack_int4(pack_nibbles(values), layout.bf16_per_word),
-        "pack_w4a8": cpu.pack_w4a8(pack_nibbles(values)), "pack_scale": cpu.pack_scale(values),
-        "gated": cpu.pack(values, layout.bf16_per_word, gated=True),
-        "gated_scale": cpu.pack_scale(values, gated=True),
-        "gated_int4": cpu.pack_int4(pack_nibbles(values), layout.bf16_per_word, gated=True),
+        "pack": packed("int8"), "pack_bytes": packed("w8a8"), "pack_int4": packed("int4"),
+        "pack_w4a8": packed("w4a8"), "pack_scale": pack_scale(backend, values), "gated": packed("int8", True),
+        "gated_scale": pack_scale(backend, values, True), "gated_int4": packed("int4", True),
     }
     return found == {name: packed.numpy().tobytes().hex() for name, packed in expected.items()}
 
@@ -65,7 +68,7 @@ def compile_driver(objects, compiler, *flags):
 @pytest.mark.compile
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
-def test_kernels_alone(compiler, name, objects, monkeypatch):
+def test_kernels_alone(compiler, name, objects, kernels):
     """Every kernel against double precision, and its rows' independence, with this compiler."""
     if compiler == CROSS and not (shutil.which(CROSS) and shutil.which(EMULATOR[0])):
         pytest.skip(f"aarch64 needs {CROSS} and {EMULATOR[0]}")
@@ -77,7 +80,7 @@ def test_kernels_alone(compiler, name, objects, monkeypatch):
     checked = subprocess.run([*command, *rows], capture_output=True, text=True, timeout=300)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     packed = subprocess.run([*command, "packing"], capture_output=True, text=True, timeout=60, check=True)
-    assert same_packing(packed.stdout, monkeypatch)
+    assert same_packing(packed.stdout, kernels)
 
 
 @pytest.mark.compile

@@ -6,11 +6,14 @@ import pytest
 import torch
 from helpers.kernels import DTYPES, ERROR, close, draws
 
-from kernels import cpu
-from kernels.packed import ByteCache
-from model import ModelArgs, Pass, Transformer, attention, inverse_frequencies
+from kernels.packed import ByteCaches
+from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
 
-pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("each_isa")]
+pytestmark = pytest.mark.compile
+
+
+def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0):
+    return isa.ops.attend(qkv, cos, sin, q_norm, k_norm, eps, k, v, slots, visible)
 
 
 def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
@@ -25,19 +28,19 @@ def attend_case(dtype, B, T, heads, kv_heads, head_dim, n, norms, seed=0):
     return args, qkv, k, v, slots, visible, weights
 
 
-def in_dtype(k, v):
+def in_dtype(isa, k, v):
     """Caches k, v that hold k, v [B, S, nkv, hd] as they are."""
     return k.clone(), v.clone()
 
 
-def in_bytes(k, v):
+def in_bytes(isa, k, v):
     """Caches k, v in bytes that hold k, v [B, S, nkv, hd]."""
     B, S, nkv, hd = k.shape
-    cache = ByteCache(B, S, ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), k.dtype, "cpu")
+    cache = ByteCaches.of(ModelArgs(8, nkv * hd, 8, 1, nkv, nkv, hd), B, S, k.dtype, "cpu", isa)[0]
     qkv = torch.cat((k, k, v), 2).flatten(2)
     slots = torch.arange(S).expand(B, -1)
     straight = torch.ones(B, S, hd // 2)
-    cpu.attend(qkv, straight, 0 * straight, cache.k, cache.v, slots, torch.eye(S).bool().expand(B, -1, -1))
+    attend(isa, qkv, straight, 0 * straight, cache.k, cache.v, slots, torch.eye(S).bool().expand(B, -1, -1))
     return cache.k, cache.v
 
 
@@ -50,10 +53,11 @@ SHAPES = pytest.mark.parametrize("shape", (
 ))
 
 
-class Written:
+class Written(KVCache):
     """A cache of k, v [B, S, nkv, hd] to write to, as the functions `keep` rounds them."""
 
     def __init__(self, k, v, keep=lambda x: x):
+        torch.nn.Module.__init__(self)
         self.k, self.v, self.keep = keep(k), keep(v), keep
 
     def write(self, k, v, slots):
@@ -66,7 +70,7 @@ class Written:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @SHAPES
-def test_attend(dtype, shape):
+def test_attend(each_isa, dtype, shape):
     args, qkv, k, v, slots, visible, weights = attend_case(dtype, *shape)
     positions = slots + 100
     block = Transformer(args).layers[0].to(dtype)
@@ -78,12 +82,12 @@ def test_attend(dtype, shape):
     shared = Pass(args, inverse_frequencies(args), positions, slots, visible)
     torch.set_num_threads(2)
     cos, sin = shared.angles()
-    found = cpu.attend(qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
+    found = attend(each_isa, qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
     torch.set_num_threads(1)
     assert torch.equal(
-        found, cpu.attend(qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
+        found, attend(each_isa, qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
     )
-    expected = attention(block.double(), qkv.double(), theirs, shared)
+    expected = theirs.attend(block.double(), qkv.double(), shared)
     assert torch.equal(ours.v.double(), theirs.v)
     close(ours.k, theirs.k, dtype)
     assert (found.double() - expected).abs().max() <= 2 * ERROR[dtype] * expected.abs().max()
@@ -97,7 +101,7 @@ def round_heads(x):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @SHAPES
-def test_attend_over_bytes(dtype, shape):
+def test_attend_over_bytes(each_isa, dtype, shape):
     """Attention over rounded keys and values, but for the rounding of queries and softmax weights: to about
     1/8000 of the largest where they have 16 bits, 1/127 where they have 8.
     """
@@ -111,12 +115,12 @@ def test_attend_over_bytes(dtype, shape):
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(cpu.attend(qkv, cos, sin, *in_bytes(k, v), slots, visible, *weights))
+        found.append(attend(each_isa, qkv, cos, sin, *in_bytes(each_isa, k, v), slots, visible, *weights))
     torch.set_num_threads(1)
     assert torch.equal(*found)
     theirs = Written(k.double(), v.double(), round_heads)
-    expected = attention(block.double(), qkv.double(), theirs, shared)
-    coarse = cpu.quantized_bytes_per_word() == 4
+    expected = theirs.attend(block.double(), qkv.double(), shared)
+    coarse = each_isa.layout.bytes_per_word == 4
     error = (found[0].double() - expected).abs()
     assert error.max() <= (0.05 if coarse else 0.012) * expected.abs().max()
     assert error.square().mean().sqrt() <= (0.012 if coarse else 0.003) * expected.abs().max()
@@ -124,7 +128,7 @@ def test_attend_over_bytes(dtype, shape):
 
 @as_stored
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_never_depends_on_where_the_slots_lie(dtype, stored):
+def test_attention_never_depends_on_where_the_slots_lie(each_isa, dtype, stored):
     """A path of a tree, its slots scattered among other nodes', gives the bits of the same tokens side by
     side.
     """
@@ -139,7 +143,7 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype, stored):
             visible[:, i, list(places[: i + 1])] = True
         for threads in (1, 3):  # by themselves, or sharing slots and parts of heads
             torch.set_num_threads(threads)
-            results.append(cpu.attend(qkv, cos, sin, *stored(k, v), slots, visible))
+            results.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), slots, visible))
         torch.set_num_threads(1)
     assert all(torch.equal(results[0], other) for other in results[1:])
 
@@ -149,7 +153,7 @@ def test_attention_never_depends_on_where_the_slots_lie(dtype, stored):
 @pytest.mark.parametrize("committed", (120, 127, 128, 300))
 # Groups that end between rows, and within one; heads that are whole words, and not.
 @pytest.mark.parametrize("heads, kv_heads, hd", ((6, 2, 32), (8, 1, 20), (3, 3, 6)))
-def test_a_path_across_blocks_of_slots(dtype, stored, committed, heads, kv_heads, hd):
+def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads, kv_heads, hd):
     """A tree whose nodes' slots lie on both sides of the end of a block of summation, against each of its
     paths alone, row by row, as plain decoding would: the same bits on 1, 2, 3 and 5 threads.
     """
@@ -172,31 +176,31 @@ def test_a_path_across_blocks_of_slots(dtype, stored, committed, heads, kv_heads
     found = []
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
-        found.append(cpu.attend(qkv, cos, sin, *stored(k, v), own, visible))
+        found.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), own, visible))
     torch.set_num_threads(1)
     assert all(torch.equal(found[0], other) for other in found[1:])
     for path in paths:
-        keys, values = stored(k, v)
+        keys, values = stored(each_isa, k, v)
         for depth, node in enumerate(path):
             seen = torch.zeros(1, 1, n, dtype=torch.bool)
             seen[:, :, : committed + depth + 1] = True
             row = slice(node, node + 1)
             slot = torch.tensor([[committed + depth]])
-            alone = cpu.attend(qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
+            alone = attend(each_isa, qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
         assert torch.equal(alone[0, 0], found[0][0, path[-1]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_heads_before_or_after_slots(dtype):
+def test_heads_before_or_after_slots(each_isa, dtype):
     """In memory, as a cache's strides say: attention and moves are the same."""
     args, qkv, k, v, slots, visible, _ = attend_case(dtype, 2, 5, 6, 2, 32, 150, False)
     shared = Pass(args, inverse_frequencies(args), slots, slots, visible)
     source, target = torch.tensor([[3, 9, 4], [7, 8, 0]]), torch.tensor([[9, 1, 2], [8, 7, 5]])
     found = []
     for caches in ([k.clone(), v.clone()], [c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v)]):
-        attended = cpu.attend(qkv, *shared.angles(), *caches, slots, visible)
+        attended = attend(each_isa, qkv, *shared.angles(), *caches, slots, visible)
         before = [c.clone() for c in caches]
-        cpu.move(caches[:1], caches[1:], 32, source, target)
+        each_isa.ops.move(caches[:1], caches[1:], 32, source, target)
         for cache, old in zip(caches, before):
             expected = old.clone()
             for b in range(2):
@@ -207,19 +211,19 @@ def test_heads_before_or_after_slots(dtype):
 
 
 @pytest.mark.parametrize("hd", (6, 20, 64))
-def test_moving_slots_in_bytes(hd):
+def test_moving_slots_in_bytes(each_isa, hd):
     """A cache after a move is the cache of what has been moved."""
     k, v = draws(1)(2, 150, 3, hd), draws(2)(2, 150, 3, hd)
     source, target = torch.tensor([[3, 9, 140], [7, 128, 0]]), torch.tensor([[9, 130, 2], [128, 7, 5]])
-    moved = in_bytes(k, v)
-    cpu.move(moved[:1], moved[1:], hd, source, target)
+    moved = in_bytes(each_isa, k, v)
+    each_isa.ops.move(moved[:1], moved[1:], hd, source, target)
     rows = torch.arange(2)[:, None]
     for x in (k, v):
         x[rows, target] = x[rows, source]
-    assert all(map(torch.equal, moved, in_bytes(k, v)))
+    assert all(map(torch.equal, moved, in_bytes(each_isa, k, v)))
 
 
-def test_scores_of_any_size():
+def test_scores_of_any_size(each_isa):
     """Softmax weights that differ by more than floats can tell apart, over several blocks."""
     draw, n = draws(5), 400
     qkv = draw(1, 2, 3 * 16) * 30
@@ -228,7 +232,7 @@ def test_scores_of_any_size():
     visible[0, 1, 10:] = False
     zero = torch.zeros(1, 2, 8)
     slots = torch.tensor([[8, 9]])
-    found = cpu.attend(qkv, zero.cos(), zero, k, v, slots, visible)
+    found = attend(each_isa, qkv, zero.cos(), zero, k, v, slots, visible)
     q = qkv[:, :, :16].double()
     scores = (q @ k[:, :, 0].double().transpose(1, 2) / 4).masked_fill(~visible, float("-inf"))
     assert scores.max() > 1000

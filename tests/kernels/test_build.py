@@ -13,15 +13,15 @@ from kernels.isa import choose
 
 
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(build, "FLAGS", ("-Wno-such", "-march=no-such-machine"))
     with pytest.raises(InputError, match=r"could not compile the kernels.*name another --isa"):
-        cpu.load_kernels()
+        cpu.CpuBackend.load()
     assert not list(tmp_path.glob("cache/*"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InputError, match=r"no C\+\+ compiler.*no-such-compiler"):
-        cpu.load_kernels()
+        cpu.CpuBackend.load()
 
 
 def test_an_interrupted_build_leaves_nothing(monkeypatch, tmp_path):
@@ -39,22 +39,22 @@ def test_an_interrupted_build_leaves_nothing(monkeypatch, tmp_path):
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
-    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DANOTHER"))
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        cpu.load_kernels()
+        cpu.CpuBackend.load()
     assert not list(tmp_path.glob("cache/*")) and len(started) > 2
     assert all(process.poll() is not None for process in started if process)
 
 
 def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
     (tmp_path / "cpu.so").write_bytes(b"no library")
-    monkeypatch.setattr(cpu, "_loaded", {})
+    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     monkeypatch.setattr(cpu, "build_library", lambda isa, say: tmp_path / "cpu.so")
     with pytest.raises(InputError, match=r"cpu\.so: cannot be loaded .*delete it"):
-        cpu.load_kernels()
+        cpu.CpuBackend.load()
 
 
 @pytest.fixture(scope="module")

@@ -1,56 +1,43 @@
-"""Tensors that are put into large pages."""
+"""Packed weights lie side by side in large pages."""
 import mmap
 import weakref
 
 import pytest
 import torch
 
-from kernels import large_pages
-from kernels.large_pages import CHUNK, LINE, PAGE, empty
-
-
-@pytest.fixture(autouse=True)
-def fresh(monkeypatch):
-    monkeypatch.setattr(large_pages, "_rest", torch.empty(0, dtype=torch.uint8))
+from kernels import packed
+from kernels.packed import CHUNK, LINE, PAGE, _large_pages
 
 
 @pytest.mark.parametrize("linux", (True, False))
-def test_copies_are_equal_and_lie_apart(linux, monkeypatch):
+def test_tensors_lie_side_by_side(linux, monkeypatch):
+    """From the beginning of a page, and in one that is larger than a chunk."""
+    monkeypatch.setattr(packed, "_rest", torch.empty(0, dtype=torch.uint8))
     if not linux:
         monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    tensors = [
-        torch.randn(3, 5), torch.randn(7, 2, 4).bfloat16(), torch.arange(11, dtype=torch.uint8),
-        torch.empty(0, 4), torch.randn(2, 3).T,
-    ]
-    copies = [empty(t.shape, t.dtype).copy_(t) for t in tensors]
-    for copy in copies:  # one does not reach into another
-        copy += 1
-    for copy, tensor in zip(copies, tensors):
-        assert copy.dtype == tensor.dtype and torch.equal(copy, tensor + 1) and copy.is_contiguous()
-        assert copy.data_ptr() % LINE == copies[0].data_ptr() % LINE
-    span = copies[-1].data_ptr() - copies[0].data_ptr()
-    assert 0 < span < LINE * 2 * len(tensors)
-
-
-@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages to ask for")
-def test_one_that_is_larger_than_a_chunk():
-    small = empty((3,), torch.float32)
-    large = empty((CHUNK + 5,), torch.uint8).fill_(1)
-    assert small.data_ptr() % PAGE == large.data_ptr() % PAGE == 0
+    shapes = [((3, 5), torch.float32), ((7, 2, 4), torch.bfloat16), ((11,), torch.uint8)]
+    tensors = [_large_pages(*shape).fill_(i) for i, shape in enumerate(shapes)]
+    large = _large_pages((CHUNK + 5,), torch.uint8).fill_(1)
+    for i, tensor in enumerate(tensors):  # one does not reach into another
+        assert (tensor == i).all() and tensor.is_contiguous()
+        assert tensor.data_ptr() % LINE == tensors[0].data_ptr() % LINE
+    assert 0 < tensors[-1].data_ptr() - tensors[0].data_ptr() < LINE * 2 * len(tensors)
     assert large.sum(dtype=torch.int64) == CHUNK + 5
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        assert tensors[0].data_ptr() % PAGE == large.data_ptr() % PAGE == 0
 
 
 def test_memory_is_freed_with_the_last_tensor(monkeypatch):
-    freed = []
-    map_memory = mmap.mmap
+    freed, map_memory = [], mmap.mmap
 
     class Seen(map_memory):
         def __init__(self, *_, **__):
             weakref.finalize(self, freed.append, 1)
 
     monkeypatch.setattr(mmap, "mmap", Seen)
-    a, b = empty((4,), torch.float32), empty((4,), torch.float32)
-    large_pages._rest = torch.empty(0, dtype=torch.uint8)
+    monkeypatch.setattr(packed, "_rest", torch.empty(0, dtype=torch.uint8))
+    a, b = _large_pages((4,), torch.float32), _large_pages((4,), torch.float32)
+    packed._rest = torch.empty(0, dtype=torch.uint8)
     del a
     assert not freed
     del b

@@ -7,10 +7,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from common.errors import InputError
-from kernels.parallel import PLAN, DealtHead, Part, Share, Span, Summed, agreed, deal
-from kernels.parts import draw
+from kernels.backend import TORCH
 from kernels.quantized import Scheme
-from kernels.ranks import Ranks
+from kernels.tp import PLAN, DealtHead, Part, Ranks, Share, Span, Summed, agreed, deal
 from model import ModelArgs, Transformer, blank
 from sampling.noise import gumbel, seed_keys
 from tree import Tree, link
@@ -139,7 +138,7 @@ def test_the_best_token_without_the_logits_of_the_others(noisy):
     logits[0, 0, [3, 20, 45]] = logits[1, 1, [21, 30]] = 9.0
     depth = torch.tensor([[0, 1, 1, 2, 2]]).expand(B, -1)
     noise = 0.7 * gumbel(seed_keys([1, 2]), torch.arange(3).expand(B, -1), V) if noisy else None
-    want = draw(logits, noise, depth)
+    want = TORCH.draw(logits, noise, depth)
     assert noisy or (want[0, 0], want[1, 1]) == (3, 21)
     parts, before = logits.split(sizes, -1), (0, 17, 34)
 
@@ -150,9 +149,9 @@ def test_the_best_token_without_the_logits_of_the_others(noisy):
 
     seen = []
     for part, first in zip(parts, before):
-        draw(Part(part, first, Recorder(0, 1, "")), noise, depth)
+        TORCH.draw(Part(part, first, Recorder(0, 1, "")), noise, depth)
     ranks = Together(1, seen)
-    assert torch.equal(draw(Part(parts[1], 17, ranks), noise, depth), want)
+    assert torch.equal(TORCH.draw(Part(parts[1], 17, ranks), noise, depth), want)
     assert all(x.shape == (2, B, T) for x in seen), "two numbers for each row are exchanged"
 
 

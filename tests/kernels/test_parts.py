@@ -1,4 +1,4 @@
-"""The parts of a step as operators: each gives what its definition gives."""
+"""The parts of a step on each backend: each gives what its definition, `TorchBackend`, gives."""
 import pytest
 import torch
 from helpers.states import random_tree, state_of
@@ -7,7 +7,9 @@ from torch.utils._pytree import tree_map_only
 
 from drafters.lookup import Lookup
 from engine.state import State
-from kernels import cpu, isa, parts
+from kernels import isa
+from kernels.backend import TORCH, once
+from kernels.cpu import CpuBackend
 from kernels.gpu import here
 from sampling.noise import seed_keys
 from tree import Growth, Tree, TreeShape, chain
@@ -16,48 +18,36 @@ pytestmark = pytest.mark.compile
 GPU = "gpu"
 
 
-def on_cpu_kernels(function, *arguments):
-    """What a part returns by its definition and as an operator of the CPU kernels."""
-    here.want(False)
-    defined = function(*arguments)
-    with cpu.alone():
-        assert cpu.is_alone()
-        found = function(*arguments)
-    assert not cpu.is_alone()
-    return defined, found
+def on_cpu(backend):
+    """A function that calls another, on `TORCH` and on a CPU backend, and returns both results."""
+    return lambda function, *arguments: (function(TORCH, *arguments), function(backend, *arguments))
 
 
-def on_gpu_kernels(function, *arguments):
-    """What a part returns by its definition on the CPU, and on the GPU, or in the interpreter, as a
-    kernel.
-    """
-    here.want(False)
-    defined = function(*arguments)
-    here.want(True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
+def on_gpu(function, *arguments):
+    """The same by its definition on the CPU, and on the GPU, or in the interpreter."""
+    from kernels.gpu.backend import CudaBackend
+
+    defined = function(TORCH, *arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with device:
         arguments = tree_map_only(torch.Tensor, lambda x: x.to(device), arguments)
-        assert here.runs_on(torch.empty(0))
-        found = function(*arguments)
+        found = function(CudaBackend(device), *arguments)
     return defined, tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
 
 
 @pytest.fixture
 def cpu_kernels(each_isa):
-    yield on_cpu_kernels
-    here.want(True)
+    return on_cpu(each_isa)
 
 
 @pytest.fixture(params=[*isa.available(), *([GPU] if here.CAN else [])])
 def both(request):
-    """A function that calls a part by its definition and as an operator."""
-    if request.param == GPU:
-        yield on_gpu_kernels
-    else:
-        cpu.load_kernels(isa=request.param)
-        yield on_cpu_kernels
-        cpu.load_kernels()
-    here.want(True)
+    """A function that calls another with `TORCH` and with each backend of ours."""
+    return on_gpu if request.param == GPU else on_cpu(CpuBackend.load(request.param))
+
+
+def call(part: str):
+    return lambda backend, *arguments: getattr(backend, part)(*arguments)
 
 
 def random(*shape, seed=0):
@@ -74,7 +64,7 @@ def integers(high, shape, seed=0):
 def test_visible_slots(cpu_kernels, n):
     length = torch.tensor([0, 7, 60, 64])
     local = random(4, 5, 9) > 0
-    defined, found = cpu_kernels(parts.visible_slots, torch.arange(n), length, local)
+    defined, found = cpu_kernels(lambda backend: backend.visible_slots(torch.arange(n), length, local))
     assert torch.equal(defined, found) and found.any() and not found.all()
 
 
@@ -85,13 +75,13 @@ def test_draw(both, V, noisy):
     logits[0, 0, 3] = logits[0, 0, 5] = 9.0  # a tie: the first
     logits[1, 2, ::2] = float("-inf")
     noise = random(2, 4, V, seed=1) if noisy else None
-    defined, found = both(parts.draw, logits, noise, depth)
+    defined, found = both(call("draw"), logits, noise, depth)
     assert torch.equal(defined, found) and (noisy or found[0, 0] == 3)
 
 
 def test_draw_where_everything_is_tied(both):
     for logits in (torch.zeros(1, 2, 5000), torch.full((1, 2, 5000), float("-inf"))):
-        defined, found = both(parts.draw, logits, None)
+        defined, found = both(call("draw"), logits, None)
         assert torch.equal(defined, found) and not found.any()
 
 
@@ -100,25 +90,25 @@ def test_draw_where_everything_is_tied(both):
 def test_rank(both, V, k, rows):
     logits = 3 * random(2, 3, V)
     noise = None if rows is None else random(2, rows, V, seed=1)
-    (scores, ids), (found_scores, found_ids) = both(parts.rank, logits, noise, k)
+    (scores, ids), (found_scores, found_ids) = both(call("rank"), logits, noise, k)
     assert torch.equal(ids, found_ids)
     torch.testing.assert_close(found_scores, scores, rtol=1e-5, atol=2e-6)
 
 
 def test_rank_under_other_names(both):
     names = torch.randperm(500, generator=torch.Generator().manual_seed(1))
-    (_, ids), (_, found) = both(parts.rank, random(1, 2, 500), None, 7, names)
-    assert torch.equal(ids, found) and torch.equal(ids, names[parts.rank(random(1, 2, 500), None, 7)[1]])
+    (_, ids), (_, found) = both(call("rank"), random(1, 2, 500), None, 7, names)
+    assert torch.equal(ids, found) and torch.equal(ids, names[TORCH.rank(random(1, 2, 500), None, 7)[1]])
 
 
 @pytest.mark.parametrize("k", (1, 4, 10))
 def test_advance(both, k):
     """Three levels of a growth: the same beam, and the same rows it came from."""
-    def grow() -> list:
+    def grow(backend) -> list:
         growth, found = Growth(TreeShape(2, 3, k), random(3, k), torch.arange(3 * k).view(3, k)), []
         for level in range(3):
             if level:
-                row = parts.advance(growth)
+                row = backend.advance(growth)
                 found += [row, growth.beam_scores, growth.beam_tokens, growth.beam_flat, growth.beam_sees]
             growth.extend(random(3, k, k, seed=level + 1), integers(99, (3, k, k), level))
         return [*found, torch.tensor(growth.size)]
@@ -131,16 +121,16 @@ def test_gumbel_noise(both):
     """To a few units of the last place; the largest, which win, relative to themselves."""
     key, positions = seed_keys([3, 2**40 + 5]), torch.tensor([[0, 1, 2], [7, 8, 2**20]])
     temperature = torch.tensor([1.0, 0.5])
-    defined, found = both(parts.gumbel, key, positions, temperature, 49157)
+    defined, found = both(call("gumbel"), key, positions, temperature, 49157)
     torch.testing.assert_close(found, defined, rtol=3e-6, atol=2e-6)
-    assert torch.equal(both(parts.gumbel, key, positions[:, 1:], temperature, 49157)[1], found[:, 1:])
-    assert torch.equal(both(parts.gumbel, key, positions, temperature, 500)[1], found[..., :500])
+    assert torch.equal(both(call("gumbel"), key, positions[:, 1:], temperature, 49157)[1], found[:, 1:])
+    assert torch.equal(both(call("gumbel"), key, positions, temperature, 500)[1], found[..., :500])
 
 
 @pytest.mark.parametrize("shape", (TreeShape(2, 0, 1), TreeShape(8, 2, 4), TreeShape(60, 7, 10)), ids=str)
 def test_prune_and_accept(both, shape):
     """Random growths, with equal scores among them."""
-    def grow(seed: int) -> tuple[Tree, Tensor, Tensor]:
+    def grow(backend, seed: int) -> tuple[Tree, Tensor, Tensor]:
         B, k, draw = 3, shape.width, iter(range(1000 * seed, 1000 * (seed + 1)))
 
         def children(*size):
@@ -151,9 +141,9 @@ def test_prune_and_accept(both, shape):
             if level:
                 growth.advance()
             growth.extend(*children(B, k, k))
-        drafted = parts.prune(growth, integers(6, (B,), next(draw)))
+        drafted = backend.prune(growth, integers(6, (B,), next(draw)))
         chosen = integers(6, (B, shape.nodes), next(draw))
-        return drafted, *parts.accept(drafted, chosen, shape.window)
+        return drafted, *backend.accept(drafted, chosen, shape.window)
 
     for seed in range(20):
         (tree, *taken), (found, *found_taken) = both(grow, seed)
@@ -168,7 +158,7 @@ def test_join(cpu_kernels, nodes):
         one = one._replace(scores=one.scores.mul(3).round())
         other = other._replace(scores=other.scores.mul(3).round())
         other.scores[other.scores < -4] = float("-inf")
-        defined, found = cpu_kernels(parts.join, one, other, nodes, 4)
+        defined, found = cpu_kernels(call("join"), one, other, nodes, 4)
         assert all(torch.equal(a, b) for a, b in zip(defined, found))
 
 
@@ -180,20 +170,19 @@ def test_follow(cpu_kernels, lengths, shortest):
         texts = [integers(3, (n,), seed).tolist() for n in (1, 2, 5 + seed, 59)]
         state = state_of(texts)
         slots = torch.arange(59)
-        for method in (lookup.follow, lookup.has_guess):
-            defined, found = cpu_kernels(method, state, slots)
-            assert all(torch.equal(a, b) for a, b in zip(torch.atleast_1d(defined), torch.atleast_1d(found)))
+        defined, found = cpu_kernels(call("follow"), lookup, state, slots)
+        assert all(map(torch.equal, defined, found))
 
 
 def test_accept_of_a_whole_chain(both):
     tree = chain(torch.tensor([[4, 5, 6, 7]]))
-    path, count = both(parts.accept, tree, torch.tensor([[5, 6, 7, 8]]), 4)[1]
+    path, count = both(call("accept"), tree, torch.tensor([[5, 6, 7, 8]]), 4)[1]
     assert path.tolist() == [[0, 1, 2, 3]] and count.tolist() == [4]
 
 
 def test_emit(both):
     """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
-    def step(width):
+    def step(backend, width):
         tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
         count = torch.tensor([2, 3, 3, 3, 1])
         state = State(5, 40, 4, 0, [2, 9], torch.float32, tokens.device)
@@ -201,7 +190,7 @@ def test_emit(both):
         state.limit.copy_(torch.tensor([30, 30, 7, 30, 30]))
         state.done.copy_(torch.tensor([False, False, False, True, False]))
         state.tokens.copy_(torch.arange(200).view(5, 40))
-        appended = state.emit(tokens[:, :width], count.clamp(max=width))
+        appended = backend.emit(state, tokens[:, :width], count.clamp(max=width))
         return [appended, *(b for _, b in sorted(state.named_buffers()))]
 
     for width in (1, 3):
@@ -217,11 +206,12 @@ def test_hand_over(cpu_kernels, more, dtype):
     features = torch.randn(4, 5, 6, dtype=dtype)
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
 
-    def leave(features):
+    def leave(backend, features):
         state = State(4, 40, 3, 6, [], dtype, "cpu", room=7)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
-        state.hand_over(features, path, count, torch.tensor([True, True, True, False]), more)
+        where = torch.tensor([True, True, True, False])
+        backend.hand_over(state, features, path, count, where=where, more=more)
         return state.n_new, [row[:n] for row, n in zip(state.features, state.n_new)]
 
     (n, rows), (found_n, found) = cpu_kernels(leave, features)
@@ -242,7 +232,7 @@ def test_angles(each_isa):
     positions = torch.tensor([[0, 1, 5000]])
     for a, b in zip(
         rope_table(args, inverse_frequencies(args), positions),
-        cpu.angles(positions, inverse_frequencies(args), args.rope_factor),
+        each_isa.ops.angles(positions, inverse_frequencies(args), args.rope_factor),
     ):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
@@ -254,7 +244,7 @@ def test_restrict(both, top_k, top_p):
     logits[0, 0, :7] = logits[0, 0].max()  # ties, also of the two zeros
     logits[0, 1, :9], logits[0, 1, 4:6], logits[0, 2, 50:] = 0.0, -0.0, float("-inf")
     requests = torch.tensor([0.7, 1.3, 0.0]), torch.full((3,), top_k), torch.full((3,), top_p)
-    defined, found = both(parts.restrict, logits, *requests)
+    defined, found = both(call("restrict"), logits, *requests)
     assert torch.equal(defined, found)
 
 
@@ -280,4 +270,4 @@ def test_what_several_kernels_read_is_made_once():
         library.define("read(Tensor x) -> Tensor")
         library.impl("read", lambda x: x.sum()[None], "CPU")
         library.impl("read", lambda x: x.new_empty(1), "Meta")
-        assert parts_of(lambda x: parts.once(x.cos())) == parts_of(lambda x: x) + 1
+        assert parts_of(lambda x: once(x.cos())) == parts_of(lambda x: x) + 1

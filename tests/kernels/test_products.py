@@ -10,45 +10,43 @@ import torch
 import torch.nn.functional as F
 from helpers.kernels import DTYPES, close, draws
 
-from kernels import cpu
-from kernels.packed import PackedLinear
+from kernels.packed import FLOAT32, GATED, SAME, PackedLinear, pack
 from kernels.quantized import QuantizedLinear, round_inputs
 
-pytestmark = [pytest.mark.compile, pytest.mark.usefixtures("kernels")]
-with_each_isa = pytest.mark.usefixtures("each_isa")
+pytestmark = pytest.mark.compile
 
 
-@with_each_isa
+def linear(isa, x, packed, columns, scale=None, bias=None, onto=None, mode=SAME):
+    return isa.ops.linear(x, packed, scale, bias, onto, columns, mode)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", (1, 31, 32, 75))
 @pytest.mark.parametrize("rows", (1, 5, 12, 13, 40))
-def test_linear(dtype, columns, rows):
+def test_linear(each_isa, dtype, columns, rows):
     draw = draws(rows)
     x, weight, bias = draw(2, rows, 38, dtype=dtype), draw(columns, 38, dtype=dtype), draw(columns)
     onto = draw(2, rows, columns, dtype=dtype)
-    packed, expected = cpu.pack(weight, 4 // dtype.itemsize), x.double() @ weight.double().T
-    close(cpu.linear(x, packed, columns), expected, dtype)
-    close(cpu.linear(x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
-    exact = cpu.linear(x, packed, columns, mode=cpu.FLOAT32)
+    packed, expected = pack(each_isa, weight, None, dtype), x.double() @ weight.double().T
+    close(linear(each_isa, x, packed, columns), expected, dtype)
+    close(linear(each_isa, x, packed, columns, None, bias, onto), expected + bias + onto, dtype)
+    exact = linear(each_isa, x, packed, columns, mode=FLOAT32)
     assert exact.dtype == torch.float32
     close(exact, expected, torch.float32)
-    assert torch.equal(
-        cpu.linear(x.transpose(0, 1), packed, columns), cpu.linear(x, packed, columns).transpose(0, 1)
-    )
+    other = linear(each_isa, x.transpose(0, 1), packed, columns)
+    assert torch.equal(other, linear(each_isa, x, packed, columns).transpose(0, 1))
 
 
-@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inner", (16, 24, 100))
-def test_gated(dtype, inner):
+def test_gated(each_isa, dtype, inner):
     draw = draws(inner)
     x, weight = draw(3, 7, 38, dtype=dtype) * 3, draw(2 * inner, 38, dtype=dtype)
     gate, up = (x.double() @ weight.double().T).chunk(2, -1)
-    packed = cpu.pack(weight, 4 // dtype.itemsize, gated=True)
-    close(cpu.linear(x, packed, inner, mode=cpu.GATED), F.silu(gate) * up, dtype)
+    packed = pack(each_isa, weight, None, dtype, gated=True)
+    close(linear(each_isa, x, packed, inner, mode=GATED), F.silu(gate) * up, dtype)
 
 
-@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode, inputs, group", (
     ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
@@ -56,7 +54,7 @@ def test_gated(dtype, inner):
 ))
 @pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
 @pytest.mark.parametrize("gated", (False, True))
-def test_quantised(dtype, mode, inputs, group, rows, gated):
+def test_quantised(each_isa, dtype, mode, inputs, group, rows, gated):
     """Exactly the product of what x is rounded to (w8a8, w4a8) with the weight that the quantised one stands
     for, and row-invariant.
     """
@@ -66,7 +64,7 @@ def test_quantised(dtype, mode, inputs, group, rows, gated):
     x[0, :64] = 0
     read = round_inputs(x.float(), group or 64) if mode in ("w8a8", "w4a8") else x
     expected = read.double() @ layer.dequantize(torch.float64).T
-    packed = PackedLinear(layer, dtype, gated)
+    packed = PackedLinear(each_isa, layer, dtype, gated)
     if gated:
         gate, up = expected.chunk(2, -1)
         expected = F.silu(gate) * up
@@ -78,26 +76,24 @@ def test_quantised(dtype, mode, inputs, group, rows, gated):
     assert all(torch.equal(packed(x[i : i + 2]), whole[i : i + 2]) for i in range(rows))
 
 
-@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", (1, 16, 50, 576))
-def test_rms_norm(dtype, size):
+def test_rms_norm(each_isa, dtype, size):
     draw = draws(size)
     x, weight = draw(2, 5, size, dtype=dtype), draw(size, dtype=dtype)
-    close(cpu.rms_norm(x, weight, 1e-5), F.rms_norm(x.double(), (size,), weight.double(), 1e-5), dtype)
+    expected = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    close(each_isa.ops.rms_norm(x, weight, 1e-5), expected, dtype)
 
 
-@with_each_isa
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_never_depends_on_its_company(dtype):
+def test_a_row_never_depends_on_its_company(each_isa, dtype):
     """Bit for bit: any subset of rows, any number of threads."""
     draw = draws(3)
     x, weight, norm = draw(40, 96, dtype=dtype), draw(70, 96, dtype=dtype), draw(96, dtype=dtype)
-    per_word = 4 // dtype.itemsize
-    packed, gated = cpu.pack(weight, per_word), cpu.pack(weight, per_word, gated=True)
+    packed, gated = (pack(each_isa, weight, None, dtype, both) for both in (False, True))
     for compute in (
-        lambda x: cpu.linear(x, packed, 70), lambda x: cpu.linear(x, packed, 70, mode=cpu.FLOAT32),
-        lambda x: cpu.linear(x, gated, 35, mode=cpu.GATED), lambda x: cpu.rms_norm(x, norm, 1e-6),
+        lambda x: linear(each_isa, x, packed, 70), lambda x: linear(each_isa, x, packed, 70, mode=FLOAT32),
+        lambda x: linear(each_isa, x, gated, 35, mode=GATED), lambda x: each_isa.ops.rms_norm(x, norm, 1e-6),
     ):
         whole = compute(x)
         for first in range(40):
@@ -109,16 +105,16 @@ def test_a_row_never_depends_on_its_company(dtype):
         assert torch.equal(threaded, whole)
 
 
-def product():
-    """A product that several threads share, and its result."""
+@pytest.fixture
+def multiply(kernels):
+    """A product that several threads share."""
     draw = draws(1)
-    x, packed = draw(5, 256), cpu.pack(draw(900, 256), 1)
-    return lambda: cpu.linear(x, packed, 900)
+    x, packed = draw(5, 256), pack(kernels, draw(900, 256), None, torch.float32)
+    return lambda: linear(kernels, x, packed, 900)
 
 
-def test_callers_side_by_side():
+def test_callers_side_by_side(multiply):
     """Several threads of Python call at once, and the number of threads changes meanwhile."""
-    multiply = product()
     expected = multiply()
     torch.set_num_threads(3)
 
@@ -134,8 +130,7 @@ def test_callers_side_by_side():
     torch.set_num_threads(1)
 
 
-def test_a_forked_process_has_threads_of_its_own():
-    multiply = product()
+def test_a_forked_process_has_threads_of_its_own(multiply):
     torch.set_num_threads(2)
     expected = multiply()
     child = os.fork()
@@ -145,9 +140,9 @@ def test_a_forked_process_has_threads_of_its_own():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_pytorch_has_one_thread_while_ours_have_all():
+def test_pytorch_has_one_thread_while_ours_have_all(kernels):
     torch.set_num_threads(3)
-    with pytest.raises(KeyboardInterrupt), cpu.alone():
+    with pytest.raises(KeyboardInterrupt), kernels.threads():
         assert torch.get_num_threads() == 1
         raise KeyboardInterrupt
     assert torch.get_num_threads() == 3

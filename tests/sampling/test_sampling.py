@@ -12,7 +12,7 @@ from helpers.statistics import chi_square, chi_square_limit
 
 from engine.state import State
 from engine.step import noise_ahead, shape_logits
-from kernels.parts import draw
+from kernels.backend import TORCH
 from sampling.noise import gumbel, random_bits, seed_keys
 from sampling.options import Modes, Sampling
 from sampling.restrict import restrict
@@ -144,7 +144,7 @@ def test_sampler_has_the_exact_distribution(temperature, top_k, top_p):
     state.top_p.fill_(top_p)
     modes, root = Modes(True, top_k > 0 or top_p < 1), torch.zeros(B, 1, dtype=torch.int64)
     allowed = shape_logits(logits.expand(B, 1, V), state, modes, root)
-    chosen = draw(allowed, noise_ahead(state, 1, V))
+    chosen = TORCH.draw(allowed, noise_ahead(state, 1, V))
     p = (reference_restrict(logits, temperature, top_k, top_p).double() / temperature).softmax(-1)
     counts = chosen.flatten().bincount(minlength=V)
     assert counts[p == 0].sum() == 0

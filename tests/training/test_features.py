@@ -8,8 +8,7 @@ from helpers.training import ROWS
 
 from checkpoint.loading import load_model
 from common.errors import InputError
-from kernels.cpu import load_kernels
-from kernels.packed import pack_models
+from kernels.choose import choose_backend
 from training import features as features_room
 from training.features import PRECISION, Features, Reader, StoredFeatures, training_copy
 from training.processes import Processes
@@ -40,8 +39,7 @@ def test_a_reader_reads_as_the_target_does(models, tmp_path, kernels):
     target, head = models
     twin = copy.deepcopy(target)
     if kernels:
-        load_kernels()
-        assert pack_models(twin)
+        assert choose_backend("cpu").prepare(twin)
     reader = Reader(twin, "twin")
     expected = Features(target, head.args.aux_layers).read(ROWS)
     for _ in range(2):  # the second time over what the first has left in the caches

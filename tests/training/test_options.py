@@ -18,7 +18,6 @@ REFUSED = {  # what the error says: the options that are changed; {} is the fold
     "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
     "not a folder; convert": {"checkpoint": "{}/nowhere"},
     "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
-    "--out {}/file: not a folder that can be written to": {"out": "{}/file/head"},
     "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
     "--cache-features {}/file: not a folder that can be": {"cache-features": "{}/file"},
     "--device cuda:9": {"device": "cuda:9"},

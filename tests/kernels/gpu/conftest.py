@@ -8,7 +8,14 @@ if not here.CAN:
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def device() -> str:
     """Where the kernels run."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def backend(device):
+    from kernels.gpu.backend import CudaBackend
+
+    return CudaBackend(torch.device(device))

@@ -2,13 +2,11 @@
 import pytest
 import torch
 
-from kernels.float8 import Float8Cache, from_bytes, to_bytes
+from kernels.float8 import Float8Caches, from_bytes, to_bytes
 from kernels.gpu import attention
-from kernels.gpu.cache import Float8LayerCache, LayerCache, move, move_slots
-from kernels.gpu.scratch import counters
-from model import Block, KVCache, ModelArgs, Pass, inverse_frequencies, rope_table
-from model import attention as defined
-from model import move as defined_move
+from kernels.gpu.cache import Float8LayerCache, Float8LayerCaches, LayerCache, LayerCaches, move_slots
+from kernels.gpu.launch import counters
+from model import Block, KVCaches, ModelArgs, Pass, inverse_frequencies, rope_table
 from tree import visible_slots
 
 DTYPES = [(torch.float32, 2e-6)]
@@ -64,7 +62,7 @@ def test_attention(device, monkeypatch, dtype, limit, B, T, nh, nkv, hd, M, leng
         qkv, cos, sin, block.q_norm and block.q_norm.weight, block.k_norm and block.k_norm.weight,
         args.norm_eps, mine, layer, length, local,
     )
-    want = defined(block, qkv, LayerCache(kv, layer), shared)
+    want = LayerCache(kv, layer).attend(block, qkv, shared)
     torch.testing.assert_close(found, want, rtol=limit, atol=limit)
     torch.testing.assert_close(mine, kv, rtol=limit, atol=limit)
     assert torch.equal(mine[0], kv[0])  # another layer's
@@ -89,12 +87,12 @@ def test_attention_over_float8(device, monkeypatch, dtype, limit, B, T, nh, nkv,
     found = attention.attend(
         qkv, *rope_table(args, inverse, own + 3), *norms, args.norm_eps, mine, 1, length, local
     )
-    want = defined(block, qkv, Float8LayerCache(kv, 1), shared)
+    want = Float8LayerCache(kv, 1).attend(block, qkv, shared)
     steps = (mine.int() - kv.int()).abs()
     assert steps.max() <= 1 and (steps > 0).float().mean() < 1e-3 and torch.equal(mine[0], kv[0])
     near = limit if torch.equal(mine, kv) else 0.1
     torch.testing.assert_close(found, want, rtol=near, atol=near)
-    exact = defined(block, qkv, LayerCache(from_bytes(kv, dtype), 1), shared)
+    exact = LayerCache(from_bytes(kv, dtype), 1).attend(block, qkv, shared)
     assert (found - exact).abs().max() > 10 * limit or dtype != torch.float32  # its own keys are rounded
 
 
@@ -118,19 +116,19 @@ def test_move_in_a_cache_of_gigabytes(device):
 
 
 @pytest.mark.parametrize("W", (1, 3, 9))
-@pytest.mark.parametrize("ours, defined", [(LayerCache, KVCache), (Float8LayerCache, Float8Cache)])
+@pytest.mark.parametrize("ours, defined", [(LayerCaches, KVCaches), (Float8LayerCaches, Float8Caches)])
 def test_move(device, W, ours, defined):
     draw = torch.Generator().manual_seed(W)
     args = ModelArgs(32, 64, 32, 3, 4, 2, 20)
-    caches = ours.of_layers(3, 2, 40, args, torch.float32, device)
+    caches = ours.of(args, 2, 40, torch.float32, device, None)
     caches[0].kv.copy_(torch.randint(0, 100, caches[0].kv.shape, generator=draw))
-    single = defined.of_layers(3, 2, 40, args, torch.float32, device)
+    single = defined.of(args, 2, 40, torch.float32, device, None)
     for ours, theirs in zip(single, caches):
         ours.k.copy_(theirs.k)
         ours.v.copy_(theirs.v)
     target = torch.tensor([[5], [20]], device=device) + torch.arange(W, device=device)
     source = target + torch.randint(0, 6, (2, W), generator=draw).to(device)  # overlaps what is written
-    move(caches, source, target)
-    defined_move(single, source, target)
+    caches.move(source, target)
+    single.move(source, target)
     for ours, theirs in zip(single, caches):
         assert torch.equal(ours.k, theirs.k) and torch.equal(ours.v, theirs.v)

@@ -1,16 +1,14 @@
 """Whole steps on the GPU kernels: the reference's trees, and the text of plain decoding by definition."""
 import pytest
-import torch
 from helpers import GOLDEN
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import NAMES, make_drafter
 
 from checkpoint.loading import load_head, load_model
-from engine.decoder import Decoder
-from kernels.float8 import Float8Cache
+from engine.engine import Engine
+from kernels.float8 import Float8Caches
 from kernels.gpu import here
-from kernels.gpu.cache import Float8LayerCache, LayerCache
-from kernels.gpu.models import put_on_kernels
+from kernels.gpu.cache import Float8LayerCaches, LayerCaches
 from sampling.options import Sampling
 
 TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
@@ -25,12 +23,11 @@ RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range
 
 
 @pytest.fixture(scope="module")
-def on_kernels(golden):
+def on_kernels(golden, device, backend):
     """(target, EAGLE-3 head, EAGLE-1 head) in float32 on the kernels."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     target, _ = load_model(golden, device)
     heads = [load_head(golden / kind, target, kind) for kind in ("eagle3", "eagle")]
-    put_on_kernels(target, *heads)
+    backend.prepare(target, *heads)
     return target, *heads
 
 
@@ -39,11 +36,9 @@ def texts(golden):
     """BATCH prompts, and what the target writes by its definition, on a CPU: as SAMPLINGS and RESTRICTED
     say.
     """
-    here.want(False)
     target, _ = load_model(golden)
     given, decoder = prompts(BATCH, longest=LONGEST), plain((target, None), batch=BATCH)
     written = [ids(decoder, given, samplings) for samplings in (SAMPLINGS, RESTRICTED)]
-    here.want(True)
     return given, *written
 
 
@@ -55,9 +50,9 @@ def test_golden_trace(on_kernels, path):
 
 @pytest.mark.parametrize("name", COUPLED)
 def test_same_seed_same_text(on_kernels, texts, name):
-    drafter = make_drafter(name, *on_kernels, put_on_kernels)
-    decoder = Decoder(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
-    assert isinstance(decoder.caches[0], LayerCache)
+    drafter = make_drafter(name, *on_kernels, on_kernels[0].backend.prepare)
+    decoder = Engine(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
+    assert isinstance(decoder.caches, LayerCaches)
     assert decoder.span(1) is decoder.slot_ids
     given, written, restricted = texts
     assert ids(decoder, given, SAMPLINGS) == written
@@ -68,14 +63,12 @@ def test_same_seed_same_text(on_kernels, texts, name):
 def test_caches_in_float8(golden, on_kernels, monkeypatch):
     """Drafted text on the kernels is plain text by PyTorch."""
     given, sampling = prompts(1, seed=7, longest=LONGEST), [Sampling(TOKENS // 2, 1.0, seed=3)]
-    here.want(False)
     target, _ = load_model(golden)
-    target.Cache = Float8Cache
+    target.Caches = Float8Caches
     written = ids(plain((target, None)), given, sampling)
-    here.want(True)
-    monkeypatch.setattr(on_kernels[0], "Cache", Float8LayerCache)
-    drafter = make_drafter("eagle3", *on_kernels, put_on_kernels)
-    decoder = Decoder(on_kernels[0], drafter, max_seq_len=300, compile=False, chunks=CHUNKS)
-    assert isinstance(decoder.caches[0], Float8LayerCache)
-    assert type(decoder.drafter.caches[0]) is LayerCache
+    monkeypatch.setattr(on_kernels[0], "Caches", on_kernels[0].backend.caches["fp8"])
+    drafter = make_drafter("eagle3", *on_kernels, on_kernels[0].backend.prepare)
+    decoder = Engine(on_kernels[0], drafter, max_seq_len=300, compile=False, chunks=CHUNKS)
+    assert isinstance(decoder.caches, Float8LayerCaches)
+    assert type(decoder.drafter.caches) is LayerCaches
     assert ids(decoder, given, sampling) == written

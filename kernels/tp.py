@@ -1,30 +1,45 @@
-"""A target dealt among several ranks (tensor parallel): the plan, and the modules that put it together.
+"""A target dealt among several processes (tensor parallel), as torchrun starts them: *ranks*.
 
-Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. What
-these two give is a part of a sum, so each layer has two sums over the ranks. The lm_head is cut by tokens: a
-rank finds the best of its own, and tells the others that one. All else is whole on every rank: norms, routers
-of experts, the embedding table, which is looked up and not read, and, unless `Ranks.heads`, all that drafts.
+All ranks run the same step on the same texts. They exchange sums of layers' outputs, scores of tokens and the
+drafted tree, never anything of the host's. The operators are those that torch.compile traces and CUDA graphs
+capture: NCCL on GPUs, gloo on CPUs.
+
+Queries, keys and values, gate and up are cut by outputs; `wo` and `w_down`, which read them, by inputs. The
+outputs of these two are parts of a sum, so each layer has two sums over the ranks. The lm_head is cut by
+tokens: a rank finds the best of its own, and sends the others that one. All else is whole on every rank:
+norms, routers of experts, the embedding table, which is looked up and not read, and, unless `Ranks.heads`,
+all that drafts.
 """
 from __future__ import annotations
 
+import contextlib
 import copy
+import hashlib
+import os
 import re
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
-from common.errors import InputError
+from common.errors import InputError, first_line
+from common.torchrun import check_group, end_with_torchrun, waiting_for_others
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
-from kernels.ranks import Ranks
 from model import Block, Linear, ModelArgs, Transformer, blank
 from tree import Tree
 
+PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
+LOST = "closed by peer", "reset by peer", "Broken pipe", "Timed out", "Socket", "gloo", "onnect"
 OUTPUTS, INPUTS = -2, -1  # dimensions of a weight [..., outputs, inputs]
-# What stands before and after a layer's name in a file, of targets and of heads.
+# The text before and after a layer's name in a file, of targets and of heads.
 AROUND = re.compile(r"^(layers|more_layers)\.\d+\.|^(layer|prefix_layer)\.|\.(weight|bias|scale)$")
 # A layer's name: which of its dimensions is cut, and what lies along it, see `Share`.
 PLAN = {
@@ -37,8 +52,153 @@ PLAN = {
 SUMMED = ("wo", "mlp")  # parts of a layer whose outputs are added over the ranks
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that share a target: number `rank` of `count`, in torch's group `group`.
+
+    heads: what drafts is dealt too; else it is whole on every rank.
+    """
+
+    rank: int
+    count: int
+    group: str
+    heads: bool = False
+
+    @property
+    def of_heads(self) -> Ranks | None:
+        """The ranks among which the drafting network is dealt, if it is."""
+        return self if self.heads else None
+
+    def every(self, x: Tensor) -> Tensor:
+        """Return x [...] of all ranks [count, ...], in their order."""
+        ops = torch.ops._c10d_functional
+        all_of_them = ops.all_gather_into_tensor(x.contiguous()[None], self.count, self.group)
+        return ops.wait_tensor(all_of_them)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of x [...] over all ranks, on each.
+
+        On a CPU it is added in the order of the ranks: a row's sum does not depend on the other rows, as with
+        all our kernels there, and has the same bits on each rank.
+        """
+        if x.is_cuda:
+            ops = torch.ops._c10d_functional
+            return ops.wait_tensor(ops.all_reduce(x.contiguous(), "sum", self.group))
+        total, *others = self.every(x).unbind(0)
+        for other in others:
+            total = total + other
+        return total
+
+    def join(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Join the parts x [..., sizes[rank]] of all ranks side by side [..., sum(sizes)]."""
+        most = max(sizes)
+        parts = self.every(F.pad(x, (0, most - x.shape[-1])))
+        return torch.cat([part[..., :size] for part, size in zip(parts.unbind(0), sizes)], -1)
+
+    def best(self, value: Tensor, token: Tensor) -> Tensor:
+        """Return the tokens [...] with the largest value [...], float32, over all ranks. The first of equals
+        wins.
+
+        A token and its value travel as two float64, which hold both exactly.
+        """
+        values, tokens = self.every(torch.stack((value.double(), token.double()))).unbind(1)
+        return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
+
+    def first(self, x: Tensor) -> Tensor:
+        """Return rank 0's x [...]."""
+        ops = torch.ops._c10d_functional
+        return ops.wait_tensor(ops.broadcast(x.contiguous(), 0, self.group))
+
+    def agree(self, what: str, device: torch.device | str) -> None:
+        """Raise InputError unless all ranks have the same `what`, on which their steps depend."""
+        said = self.every(_digest(what, device)).tolist()
+        if len(set(said)) > 1:
+            raise InputError(
+                f"{self.count} ranks that differ: start all with one command, on machines alike (this one:"
+                f" {what:.300})"
+            )
+
+    def agree_on(self, command: str, device: torch.device | str) -> None:
+        """Raise InputError unless all ranks were started alike. command: see `common.torchrun`."""
+        said = self.every(_digest(command, device)).tolist()
+        if len(set(said)) > 1:
+            others = ", ".join(str(i) for i, one in enumerate(said) if one != said[0])
+            raise InputError(
+                f"{self.count} ranks with different options, prompts or questions (rank {others} has not"
+                " those of rank 0): start all with one command"
+            )
+
+    def name(self, what: str, device: torch.device | str) -> str:
+        """Return a digest of rank 0's `what`."""
+        return f"{self.first(_digest(what, device)).item():x}"
+
+
+def _digest(what: str, device: torch.device | str) -> Tensor:
+    return torch.tensor(int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little"), device=device)
+
+
+def own_device(device: str) -> str:
+    """Return the device of this process: processes of one machine on "cuda" take a GPU each."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+
+
+def is_loss(error: RuntimeError) -> bool:
+    """Return whether an error means that another rank is lost."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST)
+
+
+@contextlib.contextmanager
+def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
+    """Join the ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
+
+    Raises InputError if it describes a part of them only, if they do not find each other, or, out of the
+    context, if one of them is lost or torchrun ends this one.
+    """
+    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
+    if missing:
+        raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
+    check_group()
+    end_with_torchrun()
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(torch.device(own_device(device)))
+    try:
+        with waiting_for_others(PATIENCE):
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+    except (RuntimeError, ValueError) as e:
+        raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
+    ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)
+    this = f"rank {ranks.rank} of {ranks.count}"
+    try:
+        with _ended_by_a_signal(this):
+            yield ranks
+    except RuntimeError as e:
+        if not is_loss(e):
+            raise
+        raise InputError(
+            f"{this} has lost another one ({first_line(e)}), so all end; torchrun's report says which, the"
+            " system's log may say why"
+        ) from e
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _ended_by_a_signal(this: str) -> Iterator[None]:
+    """Turn SIGTERM, which torchrun sends when a rank has died, into an InputError within this context."""
+    def end(number: int, frame: object) -> None:
+        raise InputError(f"{this} is ended: torchrun, or another rank, has died or was told to end")
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except BaseException:  # a last line is not to be cut off
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 class Span(NamedTuple):
-    """Of something of this size, what one rank has: first ... last - 1."""
+    """One rank's part of something of this size: first ... last - 1."""
 
     size: int
     first: int
@@ -46,21 +206,21 @@ class Span(NamedTuple):
 
     @property
     def count(self) -> int:
-        """How many it has."""
+        """The size of the part."""
         return self.last - self.first
 
 
 def _dealt(count: int, unit: int, rank: int, ranks: int) -> Span:
-    """So many pieces of `unit` dealt evenly; where they do not divide, some ranks have one more."""
+    """Deal `count` pieces of `unit` evenly; if they do not divide, some ranks have one more."""
     return Span(count * unit, count * rank // ranks * unit, count * (rank + 1) // ranks * unit)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of a target: of its queries, its keys (or values), its MLP's inner width, its tokens.
+    """One rank's parts of a target's queries, keys (or values), MLP's inner width, and tokens.
 
-    A group of query heads stays with its key/value head. Where there are more ranks than key/value heads,
-    several ranks hold the same one.
+    A group of query heads stays with its key/value head. With more ranks than key/value heads, several ranks
+    hold the same one.
     """
 
     queries: Span
@@ -74,7 +234,7 @@ class Share:
     ) -> Share:
         """tokens: of the lm_head, if it is not the vocabulary.
 
-        Raises InputError, with the numbers, if the target cannot be dealt to so many ranks.
+        Raises InputError, with the numbers, if the target cannot be dealt to these ranks.
         """
         nh, nkv, hd, inner = args.num_heads, args.num_kv_heads, args.head_dim, args.intermediate_size
         if nkv < ranks and (ranks % nkv or nh % ranks):
@@ -108,7 +268,7 @@ class Share:
         )
 
     def args(self, whole: ModelArgs) -> ModelArgs:
-        """The shape of what this rank computes. The vocabulary is the whole one, as embeddings are."""
+        """Return the shape of this rank's model. The vocabulary is the whole one, as embeddings are."""
         hd = whole.head_dim
         return replace(
             whole, num_heads=self.queries.count // hd, num_kv_heads=self.keys.count // hd,
@@ -116,8 +276,9 @@ class Share:
         )
 
     def cut(self, name: str, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]] | None:
-        """Of a tensor of the whole target, by its name and shape: the dimension that is cut, and the ranges
-        along it that this rank has. None: all of it.
+        """Return the dimension along which a tensor of the whole target is cut, and this rank's ranges of it.
+
+        None: the rank has all of it.
         """
         layer = AROUND.sub("", name)
         if layer not in PLAN:
@@ -136,14 +297,14 @@ class Share:
         return dimension % len(shape), ranges
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of what this rank has of a tensor of the whole target."""
+        """Return the shape of this rank's part of a tensor of the whole target."""
         if (cut := self.cut(name, shape)) is None:
             return shape
         dimension, ranges = cut
         return *shape[:dimension], sum(b - a for a, b in ranges), *shape[dimension + 1 :]
 
     def take(self, name: str, file) -> Tensor:
-        """Read what this rank has of a tensor in an open safetensors file, and nothing else."""
+        """Read this rank's part of a tensor in an open safetensors file, and nothing else."""
         stored = file.get_slice(name)
         if (cut := self.cut(name, tuple(stored.get_shape()))) is None:
             return file.get_tensor(name)  # a view of the file, whose memory the ranks of a machine share
@@ -174,7 +335,7 @@ class Part(NamedTuple):
 
 
 class DealtHead(nn.Module):
-    """An lm_head of which every rank has some tokens. layer: this rank's. tokens: of how many each has."""
+    """An lm_head dealt by tokens. layer: this rank's. tokens: the number of tokens of each rank."""
 
     def __init__(self, layer: nn.Module, tokens: tuple[int, ...], ranks: Ranks):
         super().__init__()
@@ -235,8 +396,8 @@ def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:
 def agreed(target: Transformer, tree: Tree, distribution: Tensor | None) -> tuple[Tree, Tensor | None]:
     """The first rank's tree, and the distributions it was drawn from, on every rank of a target.
 
-    What drafts is whole everywhere and computes the same; but were a last bit to differ on another processor,
-    the ranks would verify different trees, and add up what does not belong together.
+    The drafting network is whole everywhere and computes the same. But if a last bit differed on another
+    processor, the ranks would verify different trees, and add up rows of different nodes.
     """
     if target.ranks is None or tree.tokens.shape[1] == 1:
         return tree, distribution

@@ -1,0 +1,218 @@
+"""Backends: who computes the parts of a step. `kernels.choose` is the one place that decides.
+
+`TorchBackend` is complete: it calls the definition of every part, which stands here, in `tree`, or in
+`sampling`. `kernels.cpu.CpuBackend` and `kernels.gpu.backend.CudaBackend` replace what they have kernels for.
+All give the same results, except for the last bits of noise and of the draft's log-probabilities.
+
+A model is prepared for a backend, which puts the modules in place that run there (`model.backend`). A step
+runs on the backend of its target (`backend_of`), whatever the network of its drafter was prepared for.
+"""
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+import sampling.noise
+import sampling.restrict
+import tree
+from kernels.float8 import Float8Caches
+from kernels.tp import Part
+from model import KVCaches
+from tree import Growth, Tree
+
+
+class Sight(NamedTuple):
+    """Which cache slots each row of a pass attends to: the arguments of `tree.visible_slots`.
+
+    The pass's own rows stand in the last T of the M slots that `local` [B, T, M] describes.
+    """
+
+    slots: Tensor
+    length: Tensor
+    local: Tensor
+
+    def dense(self) -> Tensor:
+        """Return the mask [B, T, n] bool."""
+        return tree.visible_slots(*self)
+
+
+def once(x: Tensor) -> Tensor:
+    """Return x, computed once for all our kernels that read it.
+
+    It begins where its memory does, as results do. Without this, torch.compile recomputes an angle or a mask
+    for each kernel that reads it, in every layer.
+    """
+    return x.as_strided(x.shape, x.stride())
+
+
+class TorchBackend:
+    """Every part of a step by its definition, in PyTorch.
+
+    name: in records. row_invariant: a row's numbers do not depend on the rows computed with it, so that
+    speculative text equals plain text in 16 bits too, and a step needs no torch.compile. reads_length:
+    attention reads the lengths of the texts on the device, so that one graph serves every context. caches:
+    the classes of a model's caches, by the names of `--kv`. quantised_at_load: dtypes of heads that are
+    faster in int8 here.
+    """
+
+    name = "torch"
+    row_invariant = reads_length = False
+    caches = {"auto": KVCaches, "fp8": Float8Caches}
+    quantised_at_load: tuple[torch.dtype, ...] = ()
+
+    def __deepcopy__(self, memo: dict) -> TorchBackend:
+        return self  # copies of a model run on the same backend
+
+    def prepare(self, *models: nn.Module) -> bool:
+        """Put the modules of models that run here in place.
+
+        They may share modules, as a head shares its target's lm_head. Returns whether every layer of the
+        targets among them runs here; other layers stay unchanged.
+        """
+        for model in models:
+            model.backend = self
+        return True
+
+    def threads(self) -> contextlib.AbstractContextManager:
+        """Return a context to run passes in, with the threads that they need."""
+        return contextlib.nullcontext()
+
+    # -- what a pass sees ---------------------------------------------------------------------
+
+    def visible_slots(self, slots: Tensor, length: Tensor, local: Tensor) -> Tensor | Sight:
+        """Return `tree.visible_slots`, or a `Sight` where attention reads that."""
+        return tree.visible_slots(slots, length, local)
+
+    def visible_before(self, slots: Tensor, start: Tensor, count: int) -> Tensor | Sight:
+        """`visible_slots` of `count` rows at slots start [B] ... that each see themselves and all before."""
+        rows = torch.arange(count, device=slots.device)
+        return slots <= (start[:, None] + rows)[..., None]
+
+    # -- drafting -----------------------------------------------------------------------------
+
+    def unread_rows(self, state) -> int:
+        """Return how many rows a catch-up reads: W, so that its shape does not depend on values."""
+        return state.window
+
+    def rank(
+        self, logits: Tensor, noise: Tensor | None, k: int, names: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the k best ids by logits [B, R, V], plus noise [B, R or 1, V] if there is any, best first.
+
+        Their log-probabilities under the shifted logits and their ids are both [B, R, k]. names [V]: what
+        stands for an id, if not it itself.
+        """
+        if noise is not None:
+            logits = logits + noise
+        top, ids = logits.topk(k, dim=-1)
+        return top - logits.logsumexp(-1, keepdim=True), ids if names is None else names[ids]
+
+    def advance(self, growth: Growth) -> Tensor:
+        """Make the best children the beam, as `Growth.advance`."""
+        return growth.advance()
+
+    def prune(self, growth: Growth, root: Tensor) -> Tree:
+        """Keep the best candidates below root [B], as `Growth.prune`."""
+        return growth.prune(root)
+
+    def join(self, one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
+        """Join two trees, as `tree.join`."""
+        return tree.join(one, other, nodes, levels)
+
+    def follow(self, lookup, state, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what followed earlier matches, as `drafters.lookup.Lookup.follow`."""
+        return lookup.follow(state, slots)
+
+    # -- drawing ------------------------------------------------------------------------------
+
+    def gumbel(self, key: Tensor, positions: Tensor, temperature: Tensor, vocabulary: int) -> Tensor:
+        """Return temperature [B] times `sampling.noise.gumbel` [B, W, V] of key [B, 2], positions [B, W]."""
+        return temperature[:, None, None] * sampling.noise.gumbel(key, positions, vocabulary)
+
+    def restrict(self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """Apply top-k and top-p to logits [B, T, V], as `sampling.restrict.restrict`."""
+        return sampling.restrict.restrict(logits, temperature, top_k, top_p)
+
+    def draw(self, logits: Tensor | Part, noise: Tensor | None, depth: Tensor | None = None) -> Tensor:
+        """Return the target's token at every row [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
+
+        depth [B, T]: the row of the noise for each row, as nodes of one depth stand at one position and share
+        its noise. None: all take the first. Of a `Part` each rank draws among its own tokens, and the best of
+        these is taken: the logits stay where they are.
+        """
+        if not isinstance(logits, Part):
+            return self.largest(logits, noise, depth)
+        own, first, ranks = logits
+        noise = None if noise is None else noise[..., first : first + own.shape[-1]].contiguous()
+        drawn = self.largest(own, noise, depth)
+        value = own.gather(-1, drawn[..., None])[..., 0]
+        if noise is not None:
+            rows = noise[:, :1].expand(-1, drawn.shape[1], -1) if depth is None else tree.pick(noise, depth)
+            value = value + rows.gather(-1, drawn[..., None])[..., 0]
+        return ranks.best(value, drawn + first)
+
+    def largest(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
+        """Return the first largest of each row, as `draw` of logits that are whole."""
+        if noise is not None:
+            logits = logits + (noise[:, :1] if depth is None else tree.pick(noise, depth))
+        return logits.argmax(-1)
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
+        """Return the accepted path and its length, as `tree.accept`."""
+        return tree.accept(drafted, chosen, window)
+
+    def emit(self, state, tokens: Tensor, count: Tensor) -> Tensor:
+        """Append the first `count` [B] of tokens [B, W] to a state, cut at the first stop id and at the
+        limit.
+
+        Moves `length` so that the last one appended is the new root; sets `done` and `out`. Returns how many
+        were appended [B].
+        """
+        W, drafted = tokens.shape[1], count - 1
+        at = torch.arange(W, device=tokens.device)
+        count = torch.where(state.done, 0, torch.minimum(count, state.limit - state.length))
+        stops = (tokens[..., None] == state.stop_ids).any(-1) & (at < count[:, None])
+        first = torch.where(stops, at, W).amin(-1)
+        count = torch.minimum(count, first + 1)
+        where = state.length[:, None] + 1 + at
+        appended = torch.where(at < count[:, None], tokens, state.tokens.gather(1, where))
+        state.tokens.scatter_(1, where, appended)
+        state.length.add_(count)
+        state.done.logical_or_((first < W) | (state.length >= state.limit))
+        counts = torch.stack((count, torch.minimum(drafted, count).clamp(min=0), state.done.long()), 1)
+        state.out.copy_(torch.cat((tokens, torch.zeros_like(state.out[:, W + 3 :]), counts), 1))
+        return count
+
+    def hand_over(
+        self, state, features: Tensor | None, path: Tensor, count: Tensor, *, where: Tensor,
+        more: bool = False,
+    ) -> None:
+        """Leave the `count` [B] tokens just committed for the drafter to read.
+
+        features [B, T, F]: the target's features of a pass; path [B, <=W]: the rows of it that the tokens
+        were. where [B]: the sequences to change. more: append to the tokens that it has not read yet.
+        """
+        if features is not None:
+            features = tree.pick(features, path)
+            at = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
+            if more:
+                at = (at + state.n_new[:, None]).clamp(max=state.features.shape[1] - 1)
+            at = at[..., None].expand_as(features)
+            old = state.features.gather(1, at)
+            state.features.scatter_(1, at, torch.where(where[:, None, None], features, old))
+        unread = state.n_new + count if more else count
+        state.n_new.copy_(torch.where(where, unread, state.n_new))
+
+
+TORCH = TorchBackend()
+
+
+def backend_of(target: nn.Module) -> TorchBackend:
+    """Return the backend for steps of a target: what it was prepared for, if that computes all its layers."""
+    return target.backend if target.whole else TORCH

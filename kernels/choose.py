@@ -1,0 +1,38 @@
+"""The choice of a backend: the one place that decides who computes a step."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.backend import TORCH, TorchBackend
+from kernels.build import NoKernels
+from kernels.cpu import CpuBackend
+from kernels.gpu import here
+
+
+def choose_backend(
+    device: torch.device | str, kernels: bool = True, isa: str | None = None,
+    say: Callable[[str], None] = lambda line: None, must: bool = False,
+) -> TorchBackend:
+    """Return the backend for a device.
+
+    kernels: use ours, where they run. isa: the instruction set of CPU kernels, one of `kernels.isa.SETS`;
+    None for the best one. must: something needs the CPU kernels. Without a compiler for them, PyTorch
+    computes alone and `say` is called with the reason. Raises InputError, one line, if the processor lacks
+    the instruction set; NoKernels, which is one, if the compiler is missing or fails, and `must` or `isa` is
+    given.
+    """
+    device = torch.device(device)
+    if kernels and device.type == "cpu":
+        try:
+            return CpuBackend.load(isa, say)
+        except NoKernels as e:
+            if must or isa is not None:
+                raise
+            say(f"{e}. Until then PyTorch decodes alone, which is slower")
+    elif kernels and here.capable(device):
+        from kernels.gpu.backend import CudaBackend  # imports Triton, which takes time
+
+        return CudaBackend(device)
+    return TORCH

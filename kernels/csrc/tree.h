@@ -1,0 +1,279 @@
+// The parts of a step that one thread computes: the tree grows, is pruned and joined, a path is accepted and emitted,
+// and what followed a text's last tokens before. tree.py, drafters/lookup.py and kernels/backend.py define them.
+// Outputs are made here; inputs that are not contiguous are copied.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "kernels.h"
+#include "tensors.h"
+
+namespace eagle {
+
+// The k best children of a beam, whose scores and tokens are [B, k * k] and which saw [B, k, seen], become the next:
+// scores, tokens, places among all candidates [B, k], what they see [B, k, seen + k], the row each came from [B, k].
+// `size` candidates came before the children.
+using Beam = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+Beam advance(const Tensor& scores, const Tensor& tokens, const Tensor& sees, int64_t size) {
+  const Longs t(tokens);
+  const Of<float> s(scores);
+  const Of<bool> before(sees);
+  const int64_t B = before.size(0), k = before.size(1), seen = before.size(2);
+  New<float> best({B, k});
+  New<int64_t> token({B, k}), flat({B, k}), row({B, k});
+  New<bool> now({B, k, seen + k});
+  std::vector<Best> order(k * k);
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t i = 0; i < k * k; i++) order[i] = {s[b * k * k + i], i};
+    std::partial_sort(order.begin(), order.begin() + k, order.end(), Best::first);
+    for (int64_t i = 0; i < k; i++) {
+      const int64_t at = b * k + i, child = order[i].id;
+      best[at] = order[i].value, token[at] = t[b * k * k + child], flat[at] = size + child, row[at] = child / k;
+      bool* mine = &now[at * (seen + k)];
+      std::memcpy(mine, &before[(b * k + child / k) * seen], seen);
+      std::memset(mine + seen, 0, k);
+      mine[seen + i] = true;
+    }
+  }
+  return {best, token, flat, now, row};
+}
+
+// Which of n slots each row sees [B, T, n]: the first `length` [B], and after them as local [B, T, M] says.
+Tensor see(const Tensor& length, const Tensor& local, int64_t n) {
+  const Longs l(length);
+  const Of<bool> in(local);
+  const int64_t B = in.size(0), T = in.size(1), M = in.size(2);
+  New<bool> out({B, T, n});
+  for (int64_t row = 0; row < B * T; row++) {
+    bool* sees = &out[row * n];
+    const int64_t prefix = std::clamp<int64_t>(l[row / T], 0, n), more = std::min(M, n - prefix);
+    std::memset(sees, 1, prefix);
+    std::memcpy(sees + prefix, &in[row * M], more);
+    std::memset(sees + prefix + more, 0, n - prefix - more);
+  }
+  return out;
+}
+
+struct TreeOut {  // B trees of T nodes, the fields of tree.py: Tree
+  int64_t T;
+  New<int64_t> tokens, parent, depth;
+  New<bool> ancestors;
+  New<float> scores;
+
+  TreeOut(int64_t B, int64_t T)
+      : T(T), tokens({B, T}), parent({B, T}), depth({B, T}), ancestors({B, T, T}), scores({B, T}) {}
+  Beam fields() const { return {tokens, parent, depth, ancestors, scores}; }
+
+  // Node i of text b, those before it written: 0 is the root.
+  void put(int64_t b, int64_t i, int64_t token, int64_t above, float score) {
+    const int64_t at = b * T + i;
+    bool *mine = &ancestors[at * T], *over = &ancestors[(b * T + above) * T];
+    tokens[at] = token, parent[at] = above, scores[at] = score;
+    depth[at] = i ? depth[b * T + above] + 1 : 0;
+    if (i) std::copy(over, over + T, mine);
+    else std::fill(mine, mine + T, false);
+    mine[i] = true;
+  }
+};
+
+// The n first places by score, the larger and of equals the first, in ascending order. score(place).
+template <class Score>
+void best_places(std::vector<int64_t>& order, int64_t n, const Score& score) {
+  std::partial_sort(order.begin(), order.begin() + n, order.end(), [&](int64_t i, int64_t j) {
+    const uint32_t x = ordered(score(i) + 0.0f), y = ordered(score(j) + 0.0f);  // -0 as 0
+    return x != y ? x > y : i < j;
+  });
+  std::sort(order.begin(), order.begin() + n);
+}
+
+// The tree of the T - 1 best of candidates below root [B]. scores, tokens, parents [B, count].
+Beam prune(const Tensor& scores, const Tensor& tokens, const Tensor& parents, const Tensor& root, int64_t T) {
+  const Of<float> score(scores);
+  const Longs t(tokens), p(parents), r(root);
+  const int64_t B = score.size(0), count = score.size(1);
+  TreeOut tree(B, T);
+  std::vector<int64_t> order(count);
+  for (int64_t b = 0; b < B; b++) {
+    for (int64_t i = 0; i < count; i++) order[i] = i;
+    best_places(order, T - 1, [&](int64_t i) { return score[b * count + i]; });
+    tree.put(b, 0, r[b], 0, 0);
+    for (int64_t i = 1; i < T; i++) {
+      const int64_t from = b * count + order[i - 1], above = p[from];
+      const auto place = std::lower_bound(order.begin(), order.begin() + T - 1, above) - order.begin();
+      tree.put(b, i, t[from], above < 0 ? 0 : place + 1, score[from]);
+    }
+  }
+  return tree.fields();
+}
+
+// The tree of the T most likely nodes of two with one root. See tree.py: join.
+Beam join(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& other_tokens,
+          const Tensor& other_parents, const Tensor& other_scores, int64_t T) {
+  struct Node {  // of two trees
+    int64_t token, parent;  // parent: a place among all nodes, 0 the root
+    float score;
+  };
+  constexpr float LEAST = -std::numeric_limits<float>::infinity();
+  const Longs token(tokens), parent(parents), more(other_tokens), above(other_parents);
+  const Of<float> score(scores), others(other_scores);
+  const int64_t B = token.size(0), one = token.size(1), other = more.size(1), count = one + other - 1;
+  TreeOut tree(B, T);
+  std::vector<Node> nodes(count);
+  std::vector<int64_t> place(other), order(count - 1);  // place: where a node of the other stands among all
+  std::vector<char> same(other * one);                  // [other, one] whether their paths are equal
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t first = b * one, second = b * other;
+    for (int64_t i = 0; i < one; i++) nodes[i] = {token[first + i], parent[first + i], score[first + i]};
+    std::fill(same.begin(), same.end(), 0);
+    same[0] = 1, place[0] = 0;
+    for (int64_t i = 1; i < other; i++) {
+      const int64_t mine = more[second + i], over = above[second + i];
+      place[i] = 0;
+      for (int64_t j = 1; j < one; j++) {
+        if (mine != token[first + j] || !same[over * one + parent[first + j]]) continue;
+        same[i * one + j] = 1;
+        nodes[j].score = std::max(nodes[j].score, others[second + i]);
+        if (!place[i]) place[i] = j;
+      }
+      // What both have counts once.
+      nodes[one + i - 1] = {mine, place[over], place[i] ? LEAST : others[second + i]};
+      if (!place[i]) place[i] = one + i - 1;
+    }
+    for (int64_t i = 0; i < count - 1; i++) order[i] = i + 1;
+    best_places(order, T - 1, [&](int64_t i) { return nodes[i].score; });
+    const auto kept = [&](int64_t node) {  // its place in the tree; the root's if it is not in it
+      const auto at = std::lower_bound(order.begin(), order.begin() + T - 1, node);
+      return at == order.begin() + T - 1 || *at != node ? 0 : at - order.begin() + 1;
+    };
+    tree.put(b, 0, token[first], 0, 0);
+    for (int64_t i = 1; i < T; i++) {
+      const Node& node = nodes[order[i - 1]];
+      tree.put(b, i, node.token, kept(node.parent), node.score);
+    }
+  }
+  return tree.fields();
+}
+
+// What followed the last tokens up to `length` [B] before, in the first n of text [B, N] -> tokens, likely [B, T].
+// Of each drafted node [T - 1], its chain and how far after the match it stands; first, further [longest + 1]: how
+// likely what follows a match of so many tokens is.
+std::tuple<Tensor, Tensor> follow(const Tensor& texts, const Tensor& length, int64_t n, const Tensor& chain,
+                                  const Tensor& ahead, const Tensor& first, const Tensor& further,
+                                  int64_t shortest) {
+  struct Match {  // of a text's last tokens with those up to a slot
+    int64_t tokens, at;  // how many; -1: there is none
+  };
+  const Longs in(texts), l(length), of(chain), far(ahead);
+  const Of<float> once(first), again(further);
+  const int64_t B = in.size(0), T = of.size(0) + 1, longest = once.size(0) - 1;
+  New<int64_t> tokens({B, T});
+  New<float> likely({B, T});
+  std::vector<Match> matches, best(T > 1 ? *std::max_element(&of[0], &of[0] + T - 1) + 1 : 0);
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t *text = &in[b * in.size(1)], end = l[b];
+    const auto alike = [&](int64_t at) {  // how many tokens up to slot `at` equal the last ones
+      int64_t same = 0;
+      while (same < longest && same <= at && text[at - same] == text[end - same]) same++;
+      return same;
+    };
+    matches.clear();
+    for (int64_t at = 0; at < std::min(end, n); at++)
+      if (const int64_t same = alike(at); same >= shortest) matches.push_back({same, at});
+    for (Match& chosen : best) {
+      chosen = {0, -1};
+      for (const Match& match : matches)  // the longest, of those the latest
+        if (match.tokens >= chosen.tokens) chosen = match;
+      // The next chain begins otherwise.
+      std::erase_if(matches, [&](const Match& match) { return text[match.at + 1] == text[chosen.at + 1]; });
+    }
+    int64_t* token = &tokens[b * T];
+    float* share = &likely[b * T];
+    token[0] = text[end], share[0] = 0;
+    for (int64_t i = 1; i < T; i++) {
+      const Match match = best[of[i - 1]];
+      const int64_t after = far[i - 1];
+      token[i] = match.at < 0 ? text[end] : text[match.at + 1 + (after - 1) % (end - match.at)];
+      share[i] = match.at < 0 ? -std::numeric_limits<float>::infinity() : (after == 1 ? once : again)[match.tokens];
+    }
+  }
+  return {tokens, likely};
+}
+
+// The deepest path [B, W] on which chosen [B, T] agrees with the tree, and its count [B].
+std::tuple<Tensor, Tensor> accept(const Tensor& tokens, const Tensor& parents, const Tensor& depths,
+                                  const Tensor& chosen, int64_t W) {
+  const Longs token(tokens), parent(parents), depth(depths), drawn(chosen);
+  const int64_t B = token.size(0), T = token.size(1);
+  New<int64_t> path({B, W}), count({B});
+  std::vector<char> accepted(T);
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t at = b * T;
+    int64_t last = 0;
+    accepted[0] = true;
+    for (int64_t i = 1; i < T; i++) {
+      const int64_t above = parent[at + i];
+      accepted[i] = accepted[above] && token[at + i] == drawn[at + above];
+      if (accepted[i] && depth[at + i] > depth[at + last]) last = i;
+    }
+    count[b] = depth[at + last] + 1;
+    std::fill(&path[b * W], &path[b * W] + W, 0);
+    for (int64_t d = count[b] - 1; d > 0; d--, last = parent[at + last]) path[b * W + d] = last;
+  }
+  return {path, count};
+}
+
+// Append the first `count` [B] of tokens [B, W] to a state's buffers, cut at stop ids and the limit; how many were
+// appended [B].
+Tensor emit(const Tensor& tokens, const Tensor& count, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
+            const Tensor& limit, const Tensor& stop_ids) {
+  const Longs in(tokens), c(count);
+  const int64_t B = in.size(0), W = in.size(1), room = text.size(1), window = out.size(1) - 3;
+  const int64_t *most = longs(limit), *stops = longs(stop_ids), *end = stops + stop_ids.size(0);
+  int64_t *texts = text.mutable_data_ptr<int64_t>(), *at = length.mutable_data_ptr<int64_t>();
+  bool* over = done.mutable_data_ptr<bool>();
+  New<int64_t> appended({B});
+  for (int64_t b = 0; b < B; b++) {
+    const int64_t* token = &in[b * W];
+    int64_t n = over[b] ? 0 : std::min(c[b], most[b] - at[b]);
+    bool stopped = false;
+    for (int64_t i = 0; i < n && !stopped; i++)
+      if (std::find(stops, end, token[i]) != end) n = i + 1, stopped = true;
+    if (n > 0) std::copy(token, token + n, texts + b * room + at[b] + 1);
+    at[b] += n;
+    over[b] |= stopped || at[b] >= most[b];
+    int64_t* to = out.mutable_data_ptr<int64_t>() + b * (window + 3);
+    std::fill(std::copy(token, token + W, to), to + window, 0);
+    to[window] = appended[b] = n;
+    to[window + 1] = std::max<int64_t>(std::min(c[b] - 1, n), 0);
+    to[window + 2] = over[b];
+  }
+  return appended;
+}
+
+// Rows path [B, W] of features [B, T], the first count [B] of them, become unread [B, R] where `moving` [B]; `more`:
+// after those that are.
+void hand_over(const Maybe& features, const Tensor& path, const Tensor& count, const Tensor& moving, bool more,
+               Tensor& unread, Tensor& unread_count) {
+  const Maybe in = whole(features);
+  const Longs p(path), c(count);
+  const Of<bool> moves(moving);
+  const int64_t R = unread.size(1), W = p.size(1), size = unread.size(2) * int64_t(unread.element_size());
+  const auto* from = static_cast<const char*>(data(in));
+  auto* to = static_cast<char*>(unread.mutable_data_ptr());
+  auto* known = unread_count.mutable_data_ptr<int64_t>();
+  for (int64_t b = 0; b < p.size(0); b++) {
+    if (!moves[b]) continue;
+    const int64_t first = more ? known[b] : 0, n = std::min(c[b], R - first);
+    for (int64_t i = 0; from && i < n; i++)
+      std::memcpy(to + (b * R + first + i) * size, from + (b * in->size(1) + p[b * W + i]) * size, size);
+    known[b] = first + c[b];
+  }
+}
+
+}  // namespace eagle
