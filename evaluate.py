@@ -30,7 +30,7 @@ from tqdm import tqdm
 from common.cli import Options, check_folder, command, run_command, seed
 from common.errors import InputError
 from common.torchrun import command_in_words, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, grows, known, read_flags
+from drafters import METHODS, add_flags, add_window, grows, known, read_flags
 from sampling.options import Sampling
 
 ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when memory runs out
@@ -52,7 +52,7 @@ def parser() -> Options:
         metavar = f"[METHOD=]{value}"
         g.add_argument(flag, action="append", default=[], metavar=metavar, help=f"{what}; may be repeated")
     add_flags(g)
-    check_numbers(p)
+    p.judge(lambda o: read_flags(o, o.speculate.split(",")))
     add_window(g, p, lambda o: o.speculate.split(","))
 
     add = p.add_argument_group("questions").add_argument

@@ -13,8 +13,17 @@ from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
-from drafters.tree_spec import MOST_NODES, default_tree, read_tree, with_numbers
+from drafters import (
+    METHODS,
+    MOST_NODES,
+    add_flags,
+    add_window,
+    default_tree,
+    method_name,
+    read_flags,
+    read_tree,
+    with_numbers,
+)
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
 from tokens.schema import ANY_OBJECT, read_schema
@@ -85,7 +94,6 @@ def parser() -> Options:
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
     add_flags(group)
-    check_numbers(p)
     add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.accept != "equal" and o.speculate == "none",
            lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
@@ -145,8 +153,9 @@ def load(o, prompts: Prompts, ranks=None):
     """
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
+    from drafters import Drafting
     from engine.runtime import Runtime, check_device
-    from engine.target import Drafting, check_prompts
+    from engine.target import check_prompts
     from kernels.tp import own_device
     from llm import LLM
 

@@ -18,9 +18,7 @@ from checkpoint.folder import known_config, read_config
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.torchrun import command_in_words, is_first, one_voice, several
-from drafters import METHODS, add_flags, add_window, check_numbers, method_name, read_flags
-from drafters.early import judge_method
-from drafters.tree_spec import TreeSpec, read_tree
+from drafters import METHODS, TreeSpec, add_flags, add_window, method_name, read_flags, read_tree
 
 STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -76,7 +74,6 @@ def parser() -> Options:
     add("--shard-head", action="store_true",
         help="with torchrun: deal the head, or the draft model, among the ranks too; else each has it whole")
     add_flags(group)
-    check_numbers(p)
     p.judge(lambda o: read_flags(o, [o.speculate]))
     add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.shard_head and not (several() and o.speculate != "none"),
@@ -125,11 +122,10 @@ def run(o) -> int:
     """
     from kernels.isa import choose
 
-    config = known_config(o.checkpoint, o.max_seq_len)
+    known_config(o.checkpoint, o.max_seq_len)
     if o.draft:
         read_config(o.draft, what="--draft")
     tree = read_tree(o.tree)
-    judge_method(o.checkpoint, config, o.speculate, o.draft, tree, read_flags(o, [o.speculate])[o.speculate])
     if o.isa:
         choose(o.isa)
     key_of(o)

@@ -16,6 +16,7 @@ from common.tree_shapes import PAPER_TREE, AnyTree, Level, PathTree, TreeShape, 
 
 __all__ = ["PAPER_TREE", "AnyTree", "Level", "PathTree", "TreeShape", "chains"]  # known by these names, too
 
+
 def likely_tree(nodes: int, levels: int) -> PathTree:
     """Return a static tree of the nodes that are accepted most often, root included.
 

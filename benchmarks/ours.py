@@ -14,6 +14,7 @@ from shapes import random_models
 
 from common.cli import note
 from common.errors import InputError
+from drafters import Drafting
 from drafters.eagle import Eagle
 from engine import autotune
 from engine.autotune import Calibration, Tuner
@@ -23,7 +24,7 @@ from engine.memory import bytes_per_step
 from engine.prompt import encode
 from engine.request import Request
 from engine.runtime import Runtime
-from engine.target import Drafting, Target, load_target
+from engine.target import Target, load_target
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from model import Transformer

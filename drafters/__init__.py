@@ -1,121 +1,162 @@
-"""Ways to propose a tree. All have the face in `drafters.base`; the step never knows which one runs.
+"""The methods of --speculate, the options that choose and shape one, and the drafter that they give.
 
-A drafter is a file with `build(request) -> Drafter` and a line in METHODS. This file imports no torch, so
-that --help is instant.
+A method is a file with `build(setup: drafters.base.Setup) -> Drafter` and an entry of METHODS. The step never
+knows which one runs. This file imports no torch, so that --help is quick.
 """
 from __future__ import annotations
 
 import argparse
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from common.cli import Options
 from common.errors import InputError
+from common.files import parse_json, read_text
+from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
+from sampling.options import RULES
 
-MOST = 1024  # of the numbers of a method's own: nodes, columns, n-grams
+MOST = 1024  # of a method's own number: nodes, columns, n-grams
+MOST_NODES = 1024  # of any tree: masks and caches grow with it
+MOST_TREE = 1 << 20  # bytes of a tree's file
+TARGET = "target"  # what a draft model is, as a checkpoint
+TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
+
 
 class Flag(NamedTuple):
-    """An option of a method's own: its default, what it says, and the least of a number."""
+    """An option of one method. default: None for a folder, which must be given. least: of a number."""
 
-    default: int | float | str | None
+    default: int | None
     what: str
     least: int = 1
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a name of `--speculate` stands for.
+    """An entry of METHODS.
 
-    module: builds the drafter. what: says what it is. flags: of its own, by name. headless: it
-    takes no --draft and no --tree. grows: its head grows trees that can be measured, see
-    `engine.calibrating`, and takes --draft-window. early: MODULE:FUNCTION, which judges its flags and what
-    they name for a target of so many token ids (None: not known yet), without torch.
+    module: builds the drafter. draft: the kind of checkpoint that it drafts with and --draft names; None: it
+    takes neither --draft nor --tree. grows: its head grows trees that can be measured (`engine.calibrate`),
+    and takes --draft-window. flags: its own options, by name.
     """
 
     module: str
     what: str
-    flags: dict[str, Flag] = field(default_factory=dict)
-    headless: bool = False
+    draft: str | None = None
     grows: bool = False
-    early: str | None = None
+    flags: dict[str, Flag] = field(default_factory=dict)
 
 
 METHODS: dict[str, Method | None] = {
     "none": None,
-    "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree", grows=True),
-    "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree", grows=True),
-    "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three of the target's layers", grows=True),
-    "p-eagle": Method(
-        "drafters.p_eagle", "P-EAGLE: an EAGLE-3 head that drafts all levels in one pass", grows=True
-    ),
-    "dflash": Method(
-        "drafters.dflash", "DFlash: a head that drafts a block in one pass, as a tree", grows=True
-    ),
-    "dspark": Method(
-        "drafters.dspark", "DSpark: the same with a Markov head, so that branches differ", grows=True
-    ),
-    "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once"),
-    "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it"),
-    "draft-model": Method("drafters.draft_model", "a smaller model of the same vocabulary, in --draft (SpS)"),
-    "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", {
-        "window": Flag(7, "columns guessed side by side"),
-        "level": Flag(5, "tokens of an n-gram", 3),
+    "eagle": Method("drafters.eagle", "EAGLE-1: a head on a static tree", "eagle", True),
+    "eagle2": Method("drafters.eagle", "EAGLE-2: the same head on a dynamic tree", "eagle", True),
+    "eagle3": Method("drafters.eagle", "EAGLE-3: a head that reads three target layers", "eagle3", True),
+    "p-eagle": Method("drafters.p_eagle", "P-EAGLE: EAGLE-3 with all levels in one pass", "p-eagle", True),
+    "dflash": Method("drafters.dflash", "DFlash: a head that drafts a block in one pass", "dflash", True),
+    "dspark": Method("drafters.dflash", "DSpark: the same with a Markov head", "dspark", True),
+    "medusa": Method("drafters.medusa", "Medusa heads: several tokens guessed at once", "medusa"),
+    "hydra": Method("drafters.hydra", "Hydra heads: the same, each guess knowing those before it", "hydra"),
+    "draft-model": Method("drafters.draft_model", "a smaller model of that vocabulary (SpS)", TARGET),
+    "lookahead": Method("drafters.lookahead", "n-grams that the target guesses while verifying", flags={
+        "window": Flag(7, "columns guessed side by side"), "level": Flag(5, "tokens of an n-gram", 3),
         "guess-set": Flag(7, "n-grams tried at a time"),
-    }, headless=True, early="drafters.lookahead_sizes:judge_rows"),
-    "lookup": Method(
-        "drafters.lookup", "what followed the same words earlier in the text (prompt lookup)", headless=True
-    ),
-    "rest": Method("drafters.retrieval", "what followed the same words in a collection of texts (REST)", {
+    }),
+    "lookup": Method("drafters.lookup", "what followed the same words earlier in the text (prompt lookup)"),
+    "rest": Method("drafters.retrieval", "what followed the same words in a store of texts (REST)", flags={
         "datastore": Flag(None, "folder that python -m drafters.rest build made"),
         "draft-tokens": Flag(64, "nodes of the tree", 2),
-    }, headless=True, early="drafters.rest_store:find_store"),
+    }),
 }
 
 
-def known(name: str) -> str:
-    """The name of a method, or of two with a plus. Raises InputError, with all of them, if it is neither."""
+def methods_of(name: str) -> dict[str, Method]:
+    """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
+    """
     parts = name.split("+")
-    for part in parts:
-        if part not in METHODS:
-            raise InputError(
-                f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them, such as"
-                " lookup+eagle3"
-            )
+    if not METHODS.keys() >= {*parts}:
+        raise InputError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them,"
+                         " such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or "none" in parts)):
-        raise InputError(
-            f"--speculate {name}: two different methods that draft can be joined, such as lookup+eagle3"
-        )
-    return name
-
-
-def _methods(name: str) -> list[Method]:
-    """The methods that a name stands for."""
-    return [method for method in (METHODS[part] for part in known(name).split("+")) if method]
+        raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
+                         " lookup+eagle3")
+    return {part: METHODS[part] for part in parts if METHODS[part]}
 
 
 def grows(name: str) -> bool:
-    """Whether a method, or one of two, has a head whose trees can be measured."""
-    return any(method.grows for method in _methods(name))
-
-
-def headless(name: str) -> bool:
-    """Whether a method, or both of two, take neither --draft nor --tree."""
-    return all(method.headless for method in _methods(name)) and name != "none"
+    """Return whether a method, or one of two, has a head whose trees can be measured."""
+    return any(method.grows for method in methods_of(name).values())
 
 
 def check_window(names: list[str], window: int) -> None:
-    """Raise InputError if a value of --draft-window is none, or is for none of these methods."""
+    """Raise InputError if --draft-window is negative, or is not for any of these methods."""
     if window < 0:
         raise InputError(f"--draft-window {window}: must be at least 1 token, or 0 for the whole text")
     if window and not any(map(grows, names)):
-        takers = ", ".join(name for name in METHODS if name != "none" and grows(name))
+        takers = ", ".join(name for name in METHODS if grows(name))
         raise InputError(f"--draft-window {window}: is for heads with attention ({takers}); leave it out")
 
 
+def _own_flags(name: str) -> dict[str, Flag]:
+    return {flag: about for method in methods_of(name).values() for flag, about in method.flags.items()}
+
+
+def check_flags(name: str, flags: dict) -> None:
+    """Raise InputError if a method has no such flag, or if a value has another type or is out of range."""
+    own = _own_flags(name)
+    for flag, value in flags.items():
+        if flag not in own:
+            raise InputError(f"--{flag}: {name} has no such flag (it has {', '.join(own) or 'none'})")
+        default, _, least = own[flag]
+        kind = str if default is None else int
+        if type(value) is not kind:
+            raise InputError(f"--{flag} {value!r}: is not of type {kind.__name__}")
+        if kind is int and not least <= value <= MOST:
+            raise InputError(f"--{flag} {value}: must be {least} to {MOST:,}")
+
+
+# -- the command line ---------------------------------------------------------------------------
+
+
+def method_name(text: str) -> str:
+    """An argparse type: a value of --speculate."""
+    try:
+        methods_of(text)
+    except InputError as e:
+        raise argparse.ArgumentTypeError(str(e).replace(f"--speculate {text}", repr(text), 1)) from None
+    return text
+
+
+def add_flags(parser) -> None:
+    """Add the flags of all methods; None where they are not given. See `read_flags`."""
+    for name, method in METHODS.items():
+        for flag, (default, what, _) in (method.flags if method else {}).items():
+            kind, usual = (str, "") if default is None else (int, f" (default {default})")
+            help = f"{name}: {what}{usual}"
+            parser.add_argument(f"--{flag}", type=kind, metavar=kind.__name__.upper(), help=help)
+
+
+def read_flags(options: argparse.Namespace, names: list[str]) -> dict[str, dict]:
+    """Return the given flags by method. Raises InputError on a flag of another method, or out of range."""
+    flags: dict[str, dict] = {name: {} for name in names}
+    for owner in METHODS:
+        for flag in _own_flags(owner):
+            value = getattr(options, flag.replace("-", "_"))
+            users = [name for name in names if owner in name.split("+")]
+            if value is not None and not users:
+                raise InputError(f"--{flag} belongs to --speculate {owner}")
+            for user in users if value is not None else ():
+                flags[user][flag] = value
+    for name, given in flags.items():
+        check_flags(name, given)
+    return flags
+
+
 def add_window(group, options: Options, names: Callable[[argparse.Namespace], list[str]]) -> None:
-    """Add --draft-window to a group of options, and its rule. names: the methods of a command line."""
+    """Add --draft-window to a group of options, with its rule. names: the methods of a command line."""
     group.add_argument(
         "--draft-window", type=int, default=0, metavar="N",
         help="the head attends to, and keeps, only the last N tokens of a text; 0: all (default)",
@@ -123,93 +164,161 @@ def add_window(group, options: Options, names: Callable[[argparse.Namespace], li
     options.judge(lambda o: check_window(names(o), o.draft_window))
 
 
-def build_drafter(request):
-    """The drafter of a `drafters.request.Request`, or None for plain decoding.
+# -- trees --------------------------------------------------------------------------------------
 
-    Raises InputError if it cannot be.
+# Rows that a GPU multiplies in about the time of one, and trees for fewer rows than the paper's.
+GPU_ROWS = 192
+SMALLER = tuple(TreeShape(*s) for s in ((40, 6, 8), (24, 5, 6), (16, 4, 5), (12, 3, 4), (8, 2, 4), (4, 2, 2)))
+# Instruction sets without AVX-512.
+NARROW = ("avxvnni", "avx2", "neoni8mm", "neonbf16", "neondot", "neon", "portable")
+
+
+def default_tree(
+    device: str, quantised: bool = False, isa: str | None = None, batch: int = 1
+) -> TreeShape:
+    """Return the tree used where none is given and none is chosen by measurement.
+
+    A GPU verifies 60 rows in the time of one: the paper's tree, or, for several sequences, the largest whose
+    rows together are no more than GPU_ROWS. On a CPU time grows with the rows, and every level costs a pass
+    of the head: few nodes and few levels (docs/how-it-works.md). Quantised weights are read sooner, so rows
+    count for more. isa: the kernels' instruction set, None without kernels. Narrow ones take few rows.
     """
-    names = known(request.method).split("+")
-    if names == ["none"]:
-        if request.rule != "equal":
-            raise InputError(f"--accept {request.rule}: plain decoding drafts nothing to accept")
-        return None
-    if request.rule == "residual" and request.method != "draft-model":
-        raise InputError(
-            "--accept residual: is for --speculate draft-model, which can draw its proposals at random"
-        )
-    def build(part):
-        return importlib.import_module(METHODS[part.method].module).build(part)
+    if device.split(":")[0] == "cuda":
+        return next((tree for tree in (PAPER_TREE, *SMALLER) if batch * tree.nodes <= GPU_ROWS), SMALLER[-1])
+    if isa in NARROW:
+        return TreeShape(4, 2, 2)
+    return TreeShape(8, 2, 4) if quantised else TreeShape(12, 3, 4)
 
+
+def read_tree(text: str | None) -> TreeSpec:
+    """Parse --tree: "auto", "paper", T,D,K, or a JSON file with the paths of a static tree.
+
+    Names stay names: the paper's tree of EAGLE is not that of Medusa. Raises InputError.
+    """
+    if text in (None, "auto", "paper"):
+        return text
     try:
-        if len(names) == 2:
-            headless = {name for name in names if METHODS[name].headless}
-            return importlib.import_module("drafters.mixed").build_mixed(request, names, headless, build)
-        drafter = build(request)
-    except ValueError as e:  # sizes that cannot be
-        raise InputError(str(e)) from None
-    drafter.rule = request.rule
-    return drafter
-
-
-def default_flags(name: str) -> dict:
-    """The flags of a method's own with their defaults."""
-    return {name: flag.default for method in _methods(name) for name, flag in method.flags.items()}
-
-
-def flag_type(default) -> type:
-    """The type of a flag's values, told by its default: one that has none is text."""
-    return str if default is None else type(default)
-
-
-def method_name(text: str) -> str:
-    """An argparse type: a value of --speculate."""
+        if re.fullmatch(r"[0-9]{1,9},[0-9]{1,9},[0-9]{1,9}", text):
+            return within_limits(TreeShape.parse(text))
+    except ValueError as e:
+        raise InputError(f"--tree {text}: {e}") from None
     try:
-        return known(text)
-    except InputError as e:
-        raise argparse.ArgumentTypeError(str(e).replace(f"--speculate {text}", repr(text), 1)) from None
+        paths = parse_json(read_text(text, MOST_TREE).encode(), text)
+        return within_limits(PathTree(tuple(map(tuple, paths))))
+    except (InputError, ValueError, TypeError) as e:
+        forms = "auto, paper, T,D,K or a JSON file of paths like [[0], [1], [0, 0]]"
+        raise InputError(f"--tree {text:.200}: none of {forms} ({e})") from None
 
 
-def check_flags(name: str, flags: dict) -> None:
-    """Raise InputError if a method has no such flag, or a value is of another type."""
-    defaults = default_flags(name)
-    for flag, value in flags.items():
-        if flag not in defaults:
-            own = ", ".join(defaults) or "none"
-            raise InputError(f"flag {flag!r}: {name} has no such flag (it has {own})")
-        kind = flag_type(defaults[flag])
-        if value is not None and not isinstance(value, kind):
-            raise InputError(f"flag {flag!r}: {value!r} is not of type {kind.__name__}")
+def within_limits(tree: TreeShape | PathTree) -> TreeShape | PathTree:
+    """Return the tree. Raises ValueError if it has too many nodes or levels."""
+    if max(tree.nodes, tree.window) > MOST_NODES:
+        raise ValueError(f"tree: {tree.nodes:,} nodes on {tree.window - 1:,} levels, at most {MOST_NODES:,}")
+    return tree
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of all methods; None where they are not given."""
-    for name, method in METHODS.items():
-        for flag, (default, what, _) in (method.flags if method else {}).items():
-            kind = flag_type(default)
-            shown = "" if default is None else f" (default {default})"
-            metavar = kind.__name__.upper()
-            parser.add_argument(f"--{flag}", type=kind, metavar=metavar, help=f"{name}: {what}{shown}")
+def with_numbers(nodes: int | None, depth: int | None, width: int | None, usual: TreeShape) -> TreeShape:
+    """Return a tree with some numbers given, the others those of `usual`. Raises ValueError if impossible."""
+    pairs = (nodes, usual.nodes), (depth, usual.depth), (width, usual.width)
+    return within_limits(TreeShape(*(default if number is None else number for number, default in pairs)))
 
 
-def check_numbers(options: Options) -> None:
-    """Add the rules of `add_flags`: no number of theirs is below its least or above MOST."""
-    for method in METHODS.values():
-        for flag, (default, _, least) in (method.flags if method else {}).items():
-            if isinstance(default, int):
-                options.within(f"--{flag}", least, MOST)
+# -- drafting -----------------------------------------------------------------------------------
 
 
-def read_flags(options: argparse.Namespace, methods: list[str]) -> dict[str, dict]:
-    """The flags of each method with their values. Raises InputError on a flag of another method."""
-    flags = {name: default_flags(name) for name in methods}
-    for name in METHODS:
-        for flag in default_flags(name):
-            value = getattr(options, flag.replace("-", "_"))
+@dataclass(frozen=True)
+class Drafting:
+    """Options of drafting and acceptance.
+
+    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement
+    (`engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
+    `default_tree`. Raises InputError on bad values.
+    """
+
+    method: str = "none"  # one of METHODS, or two with a plus; "none" is plain decoding
+    draft: str | Path | None = None  # folder of the head (default CHECKPOINT/KIND) or of the draft model
+    tree: TreeSpec = None
+    accept: str = "equal"  # one of `sampling.options.RULES`
+    coupled: bool = True  # draft with the target's sampling noise
+    # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
+    int8: bool = True
+    flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
+    # Prompts as ids to measure --tree auto on, where there is no tokenizer.
+    tune_on: tuple[list[int], ...] = ()
+    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
+
+    def __post_init__(self):
+        methods, name = methods_of(self.method), self.method
+        if isinstance(self.tree, str):
+            object.__setattr__(self, "tree", read_tree(self.tree))
+        if self.accept not in RULES:
+            raise InputError(f"--accept {self.accept}: unknown; choose from {', '.join(RULES)}")
+        if self.accept != "equal" and [method.draft for method in methods.values()] != [TARGET]:
+            raise InputError(f"--accept {self.accept}: is for --speculate draft-model, which can draw its"
+                             f" proposals at random, not for {name}")
+        if not any(method.draft for method in methods.values()):
+            for option, value in (("draft", self.draft), ("tree", self.tree)):
+                if value:
+                    raise InputError(f"--speculate {name}: has no use for --{option}; leave it out")
+        check_flags(name, self.flags)
+        check_window([name], self.window)
+        object.__setattr__(self, "flags", {f: a.default for f, a in _own_flags(name).items()} | self.flags)
+        for flag, value in self.flags.items():
             if value is None:
-                continue
-            users = [method for method in methods if name in method.split("+")]
-            if not users:
-                raise InputError(f"--{flag} belongs to --speculate {name}")
-            for user in users:
-                flags[user][flag] = value
-    return flags
+                raise InputError(f"--speculate {name}: needs --{flag}, the {_own_flags(name)[flag].what}")
+
+    def folders(self, checkpoint: Path) -> dict[str, Path | None]:
+        """Return the folder that each method drafts with, None for those without one.
+
+        If two methods draft with a checkpoint each, --draft names the draft model, which has no default, or
+        the head that both share. Raises InputError if a folder is missing or of another kind. Call it before
+        the target's weights are read: it is cheap.
+        """
+        from checkpoint.folder import read_config  # imports torch
+
+        methods = methods_of(self.method)
+        kinds = {method.draft for method in methods.values()} - {None}
+        if self.draft and len(kinds) > 1 and TARGET not in kinds:
+            raise InputError(f"--speculate {self.method}: --draft {self.draft}: both take a head; convert"
+                             " them into the checkpoint's folder and leave it out")
+        found: dict[str, Path | None] = {}
+        for name, method in methods.items():
+            for flag, about in method.flags.items():
+                if about.default is None and not Path(self.flags[flag]).is_dir():
+                    raise InputError(f"--{flag} {self.flags[flag]}: no such folder; name the {about.what}")
+            named = self.draft and (method.draft == TARGET or TARGET not in kinds)
+            found[name] = None
+            if method.draft == TARGET and not named:
+                raise InputError(f"--speculate {name}: name a smaller converted model of the same vocabulary"
+                                 " with --draft")
+            if method.draft:
+                folder = found[name] = Path(self.draft) if named else checkpoint / method.draft
+                if method.draft != TARGET and not folder.is_dir():
+                    raise InputError(f"{folder}: no {method.draft} head there; convert one into it, name it"
+                                     " with --draft, or use another --speculate")
+                read_config(folder, method.draft)
+        return found
+
+
+def build_drafter(drafting: Drafting, checkpoint: Path, max_seq_len: int, **shared):
+    """Build the `drafters.base.Drafter` of a target in `checkpoint`, None for plain decoding.
+
+    shared: further fields of `drafters.base.Setup`. Raises InputError if it cannot be built.
+    """
+    from drafters.base import Setup  # imports torch
+
+    parts = []
+    for name, folder in drafting.folders(checkpoint).items():
+        method = METHODS[name]
+        setup = Setup(
+            method=name, kind=method.draft, folder=folder, tree=drafting.tree if method.draft else None,
+            rule=drafting.accept, coupled=drafting.coupled, flags=drafting.flags, max_seq_len=max_seq_len,
+            reach=drafting.window if drafting.window < max_seq_len else 0, **shared,
+        )
+        try:
+            parts.append(importlib.import_module(method.module).build(setup))
+        except ValueError as e:  # sizes that cannot be
+            raise InputError(str(e)) from None
+    if len(parts) == 2:
+        return importlib.import_module("drafters.mixed").Mixed(*parts)
+    return parts[0] if parts else None

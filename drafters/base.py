@@ -1,4 +1,4 @@
-"""The face of a drafter, what it proposes, and the drafter that drafts nothing (plain decoding)."""
+"""The interface of drafters: their setup, their proposals, and the drafter of plain decoding."""
 from __future__ import annotations
 
 import copy
@@ -11,20 +11,53 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from model import KVCaches, ModelArgs
-from tree import Level, PathTree, Tree, TreeShape, chain
+from checkpoint.loading import load_head
+from model import KVCaches, ModelArgs, Transformer
+from networks.head import Head
+from tokens.tokenizer import Tokenizer
+from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape, chain
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A target, and the options of one method; see `drafters.Drafting`."""
+
+    method: str  # a name of `drafters.METHODS`
+    kind: str | None  # of the checkpoint in `folder`
+    folder: Path | None  # of its head or draft model
+    tree: TreeShape | PathTree | str | None  # None: not given
+    default_tree: TreeShape
+    target: Transformer
+    tokenizer: Tokenizer | None
+    max_seq_len: int  # tokens of the longest text
+    coupled: bool
+    reach: int  # the last tokens of a text that a head attends to; 0: all
+    rule: str  # of acceptance, see `sampling.options`
+    flags: dict  # all flags of the method
+    prepare: Callable[..., None]  # prepare(*models) puts models on the kernels, where there are any
+
+    @property
+    def grown_tree(self) -> TreeShape | PathTree:
+        """The tree of a drafter that grows trees: as --tree says, else the default."""
+        tree = self.default_tree if self.tree in (None, "auto") else self.tree
+        return PAPER_TREE if tree == "paper" else tree
+
+    def load_head(self) -> Head:
+        """Load the head and put it on the kernels. Raises InputError if it is damaged or does not fit."""
+        head = load_head(self.folder, self.target, self.kind)
+        self.prepare(head)
+        return head
 
 
 class ExtraRows(NamedTuple):
-    """Rows that a drafter adds to the verify pass for its own ends.
+    """Rows that a drafter adds to the verify pass for its own use. They are never accepted.
 
-    They are never accepted, and gone after the step.
     learn: called in the step with the target's likeliest tokens [B, heard] at the last `heard` of these rows.
     """
 
     tokens: Tensor  # [B, E]
-    depth: Tensor  # [B, E] how far after the root each stands
-    # [B, E, T+E] bool: which nodes of the tree and which extra rows each attends to, itself included.
+    depth: Tensor  # [B, E] distance from the root
+    # [B, E, T+E] bool: the nodes of the tree and the extra rows that each attends to, itself included.
     sees: Tensor
     heard: int
     learn: Callable[[Tensor], None]
@@ -32,7 +65,7 @@ class ExtraRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Confidence:
-    """How likely a node is accepted whose path has the score s: exp(slope * s + shift), at most 1.
+    """Probability that a node is accepted: exp(slope * score of its path + shift), at most 1.
 
     (slope, shift) at temperature 0 and at 1; between them they are interpolated.
     """
@@ -42,10 +75,10 @@ class Confidence:
 
 
 class Proposal(NamedTuple):
-    """What a drafter proposes in one step."""
+    """The tree of one step."""
 
     tree: Tree
-    # [B, T-1, V] of a chain drawn at random: the distribution that each node but the root was drawn from.
+    # [B, T-1, V] of a chain drawn at random: the distribution of each node after the root.
     distribution: Tensor | None = None
     extra: ExtraRows | None = None
 
@@ -64,7 +97,7 @@ class StaticTree(nn.Module):
         constants(self, parent=shape.parent, depth=shape.depths, ancestors=shape.ancestors)
 
     def of(self, tokens: Tensor, scores: Tensor | None = None) -> Tree:
-        """The tree with these tokens [B, T], root first.
+        """Return the tree with these tokens [B, T], root first.
 
         scores: the log-probability of each node given its parent [B, T], where the drafter has one.
         """
@@ -86,7 +119,7 @@ class StaticLevel(nn.Module):
 
 
 def newest(state, rows: int) -> Tensor:
-    """Which of the unread tokens' rows, so many at most, is the last one's [B, 1]."""
+    """Return the row of the last unread token [B, 1], at most `rows` - 1."""
     # A sequence that is held still may have more unread tokens than that.
     return (state.n_new - 1).clamp(0, rows - 1)[:, None]
 
@@ -94,20 +127,19 @@ def newest(state, rows: int) -> Tensor:
 class Drafter(nn.Module):
     """Proposes a tree from the committed text. This base class proposes the bare root: plain decoding.
 
-    A drafter declares what it is by the attributes below; `shape` is the size of its trees, the same at every
-    step.
+    A drafter declares its needs in the attributes below. `shape`: size of its trees, the same at every step.
     """
 
-    rule = "equal"  # which of `sampling.options.RULES` its nodes are accepted by
-    aux_layers: tuple[int, ...] = ()  # target layers whose inputs it wants as features
-    passes = 0  # how often a step reads the weights of its network, for the bandwidth figure
-    made_of = ""  # tells drafters without weights apart, in evaluate.py's record of who answered
+    rule = "equal"  # of acceptance, see `sampling.options`
+    aux_layers: tuple[int, ...] = ()  # target layers whose inputs it needs as features
+    passes = 0  # times that a step reads the weights of its network, for the bandwidth figure
+    made_of = ""  # identity of a drafter without weights, in evaluate.py's record
     cached: tuple[ModelArgs, ...] = ()  # shapes of the models whose keys and values it caches
-    reads = True  # its step reads what was committed before; if not, unread tokens add up
-    per_sequence: tuple[str, ...] = ()  # its buffers that have a row for each sequence, beside the caches
-    folder: Path | None = None  # that its network was loaded from, if that has a calibration.json
-    confidence = Confidence()  # how far the scores of its trees are to be believed
-    may_pass = False  # it can have nothing to propose; `has_guess` then says whether it has
+    reads = True  # its step reads the tokens committed before; if not, unread tokens add up
+    per_sequence: tuple[str, ...] = ()  # its buffers with a row for each sequence, beside the caches
+    folder: Path | None = None  # of its network, if that may have a calibration.json
+    confidence = Confidence()  # of the scores of its trees
+    may_pass = False  # it may have nothing to propose, see `has_guess`
 
     def __init__(self, shape: TreeShape = TreeShape(1, 0, 0)):
         super().__init__()
@@ -121,7 +153,7 @@ class Drafter(nn.Module):
 
     @property
     def headless(self) -> Drafter | None:
-        """Of several drafters the one that is worth asking if the head is not to draft."""
+        """The fallback drafter when the head is skipped."""
         return None
 
     def allocate(
@@ -138,9 +170,10 @@ class Drafter(nn.Module):
         return sum(KVCaches.bytes(args, batch, slots, dtype) for args in self.cached)
 
     def reusable(self, same: int, held: int, length: int) -> int:
-        """How many of the first `same` tokens of a prompt of so many it need not read again.
+        """Return the count of prompt tokens that it need not read again, at most `same`.
 
-        They begin a text of which its caches hold `held` tokens.
+        same: length of the common prefix with the text in its caches, which hold `held` tokens of that.
+        length: of the prompt.
         """
         return same
 
@@ -150,11 +183,12 @@ class Drafter(nn.Module):
         return self.shape.extra_slots
 
     def extra_slots_after(self, window: int) -> int:
-        """The same where the catch-up has the rows of another tree's window, a wider one."""
+        """Return `extra_slots` for the catch-up of another tree, with a wider window."""
         return self.extra_slots - self.shape.window + window
 
     def rows(self, first: int, count: int) -> Drafter:
-        """This drafter for the sequences first ... first + count - 1: the same weights, views of the rest."""
+        """Return this drafter for sequences first ... first + count - 1: the same weights, views of the rest.
+        """
         some = copy.copy(self)
         some._buffers, some._modules = dict(self._buffers), dict(self._modules)
         for name in self.per_sequence:
@@ -164,12 +198,12 @@ class Drafter(nn.Module):
         return some
 
     def take(self, place: int, slots: int) -> list[Tensor]:
-        """Copies of all that it keeps of a sequence, in so many cache slots."""
+        """Return copies of all that it keeps of a sequence, in the first `slots` cache slots."""
         own = [self._buffers[name][place].clone() for name in self.per_sequence]
         return own if self.caches is None else own + self.caches.take(place, slots)
 
     def put(self, place: int, taken: list[Tensor]) -> None:
-        """Write what was taken of one sequence where another is."""
+        """Write what `take` returned over another sequence."""
         for name, kept in zip(self.per_sequence, taken):
             self._buffers[name][place] = kept
         if self.caches is not None:
@@ -179,10 +213,9 @@ class Drafter(nn.Module):
         """A new text is started in this place of the batch: forget the last one. Not part of the step."""
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
-        """Whether there is anything to propose [] bool.
+        """Return whether there is anything to propose [] bool.
 
-        If asking is cheap (on a CPU) the decoder asks a drafter that `may_pass`, and decodes plainly if there
-        is not.
+        Called if the drafter `may_pass`, where that is cheap (on a CPU). Without a guess the step is plain.
         """
         raise NotImplementedError
 

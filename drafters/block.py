@@ -1,12 +1,11 @@
-"""What drafters share whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
+"""Drafters whose head drafts all levels of a tree in one pass: P-EAGLE, DFlash, DSpark.
 
-The pass reads what the last step committed, with the target's true features, and rows for what is not known
-yet. In the head's caches the committed rows come first. The others stand after them, and are overwritten by
-the next pass.
+The pass reads the tokens that the last step committed, with the target's true features, and rows for unknown
+tokens. In the head's caches the committed rows come first. The next pass overwrites the others.
 
-Where the head has a Markov head (DSpark's papers draft chains with it), k nodes of each level are followed:
-for each it is a product of small rank, so that branches differ by what stands before them. What a confidence
-head says of a node counts for all that follows it.
+With a Markov head (DSpark's papers draft chains with it) k nodes of each level are expanded: for each it is
+a product of small rank, so that branches differ by the tokens before them. The score of a confidence head
+counts for a node and all that follow it.
 """
 from __future__ import annotations
 
@@ -14,12 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.folders import head_folder
-from drafters.network import FEW, HeadDrafter, grow_crossed
-from drafters.request import Request
-from drafters.tree_spec import eagle_tree
+from drafters.base import Setup
+from drafters.network import HeadDrafter, grow_crossed
 from kernels.backend import TorchBackend, once
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
@@ -56,9 +52,9 @@ class BlockDrafter(HeadDrafter):
         return max(self.shape.nodes, self.shape.window + self.block_rows)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read up to W rows, of which the first n_new are real, and draft: all levels' rows [B, L, H].
+        """Read up to W rows, the first n_new of them real, and draft: the rows of all levels [B, L, H].
 
-        What the others write is overwritten or never seen.
+        The caches' entries of the other rows are overwritten or never seen.
         """
         W, rows, n_new = state.backend.unread_rows(state), self.block_rows, state.n_new
         start, ahead = once(state.length - n_new), torch.arange(W + rows, device=slots.device)
@@ -79,7 +75,7 @@ class BlockDrafter(HeadDrafter):
 
     @property
     def _sees_all(self) -> bool:
-        """Whether rows of a block see those after them, too."""
+        """Return whether rows of a block see those after them, too."""
         raise NotImplementedError
 
     def _draft(
@@ -121,18 +117,6 @@ class BlockDrafter(HeadDrafter):
             grown.extend(*children(level, grown.beam_tokens))
         return grown
 
-    def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.head.logits(self.catch_up(state, slots))
-        return state.backend.rank(logits, None, min(FEW, logits.shape[-1]), self._names)
-
-    def level_pass(
-        self, backend: TorchBackend, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        if not self.head.args.markov_rank:  # the first pass drafts all levels
-            return tokens + 1, tokens
-        logits = self.head.after(feature, tokens)
-        return self._ranked(backend, logits, feature, tokens, None, min(FEW, logits.shape[-1]))
-
     def _ranked(
         self, backend: TorchBackend, logits: Tensor, row: Tensor, tokens: Tensor, noise: Tensor | None, k: int
     ) -> tuple[Tensor, Tensor]:
@@ -145,30 +129,22 @@ class BlockDrafter(HeadDrafter):
         return scores, ids
 
 
-def build_block(request: Request, drafter: type[BlockDrafter]) -> BlockDrafter:
-    """A drafter with the head in CHECKPOINT/METHOD, or where --draft says.
-
-    Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
-    """
-    folder = head_folder(request.checkpoint, request.method, request.draft)
-    head = load_head(folder, request.target, request.method)
-    request.prepare(head)
-    given = request.tree not in (None, "auto")
-    tree = eagle_tree(request.tree if given else request.default_tree)
+def build_block(setup: Setup, drafter: type[BlockDrafter]) -> BlockDrafter:
+    """Load the head. Raises InputError if it does not fit or the tree is static, ValueError on deep trees."""
+    tree = setup.grown_tree
     if isinstance(tree, PathTree):
-        raise InputError(
-            f"--speculate {request.method}: grows its tree: --tree T,D,K, or a chain of n tokens as"
-            " --tree n+1,n-1,1"
-        )
-    made = drafter(head, tree if given else deep_tree(tree, head.args.drafts), request.coupled, request.reach)
-    made.folder = folder
+        raise InputError(f"--speculate {setup.method}: grows its tree: --tree T,D,K, or a chain of n tokens"
+                         " as --tree n+1,n-1,1")
+    head = setup.load_head()
+    if setup.tree in (None, "auto"):
+        tree = deep_tree(tree, head.args.drafts)
+    made = drafter(head, tree, setup.coupled, setup.reach)
+    made.folder = setup.folder
     return made
 
 
 def deep_tree(usual: TreeShape, levels: int) -> TreeShape:
-    """The default tree of a drafter whose levels cost next to nothing.
-
-    It has the nodes of the usual tree and all levels, and follows on each as many nodes as there could be, up
-    to a dozen.
+    """Return the default tree of a drafter whose levels cost next to nothing: the nodes of the usual tree,
+    all levels, and on each as many expanded nodes as there could be, up to a dozen.
     """
     return TreeShape(usual.nodes, min(levels, usual.nodes - 1) - 1, min(usual.nodes - 1, 12))

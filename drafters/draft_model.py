@@ -13,11 +13,8 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Proposal, newest
-from drafters.folders import model_folder
+from drafters.base import Proposal, Setup, newest
 from drafters.network import NetworkDrafter
-from drafters.request import Request
-from drafters.tree_spec import eagle_tree
 from model import Transformer
 from sampling.noise import PROPOSING, stream
 from tokens.tokenizer import Tokenizer
@@ -50,9 +47,7 @@ class DraftModel(NetworkDrafter):
     def network(self) -> Transformer:
         return self.model
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def allocate(self, batch: int, slots: int, *_) -> None:
         self.caches = self.model.caches(batch, slots)
 
     def read(self, state, features: Tensor | None, positions: Tensor, visible: Tensor) -> None:
@@ -88,36 +83,29 @@ class DraftModel(NetworkDrafter):
         return self.model.logits(h)
 
 
-def build(request: Request) -> DraftModel:
-    """The converted model that --draft names.
+def build(setup: Setup) -> DraftModel:
+    """Load the converted model that --draft names.
 
-    Raises InputError if it is missing or speaks another vocabulary, ValueError if the tree does not fit.
+    Raises InputError if it has another vocabulary or is too short, ValueError if the tree does not fit.
     """
-    folder = model_folder(request.draft)
-    if isinstance(request.tree, PathTree) or request.tree == "auto":
+    folder, target = setup.folder, setup.target
+    if isinstance(setup.tree, PathTree) or setup.tree == "auto":
         raise InputError("--speculate draft-model: takes --tree paper or nodes,depth,width only")
-    own, target = read_config(folder, "target"), request.target.args
-    if own["vocab_size"] != target.vocab_size:
-        raise InputError(
-            f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {target.vocab_size}"
-        )
-    if own["max_seq_len"] < request.max_seq_len:
-        raise InputError(
-            f"{folder}: reads {own['max_seq_len']} tokens, there is room for {request.max_seq_len};"
-            f" --max-seq-len {own['max_seq_len']} is what both read"
-        )
-    if request.tokenizer:
+    own, vocab_size = read_config(folder, "target"), target.args.vocab_size
+    if own["vocab_size"] != vocab_size:
+        raise InputError(f"{folder}: has a vocabulary of {own['vocab_size']}, the target one of {vocab_size}")
+    if own["max_seq_len"] < setup.max_seq_len:
+        raise InputError(f"{folder}: reads {own['max_seq_len']} tokens, there is room for"
+                         f" {setup.max_seq_len}; --max-seq-len {own['max_seq_len']} is what both read")
+    if setup.tokenizer:
         tokenizer = Tokenizer.load(folder)
         if tokenizer is None:
-            raise InputError(
-                f"{folder}: has no tokenizer files to compare with the target's; copy its own there"
-            )
-        if not tokenizer.same_ids(request.tokenizer):
+            raise InputError(f"{folder}: has no tokenizer files to compare with the target's; copy its own"
+                             " there")
+        if not tokenizer.same_ids(setup.tokenizer):
             raise InputError(f"{folder}: its tokenizer gives other ids than the target's")
-    weight = request.target.embed.weight
-    ranks = request.target.ranks and request.target.ranks.of_heads
+    weight, ranks = target.embed.weight, target.ranks and target.ranks.of_heads
     model, _ = load_model(folder, weight.device, weight.dtype, ranks)
-    request.prepare(model)
-    chain = TreeShape(6, 4, 1) if request.rule == "residual" else None
-    tree = eagle_tree(request.tree or chain or request.default_tree)
-    return DraftModel(model, tree, request.coupled, request.rule)
+    setup.prepare(model)
+    chain = setup.rule == "residual" and setup.tree is None
+    return DraftModel(model, TreeShape(6, 4, 1) if chain else setup.grown_tree, setup.coupled, setup.rule)

@@ -8,12 +8,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from checkpoint.loading import load_head
-from drafters.base import Proposal, StaticLevel, StaticTree, newest
-from drafters.folders import head_folder, kind_of
+from drafters.base import Proposal, Setup, StaticLevel, StaticTree, newest
 from drafters.network import HeadDrafter
-from drafters.request import Request
-from drafters.tree_spec import eagle_tree
 from networks.head import Head
 from tree import EAGLE1_TREE, PathTree, pick
 
@@ -30,9 +26,9 @@ class Eagle(HeadDrafter):
         self.head(next_tokens, self.head.fuse(features), positions, own, visible, self.caches)
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
-        """Read up to W rows with the target's true features, of which the first n_new are real.
+        """Read up to W rows with the target's true features, the first n_new of them real.
 
-        What the others write is overwritten or never seen.
+        The caches' entries of the other rows are overwritten or never seen.
         """
         backend, head, start = state.backend, self.head, state.length - state.n_new
         rows = backend.unread_rows(state)
@@ -56,8 +52,8 @@ class Eagle(HeadDrafter):
 class StaticEagle(Eagle):
     """Any EAGLE head on a static tree (EAGLE-1, arXiv 2401.15077, section 4.1).
 
-    Which ranks are expanded is fixed, only the tokens are drafted: every index is known beforehand and kept
-    on the device.
+    The expanded ranks are fixed and only tokens are drafted: every index is known beforehand and kept on the
+    device.
     """
 
     def __init__(self, head: Head, shape: PathTree, coupled: bool = True, reach: int = 0):
@@ -86,19 +82,10 @@ class StaticEagle(Eagle):
         return Proposal(self.static.of(torch.cat(tokens, dim=1), scores))
 
 
-def build(request: Request) -> Eagle:
-    """The drafter with the head in CHECKPOINT/eagle3, CHECKPOINT/eagle (EAGLE-1, EAGLE-2), or --draft.
-
-    Raises InputError if there is no head or it does not fit, ValueError if the tree does not.
-    """
-    folder = head_folder(request.checkpoint, request.method, request.draft)
-    head = load_head(folder, request.target, kind_of(request.method))
-    request.prepare(head)
-    if request.tree is None and request.method == "eagle":
-        tree = EAGLE1_TREE
-    else:
-        tree = eagle_tree(request.default_tree if request.tree in (None, "auto") else request.tree)
-    kind = StaticEagle if isinstance(tree, PathTree) else Eagle
-    drafter = kind(head, tree, request.coupled, request.reach)
-    drafter.folder = folder
+def build(setup: Setup) -> Eagle:
+    """Load the head. Raises InputError if it does not fit, ValueError if the tree does not."""
+    head = setup.load_head()
+    tree = EAGLE1_TREE if setup.tree is None and setup.method == "eagle" else setup.grown_tree
+    drafter = (StaticEagle if isinstance(tree, PathTree) else Eagle)(head, tree, setup.coupled, setup.reach)
+    drafter.folder = setup.folder
     return drafter

@@ -2,7 +2,7 @@
 
 The tree is static. Each node is guessed from those above it.
 The published code fills short paths up with their last token, and greedily chooses a path before it cuts that
-off, so that one may win by its filling. Here a path is as long as it is.
+off, so that one may win by its filling. Here nothing is filled up.
 """
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, StaticLevel, newest
+from drafters.base import Proposal, Setup, StaticLevel, newest
 from drafters.medusa import MultiTokenDrafter, build_multi_token
-from drafters.request import Request
 from networks.hydra import HydraHeads
 from tree import PathTree, pick
 
@@ -55,6 +54,6 @@ class Hydra(MultiTokenDrafter):
         return Proposal(self.static.of(torch.cat(tokens, 1), torch.cat(scores, 1)))
 
 
-def build(request: Request) -> Hydra:
-    """The heads in CHECKPOINT/hydra; see `medusa.build_multi_token`."""
-    return build_multi_token(request, "hydra", Hydra)
+def build(setup: Setup) -> Hydra:
+    """Load the heads; see `medusa.build_multi_token`."""
+    return build_multi_token(setup, Hydra)

@@ -1,4 +1,4 @@
-"""Which of a text's tokens a head keeps keys and values of, and in which slots of its caches.
+"""The tokens whose keys and values a head keeps, and their slots in its caches.
 
 All of them, a slot each; or the last ones, in a ring. The papers' heads are trained on 2,048 tokens, and a
 head that attends to all of a long text reads more in every draft pass than the pass has weights.
@@ -16,7 +16,7 @@ from model import KVCaches
 MOST = 64  # rows that are moved in one call, whose entries a GPU holds in registers
 
 
-class Whole(nn.Module):
+class EveryToken(nn.Module):
     """Token i of a text is in slot i."""
 
     reach = 0  # tokens that are kept, 0: all
@@ -25,15 +25,15 @@ class Whole(nn.Module):
         """Make what is needed on this device. room: rows that a pass may have after the committed ones."""
 
     def count(self, slots: int, room: int) -> int:
-        """How many slots the caches have, if those of the target have so many."""
+        """Return the number of slots of the head's caches, where the target's have `slots`."""
         return slots
 
     def live(self, slots: Tensor) -> Tensor:
-        """The slots that a pass looks at [n], if it is given these."""
+        """Return the slots that a pass attends to [n], where it would attend to these."""
         return slots
 
     def first(self, length: Tensor) -> Tensor:
-        """The slot after the committed rows of texts of these lengths [B]: a pass's own rows begin there."""
+        """Return the slot after the committed rows of these lengths [B]: a pass's own begin there."""
         return length
 
     def rows(self, backend: TorchBackend, positions: Tensor, visible):
@@ -42,14 +42,11 @@ class Whole(nn.Module):
         return positions, visible
 
     def reusable(self, same: int, held: int, length: int) -> int:
-        """How many of the first `same` tokens of a text need not be read again.
-
-        They begin a text of which the caches hold `held` tokens. length: of the new one's prompt.
-        """
+        """See `drafters.base.Drafter.reusable`."""
         return same
 
 
-class Ring(Whole):
+class Ring(EveryToken):
     """Token i is in slot i mod N until token i + N takes its place; a pass's own rows stand behind the ring.
 
     So all slots before `first` are committed ones, as in a cache of the whole text, and attention needs no
@@ -87,7 +84,7 @@ class Ring(Whole):
         start [B]: how many were committed before.
         """
         row, known, spare = torch.arange(rows, device=start.device), known[:, None], len(self.slots) - 1
-        # Of more rows than the ring has slots the last ones. So no row stands where another one goes.
+        # If there are more rows than slots in the ring, keep the last ones: no row is overwritten by another.
         kept = (row < known) & (row >= known - self.reach)
         source = torch.where(kept, self.first(start)[:, None] + row, spare)
         target = torch.where(kept, (start[:, None] + row) % self.reach, spare)
@@ -100,6 +97,6 @@ class Ring(Whole):
         return same if held <= max(self.reach, length) else max(0, same - self.reach)
 
 
-def kept(reach: int) -> Whole:
-    """What a head keeps that attends to the last `reach` tokens, or to all if that is 0."""
-    return Ring(reach) if reach else Whole()
+def kept(reach: int) -> EveryToken:
+    """Return the store for the last `reach` tokens, or for all if that is 0."""
+    return Ring(reach) if reach else EveryToken()

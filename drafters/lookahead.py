@@ -1,9 +1,9 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): the target guesses its own future while it verifies.
 
 A window of columns stands after the root, row below row: row r holds guesses made r steps ago of what comes
-after the row above. Each step the target reads the window along with the tree and says what follows its
-newest row; a column is then an n-gram the target would write, and goes into a pool, by its first token. What
-the pool has for the root is the tree.
+after the row above. Each step the target reads the window along with the tree and predicts what follows its
+newest row; a column is then an n-gram the target would write, and goes into a pool, by its first token. The
+pool's n-grams for the root are the tree.
 
 Window, pool and what moves between them are tensors of fixed size. Two things differ from what is published:
 there the window's rows are filled one by one in as many steps, here all at once with random tokens of the
@@ -15,51 +15,51 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import Drafter, ExtraRows, Proposal, StaticTree, constants
-from drafters.lookahead_sizes import check_rows
-from drafters.request import Request
+from drafters.base import Drafter, ExtraRows, Proposal, Setup, StaticTree, constants
 from tree import chains
 
 EMPTY = -1
+MOST_ROWS = 1024  # of a pass: more cost more than they gain
 
 
 class Lookahead(Drafter):
     """Proposes the n-grams that the target guessed before.
 
-    window: columns W. level: tokens N of an n-gram. guesses: G, how many n-grams are kept by first token, the
-    latest.
+    window: columns W. level: tokens N of an n-gram. guesses: G, the latest n-grams kept for each first token.
     The pass reads 1 + G*(N-1) nodes and (N-1)*W - 1 extra rows. Raises ValueError on sizes that cannot be.
     """
 
     per_sequence = ("window_rows", "pool")
 
     def __init__(self, vocab_size: int, window: int = 7, level: int = 5, guesses: int = 7):
-        check_rows(window, level, guesses)
+        sizes = f"lookahead: window {window}, level {level}, guess set {guesses}"
+        if window < 1 or level < 3 or guesses < 1:
+            raise ValueError(f"{sizes}: at least 1, 3 and 1")
+        if (rows := (level - 1) * (window + guesses)) > MOST_ROWS:
+            raise ValueError(f"{sizes}: {rows} rows a pass, at most {MOST_ROWS}")
         shape = chains((level - 1,) * guesses)
         super().__init__(shape)
         self.vocab_size, self.columns, self.level, self.guesses = vocab_size, window, level, guesses
         self.static = StaticTree(shape)
-        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, of which
-        # the root is the first, and its own column in the rows between.
+        # Extra row (r, c) stands r + c after the root. It sees the columns up to its own in row 0, where the
+        # root is the first, and its own column in the rows between.
         places = [(r, c) for r in range(level - 1) for c in range(window)][1:]
         root_only = [i == 0 for i in range(shape.nodes)]
         sees = [
             root_only + [(p == 0 and d <= c) or (0 < p <= r and d == c) for p, d in places] for r, c in places
         ]
         constants(self, depth=[r + c for r, c in places], sees=sees)
-        # Of each node of the tree: its n-gram, and its place in it.
+        # The n-gram of each node, and its place in it.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) - 1 for p in shape.paths])
 
     def memory(self, batch: int, slots: int, room: int, dtype: torch.dtype) -> int:
         return batch * self.vocab_size * self.guesses * (self.level - 1) * torch.int32.itemsize
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def allocate(self, batch: int, *sizes) -> None:
         rows, G = self.level - 1, self.guesses
         pool = torch.full((batch, self.vocab_size, G, rows), EMPTY, dtype=torch.int32)  # latest last
         constants(self, window_rows=torch.zeros(batch, rows, self.columns, dtype=torch.int64), pool=pool)
-        super().allocate(batch, slots, room, dtype, device)
+        super().allocate(batch, *sizes)
 
     def begin(self, place: int, prompt: list[int]) -> None:
         self.pool[place] = EMPTY
@@ -76,7 +76,7 @@ class Lookahead(Drafter):
         B = root.shape[0]
         # [B, T-1].
         guessed = self.pool[torch.arange(B, device=root.device), root[:, 0]].long()[:, self.chain, self.ahead]
-        # Where the pool has nothing, the guess is the root: as bad as any, and never a wrong text.
+        # An empty place repeats the root: a bad guess, never a wrong text.
         tree = self.static.of(torch.cat((root, torch.where(guessed == EMPTY, root, guessed)), 1))
         window = self.window_rows.flatten(1)[:, 1:]
 
@@ -87,10 +87,10 @@ class Lookahead(Drafter):
         return Proposal(tree, extra=ExtraRows(window, depth, sees, self.columns, learn))
 
     def learn(self, root: Tensor, chosen: Tensor, where: Tensor) -> None:
-        """Take in the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
+        """Learn the target's likeliest tokens [B, W] after the window's newest row, below the root [B].
 
         The columns go into the pool one after the other, for two may begin alike; then the window moves up a
-        row. where [B]: in which sequences; those that are held still learn nothing.
+        row. where [B]: the sequences that learn; the others are held still.
         """
         firsts = torch.cat((root[:, None], self.window_rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)
@@ -108,8 +108,7 @@ class Lookahead(Drafter):
         self.window_rows.copy_(torch.where(where[:, None, None], rows, self.window_rows))
 
 
-def build(request: Request) -> Lookahead:
-    """Needs nothing. Raises InputError on a head or a tree, ValueError on sizes that cannot be."""
-    request.refuse(draft=request.draft, tree=request.tree)
-    window, level, guesses = (request.flags[flag] for flag in ("window", "level", "guess-set"))
-    return Lookahead(request.target.args.vocab_size, window, level, guesses)
+def build(setup: Setup) -> Lookahead:
+    """Build the drafter of these flags. Raises ValueError on sizes that cannot be."""
+    sizes = (setup.flags[flag] for flag in ("window", "level", "guess-set"))
+    return Lookahead(setup.target.args.vocab_size, *sizes)

@@ -1,35 +1,32 @@
-"""Prompt lookup: the text itself drafts. What followed its last tokens before is proposed again.
+"""Prompt lookup: the text itself drafts. The tokens that followed its last ones before are proposed again.
 
 PLD (Saxena, github.com/apoorvumang/prompt-lookup-decoding) takes the earliest match of the longest n-gram and
 proposes one chain; Spec-Bench's copy passes over matches with fewer than ten tokens after them, and proposes
 the id 100 where there are none. Here every match competes, longer ones first and of those the latest, and the
 best few with different continuations make a small tree. It runs on the device in static shapes: one
-comparison per n-gram position. On a CPU a step in which no sequence has a match is a plain step; on a GPU the
-rows cost next to nothing, and asking would cost a synchronisation.
+comparison per n-gram position. On a CPU a step without any match is a plain step; on a GPU the rows cost next
+to nothing, and looking would cost a synchronisation.
 """
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from drafters.base import Confidence, Drafter, Proposal, StaticTree, constants
-from drafters.request import Request
+from drafters.base import Confidence, Drafter, Proposal, Setup, StaticTree, constants
 from tree import chains
 
 CHAINS = (7, 3, 1)  # lengths of the continuations proposed, best match first: 12 nodes with the root
 LONGEST = 4  # tokens of context that are compared, the root included
-# How often what followed a match of so many tokens is right: the first token after it, and each further one
-# if those before it were, in greedy answers. Measured in about 1,200 conversations with SmolLM2-135M
-# (script in git history), and guessed for matches shorter than 2, which are not the default.
+# By length of the match, how often its first token is right, and each further one if those before it were.
+# Measured in greedy answers of about 1,200 conversations with SmolLM2-135M (script in git history),
+# guessed for lengths below 2, which are not the default.
 FIRST = (0.05, 0.15, 0.34, 0.43, 0.74)
 FURTHER = (0.50, 0.60, 0.70, 0.74, 0.90)
-SAMPLED = 1.8  # in answers at temperature 1 the logarithms of the shares are so many times as large
+SAMPLED = 1.8  # factor of the logarithms of these shares at temperature 1
 
 
 class Lookup(Drafter):
-    """Proposes what followed the last n-gram earlier in prompt and output.
-
-    shortest: tokens that a match must have.
+    """Proposes what followed the last n-gram earlier in prompt and output. shortest: least tokens of a match.
     """
 
     may_pass = True
@@ -42,14 +39,14 @@ class Lookup(Drafter):
             raise ValueError(f"lookup: matches of {shortest} to {longest} tokens")
         self.lengths, self.shortest, self.longest = tuple(lengths), shortest, longest
         self.static = StaticTree(shape)
-        # Of each drafted node: its chain, and how many tokens after the match it stands.
+        # The chain of each drafted node, and its distance from the match.
         constants(self, chain=[p[0] for p in shape.paths], ahead=[len(p) for p in shape.paths])
         for name, table in (("first", FIRST), ("further", FURTHER)):
             shares = [table[min(n, len(table) - 1)] for n in range(longest + 1)]
             constants(self, **{name: torch.tensor(shares).log()})
 
     def matches(self, state, slots: Tensor) -> Tensor:
-        """How many tokens up to each slot equal those up to the root [B, n]: at most `longest`.
+        """Count the tokens up to each slot that equal those up to the root [B, n], at most `longest`.
 
         From the root on it is 0.
         """
@@ -64,7 +61,7 @@ class Lookup(Drafter):
         return matched
 
     def has_guess(self, state, slots: Tensor) -> Tensor:
-        """Whether any sequence that still moves has a match []."""
+        """Return whether any sequence that still moves has a match []."""
         _, likely = state.backend.follow(self, state, slots)
         return ((likely[:, 1] > float("-inf")) & ~state.done).any()
 
@@ -72,7 +69,7 @@ class Lookup(Drafter):
         return Proposal(self.static.of(*state.backend.follow(self, state, slots)))
 
     def follow(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """The tree's tokens [B, T] and how likely each is after its parent, as logarithms [B, T].
+        """Return the tree's tokens [B, T] and the log-probability of each after its parent [B, T].
 
         Chains without a match repeat the root, with likelihood 0: a guess as bad as any, and never a wrong
         text.
@@ -102,7 +99,6 @@ class Lookup(Drafter):
         return torch.cat((root, drafted), 1), torch.cat((torch.zeros_like(likely[:, :1]), likely), 1)
 
 
-def build(request: Request) -> Lookup:
-    """Needs nothing. Raises InputError on a head or a tree."""
-    request.refuse(draft=request.draft, tree=request.tree)
+def build(setup: Setup) -> Lookup:
+    """Build the drafter, which needs nothing."""
     return Lookup()

@@ -12,23 +12,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, StaticTree, constants, newest
-from drafters.folders import head_folder
-from drafters.request import Request
-from drafters.tree_spec import eagle_tree
+from drafters.base import Drafter, Proposal, Setup, StaticTree, constants, newest
 from networks.medusa import MedusaHeads, MultiTokenHeads
-from tree import PathTree, likely_tree, pick
+from tree import PAPER_TREE, PathTree, likely_tree, pick
 
 PUBLISHED_LEVELS = 4  # of `published_tree`
 
 
 class MultiTokenDrafter(Drafter):
-    """What Medusa and Hydra share: heads that each guess one level of a static tree.
+    """Heads that each guess one level of a static tree: Medusa and Hydra.
 
     coupled: rank the candidates with the target's own noise (see `NetworkDrafter`). Raises ValueError on a
-    tree that is deeper than there are heads, or wider than their vocabulary.
+    tree with more levels than heads, or wider than their vocabulary.
     """
 
     passes = 1
@@ -50,7 +46,7 @@ class MultiTokenDrafter(Drafter):
         return self.head
 
     def draft_noise(self, noise: Tensor | None) -> Tensor | None:
-        """The target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not to be used."""
+        """Return the target's noise [B, W, V] at the draft ids [B, W, Vd]; None if it is not used."""
         return noise[..., self.head.draft_ids] if noise is not None and self.coupled else None
 
 
@@ -73,13 +69,13 @@ class Medusa(MultiTokenDrafter):
         return Proposal(self.static.of(torch.cat((root, tokens), 1), scores))
 
 
-def build(request: Request) -> Medusa:
-    """The heads in CHECKPOINT/medusa; see `build_multi_token`."""
-    return build_multi_token(request, "medusa", Medusa)
+def build(setup: Setup) -> Medusa:
+    """Load the heads; see `build_multi_token`."""
+    return build_multi_token(setup, Medusa)
 
 
 def published_tree() -> PathTree:
-    """The tree named mc_sim_7b_63 in FasterDecoding/Medusa: 64 nodes on four levels.
+    """Return the tree named mc_sim_7b_63 in FasterDecoding/Medusa: 64 nodes on four levels.
 
     The published Medusa and Hydra figures were measured on it.
     """
@@ -87,23 +83,16 @@ def published_tree() -> PathTree:
     return PathTree(tuple(map(tuple, paths)))
 
 
-def build_multi_token(request: Request, kind: str, drafter: type[MultiTokenDrafter]) -> MultiTokenDrafter:
-    """Heads of this kind, in CHECKPOINT/KIND or where --draft says, on a static tree.
+def build_multi_token(setup: Setup, drafter: type[MultiTokenDrafter]) -> MultiTokenDrafter:
+    """Load the heads for a static tree: that of --tree FILE, the published one, or one of the default's size.
 
-    The tree is that of --tree FILE, the published one for --tree paper, else one of the default's size.
-    Raises InputError if there are no heads or they do not fit, ValueError if the tree does not.
+    Raises InputError if the heads do not fit, ValueError if the tree does not.
     """
-    folder = head_folder(request.checkpoint, kind, request.draft)
-    if not (request.tree in (None, "paper") or isinstance(request.tree, PathTree)):
-        raise InputError(
-            f"--speculate {kind}: takes a static tree: --tree FILE, a JSON list of paths of ranks,"
-            " or --tree paper"
-        )
-    head = load_head(folder, request.target, kind)
-    request.prepare(head)
-    tree = request.tree
-    if tree is None and request.default_tree == "paper" and head.args.guesses >= PUBLISHED_LEVELS:
-        tree = "paper"
-    if tree is None:
-        tree = likely_tree(eagle_tree(request.default_tree).nodes, head.args.guesses)
-    return drafter(head, published_tree() if tree == "paper" else tree, request.coupled)
+    tree, usual = setup.tree, setup.default_tree
+    if not (tree in (None, "paper") or isinstance(tree, PathTree)):
+        raise InputError(f"--speculate {setup.method}: takes a static tree: --tree FILE, a JSON list of paths"
+                         " of ranks, or --tree paper")
+    head = setup.load_head()
+    if tree == "paper" or (tree is None and usual == PAPER_TREE and head.args.guesses >= PUBLISHED_LEVELS):
+        tree = published_tree()
+    return drafter(head, tree or likely_tree(usual.nodes, head.args.guesses), setup.coupled)

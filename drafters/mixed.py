@@ -1,25 +1,21 @@
-"""Two drafters, one tree: what both propose is joined, and the nodes most likely to be accepted are kept.
+"""Two drafters, one tree: their proposals are joined, and the nodes most likely to be accepted are kept.
 
-`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Drafters measure likelihood by
-different rods, a head by its softmax, lookup by the length of a match. How far each is to be believed was
-measured once, see `base.Confidence` and `engine.calibrating`.
+`--speculate lookup+eagle3`: matches in the text beside a head's own guesses. Scores of different drafters are
+on different scales: a head has its softmax, lookup the length of a match. `base.Confidence` maps each to the
+probability of acceptance, which `engine.calibrate` measures.
 """
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 
-from common.errors import InputError
 from drafters.base import Confidence, Drafter, ExtraRows, Proposal, constants
-from drafters.folders import of_draft
 from drafters.network import HeadDrafter
-from drafters.request import Request
 from kernels.backend import TorchBackend
 from tree import AnyTree, Tree, TreeShape
 
@@ -27,7 +23,7 @@ UNSCORED = math.log(0.4)  # of each level of a tree whose drafter has no scores
 
 
 class View(NamedTuple):
-    """What a drafter reads of an `engine.state.State`, with the features of its own layers."""
+    """The fields of an `engine.state.State` that drafters read, with the features of one drafter's layers."""
 
     tokens: Tensor
     length: Tensor
@@ -47,15 +43,12 @@ class View(NamedTuple):
 class Mixed(Drafter):
     """Two drafters on one tree of `nodes` nodes, the root included.
 
-    If one of them grows its trees with a head, the joint ones are as large as its own are to be, and the
-    decoder may choose among them as if the head were alone. Raises ValueError if their proposals cannot be
-    joined.
+    If one of them grows its trees with a head, the joint ones are as large as its own would be, and the
+    engine may choose among them as if the head were alone.
     """
 
     def __init__(self, one: Drafter, other: Drafter, nodes: int | None = None):
         parts = (one, other)
-        if any(part.rule != "equal" for part in parts):
-            raise ValueError("proposals that are drawn at random cannot be joined with others")
         grown = next((part for part in parts if isinstance(part, HeadDrafter)), None)
         nodes = nodes or (grown or max(parts, key=lambda part: part.shape.nodes)).shape.nodes
         # A path of all nodes is the longest: a step makes noise for no more positions.
@@ -71,7 +64,7 @@ class Mixed(Drafter):
         self.believe([part.confidence for part in parts])
 
     def believe(self, confidences: list[Confidence]) -> None:
-        """How far each drafter's scores are to be believed from now on."""
+        """Set the confidence of each drafter's scores."""
         device = next((buffer.device for buffer in self.buffers()), "cpu")
         constants(self, believed=torch.tensor([dataclasses.astuple(c) for c in confidences], device=device))
 
@@ -86,7 +79,7 @@ class Mixed(Drafter):
         return next(asked, None) if self.grown else None
 
     def with_tree(self, shape: TreeShape) -> Mixed:
-        """The same with another tree of the drafter that grows one."""
+        """Return the same drafters, with another tree of the one that grows trees."""
         grown = self.grown
         other = Mixed(*(part.with_tree(shape) if part is grown else part for part in self.parts), shape.nodes)
         other.believed = self.believed
@@ -97,12 +90,10 @@ class Mixed(Drafter):
         networks = [part.network for part in self.parts if part.network is not None]
         return nn.ModuleList(networks) if networks else None
 
-    def allocate(
-        self, batch: int, slots: int, room: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().allocate(batch, slots, room, dtype, device)
+    def allocate(self, *sizes) -> None:
+        super().allocate(*sizes)
         for part in self.parts:
-            part.allocate(batch, slots, room, dtype, device)
+            part.allocate(*sizes)
 
     def memory(self, *sizes) -> int:
         return sum(part.memory(*sizes) for part in self.parts)
@@ -139,7 +130,7 @@ class Mixed(Drafter):
         return torch.stack([part.has_guess(state, slots) for part in self.parts]).any()
 
     def _own(self, part: Drafter, features: Tensor) -> Tensor:
-        """The features of a drafter's layers, of those of all [..., F]."""
+        """Select the features of a drafter's layers from those of all [..., F]."""
         if part.aux_layers == self.aux_layers or not part.aux_layers:
             return features
         places = [self.aux_layers.index(layer) for layer in part.aux_layers]
@@ -171,28 +162,7 @@ class Mixed(Drafter):
         return Proposal(tree, extra=None if extra is None else self._behind(extra, tree))
 
     def _behind(self, extra: ExtraRows, tree: Tree) -> ExtraRows:
-        """Extra rows, which see nothing of a tree but its root, behind another tree."""
+        """Put extra rows behind another tree. They see its root only."""
         own = extra.sees[..., -extra.tokens.shape[1] :]
         drafted = own.new_zeros(*own.shape[:2], tree.tokens.shape[1] - 1)
         return extra._replace(sees=torch.cat((extra.sees[..., :1], drafted, own), -1))
-
-
-def build_mixed(
-    request: Request, names: list[str], headless: set[str], build: Callable[[Request], Drafter]
-) -> Mixed:
-    """The drafters of two methods as one; `build` makes each. Raises InputError and ValueError.
-
-    --draft and --tree are for those that take them, which those in `headless` do not. Where a draft model
-    is one of two, --draft names it.
-    """
-    takers = [name for name in names if name not in headless]
-    named = of_draft(takers, request.draft)
-    if not takers:
-        request.refuse(draft=request.draft, tree=request.tree)
-    if request.rule != "equal":
-        raise InputError(f"--accept {request.rule}: joint trees of two drafters are accepted by equality")
-    parts = []
-    for name in names:
-        draft, tree = request.draft if name in named else None, request.tree if name in takers else None
-        parts.append(build(dataclasses.replace(request, method=name, draft=draft, tree=tree)))
-    return Mixed(*parts)

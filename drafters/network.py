@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drafters.base import Drafter, Proposal
-from drafters.kept import Whole, kept
+from drafters.kept import EveryToken, kept
 from kernels.backend import TorchBackend
 from networks.head import Head
 from tree import Growth, PathTree, TreeShape, pick
@@ -20,12 +20,12 @@ def grow_crossed(
     backend: TorchBackend, logits: Tensor, noise: Tensor | None, names: Tensor | None, shape: TreeShape,
     trust: Tensor | None = None,
 ) -> Growth:
-    """A tree of levels that know nothing of each other: every node of a level has the same children.
+    """Grow a tree of independent levels: every node of a level has the same children.
 
     Best first by the sum of log-probabilities, over nodes among the k best of their level (DDTree, arXiv
     2604.12989, where k is the number of nodes). logits [B, L, Vd] of L levels; noise [B, >=L, Vd] or None;
-    names [Vd]: the target id of each draft id, if it is another. trust [B, L]: what is added to the scores of
-    a level.
+    names [Vd]: the target id of each draft id, if it is another. trust [B, L]: added to the scores of a
+    level.
     """
     k, levels = shape.width, logits.shape[1]
     scores, tokens = backend.rank(logits, None if noise is None else noise[:, :levels], k, names)
@@ -39,11 +39,8 @@ def grow_crossed(
     return grown
 
 
-FEW = 4  # best children that are asked for where only the time counts
-
-
 class NetworkDrafter(Drafter):
-    """What drafters share whose network grows a tree level by level.
+    """A drafter whose network grows a tree level by level.
 
     coupled: rank candidates by draft logits plus the very noise that the target will be sampled with, so that
     the network guesses which sample the target takes (Daliri, Musco, Suresh, arXiv 2408.07978). It never
@@ -57,7 +54,7 @@ class NetworkDrafter(Drafter):
         super().__init__(shape)
         if shape.width > vocabulary:
             raise ValueError(f"tree: width {shape.width} exceeds the head's vocabulary of {vocabulary}")
-        self.coupled, self.passes, self.kept = coupled, shape.window - 1, Whole()
+        self.coupled, self.passes, self.kept = coupled, shape.window - 1, EveryToken()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         last = self.catch_up(state, slots)
@@ -91,7 +88,7 @@ class NetworkDrafter(Drafter):
 
     @property
     def deepest(self) -> int | None:
-        """The depth of the deepest tree that it can grow; None: there is none."""
+        """Depth of the deepest tree that it can grow; None: unlimited."""
         return None
 
     def _best(
@@ -135,10 +132,10 @@ class NetworkDrafter(Drafter):
 
 
 class HeadDrafter(NetworkDrafter):
-    """What drafters share whose network is a head of the target.
+    """A drafter whose network is a head of the target.
 
-    reach: how many of the last tokens the head attends to, beside those of the pass; 0: all. Other arguments
-    and errors: `NetworkDrafter`.
+    reach: last tokens that the head attends to, beside those of the pass; 0: all. Other arguments and errors:
+    `NetworkDrafter`.
     """
 
     def __init__(self, head: Head, shape: TreeShape | PathTree, coupled: bool = True, reach: int = 0):
@@ -149,7 +146,7 @@ class HeadDrafter(NetworkDrafter):
         self.cached = (head.args,)
 
     def with_tree(self, shape: TreeShape) -> HeadDrafter:
-        """A drafter that grows other trees with the same head and, if they are allocated, the same caches."""
+        """Return a drafter of other trees with the same head and, if they are allocated, the same caches."""
         other = type(self)(self.head, shape, self.coupled, self.kept.reach)
         other.rule, other.folder = self.rule, self.folder
         if self.caches is not None:
@@ -183,26 +180,14 @@ class HeadDrafter(NetworkDrafter):
             self.kept.keep(self.caches, start, rows, (end - start).clamp(0, rows))
 
     def _read(self, state, features: Tensor, positions: Tensor, own: Tensor, visible: Tensor) -> None:
-        """What `read` does, with slots of its own [B, C]."""
+        """Do the work of `read`, into slots `own` [B, C]."""
         raise NotImplementedError
 
     def _keep_unread(self, state) -> None:
-        """Keep what a catch-up has read of W unread tokens; of sequences that are held still, nothing."""
+        """Keep the rows of a catch-up over W unread tokens, except of sequences that are held still."""
         if self.kept.reach:
             known = torch.where(state.done, 0, state.n_new.clamp(max=state.window))
             self.kept.keep(self.caches, state.length - state.n_new, state.window, known)
-
-    def first_pass(self, state, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """What every step begins with, whatever its tree: catching up, and the best of the first level."""
-        few = min(FEW, self.head.args.draft_vocab_size)
-        return self._best(state.backend, self.catch_up(state, slots), None, 0, few)
-
-    def level_pass(
-        self, backend: TorchBackend, tokens: Tensor, feature: Tensor, own: Tensor, visible: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What each further level takes, over so many nodes [B, R]; positions and slots are `own`."""
-        h = self._rows(tokens, feature, own, own, visible)
-        return self._best(backend, h, None, 0, min(FEW, self.head.args.draft_vocab_size))
 
     @property
     def _names(self) -> Tensor:

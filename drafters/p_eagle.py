@@ -4,10 +4,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from drafters.base import newest
+from drafters.base import Setup, newest
 from drafters.block import BlockDrafter, build_block
 from drafters.eagle import Eagle
-from drafters.request import Request
 from networks.eagle import PEagleHead
 from tree import pick
 
@@ -36,6 +35,6 @@ class PEagle(BlockDrafter):
         return head.rows(torch.cat((pick(h, newest(state, W)), h[:, W:]), 1))
 
 
-def build(request: Request) -> PEagle:
-    """The drafter with the head in CHECKPOINT/p-eagle; see `block.build_block`."""
-    return build_block(request, PEagle)
+def build(setup: Setup) -> PEagle:
+    """Load the head; see `block.build_block`."""
+    return build_block(setup, PEagle)

@@ -7,27 +7,27 @@ A store is the texts' tokens and their suffix array, mapped into memory: STORE/t
 STORE/suffixes.bin (int32, or int64 from 2^31 tokens on), STORE/store.json. Any vocabulary fits (the published
 format holds ids in 16 bits).
 
-The longest run of last tokens that occurs in the store is searched for, all lengths at once, by probing 15
-places a round instead of one. Where it occurs the suffixes stand side by side, in order, so that equal
-continuations are neighbours: how often one begins is how far its run of neighbours reaches, and the most
+The search finds the longest run of last tokens that occurs in the store, all lengths at once, by probing 15
+places a round instead of one. The suffixes of its places stand side by side, in order, so that equal
+continuations are neighbours: the length of a run of neighbours is the count of a beginning, and the most
 frequent beginnings are the tree. All of it in static shapes.
 
-Where more than `hits` places match, as many of them are counted, evenly spread (published: the first 5,000).
-Without a match nothing is drafted (published: one token, id 100, whatever it stands for). On a CPU the store
-stays mapped; a GPU takes it into its memory.
+At most `hits` places are counted, evenly spread (published: the first 5,000). Without a match nothing is
+drafted (published: one token, id 100, whatever it stands for). On a CPU the store stays mapped; a GPU copies
+it into its memory.
 """
 from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common.errors import InputError
-from drafters.base import Drafter, Proposal, constants
-from drafters.request import Request
-from drafters.rest_store import AGAIN, ARRAYS, find_store, fingerprint
+from drafters.base import Drafter, Proposal, Setup, constants
+from drafters.rest import AGAIN, open_store
 from tree import AnyTree, Tree, link
 
 PIVOTS = 15  # places probed in a round: the range shrinks to a sixteenth
@@ -37,7 +37,7 @@ class Rest(Drafter):
     """tokens [M] int32 and suffixes [M] of a store; ids of `vocab_size` and above separate texts.
 
     nodes: of the tree, root included. longest, shortest: tokens of context that are looked for. depth: tokens
-    of a continuation. hits: of so many places at most, evenly spread, continuations are counted.
+    of a continuation. hits: most places whose continuations are counted, evenly spread.
     """
 
     may_pass = True
@@ -74,7 +74,7 @@ class Rest(Drafter):
         return torch.where((place >= 0) & (place <= last), tokens, -1)
 
     def damaged(self, probes: int = 1024) -> bool:
-        """Whether the suffix array is out of order or points nowhere, in a sample of `probes` neighbours."""
+        """Return whether the suffix array is out of order or points nowhere, in `probes` samples."""
         at = torch.linspace(0, len(self.suffixes) - 1, min(probes, len(self.suffixes))).long()
         pair = self.suffixes[torch.stack((at, (at + 1).clamp(max=len(self.suffixes) - 1)))].long()  # [2, P]
         if bool(((pair < 0) | (pair >= len(self.tokens))).any()):
@@ -84,7 +84,7 @@ class Rest(Drafter):
         return bool((one.gather(-1, first) > two.gather(-1, first)).any())
 
     def search(self, state) -> tuple[Tensor, Tensor]:
-        """Where the last `longest`, ..., `shortest` tokens of each text begin and end in the suffix array.
+        """Return the begin and end of the last `longest`, ..., `shortest` tokens in the suffix array.
 
         Both are [B, S], S lengths.
         """
@@ -161,24 +161,16 @@ class Rest(Drafter):
         return Proposal(Tree(tokens, parents, *link(parents, D), scores))
 
 
-def build(request: Request) -> Rest:
-    """The drafter with the store that --datastore names.
+def build(setup: Setup) -> Rest:
+    """Open the store that --datastore names.
 
     Raises InputError if there is none, it is damaged, or of another vocabulary, ValueError on a tree of one
     node.
     """
-    request.refuse(draft=request.draft, tree=request.tree)
-    vocab_size = request.target.args.vocab_size
-    folder, about = find_store(request.flags, vocab_size)
-    if request.tokenizer and about["tokenizer"] != fingerprint(request.tokenizer):
-        raise InputError(f"{folder}: made with another tokenizer than this target's; build it again")
-    count, dtype = about["tokens"], getattr(torch, about["suffixes"])
-    arrays = [
-        torch.from_file(str(folder / name), shared=False, size=count, dtype=kind)
-        for name, kind in zip(ARRAYS, (torch.int32, dtype))
-    ]
-    drafter = Rest(*arrays, vocab_size, nodes=request.flags["draft-tokens"])
+    folder, vocab_size = Path(setup.flags["datastore"]), setup.target.args.vocab_size
+    arrays = open_store(folder, vocab_size, setup.tokenizer)
+    drafter = Rest(*arrays, vocab_size, nodes=setup.flags["draft-tokens"])
     if drafter.damaged():
         raise InputError(f"{folder}: damaged, its suffixes are out of order; {AGAIN}")
-    drafter.device = request.target.embed.weight.device
+    drafter.device = setup.target.embed.weight.device
     return drafter

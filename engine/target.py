@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -12,13 +12,11 @@ import torch
 from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters import build_drafter, check_flags, check_window, default_flags, known
+from drafters import Drafting, build_drafter, default_tree
 from drafters.base import Drafter
 from drafters.eagle import StaticEagle
 from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
-from drafters.request import Request as DrafterRequest
-from drafters.tree_spec import TreeSpec, default_tree, read_tree
 from engine.autotune import CANDIDATES, Calibration, Tuner
 from engine.calibrate import PROMPTS, USUAL, calibrate
 from engine.dealing import prepare
@@ -31,57 +29,24 @@ from kernels.quantized import Scheme, quantize_linears
 from kernels.tp import Ranks
 from model import ModelArgs, Transformer
 from networks.head import Head
-from sampling.options import RULES
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Drafting:
-    """How tokens are drafted for a target, and accepted.
-
-    tree: a `TreeShape`, drafted dynamically; a `PathTree`, static; "paper"; "auto", chosen by measurement
-    (see `engine.autotune`); or text as --tree takes it. None takes EAGLE-1's static tree for "eagle", else
-    `default_tree`.
-    """
-
-    method: str = "none"  # one of `drafters.METHODS`; "none" is plain decoding
-    draft: str | Path | None = None  # folder of the head (default CHECKPOINT/KIND) or of the draft model
-    tree: TreeSpec = None
-    accept: str = "equal"  # one of `sampling.options.RULES`
-    coupled: bool = True  # draft with the target's sampling noise
-    # On our kernels, quantise a 16-bit head while loading it: it is read several times a step.
-    int8: bool = True
-    flags: dict = field(default_factory=dict)  # options of the method, see METHODS; others take their default
-    # Prompts as ids to measure --tree auto on, where there is no tokenizer.
-    tune_on: tuple[list[int], ...] = ()
-    window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
-
-    def __post_init__(self):
-        """Read a tree written as on the command line. Raises InputError or ValueError on bad values."""
-        known(self.method)
-        if isinstance(self.tree, str):
-            object.__setattr__(self, "tree", read_tree(self.tree))
-        if self.accept not in RULES:
-            raise InputError(f"accept {self.accept!r}: unknown; choose from {', '.join(RULES)}")
-        if self.method == "none" and (self.draft or self.tree):
-            raise InputError("method 'none' drafts nothing: leave out draft and tree, or name a method")
-        check_flags(self.method, self.flags)
-        check_window([self.method], self.window)
-
-
 def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None = None, draftings: Iterable[Drafting] = (),
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
-    Where our kernels cannot be compiled or loaded it runs without `Runtime.compile`, and `say` gets the
-    reason. ranks: deal it among these processes, which all call this. Raises InputError, one line, if
-    anything is missing, damaged or does not fit.
+    draftings: their heads are looked up before the weights are read. Where our kernels cannot be compiled or
+    loaded it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these processes,
+    which all call this. Raises InputError, one line, if anything is missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
+    for drafting in draftings:
+        drafting.folders(checkpoint)
     if ranks is not None:
         prepare(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
@@ -194,14 +159,10 @@ class Target:
         usual = default_tree(
             self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
-        drafter = build_drafter(DrafterRequest(
-            method=drafting.method, checkpoint=self.checkpoint, target=self.model, tokenizer=self.tokenizer,
-            draft=Path(drafting.draft) if drafting.draft else None, tree=drafting.tree,
-            default_tree=usual, coupled=drafting.coupled, max_seq_len=max_seq_len,
-            reach=drafting.window if drafting.window < max_seq_len else 0, rule=drafting.accept,
-            flags=default_flags(drafting.method) | drafting.flags,
-            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
-        ))
+        drafter = build_drafter(
+            drafting, self.checkpoint, max_seq_len, target=self.model, tokenizer=self.tokenizer,
+            default_tree=usual, prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+        )
         if isinstance(drafter, Mixed):
             known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
             drafter.believe([

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from checkpoint.loading import identity
 from common.errors import InputError
-from drafters import grows
+from drafters import Drafting, grows
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.request import Draft
-from engine.target import Drafting, Target
+from engine.target import Target
 from evaluation.answers import PLAIN, Turn
 from evaluation.lossless import label
 from sampling.options import Sampling

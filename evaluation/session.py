@@ -14,9 +14,9 @@ from tqdm import tqdm
 from checkpoint.folder import read_config
 from common.files import write_text
 from common.threads import use_threads
-from drafters import grows
+from drafters import Drafting, grows
 from engine.runtime import Runtime
-from engine.target import Drafting, load_target, longest_text
+from engine.target import load_target, longest_text
 from evaluation import pictures
 from evaluation.answers import PLAIN, Answer, Book, check_out, digest
 from evaluation.lossless import Difference, Judge, bound_to_be_plain

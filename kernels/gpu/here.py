@@ -17,6 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 # Importing Triton takes time, which is only spent where it can be of use.
 CAN = (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
 
+
 def digest() -> str:
     """Return a digest of the kernels' source."""
     source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))

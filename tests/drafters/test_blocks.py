@@ -1,8 +1,8 @@
 """P-EAGLE, DFlash and DSpark: their formulas on published tensors, their layouts, their trees, their text."""
-
 import pytest
 import torch
 from helpers.blocks import LABELS, Reference, published, sharpened
+from helpers.decoding import ids, plain, watched
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
@@ -13,7 +13,7 @@ from common.errors import InputError
 from drafters.block import BlockDrafter, deep_tree
 from drafters.dflash import DFlash
 from drafters.p_eagle import PEagle
-from engine.decoder import Decoder
+from engine.engine import Engine
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
@@ -36,14 +36,12 @@ def drafter_of(head, shape: TreeShape, coupled: bool = True) -> BlockDrafter:
     return (PEagle if isinstance(head, PEagleHead) else DFlash)(head, shape, coupled)
 
 
-def paths(tree) -> set[tuple[int, ...]]:
-    """The paths of a tree of one sequence, as tokens."""
-    tokens, parent = tree.tokens[0].tolist(), tree.parent[0].tolist()
-
+def paths(draft) -> set[tuple[int, ...]]:
+    """The paths of a tree, as tokens."""
     def path(node: int) -> tuple[int, ...]:
-        return (*path(parent[node]), tokens[node]) if node else ()
+        return (*path(draft.parent[node]), draft.tokens[node]) if node else ()
 
-    return {path(node) for node in range(1, len(tokens))}
+    return {path(node) for node in range(1, len(draft.tokens))}
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
@@ -55,52 +53,35 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, t
     target, _ = models
     tensors, config, head = converted(label, golden, target, tmp_path, sharp=True, draft=draft)
     reference, nodes, levels = Reference(tensors, config, target), 12, head.args.drafts
-    shape = TreeShape(nodes, levels - 1, nodes - 1)
-    decoder, seen = Decoder(target, drafter_of(head, shape), max_seq_len=200, chunks=(8,), compile=False), []
-    with decoder.observe(lambda tree, path: seen.append(tree)):
-        out = decoder.generate([PROMPT], Sampling(16, temperature, seed=7))[0]
-    n, noise = 1, None
-    for tree, count in zip(seen, out.accept_lengths):
-        ids = PROMPT + out.ids[:n]
+    drafter = drafter_of(head, TreeShape(nodes, levels - 1, nodes - 1))
+    engine = Engine(target, drafter, max_seq_len=200, chunks=(8,), compile=False)
+    steps, noise = watched(engine, PROMPT, Sampling(16, temperature, seed=7)), None
+    for text, drawn in steps:
         if temperature:
-            places = torch.arange(len(ids), len(ids) + levels)[None]
+            places = torch.arange(len(text), len(text) + levels)[None]
             noise = temperature * gumbel(seed_keys([7]), places, target.args.vocab_size)[0]
-        assert paths(tree) == reference.tree(ids, nodes, levels, noise)
-        n += count
-    assert len(seen) > 5 and sum(int(tree.depth.max()) > 1 for tree in seen) > 1
+        assert paths(drawn) == reference.tree(text, nodes, levels, noise)
+    assert len(steps) > 5 and sum(max(map(len, paths(drawn))) > 1 for _, drawn in steps) > 1
 
 
 @pytest.mark.parametrize("label", LABELS)
 def test_a_chain_is_the_likeliest_token_after_the_likeliest(golden, models, tmp_path, label):
+    """And the text is plain text in batches, with prompts of different lengths, coupled and not."""
     target, _ = models
     tensors, config, head = converted(label, golden, target, tmp_path)
     reference, levels = Reference(tensors, config, target), head.args.drafts
-    decoder, seen = Decoder(
-        target, drafter_of(head, TreeShape(levels + 1, levels - 1, 1)), max_seq_len=200, compile=False
-    ), []
-    with decoder.observe(lambda tree, path: seen.append(tree.tokens[0].tolist())):
-        out = decoder.generate([PROMPT], Sampling(3))[0]
-    ids = PROMPT + out.ids[:1]
-    rows, expected = reference.rows(ids), ids[-1:]
-    for row in rows:
+    drafter = drafter_of(head, TreeShape(levels + 1, levels - 1, 1))
+    text, drawn = watched(Engine(target, drafter, max_seq_len=200, compile=False), PROMPT, Sampling(3))[0]
+    expected = text[-1:]
+    for row in reference.rows(text):
         expected.append(int(reference.ids[reference.children(row, expected[-1]).argmax()]))
-    assert seen[0] == expected
-
-
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-@pytest.mark.parametrize("label", LABELS)
-def test_text_is_plain_text(golden, models, tmp_path, label, temperature):
-    """In batches, with prompts of different lengths, coupled and not."""
-    target, _ = models
-    _, _, head = converted(label, golden, target, tmp_path)
+    assert drawn.tokens == expected
     prompts = [[256, 104, 105], PROMPT, [256, 1]]
-    sampling = [Sampling(40, temperature, seed=s) for s in range(3)]
-    options = {"batch": 3, "max_seq_len": 200, "compile": False}
-    plain = [o.ids for o in Decoder(target, **options).generate(prompts, sampling)]
+    samplings = [Sampling(40, 1.0 * (seed > 0), seed=seed) for seed in range(3)]
     for coupled in (True, False):
-        drafter = drafter_of(head, TreeShape(9, head.args.drafts - 1, 3), coupled)
-        decoder = Decoder(target, drafter, **options)
-        assert [o.ids for o in decoder.generate(prompts, sampling)] == plain
+        drafter = drafter_of(head, TreeShape(9, levels - 1, 3), coupled)
+        engine = Engine(target, drafter, batch=3, max_seq_len=200, compile=False)
+        assert ids(engine, prompts, samplings) == ids(plain(models, batch=3), prompts, samplings)
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -112,9 +93,7 @@ def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
         write_head(tmp_path / folder, tensors, config)
         convert(tmp_path / folder, tmp_path / "out", golden, quiet=True)
 
-    for name in sorted(tensors):
-        if name in ("embed_tokens.weight", "lm_head.weight"):
-            continue  # the target's, if there is none
+    for name in sorted(tensors.keys() - {"embed_tokens.weight", "lm_head.weight"}):  # else the target's
         with pytest.raises(InputError) as refused:
             written(f"without-{name}", {n: t for n, t in tensors.items() if n != name})
         assert "\n" not in str(refused.value)
@@ -141,7 +120,11 @@ def test_what_is_exported_comes_back(golden, models, tmp_path, label, layout):
     assert all(torch.equal(ours[n], theirs[n]) for n in ours)
 
 
-def test_a_draft_vocabulary_has_a_layout(golden, models, tmp_path):
+def test_what_is_not_stored(golden, models, tmp_path):
+    """Copies of the target's tables; a draft vocabulary in a layout that has none."""
+    _, _, head = converted("dspark", golden, models[0], tmp_path)
+    config = read_config(tmp_path / "ours")
+    assert not config["own_embedding"] and not config["own_lm_head"] and head.embed is models[0].embed
     head = new_head(models[0], "dspark", torch.arange(40, 90), HeadShape(states=2, markov_rank=4), 0)
     with pytest.raises(InputError, match="write --layout speculators"):
         export(head, tmp_path / "out")
@@ -150,23 +133,14 @@ def test_a_draft_vocabulary_has_a_layout(golden, models, tmp_path):
     assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
 
 
-def test_copies_of_the_target_are_not_stored(golden, models, tmp_path):
-    _, _, head = converted("dspark", golden, models[0], tmp_path)
-    config = read_config(tmp_path / "ours")
-    assert not config["own_embedding"] and not config["own_lm_head"]
-    assert head.embed is models[0].embed
-
-
 @pytest.mark.parametrize("label,changes,words", (
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "path selector"),
-    ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected an object"),
+    ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
-    ("dflash", {"dflash_config": {"target_layer_ids": [0, 2]}}, "mask_token_id"),
-    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id is"),
+    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_token_id is"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
     ("dflash", {"block_size": 1}, "drafts nothing"),
-    ("dflash", {"block_size": "8"}, "block_size"),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
     ("dspark", {"markov_head_type": "rnn"}, "'rnn' is not supported"),
     ("p-eagle", {"ptd_token_id": None}, "mask token"),

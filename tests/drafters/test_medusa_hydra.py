@@ -1,30 +1,29 @@
-"""Medusa and Hydra: their formulas, their layouts, their trees; the text is plain text."""
+"""Medusa and Hydra: their formulas, their layouts and their trees."""
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.decoding import ids, plain, watched
 from helpers.drafters import guessing_heads
 from safetensors.torch import load_file, save_file
 
-import convert_checkpoint
-import generate
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import build_module, load_head, load_model
+from common.errors import InputError
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
-from engine.decoder import Decoder
+from engine.engine import Engine
 from networks.hydra import HydraHeads
 from networks.medusa import MedusaHeads
 from sampling.options import Sampling
 from tree import PathTree, likely_tree
 
-PROMPTS = [[256, 104, 105], [256, *range(97, 120)], [256, 1]]
-KINDS = {"medusa": {}, "hydra": {"prefix": False}, "hydra++": {"prefix": True}}
+PROMPT = [256, *range(97, 120)]
+KINDS = "medusa", "hydra", "hydra++"
 
 
 def heads_of(target, kind: str, guesses: int = 3, blocks: int = 2, vocabulary: int = 200):
@@ -38,19 +37,6 @@ def heads_of(target, kind: str, guesses: int = 3, blocks: int = 2, vocabulary: i
 
 def drafter_of(head, tree):
     return (Medusa if isinstance(head, MedusaHeads) else Hydra)(head, tree)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_text_is_plain_text(models, kind, temperature):
-    target, _ = models
-    sampling = [Sampling(60, temperature, seed=s) for s in range(3)]
-    plain = Decoder(target, batch=3, max_seq_len=200, compile=False).generate(PROMPTS, sampling)
-    decoder = Decoder(
-        target, drafter_of(heads_of(target, kind), likely_tree(16, 3)), batch=3, max_seq_len=200,
-        compile=False
-    )
-    assert [o.ids for o in decoder.generate(PROMPTS, sampling)] == [o.ids for o in plain]
 
 
 def sequential_tree(target, head, ids: list[int], tree: PathTree) -> list[int]:
@@ -104,14 +90,11 @@ def test_trees_are_those_of_the_formulas(models, kind):
     torch.manual_seed(1)
     for p in head.stacks.parameters():
         p.add_(torch.randn_like(p) * 0.05)
-    decoder, seen = Decoder(target, drafter_of(head, tree), max_seq_len=200, chunks=(8,), compile=False), []
-    with decoder.observe(lambda drawn, path: seen.append(drawn.tokens[0].tolist())):
-        out = decoder.generate([PROMPTS[1]], Sampling(24))[0]
-    n = 1
-    for tokens, count in zip(seen, out.accept_lengths):
-        assert tokens == sequential_tree(target, head, PROMPTS[1] + out.ids[:n], tree)
-        n += count
-    assert len(seen) > 5
+    engine = Engine(target, drafter_of(head, tree), max_seq_len=200, chunks=(8,), compile=False)
+    steps = watched(engine, PROMPT, Sampling(24))
+    for text, draft in steps:
+        assert draft.tokens == sequential_tree(target, head, text, tree)
+    assert len(steps) > 5
 
 
 def same(a, b) -> bool:
@@ -168,11 +151,8 @@ def test_medusa_as_published(golden, models, tmp_path, layers, lm_heads):
             x = x + F.silu(F.linear(x, given[f"{k}.0.linear.weight"], given[f"{k}.0.linear.bias"]))
         wanted = F.linear(x, given[f"{k}.{layers}.weight"] if lm_heads else rows)
         assert torch.allclose(logits[:, k], wanted, atol=1e-5)
-    prompt = [256, 72, 101]
-    fast = Decoder(
-        target, Medusa(head, likely_tree(12, 3)), max_seq_len=100, compile=False
-    ).generate([prompt], Sampling(20))[0].ids
-    assert fast == Decoder(target, max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+    engine = Engine(target, Medusa(head, likely_tree(12, 3)), max_seq_len=100, compile=False)
+    assert ids(engine, [PROMPT], Sampling(20)) == ids(plain(models), [PROMPT], Sampling(20))
 
 
 def published_hydra(target, folder, prefix: bool) -> dict:
@@ -240,11 +220,8 @@ def test_hydra_as_published(golden, models, tmp_path, prefix):
         x = x + F.silu(F.linear(x, given[f"{rest}linear.weight"], given[f"{rest}linear.bias"]))
     wanted = F.linear(x, given[f"hydra_lm_head.1.{lm}weight"], given[f"hydra_lm_head.1.{lm}bias"])
     assert torch.allclose(head.guess_logits(head.output(p, tokens), 1), wanted, atol=1e-5)
-    prompt = [256, 72, 101]
-    fast = Decoder(
-        target, Hydra(head, likely_tree(12, 2)), max_seq_len=100, compile=False
-    ).generate([prompt], Sampling(20))[0].ids
-    assert fast == Decoder(target, max_seq_len=100, compile=False).generate([prompt], Sampling(20))[0].ids
+    engine = Engine(target, Hydra(head, likely_tree(12, 2)), max_seq_len=100, compile=False)
+    assert ids(engine, [PROMPT], Sampling(20)) == ids(plain(models), [PROMPT], Sampling(20))
 
 
 def test_a_medusa_2_model_is_a_target_and_heads(golden, models, tmp_path):
@@ -263,15 +240,6 @@ def test_a_medusa_2_model_is_a_target_and_heads(golden, models, tmp_path):
     assert load_head(ours / "medusa", target).args.guesses == 3
 
 
-def test_rules_that_do_not_apply(golden, capsys):
-    options = ["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", "--max-new-tokens", "20"]
-    for wrong, message in (
-        (["--accept", "residual"], "drafts nothing"),
-        (["--speculate", "lookup", "--accept", "residual"], "is for")
-    ):
-        assert generate.main([*options, *wrong]) == 1 and message in capsys.readouterr().err
-
-
 def test_likely_trees():
     for nodes, levels in ((2, 1), (12, 4), (64, 4), (30, 1)):
         tree = likely_tree(nodes, levels)
@@ -281,52 +249,13 @@ def test_likely_trees():
         likely_tree(1, 4)
 
 
-BAD_INPUT = {  # id: what the error says, and the options
-    "no medusa heads": ("no medusa head there", "--speculate medusa"),
-    "no hydra heads": ("no hydra head there", "--speculate hydra"),
-    "typed 12,3,4 with medusa": (
-        "takes a static tree", "--speculate medusa --draft {folder}/ours --tree 12,3,4"
-    ),
-    "typed 60,7,10 with medusa": (  # EAGLE's tree of --tree paper, not Medusa's
-        "takes a static tree", "--speculate medusa --draft {folder}/ours --tree 60,7,10"
-    ),
-    "tree deeper than the heads": (
-        "4 levels, and heads for 3", "--speculate medusa --draft {folder}/ours --tree {folder}/deep.json"
-    ),
-    "medusa heads for eagle3": ("holds a medusa checkpoint", "--speculate eagle3 --draft {folder}/ours"),
-}
-
-
-@pytest.fixture(scope="module")
-def folder(golden, models, tmp_path_factory) -> Path:
-    """Medusa heads as published and converted, in `in` and `ours`, and a tree that is too deep for them."""
-    folder = tmp_path_factory.mktemp("medusa")
-    published_medusa(models[0], folder / "in", 1)
-    convert(folder / "in", folder / "ours", golden, quiet=True)
-    (folder / "deep.json").write_text("[[0],[0,0],[0,0,0],[0,0,0,0]]")
-    return folder
-
-
-@pytest.mark.parametrize("words, options", BAD_INPUT.values(), ids=BAD_INPUT)
-def test_bad_input_is_one_line(golden, folder, capsys, words, options):
-    options = [word.format(folder=folder) for word in options.split()]
-    assert generate.main(["--checkpoint", str(golden), "--prompt", "abc", "--no-compile", *options]) == 1
-    error = capsys.readouterr().err
-    assert error.count("error: ") == 1 and "Traceback" not in error
-    assert words in error
-
-
-def test_heads_that_lack_a_tensor_are_refused(golden, folder, tmp_path, capsys):
-    shutil.copytree(folder / "in", tmp_path / "in")
-    tensors = load_file(folder / "in" / "model.safetensors")
-    del tensors["1.0.linear.bias"]
-    save_file(tensors, tmp_path / "in" / "model.safetensors")
-    assert convert_checkpoint.main(
-        ["--checkpoint", str(tmp_path / "in"), "--target", str(golden), "--out", str(tmp_path / "no")]
-    ) == 1
-    assert "1.0.linear.bias" in capsys.readouterr().err and not (tmp_path / "no").exists()
-
-
-def test_a_configuration_without_guesses_is_refused(folder):
-    with pytest.raises(Exception, match="guesses is 0; expected at least 1"):
-        build_module(read_config(folder / "ours") | {"guesses": 0})
+def test_heads_that_lack_something_are_refused(golden, models, tmp_path):
+    given = published_medusa(models[0], tmp_path / "in", 1)
+    ours = convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
+    with pytest.raises(ValueError, match="guesses is 0; expected"):
+        build_module(read_config(ours) | {"guesses": 0})
+    del given["1.0.linear.bias"]
+    save_file(given, tmp_path / "in" / "model.safetensors")
+    with pytest.raises(InputError, match=r"1\.0\.linear\.bias"):
+        convert(tmp_path / "in", tmp_path / "no", golden, quiet=True)
+    assert not (tmp_path / "no").exists()

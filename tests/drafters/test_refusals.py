@@ -1,4 +1,4 @@
-"""What no drafter can be made of is refused in one line: sizes, trees, folders, flags of other methods."""
+"""What cannot be drafted is refused in one line: sizes, trees, folders, flags. How a method is added."""
 import argparse
 import json
 import shutil
@@ -7,182 +7,273 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.decoding import load
+from helpers.refusals import refused
 
 from common.errors import InputError
-from drafters import METHODS, add_flags, build_drafter, default_flags, known, read_flags
+from drafters import (
+    GPU_ROWS,
+    METHODS,
+    Drafting,
+    Flag,
+    Method,
+    add_flags,
+    default_tree,
+    read_flags,
+    read_tree,
+    with_numbers,
+)
+from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
 from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
-from drafters.request import Request
 from drafters.retrieval import Rest
-from drafters.tree_spec import default_tree, read_tree, with_numbers
-from tokens.tokenizer import Tokenizer
-from tree import PathTree, TreeShape, likely_tree
+from llm import LLM
+from tree import PAPER_TREE, PathTree, TreeShape, likely_tree
 
 STORE = torch.arange(8, dtype=torch.int32)
-TREE = TreeShape(8, 2, 3)
+TREE, DEEP = TreeShape(8, 2, 3), PathTree(tuple((0,) * n for n in range(1, 5)))
 
 
 def heads(guesses: int, vocabulary: int):
-    """What a drafter asks of Medusa or Hydra heads before it uses them."""
+    """What a drafter reads of Medusa or Hydra heads before it uses them."""
     return SimpleNamespace(args=SimpleNamespace(guesses=guesses, draft_vocab_size=vocabulary))
 
 
 @pytest.mark.parametrize("make, words", [
-    (lambda: Lookahead(9, window=0), "window 0, level 5, guess set 7: at least 1, 3 and 1"),
-    (lambda: Lookahead(9, level=2), "level 2, guess set 7: at least 1, 3 and 1"),
-    (lambda: Lookahead(9, guesses=0), "guess set 0: at least 1, 3 and 1"),
-    (lambda: Lookahead(9, level=1000), "13986 rows a pass, at most 1024"),
-    (lambda: Lookup(()), "each needs at least one"),
-    (lambda: Lookup((3, 0)), "each needs at least one"),
-    (lambda: Lookup(shortest=5, longest=4), "matches of 5 to 4 tokens"),
-    (lambda: Lookup(shortest=0), "matches of 0 to 4 tokens"),
-    (lambda: Rest(STORE, STORE, 9, nodes=1), "1 nodes, .*: at least 2, 1, 1 and 1"),
-    (lambda: Rest(STORE, STORE, 9, shortest=0), "contexts of 0 to 16 tokens"),
-    (lambda: Rest(STORE, STORE, 9, shortest=3, longest=2), "contexts of 3 to 2 tokens"),
-    (lambda: Rest(STORE, STORE, 9, depth=0), "depth 0"),
-    (lambda: Rest(STORE, STORE, 9, hits=0), "at least 2, 1, 1 and 1"),
-    (lambda: Medusa(heads(2, 99), likely_tree(8, 3)), "3 levels, and heads for 2"),
-    (lambda: Hydra(heads(2, 99), likely_tree(8, 3)), "3 levels, and heads for 2"),
-    (lambda: Medusa(heads(2, 3), PathTree(((0,), (3,)))), "width 4 exceeds the heads' vocabulary of 3"),
-], ids=range(16))
-def test_impossible_sizes(make, words):
+    (lambda *_: Lookahead(9, window=0), "window 0, level 5, guess set 7: at least 1, 3 and 1"),
+    (lambda *_: Lookahead(9, level=2), "level 2, guess set 7: at least 1, 3 and 1"),
+    (lambda *_: Lookahead(9, guesses=0), "guess set 0: at least 1, 3 and 1"),
+    (lambda *_: Lookahead(9, level=1000), "13986 rows a pass, at most 1024"),
+    (lambda *_: Lookup(()), "each needs at least"), (lambda *_: Lookup((3, 0)), "each needs at least one"),
+    (lambda *_: Lookup(shortest=5, longest=4), "matches of 5 to 4 tokens"),
+    (lambda *_: Rest(STORE, STORE, 9, nodes=1), "1 nodes, .*: at least 2, 1, 1 and 1"),
+    (lambda *_: Rest(STORE, STORE, 9, shortest=3, longest=2), "contexts of 3 to 2 tokens"),
+    (lambda *_: Rest(STORE, STORE, 9, depth=0), "depth 0"),
+    (lambda *_: Rest(STORE, STORE, 9, hits=0), "at least 2, 1, 1 and 1"),
+    (lambda *_: Medusa(heads(2, 99), likely_tree(8, 3)), "3 levels, and heads for 2"),
+    (lambda *_: Hydra(heads(2, 99), likely_tree(8, 3)), "3 levels, and heads for 2"),
+    (lambda *_: Medusa(heads(2, 3), PathTree(((0,), (3,)))), "width 4 exceeds the heads' vocabulary of 3"),
+    (lambda target, head: Eagle(head, TreeShape(60, 2, 97)), "width 97 exceeds the head's vocabulary of 96"),
+    (lambda target, head: DraftModel(target, TreeShape(60, 2, 321)), "width 321 exceeds the head's"),
+    (lambda target, head: DraftModel(target, TREE, rule="residual"), "needs a chain.* not 8,2,3"),
+    (lambda target, head: DraftModel(target, TreeShape(4, 3, 1), rule="residual"), "needs a chain.* not 4,3"),
+], ids=range(18))
+def test_impossible_sizes(models, make, words):
     with pytest.raises(ValueError, match=words):
-        make()
+        make(*models)
 
 
-def test_trees_that_a_network_cannot_draft(models):
-    target, head = models
-    with pytest.raises(ValueError, match="width 97 exceeds the head's vocabulary of 96"):
-        Eagle(head, TreeShape(60, 2, 97))
-    with pytest.raises(ValueError, match="width 321 exceeds the head's vocabulary of 320"):
-        DraftModel(target, TreeShape(60, 2, 321))
-    for shape in (TREE, TreeShape(4, 3, 1)):  # a tree; a chain that is cut
-        with pytest.raises(ValueError, match=f"needs a chain.* not {shape.nodes},{shape.depth}"):
-            DraftModel(target, shape, rule="residual")
-    DraftModel(target, TreeShape(6, 4, 1), rule="residual")
-
-
-@pytest.fixture
-def request_for(golden, models):
-    """request_for(method, ...) -> a `Request` for the golden target."""
-
-    def make(method: str, **changes) -> Request:
-        request = {
-            "method": method, "checkpoint": golden, "target": models[0], "tokenizer": Tokenizer.load(golden),
-            "draft": None, "tree": None, "default_tree": TREE, "coupled": True, "max_seq_len": 512,
-            "reach": 0, "rule": "equal", "flags": default_flags(method) if method in METHODS else {},
-            "prepare": lambda *models: None,
-        }
-        return Request(**request | changes)
-
-    return make
-
-
-def refused(request: Request, words: str) -> None:
-    with pytest.raises(InputError, match=words) as error:
-        build_drafter(request)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("method, changes, words", [
-    ("eagle4", {}, "--speculate eagle4: unknown; choose from none, eagle"),
-    ("none", {"rule": "residual"}, "--accept residual: plain decoding drafts nothing"),
-    *((method, {"rule": "residual"}, "--accept residual: is for --speculate draft-model")
-      for method in METHODS if method not in ("none", "draft-model")),
-    *((method, {"draft": Path("x")}, f"--speculate {method}: has no use for --draft")
-      for method in ("lookup", "lookahead", "rest")),
-    *((method, {"tree": TREE}, f"--speculate {method}: has no use for --tree")
-      for method in ("lookup", "lookahead", "rest")),
-    *((method, {"draft": Path("nowhere")}, f"nowhere: no {method} head there")
-      for method in ("eagle", "eagle3")),
-    ("eagle3", {"tree": TreeShape(60, 2, 97)}, "width 97 exceeds"),
-    ("medusa", {}, "medusa: no medusa head there"), ("hydra", {}, "hydra: no hydra head there"),
-    ("medusa", {"draft": Path("/"), "tree": TREE}, "--speculate medusa: takes a static tree"),
-    ("hydra", {"draft": Path("/"), "tree": "auto"}, "--speculate hydra: takes a static tree"),
-    ("draft-model", {}, "name a smaller converted model"),
-    ("draft-model", {"draft": Path("/"), "tree": "auto"}, "takes --tree paper or nodes,depth,width only"),
-    (
-        "draft-model",
-        {"draft": Path("/"), "tree": PathTree(((0,),))},
-        "takes --tree paper or nodes,depth,width only",
-    ),
-    ("draft-model", {"draft": Path("/nowhere")}, "/nowhere"),
-    ("lookahead", {"flags": {"window": 0, "level": 5, "guess-set": 7}}, "at least 1, 3 and 1"),
-    ("rest", {}, "name a store with --datastore"),
-    ("rest", {"flags": {"datastore": "/nowhere", "draft-tokens": 8}}, "--datastore /nowhere: no store, it"),
+@pytest.mark.parametrize("options, words", [
+    ({"method": "eagle4"}, "--speculate eagle4: unknown; choose from none, eagle"),
+    *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
+        ("", "unknown"), ("eagle9", "unknown"), ("lookup", "two different"), ("none", "two different"),
+        ("eagle3+rest", "two different"),
+    )),
+    *(({"method": method, "accept": "residual"}, "--accept residual: is for --speculate draft-model")
+      for method in (*METHODS.keys() - {"draft-model"}, "lookup+draft-model")),
+    ({"method": "eagle3", "accept": "some"}, "--accept some: unknown; choose from equal,"),
+    *(({"method": method, option: value}, f"--speculate {method}: has no use for --{option}; leave it out")
+      for method in ("none", "lookup", "lookahead", "lookup+lookahead")
+      for option, value in (("draft", "x"), ("tree", TREE))),
+    ({"method": "lookup", "flags": {"level": 4}}, "--level: lookup has no such flag (it has none)"),
+    ({"method": "lookahead", "flags": {"level": 2}}, "--level 2: must be 3 to 1,024"),
+    ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': is not of type int"),
+    ({"method": "rest", "flags": {"datastore": "x", "draft-tokens": 1}}, "--draft-tokens 1: must be 2 to"),
+    ({"method": "rest"}, "--speculate rest: needs --datastore, the folder that python -m drafters.rest"),
+    ({"method": "eagle3", "window": -1}, "--draft-window -1: must be at least 1 token"),
+    ({"method": "medusa", "window": 8}, "--draft-window 8: is for heads with attention (eagle, eagle2"),
+    ({"method": "none", "window": 8}, "--draft-window 8"),
+    ({"method": "lookup+medusa", "window": 8}, "--draft-window 8"),
 ], ids=str)
-def test_requests_that_cannot_be_met(request_for, method, changes, words):
-    refused(request_for(method, **changes), words)
+def test_draftings_that_cannot_be(options, words):
+    with refused(words):
+        Drafting(**options)
+
+
+@pytest.mark.parametrize("options, words", [
+    ({"method": "rest", "flags": {"datastore": "/nowhere"}}, "--datastore /nowhere: no such folder"),
+    ({"method": "eagle3", "draft": "nowhere"}, "nowhere: no eagle3 head there; convert one into it"),
+    ({"method": "medusa"}, "GOLDEN/medusa: no medusa head there"),
+    ({"method": "lookup+hydra"}, "GOLDEN/hydra: no hydra head there"),
+    ({"method": "eagle", "draft": "GOLDEN/eagle3"}, "GOLDEN/eagle3: holds a eagle3 checkpoint where a eagle"),
+    ({"method": "eagle3", "draft": "GOLDEN"}, "GOLDEN: holds a target checkpoint where a eagle3 was"),
+    ({"method": "eagle2+eagle3", "draft": "GOLDEN/eagle"}, "--speculate eagle2+eagle3: --draft GOLDEN/eagle"),
+    ({"method": "draft-model"}, "--speculate draft-model: name a smaller converted model"),
+    ({"method": "draft-model+eagle3"}, "--speculate draft-model: name a smaller converted model"),
+    ({"method": "draft-model", "draft": "/nowhere"}, "/nowhere: not a folder"),
+    ({"method": "draft-model", "draft": "GOLDEN/eagle3"}, "GOLDEN/eagle3: holds a eagle3 checkpoint"),
+], ids=str)
+def test_folders_are_judged_before_the_target_is_read(golden, monkeypatch, options, words):
+    monkeypatch.setattr("llm.load_target", lambda *_: pytest.fail("read"))
+    if "draft" in options:
+        options = options | {"draft": options["draft"].replace("GOLDEN", str(golden))}
+    with refused(words.replace("GOLDEN", str(golden))):
+        LLM(golden, Drafting(**options))
+
+
+def test_the_folders_of_two_methods(golden):
+    """A draft model has no folder of its own, two methods of one head share it."""
+    head = golden / "eagle"
+    assert Drafting("draft-model+eagle3", golden).folders(golden) == {
+        "draft-model": golden, "eagle3": golden / "eagle3"
+    }
+    assert Drafting("eagle+eagle2", head).folders(golden) == {"eagle": head, "eagle2": head}
+    assert Drafting("lookup+eagle3").folders(golden) == {"lookup": None, "eagle3": golden / "eagle3"}
+    assert Drafting().folders(golden) == {}
+
+
+@pytest.fixture(scope="module")
+def llm(golden) -> LLM:
+    return load(golden, compile=False)
 
 
 @pytest.fixture(scope="module")
 def drafts(golden, tmp_path_factory) -> Path:
-    """Draft models: the target again, as `renamed` and `bare` with other tokenizer files, and `larger`."""
+    """Draft models: the target again, each with something about it that does not fit."""
     folder = tmp_path_factory.mktemp("drafts")
-    for name in ("same", "renamed"):
-        shutil.copytree(golden, folder / name)
+    for name in ("renamed", "short", "bare", "larger"):
+        ignored = shutil.ignore_patterns("tokenizer*") if name in ("bare", "larger") else None
+        shutil.copytree(golden, folder / name, ignore=ignored)
     tokenizer = (golden / "tokenizer.json").read_text()
     (folder / "renamed" / "tokenizer.json").write_text(tokenizer.replace("<bos>", "<start>"))
-    for name in ("bare", "larger"):
-        shutil.copytree(golden, folder / name, ignore=shutil.ignore_patterns("tokenizer*"))
     config = json.loads((golden / "config.json").read_text())
-    (folder / "larger" / "config.json").write_text(json.dumps(config | {"vocab_size": 321}))
+    for name, change in (("short", {"max_seq_len": 64}), ("larger", {"vocab_size": 321})):
+        (folder / name / "config.json").write_text(json.dumps(config | change))
     return folder
 
 
-@pytest.mark.parametrize("draft, changes, words", [
-    pytest.param("same", {"tree": TREE, "rule": "residual"}, "needs a chain", id="residual-with-a-tree"),
-    pytest.param(
-        "same", {"max_seq_len": 4096}, "reads 1024 tokens,.* there is room for 4096", id="shorter-context"
-    ),
-    pytest.param("renamed", {}, "its tokenizer gives other ids", id="other-tokenizer"),
-    pytest.param("bare", {}, "has no tokenizer files to compare", id="no-tokenizer"),
-    pytest.param("larger", {}, "has a vocabulary of 321, the target one of 320", id="other-vocabulary"),
+@pytest.mark.parametrize("method, draft, options, words", [
+    ("eagle3", None, {"tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
+    ("lookahead", None, {"flags": {"level": 1000}}, "lookahead: window 7, level 1000, guess set 7: 13986"),
+    ("draft-model", "short", {}, "DRAFTS/short: reads 64 tokens, there is room for 1024; --max-seq-len 64"),
+    ("draft-model", "renamed", {}, "DRAFTS/renamed: its tokenizer gives other ids than the target's"),
+    ("draft-model", "bare", {}, "DRAFTS/bare: has no tokenizer files to compare"),
+    ("draft-model", "larger", {}, "DRAFTS/larger: has a vocabulary of 321, the target one of 320"),
+    ("draft-model", "short", {"tree": "auto"}, "--speculate draft-model: takes --tree paper or nodes,depth"),
+    ("draft-model", "short", {"tree": DEEP}, "--speculate draft-model: takes --tree paper or nodes,depth"),
+], ids=str)
+def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
+    with refused(words.replace("DRAFTS", str(drafts))):
+        llm.target.engine(Drafting(method, draft and drafts / draft, **options))
+
+
+def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
+    for options in ({"tree": TREE}, {"accept": "residual"}):
+        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options), max_seq_len=64)
+        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1))
+    with refused("accepting by residuals needs a chain"):
+        llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)
+
+
+@pytest.mark.parametrize("kind, tree, words", [
+    ("medusa", TREE, "--speculate medusa: takes a static"), ("medusa", "auto", "--speculate medusa: takes a"),
+    ("medusa", DEEP, "tree: 4 levels, and heads for 3"),
+    ("dflash", DEEP, "--speculate dflash: grows its tree: --tree T,D,K"),
+    ("dflash", TreeShape(12, 5, 4), "tree: depth 5 has 6 levels, the head drafts 4 tokens ahead: a depth"),
 ])
-def test_draft_models_that_do_not_fit(drafts, request_for, draft, changes, words):
-    refused(request_for("draft-model", draft=drafts / draft, **changes), words)
+def test_trees_that_a_head_does_not_draft(llm, golden, tmp_path, kind, tree, words):
+    from helpers.blocks import published
+    from helpers.heads import write_head
+
+    from checkpoint.convert import convert
+
+    tensors, config = published("dflash", llm.target.model)
+    if kind == "medusa":
+        H = llm.target.model.args.hidden_size
+        tensors = {f"{k}.0.linear.weight": torch.zeros(H, H) for k in range(3)}
+        tensors |= {f"{k}.0.linear.bias": torch.zeros(H) for k in range(3)}
+        config = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
+    write_head(tmp_path / "in", tensors, config)
+    head = convert(tmp_path / "in", tmp_path / "ours", golden, quiet=True)
+    with refused(words):
+        llm.target.engine(Drafting(kind, head, tree))
 
 
-@pytest.mark.parametrize("draft, changes", [("same", {}), ("bare", {"tokenizer": None})], ids=str)
-def test_draft_models_that_fit(drafts, request_for, draft, changes):
-    assert isinstance(build_drafter(request_for("draft-model", draft=drafts / draft, **changes)), DraftModel)
+def test_default_trees():
+    assert deep_tree(TreeShape(12, 3, 4), 5) == TreeShape(12, 4, 11)
+    assert deep_tree(TreeShape(4, 2, 2), 7) == TreeShape(4, 2, 3)
+    assert deep_tree(TreeShape(60, 7, 10), 15) == TreeShape(60, 14, 12)
+    for nodes, levels in ((2, 1), (12, 4), (64, 4), (30, 1)):
+        tree = likely_tree(nodes, levels)
+        assert tree.nodes == nodes and tree.window - 1 <= levels
+    with pytest.raises(ValueError, match="draft nothing"):
+        likely_tree(1, 4)
+    assert default_tree("cuda:1") == PAPER_TREE and default_tree("cuda", batch=64).nodes == 4
+    for batch in range(1, 49):
+        tree = default_tree("cuda", batch=batch)
+        assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
+    assert default_tree("cpu").nodes > default_tree("cpu", True).nodes
+    assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
+
+
+@pytest.mark.parametrize("text, words", [
+    ("8;2;3", "--tree 8;2;3: none of auto, paper, T,D,K or a JSON file"), ("8,2", "--tree 8,2: none of"),
+    ("nowhere.json", "--tree nowhere.json: none of"), ("60,1,2", "--tree 60,1,2: tree: 60 nodes, but depth"),
+    ("2000,60,60", "--tree 2000,60,60: tree: 2,000 nodes on 61 levels, at most 1,024"),
+    ("9999999999,1,1", "--tree 9999999999,1,1: none of"), ("[[0", "JSON ("), ("3", "not iterable"),
+    ("[[0], [1, 0]]", "has no parent"), ("[]", "no paths"), ('[["a"]]', "no list of ranks"),
+    ("[[]]", "no list of ranks"),
+])
+def test_trees_that_cannot_be_read(tmp_path, text, words):
+    if "--tree" not in words:
+        (tmp_path / "tree").write_text(text)
+        text = str(tmp_path / "tree")
+    with pytest.raises(InputError, match=r"^--tree") as error:
+        read_tree(text)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_numbers_fill_up_a_tree():
+    assert with_numbers(None, None, None, TREE) == TREE
+    assert with_numbers(5, None, 2, TREE) == TreeShape(5, 2, 2)
+    assert with_numbers(None, 3, None, default_tree("cuda")) == TreeShape(60, 3, 10)
+    with pytest.raises(ValueError, match="only draft"):
+        with_numbers(60, None, None, default_tree("cpu"))
 
 
 def test_flags_belong_to_methods():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     options = parser.parse_args(["--window", "3"])
-    assert read_flags(options, ["none", "lookahead"])["lookahead"]["window"] == 3
-    with pytest.raises(InputError, match="--window belongs to --speculate lookahead"):
+    assert read_flags(options, ["none", "lookahead"]) == {"none": {}, "lookahead": {"window": 3}}
+    assert Drafting("lookahead", flags={"window": 3}).flags == {"window": 3, "level": 5, "guess-set": 7}
+    with refused("--window belongs to --speculate lookahead"):
         read_flags(options, ["lookup"])
-    with pytest.raises(InputError, match="--speculate magic: unknown"):
-        known("magic")
 
 
-@pytest.mark.parametrize("text, error, words", [
-    ("8;2;3", InputError, "8;2;3: none of auto, paper, T,D,K or a JSON file"),
-    ("8,2", InputError, "8,2: none of"), ("nowhere.json", InputError, "nowhere.json: none of"),
-    ("60,1,2", ValueError, "only draft 6"), ("BROKEN", InputError, "none of"),
-    ("NUMBER", InputError, "none of"), ("ORPHAN", InputError, "has no parent"),
-    ("EMPTY", InputError, r"paths is \[\]; expected at least 1"),
-    ("WORDS", InputError, r"paths\[0\]\[0\] is 'a'; expected a whole number"),
-])
-def test_trees_that_cannot_be_read(tmp_path, text, error, words):
-    files = {"BROKEN": "[[0", "ORPHAN": "[[0], [1, 0]]", "NUMBER": "3", "EMPTY": "[]", "WORDS": '[["a"]]'}
-    if text in files:
-        (tmp_path / text).write_text(files[text])
-        text = str(tmp_path / text)
-    with pytest.raises(error, match=words):
-        read_tree(text)
+MINE = '''
+import torch
+from drafters.base import Drafter, Proposal, StaticTree
+from tree import chains
+
+class Again(Drafter):
+    """The last tokens, once more."""
+    def __init__(self, length):
+        super().__init__(chains((length,)))
+        self.static, self.length = StaticTree(self.shape), length
+    def propose(self, state, slots, noise):
+        back = (state.length[:, None] - self.length + torch.arange(self.length + 1)).clamp(min=0)
+        last = state.tokens.gather(1, back)
+        return Proposal(self.static.of(torch.cat((state.root()[:, None], last[:, 1:]), 1)))
+
+def build(setup):
+    return Again(setup.flags["again-length"])
+'''
 
 
-def test_numbers_fill_up_a_tree():
-    assert with_numbers(None, None, None, TREE) == TREE
-    assert with_numbers(5, None, 2, TREE) == TreeShape(5, 2, 2)
-    assert with_numbers(None, 3, None, "paper") == TreeShape(60, 3, 10)
-    with pytest.raises(ValueError, match="only draft"):
-        with_numbers(60, None, None, default_tree("cpu"))
+def test_a_new_method_is_a_file_and_a_line(llm, golden, tmp_path, monkeypatch):
+    (tmp_path / "again_drafter.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"again-length": Flag(3, "how many")}
+    monkeypatch.setitem(METHODS, "again", Method("again_drafter", "the last tokens again", flags=own))
+    again = load(golden, "again", flags={"again-length": 2}, compile=False)
+    for temperature in (0, 1):
+        sampling = {"max_new_tokens": 40, "temperature": temperature, "seed": 3}
+        request, plain = again.generate("abcabc", **sampling), llm.generate("abcabc", **sampling)
+        assert request.ids == plain.ids and max(request.accept_lengths) <= 3 and request.trees["3 nodes"] > 9
+    with refused("--speculate again: has no use for --draft; leave it out"):
+        Drafting("again", "x")

@@ -3,9 +3,10 @@ import pytest
 import torch
 
 from common.errors import InputError
+from drafters import Drafting
 from engine import dealing
 from engine.runtime import Runtime
-from engine.target import Drafting, load_target
+from engine.target import load_target
 from kernels.tp import Ranks
 
 

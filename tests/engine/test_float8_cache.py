@@ -7,11 +7,12 @@ import torch
 from helpers.decoding import prompts
 
 from common.errors import InputError
+from drafters import Drafting
 from drafters.eagle import Eagle
 from engine.compiling import compile_graph
 from engine.request import Request
 from engine.runtime import Runtime
-from engine.target import Drafting, load_target
+from engine.target import load_target
 from kernels.float8 import Float8Caches, from_bytes, to_bytes
 from kernels.gpu import here
 from model import KVCaches, ModelArgs

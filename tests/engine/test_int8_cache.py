@@ -2,9 +2,10 @@
 import pytest
 import torch
 
+from drafters import Drafting
 from drafters.eagle import Eagle
 from engine.runtime import Runtime
-from engine.target import Drafting, load_target
+from engine.target import load_target
 from kernels.packed import ByteCaches
 from sampling.options import Sampling
 from tree import TreeShape

@@ -5,14 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import InputError
-from drafters.tree_spec import GPU_ROWS, default_tree, eagle_tree
+from drafters import Drafting
 from engine.engine import Engine
 from engine.prompt import encode
 from engine.runtime import Runtime, check_compiler, check_device
-from engine.target import Drafting, Target, load_target
+from engine.target import Target, load_target
 from sampling.options import Sampling
 from tokens.tokenizer import Tokenizer
-from tree import PAPER_TREE
 
 
 @pytest.fixture(scope="module")
@@ -123,36 +122,6 @@ def test_requests_that_cannot_be_decoded(target):
     engine.admit([1]), engine.admit([2])
     with pytest.raises(RuntimeError, match="all 2 places are taken"):
         engine.admit([3])
-
-
-def test_a_cpu_has_a_small_tree():
-    assert default_tree("cuda:1") == "paper" and default_tree("cpu").nodes > default_tree("cpu", True).nodes
-    for batch in range(1, 49):
-        tree = eagle_tree(default_tree("cuda", batch=batch))
-        assert batch * tree.nodes <= GPU_ROWS and (tree == PAPER_TREE) == (batch <= 3)
-    assert default_tree("cuda", batch=64).nodes == 4
-    assert default_tree("cpu", True, "avx512bf16").nodes > default_tree("cpu", False, "avx2").nodes
-
-
-@pytest.mark.parametrize("given, words", [
-    ({"method": "eagle9"}, "--speculate eagle9: unknown"),
-    ({"tree": "bogus"}, "--tree bogus: none of"),
-    ({"tree": "60,1,4"}, "only draft 20"),
-    ({"accept": "foo"}, "accept 'foo': unknown"),
-    ({"method": "none", "draft": "/nowhere"}, "method 'none' drafts nothing"),
-    ({"method": "none", "tree": "paper"}, "method 'none' drafts nothing"),
-    ({"method": "lookahead", "flags": {"guess_set": 3}}, "flag 'guess_set': lookahead has no such flag"),
-    ({"flags": {"window": 3}}, "flag 'window': eagle3 has no such flag"),
-    ({"method": "lookahead", "flags": {"window": "3"}}, "flag 'window': '3' is not of type int"),
-], ids=str)
-def test_draftings_that_cannot_be(given, words):
-    with pytest.raises((InputError, ValueError), match=words):
-        Drafting(**{"method": "eagle3", **given})
-
-
-def test_a_tree_may_be_written_as_on_the_command_line():
-    assert Drafting("eagle3", tree="12,3,4").tree.nodes == 12
-    assert Drafting("medusa", tree="paper").tree == "paper"
 
 
 @pytest.mark.parametrize("batch", [0, -1])

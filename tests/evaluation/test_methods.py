@@ -2,7 +2,7 @@
 import pytest
 
 from common.errors import InputError
-from engine.target import Drafting
+from drafters import Drafting
 from evaluation.methods import read_draftings
 from evaluation.sets import read_sets, rounds
 from tree import TreeShape

@@ -5,11 +5,11 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from drafters import Drafting
 from drafters.eagle import Eagle
 from engine.engine import Engine
 from engine.request import Draft
 from engine.runtime import Runtime
-from engine.target import Drafting
 from helpers.statistics import chi_square, chi_square_limit
 from llm import LLM
 from sampling.options import Sampling
@@ -42,9 +42,21 @@ def ids(engine: Engine, texts, sampling) -> list[list[int]]:
     return [request.ids for request in engine.generate(texts, sampling)]
 
 
+def watched(
+    engine: Engine, prompt: list[int], sampling: Sampling = Sampling()
+) -> list[tuple[list[int], Draft]]:
+    """The text before every step of one request, its root last, and the tree of the step."""
+    known, steps = list(prompt), []
+    for event in engine.run([prompt], [sampling], [], watch=True):
+        if event.draft:
+            steps.append((list(known), event.draft))
+        known += event.ids
+    return steps
+
+
 def drafts(engine: Engine, prompt: list[int], sampling: Sampling = Sampling()) -> list[Draft]:
     """The tree of every step of one request."""
-    return [e.draft for e in engine.run([prompt], [sampling], [], watch=True) if e.draft]
+    return [draft for _, draft in watched(engine, prompt, sampling)]
 
 
 def replay(engine: Engine, path: Path) -> None:
