@@ -56,6 +56,8 @@ class Evaluation:
             "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
         }
         check_out(Path(o.out), options)
+        for drafting in draftings.values():
+            drafting.folders(Path(o.checkpoint))  # refused before the target's weights are read
         target = load_target(o.checkpoint, runtime, say, ranks)
         if o.calibrate:
             prompts = [question["turns"][0] for group in sets.values() for question in group]
