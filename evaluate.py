@@ -127,7 +127,7 @@ def run(o, unreported: list) -> int:
     draftings = read_draftings(methods, settings, flags, o.draft_window)
     sets = read_sets(o.questions, o.limit)
     check_folder("--out", o.out)
-    runtime = Runtime(o.device, o.dtype, o.compile, o.kernels, isa=o.isa, kv=o.kv)
+    runtime = Runtime.of(o)
     if not several():
         evaluation = Evaluation(o, runtime, draftings, sets, say)
         unreported.append(evaluation)

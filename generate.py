@@ -16,12 +16,11 @@ from common.torchrun import command_in_words, one_voice, several
 from drafters import (
     METHODS,
     MOST_NODES,
+    Drafting,
     add_flags,
     add_window,
     default_tree,
     method_name,
-    read_flags,
-    read_tree,
     with_numbers,
 )
 from sampling.options import RULES, Sampling
@@ -153,22 +152,17 @@ def load(o, prompts: Prompts, ranks=None):
     """
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
-    from drafters import Drafting
     from engine.runtime import Runtime, check_device
     from engine.target import check_prompts
     from kernels.tp import own_device
     from llm import LLM
 
-    fields = {
-        "device": o.device, "dtype": o.dtype, "compile": o.compile, "kernels": o.kernels,
-        "autotune": o.autotune, "isa": o.isa, "kv": o.kv,
-    }
-    runtime = Runtime(**fields)
+    runtime = Runtime.of(o)
     if ranks:
-        fields["device"] = own_device(runtime.device_name)
+        runtime = replace(runtime, device=own_device(runtime.device_name))
         read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
-    check_device(fields["device"] or runtime.device_name)
-    flags, tree = read_flags(o, [o.speculate])[o.speculate], read_tree(o.tree)
+    check_device(runtime.device_name)
+    drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
     folder, batch = converted_folder(o.checkpoint, note), min(max(1, len(prompts)), o.batch_size or 16)
     if o.verify:
         from checkpoint.folder import verify
@@ -178,13 +172,9 @@ def load(o, prompts: Prompts, ranks=None):
     if any(getattr(o, name) is not None for name in NUMBERS):
         quantised = "quantization" in read_config(folder, "target")
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
-        tree = with_numbers(*(getattr(o, name) for name in NUMBERS), usual)
-    drafting = Drafting(
-        o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags,
-        tuple(p for p in prompts if isinstance(p, list)), o.draft_window,
-    )
+        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
     return LLM(
-        folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **fields
+        folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **vars(runtime)
     )
 
 

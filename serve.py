@@ -17,7 +17,7 @@ from pathlib import Path
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.torchrun import command_in_words, is_first, one_voice, several
-from drafters import METHODS, add_flags, add_window, method_name, read_flags
+from drafters import METHODS, Drafting, add_flags, add_window, method_name, read_flags
 
 STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -69,23 +69,6 @@ def parser() -> Options:
     return p
 
 
-def runtime_of(o):
-    """Return the `engine.runtime.Runtime` that options ask for."""
-    from engine.runtime import Runtime
-
-    return Runtime(o.device, o.dtype, o.compile, o.kernels, False, o.isa, o.kv)
-
-
-def drafting_of(o):
-    """Return the `engine.target.Drafting` that options ask for. Raises InputError or ValueError."""
-    from engine.target import Drafting
-
-    return Drafting(
-        o.speculate, o.draft, o.tree, coupled=o.coupled, int8=o.draft_int8,
-        flags=read_flags(o, [o.speculate])[o.speculate], window=o.draft_window,
-    )
-
-
 def key_of(o) -> str | None:
     """Return the key that requests need, if any. Raises InputError if no header can hold it."""
     key = o.api_key or os.environ.get("EAGLE_API_KEY") or None
@@ -120,9 +103,10 @@ def run(o) -> None:
     """
     from checkpoint.folder import known_config, read_config
     from common.threads import use_threads
+    from engine.runtime import Runtime
 
     use_threads(o.threads, note)
-    drafting, runtime = drafting_of(o), runtime_of(o)
+    drafting, runtime = Drafting.of(o), Runtime.of(o)
     runtime.prepare()  # mistakes end the server before a checkpoint is converted
     known_config(o.checkpoint, o.max_seq_len)
     if o.draft:

@@ -267,6 +267,17 @@ class Drafting:
             if value is None:
                 raise InputError(f"--speculate {name}: needs --{flag}, the {_own_flags(name)[flag].what}")
 
+    @classmethod
+    def of(cls, o: argparse.Namespace, **more) -> Drafting:
+        """Return the drafting that a command's options ask for, see `common.cli.Options.add_drafting`.
+
+        more: further fields.
+        """
+        return cls(
+            o.speculate, o.draft, o.tree, getattr(o, "accept", "equal"), o.coupled, o.draft_int8,
+            read_flags(o, [o.speculate])[o.speculate], window=o.draft_window, **more,
+        )
+
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 import shutil
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -34,6 +34,11 @@ class Runtime:
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
+
+    @classmethod
+    def of(cls, o) -> Runtime:
+        """Return the runtime that a command's options ask for, see `common.cli.Options.add_runtime`."""
+        return cls(**{field.name: getattr(o, field.name) for field in fields(cls) if hasattr(o, field.name)})
 
     @property
     def device_name(self) -> str:
