@@ -192,7 +192,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from common.threads import use_threads
     from console.chat import chat
-    from engine.compiling import compile_errors
+    from engine.compile import compile_errors
 
     use_threads(o.threads, note)
     began = time.perf_counter()

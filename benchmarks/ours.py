@@ -18,7 +18,7 @@ from drafters import Drafting
 from drafters.eagle import Eagle
 from engine import autotune
 from engine.autotune import Calibration, Tuner
-from engine.capture import capture
+from engine.compile import capture
 from engine.engine import Engine
 from engine.memory import bytes_per_step
 from engine.prompt import encode

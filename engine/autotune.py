@@ -336,6 +336,8 @@ class Tuner:
             return self._ahead.popleft()
         noisy = any(r.sampling.temperature > 0 for r in requests)
         if not self.times.known:  # nobody has called `rehearse`
+            if not self.live:
+                return self.shapes[0]
             self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(CHECK))
             return self._ahead.popleft()
         trees = self.trees(count, noisy)

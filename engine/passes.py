@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import Drafter
-from engine.capture import CapturedCalls
-from engine.compiling import CompiledFunction
+from engine.compile import CapturedCalls, CompiledFunction
 from engine.memory import free_memory
-from engine.prefill import prefill
 from engine.request import Score
 from engine.state import State
-from engine.step import commit, step, verify
+from engine.step import commit, prefill, step, verify
 from kernels.backend import backend_of
 from model import Transformer
 from sampling.options import Modes

@@ -12,7 +12,7 @@ import torch
 from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.threads import use_threads
-from engine.saved_graph import READ_ONLY
+from engine.compile import READ_ONLY
 from kernels.build import COMPILED, writable
 from kernels.gpu import here
 from kernels.isa import choose
