@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from checkpoint.folder import CALIBRATION, MEASURED
-from common.errors import InputError, printable
+from common.errors import InputError
 from common.files import read_json, write_text
 from common.schema import Wrong
 from drafters.base import Confidence
@@ -25,7 +25,6 @@ from engine.request import Request
 from tree import TreeShape
 
 FORMAT = 1
-MOST_NODES = 1024  # of a tree that somebody else measured
 TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
 SHORT, LONG = 128, 4096  # tokens of context at which heads are measured
 # Trees that are tried, smallest first. benchmarks/replay.py shows what others would bring.
@@ -104,7 +103,7 @@ class Calibration:
         if record["format"] != FORMAT:
             raise Wrong("format", record["format"], f"{FORMAT}, which this version reads")
         taus = {
-            t: {_shape(t, name, tau): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
+            t: {TreeShape.parse(name): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
             for t in TEMPERATURES
         }
         if not taus[0.0]:
@@ -124,20 +123,6 @@ class Calibration:
                 raise Wrong("far.context", context, f"more than {SHORT}")
             far = Far(context, {t: float(kept[f"{t:g}"]) for t in TEMPERATURES})
         return cls(taus, tuple(map(float, record["ease"])), far, confidence)
-
-
-def _shape(temperature: float, name: str, tau: float) -> TreeShape:
-    """Parse a tree's name; `tau` must be possible for it. Raises Wrong."""
-    key = f"tau.{temperature:g}.{printable(name)}"
-    try:
-        shape = TreeShape.parse(name)
-    except ValueError as e:
-        raise Wrong(key, tau, f"a name that is a tree ({e})") from None
-    if shape.nodes > MOST_NODES or shape.depth > MOST_NODES or shape.width > MOST_NODES:
-        raise Wrong(key, tau, f"a tree of numbers up to {MOST_NODES:,}")
-    if tau > shape.window:
-        raise Wrong(key, tau, f"at most {shape.window}, which is what a step of this tree emits")
-    return shape
 
 
 # -- the requests at hand ----------------------------------------------------------------------
