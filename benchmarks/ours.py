@@ -85,7 +85,7 @@ class Runner:
         self.engine, self.requests = engine, []
 
     def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
-        """Decode up to `batch` prompts, pass by pass. What an earlier call has left undecoded, leaves."""
+        """Decode up to `batch` prompts, pass by pass. Requests that an earlier call left undecoded leave."""
         for request in self.requests:
             self.engine.leave(request)
         self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]

@@ -1,8 +1,9 @@
 """Which tree the next step drafts, or none: by the tokens a step emits over the seconds it takes.
 
-Three things decide. How often a head's drafts are accepted, by tree: `Calibration`, measured once for a head.
-How much more or less is accepted of the requests at hand: `Acceptance`. How long a step with each tree takes
-here, now: `Times` of real steps, a few at warm-up and then all that run. The choice never changes the text.
+Three things decide. `Calibration`: how often a head's drafts are accepted, by tree, measured once for a head.
+`Acceptance`: how much more or less is accepted of the current requests. `Times`: how long a step with each
+tree takes here and now, from real steps, a few at warm-up and then all that run. The choice never changes the
+text.
 """
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Far(NamedTuple):
     kept: dict[float, float]
 
     def at(self, temperature: float, context: int) -> float:
-        """The same ratio at any context: linear up to `self.context`, constant after it."""
+        """Interpolate the ratio at any context: linear up to `self.context`, constant after it."""
         share = (min(context, self.context) - SHORT) / (self.context - SHORT)
         return 1 + max(share, 0.0) * (self.kept[temperature] - 1)
 
@@ -132,7 +133,7 @@ PRIOR = 6.0  # steps of average text that a request begins with
 
 
 class Ratio:
-    """A ratio of sums in which old steps fade: found / expected."""
+    """A ratio of two sums over steps, found / expected; old steps fade."""
 
     def __init__(self, expected: float, found: float | None = None):
         self.found, self.expected = expected if found is None else found, expected
@@ -195,7 +196,7 @@ class Times:
 
     @property
     def known(self) -> bool:
-        """Whether any step was timed."""
+        """True after the first timed step."""
         return bool(self._timed)
 
     def refresh(self) -> None:
@@ -320,7 +321,7 @@ class Tuner:
         if self._ahead:
             return self._ahead.popleft()
         noisy = any(r.sampling.temperature > 0 for r in requests)
-        if not self.times.known:  # nobody has called `rehearse`
+        if not self.times.known:  # without `rehearse`
             if not self.live:
                 return self.shapes[0]
             self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(CHECK))
@@ -400,7 +401,7 @@ class Tuner:
                 best = max(best, speed)
         self.times.refresh()
         self._trees.clear()
-        self._current.clear()  # may be none of the trees now
+        self._current.clear()  # it may have gone
         self._usual = usual
 
     def explain(self, count: int, noisy: bool) -> str:

@@ -1,8 +1,8 @@
 """Compiled functions over static buffers: traced once, kept on disk, captured as CUDA graphs.
 
-A compiled step is called thousands of times with the same modules and buffers. What torch.compile does at
-every call (looking up, guarding, unpacking hundreds of tensors) takes as long as a layer, and tracing takes
-seconds in every process. `CompiledFunction` does each once: it saves a `SavedGraph` and calls that. On CUDA
+A compiled step is called thousands of times with the same modules and buffers. At every call torch.compile
+looks up, guards and unpacks hundreds of tensors, which takes as long as a layer; tracing takes seconds in
+every process. `CompiledFunction` does each once: it saves a `SavedGraph` and calls that. On CUDA
 `CapturedCalls` then replays the call.
 
 Saved graphs are made and loaded by torch's `aot_compile`, without its guards: some of them cannot be saved,
@@ -57,7 +57,7 @@ def compile_graph(function: Callable, **options) -> Callable:
 
     # torch.compile keeps its results per code object and checks their guards one by one: each function gets a
     # code object of its own.
-    name = getattr(function, "func", function).__name__  # a partial has none of its own
+    name = getattr(function, "func", function).__name__  # a partial has no name
     graph.__code__ = graph.__code__.replace(co_name=name)
     return torch.compile(graph, fullgraph=True, **options)
 
@@ -65,7 +65,7 @@ def compile_graph(function: Callable, **options) -> Callable:
 class CompiledFunction:
     """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
 
-    Arguments are those modules, tensors (of one shape, but for dimensions marked dynamic) and constants. Each
+    Arguments are those modules, tensors (of one shape, except dimensions marked dynamic) and constants. Each
     combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
     calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
     """
@@ -139,7 +139,7 @@ class SavedGraph:
     def make(cls, function: Callable, args: tuple, path: Path) -> SavedGraph:
         """Compile `function` for these arguments and save the graph at `path`.
 
-        Where that cannot be written, the next process compiles again.
+        If it cannot be written, the next process compiles again.
         """
         # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
         # Our operators take numbers, not what dynamo makes of one that was another in an earlier graph.
@@ -203,7 +203,7 @@ def _file_of(module: str) -> Path:
 
 
 def _is_library(module: str) -> bool:
-    """Whether a module is Python's or an installed package's: its version is in a graph's name."""
+    """Return whether a module is Python's or an installed package's: its version is in a graph's name."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return module in sys.builtin_module_names
@@ -218,7 +218,7 @@ def _digest(file: Path) -> str:
 
 
 def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
-    """Where a graph of `function` for these arguments may be saved. The first place is the one to write to.
+    """Return the files that a graph of `function` for these arguments may be in; the first one is written.
 
     The name stands for all that the graph depends on except our sources, whose digests are in the file.
     """
@@ -234,7 +234,7 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
 
 
 def _gpu(args: tuple) -> tuple:
-    """What a graph on a GPU depends on: the GPU, and what compiled it."""
+    """Return what a graph on a GPU depends on: the GPU, and what compiled it."""
     devices = {tensor.device for tensor in _tensors(args).values() if tensor.is_cuda}
     if not devices:
         return ()
@@ -274,7 +274,7 @@ def _described(args: tuple) -> Iterator[tuple]:
 
 
 def variant_of(arg) -> object:
-    """What tells compiled versions apart: a tensor's dtype and shape (None: dynamic), or a constant."""
+    """Describe an argument: a tensor's dtype and shape (None: dynamic), or a constant."""
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())
@@ -326,7 +326,7 @@ class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
     One memory pool serves them all; what a call returns is overwritten by the next. `still` gives a context
-    in which a call changes nothing of meaning. device: the GPU that the buffers are on.
+    that keeps a call from changing any sequence. device: the GPU that the buffers are on.
     """
 
     def __init__(self, device: torch.device, still: Callable[[], contextlib.AbstractContextManager]):
@@ -334,7 +334,7 @@ class CapturedCalls:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, key: tuple, call: Callable):
-        """What `call` returns; `key` tells calls of different shapes apart."""
+        """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart."""
         with torch.cuda.device(self.device):
             if key not in self.graphs:
                 with self.still():

@@ -40,9 +40,9 @@ def load_target(
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
-    draftings: their heads are looked up before the weights are read. Where our kernels cannot be compiled or
-    loaded it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these processes,
-    which all call this. Raises InputError, one line, if anything is missing, damaged or does not fit.
+    draftings: their heads are looked up before the weights are read. If our kernels cannot be compiled or
+    loaded, it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these
+    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or does not fit.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
@@ -162,7 +162,7 @@ class Target:
 
     @property
     def _compiles(self) -> bool:
-        """Whether steps go through torch.compile."""
+        """True if steps go through torch.compile."""
         return self.runtime.compile and not backend_of(self.model).row_invariant
 
     @cached_property
