@@ -317,7 +317,7 @@ class Engine:
         """Decode any number of prompts, yielding what they gain: a request that ends makes room for the next.
 
         requests: receives the requests in order, when they are admitted. options: of `admit`. If it is left
-        early, as by Ctrl-C, no request stays here. Raises ValueError as `admit` does, before anything is decoded.
+        early, as by Ctrl-C, no request stays here. Raises ValueError as `admit` does, before any decoding.
         """
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")

@@ -42,7 +42,7 @@ def load_target(
 
     draftings: their heads are looked up before the weights are read. If our kernels cannot be compiled or
     loaded, it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these
-    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or does not fit.
+    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or too large.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
