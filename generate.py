@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from common.cli import Options, check_writable, command, note
 from common.errors import InputError
@@ -152,7 +153,7 @@ def load(o, prompts: Prompts, ranks=None):
     """
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
-    from engine.runtime import Runtime, check_device
+    from engine.runtime import Runtime
     from engine.target import check_prompts
     from kernels.tp import own_device
     from llm import LLM
@@ -161,9 +162,11 @@ def load(o, prompts: Prompts, ranks=None):
     if ranks:
         runtime = replace(runtime, device=own_device(runtime.device_name))
         read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
-    check_device(runtime.device_name)
+    runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
+    batch = min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
-    folder, batch = converted_folder(o.checkpoint, note), min(max(1, len(prompts)), o.batch_size or 16)
+    folder = converted_folder(o.checkpoint, note)
+    drafting.folders(Path(folder))  # a head that is missing is refused before prompts and weights are read
     if o.verify:
         from checkpoint.folder import verify
 
@@ -182,7 +185,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from common.threads import use_threads
     from console.chat import chat
-    from engine.compiling import compile_errors
+    from engine.compile import compile_errors
 
     use_threads(o.threads, note)
     began = time.perf_counter()
