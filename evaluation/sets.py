@@ -4,7 +4,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from common.errors import InputError, printable
 from common.files import check_readable
@@ -12,7 +11,6 @@ from tokens.dataset import read_questions
 
 OWN = Path(__file__).resolve().parent / "questions"
 MEAN = "mean"  # the table's own set: the mean over the others
-Item = TypeVar("Item")
 
 
 def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
@@ -48,12 +46,6 @@ def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
     return sets
 
 
-def rotated(items: list[Item], turn: int) -> list[Item]:
-    """Return the same items in the same circle. Each turn begins with another one."""
-    first = turn % len(items)
-    return items[first:] + items[:first]
-
-
 def rounds(
     sets: dict[str, list[dict]], temperatures: list[float], methods: list[str]
 ) -> Iterator[tuple[str, dict, float, list[str]]]:
@@ -66,4 +58,5 @@ def rounds(
         for name, questions in sets.items():
             if i < len(questions):
                 for temperature in temperatures:
-                    yield name, questions[i], temperature, rotated(methods, i)
+                    first = i % len(methods)
+                    yield name, questions[i], temperature, methods[first:] + methods[:first]

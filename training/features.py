@@ -220,18 +220,13 @@ def training_copy(target: Transformer, work: Path, processes: Processes) -> Tran
 
     Processors whose bfloat16 products are slower than two products of floats are common: those without such
     an instruction, and Intel's that have it but no tiles. The first measurement is kept in WORK and holds for
-    all runs that go on there. Raises InputError if it is damaged.
+    all runs that go on there.
     """
     dtype, kept = target.embed.weight.dtype, work / PRECISION
     if target.embed.weight.device.type != "cpu" or dtype == torch.float32:
         return target
-    if kept.exists():
-        faster = read_json(kept).get("float32")
-        if not isinstance(faster, bool):
-            raise InputError(f"{kept}: float32 is {faster}; expected true or false; delete it")
-    else:
-        faster = float32_is_faster(dtype)
-    faster = processes.from_first(faster)
+    faster = read_json(kept).get("float32") if kept.exists() else float32_is_faster(dtype)
+    faster = processes.from_first(bool(faster))  # all take part: the first may write before others look
     if processes.first and not kept.exists():
         write_text(kept, json.dumps({"float32": faster}) + "\n")
     return copy.deepcopy(target).float() if faster else target

@@ -10,7 +10,7 @@ from checkpoint.loading import load_model
 from common.errors import InputError
 from kernels.choose import choose_backend
 from training import features as features_room
-from training.features import PRECISION, Features, Reader, StoredFeatures, training_copy
+from training.features import Features, Reader, StoredFeatures, training_copy
 from training.processes import Processes
 
 
@@ -87,9 +87,6 @@ def test_a_copy_in_floats_where_they_are_faster(golden, tmp_path, monkeypatch):
     copy = copied(target, works[1], False)
     assert copy.embed.weight.dtype == torch.float32 and target.embed.weight.dtype == torch.bfloat16
     assert copied(copy, works[0], False) is copy
-    (works[1] / PRECISION).write_text('{"float32": 1}')
-    with pytest.raises(InputError, match=r"precision.json: float32 is 1; expected true or false; delete it"):
-        copied(target, works[1], True)
     states = Features(copy, (1, 2, 3), dtype=torch.bfloat16)
     assert states.compute([[1, 2, 3]]).normed.dtype == torch.bfloat16
     assert states.read(ROWS[:1]).features.dtype == torch.float32

@@ -112,17 +112,6 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, prompt_file, tra
     assert "holds a head that was not trained in" in last_line(capsys)
 
 
-def test_features_on_disk_change_nothing(golden, prompt_file, tmp_path, capsys, monkeypatch):
-    losses = []
-    for name, more in (("a", []), ("b", ["--cache-features"])):
-        argv = [*options(golden, prompt_file, tmp_path / name, **{"batch-tokens": 200}), *more]
-        assert train.main(argv) == 0
-        losses.append([row["loss"] for row in log_of(tmp_path / name) if "loss" in row])
-    assert "rows need 0.00 GB" in capsys.readouterr().err
-    assert list((tmp_path / "b" / "head-work" / "features").glob("*/*.safetensors"))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_products_of_floats(prompt_file, tmp_path, monkeypatch):
     """A bfloat16 target learns in float32 where that is faster. Its text and its stored features stay."""
     target = convert(GOLDEN / "target", tmp_path / "target", quiet=True, dtype="bf16")
