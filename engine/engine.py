@@ -550,17 +550,20 @@ class Engine:
             self.state.stop_ids.copy_(stop_ids)
 
     def _rehearse(self, sampling: Sampling) -> None:
-        """Run every kind of step a few times, so that the tuner knows what each takes."""
+        """Run every kind of step a few times, so that the tuner knows what each takes, alone and full."""
         long = replace(sampling, max_new_tokens=self.max_seq_len)
-
-        def run() -> None:
-            if not self.busy:
-                self.admit([0], long)
-            self.step()
-
         lag, self.lag = self.lag, 0
         try:
-            self.tuner.rehearse(self.step_counts[0], sampling.temperature > 0, run)
+            for count in sorted({self.step_counts[0], self.batch}):
+                def run(count: int = count) -> None:
+                    while len(self.requests) < count:
+                        self.admit([0], long)
+                    while self._sizes[READING]:
+                        self._read_prompts()
+                        self._read(0)
+                    self.step()
+
+                self.tuner.rehearse(count, sampling.temperature > 0, run)
         finally:
             self.lag = lag
             for request in self.requests:
