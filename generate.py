@@ -226,39 +226,45 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     engine, ranks = llm.engine, llm.target.model.ranks
     ids = [llm.encode(prompt, raw=o.raw, system=o.system) for prompt in prompts]
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
-    requests, others, interrupted, read = [], [], False, engine.bytes_read
+    requests, others, printed, interrupted, before = [], [], 0, False, engine.bytes_read
+    rule = engine.drafter.rule if o.temperature > 0 else "equal"
+
+    def print_one(i: int) -> None:
+        if o.json:
+            other, count = others[i] if others else None, ranks.count if ranks else 1
+            print(json.dumps(as_json(requests[i], prompts[i], rule, other, count)), flush=True)
+        elif len(ids) > 1:
+            text = as_text(requests[i], llm.tokenizer)
+            print(f"--- {i + 1}, seed {samplings[i].seed} ---\n{text}", flush=True)
+
     events = engine.run(ids, samplings, requests, watch=bool(trace))
     if trace:
         events = trace.watch(events)
     try:
         if o.json or len(ids) > 1:
-            for _ in events:
-                pass
+            for _ in events:  # in order, as they end
+                while printed < len(requests) and requests[printed].finish and not (plain and o.json):
+                    print_one(printed)
+                    printed += 1
         else:
             show(events, llm.tokenizer)
-        read = engine.bytes_read - read
+        read = engine.bytes_read - before
         if plain:
             others = plain.generate(ids, samplings)
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted, read = True, engine.bytes_read - before
         note("\n(interrupted)")
-    for request in requests:
-        if request.error:
-            raise ValueError(request.error)
-    rule = engine.drafter.rule if o.temperature > 0 else "equal"
-    if o.json:
-        for i, request in enumerate(requests):
-            other, count = others[i] if others else None, ranks.count if ranks else 1
-            print(json.dumps(as_json(request, prompts[i], rule, other, count)), flush=True)
-    elif requests:
-        if len(ids) > 1:
-            for i, request in enumerate(requests):
-                print(f"--- {i + 1}, seed {request.sampling.seed} ---\n{as_text(request, llm.tokenizer)}")
+    for i in range(printed, len(requests)):
+        print_one(i)
+    if requests and not o.json:
         note(statistics(requests, engine, read))
         if others:
             note(comparison(requests, others, rule))
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])
+    for request in requests:
+        if request.error:
+            raise ValueError(request.error)
     return 130 if interrupted else 0
 
 

@@ -246,7 +246,7 @@ class Times:
 
     def _by_rows(self, count: int, shape: TreeShape | None) -> float | None:
         """Guess the seconds of a step from those of few sequences and the cost of additional rows there."""
-        alone, few = {}, min((n for n, _, _ in self._timed), default=0)
+        alone, few = {}, min((n for n, _, timed in self._timed if timed == shape), default=0)
         for (n, _, other), timed in self._timed.items():
             if n == few:
                 alone.setdefault(other, []).append(statistics.median(t.seconds for t in timed))
@@ -423,6 +423,8 @@ class Tuner:
         """Say in words which trees were chosen and what was measured for the first of them."""
         seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
         trees = self.trees(count, noisy)
+        if len(seconds) < 2:
+            return "plain decoding (no step with a tree was timed)"
         best = max((s for s in seconds if s), key=lambda s: self.tau(s, float(noisy), SHORT) / seconds[s])
         shape = trees[0] if trees else best
         names = " or ".join(tree.name for tree in trees)
