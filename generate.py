@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 from common.cli import Options, check_writable, command, note
 from common.errors import InputError
@@ -21,7 +22,6 @@ from drafters import (
     default_tree,
     method_name,
     read_flags,
-    read_tree,
     with_numbers,
 )
 from sampling.options import RULES, Sampling
@@ -154,7 +154,7 @@ def load(o, prompts: Prompts, ranks=None):
     from checkpoint.convert import converted_folder
     from checkpoint.folder import read_config
     from drafters import Drafting
-    from engine.runtime import Runtime, check_device
+    from engine.runtime import Runtime
     from engine.target import check_prompts
     from kernels.tp import own_device
     from llm import LLM
@@ -167,9 +167,15 @@ def load(o, prompts: Prompts, ranks=None):
     if ranks:
         fields["device"] = own_device(runtime.device_name)
         read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
-    check_device(fields["device"] or runtime.device_name)
-    flags, tree = read_flags(o, [o.speculate])[o.speculate], read_tree(o.tree)
-    folder, batch = converted_folder(o.checkpoint, note), min(max(1, len(prompts)), o.batch_size or 16)
+    runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
+    batch = min(max(1, len(prompts)), o.batch_size or 16)
+    drafting = Drafting(
+        o.speculate, o.draft, o.tree, o.accept, o.coupled, o.draft_int8,
+        read_flags(o, [o.speculate])[o.speculate], tuple(p for p in prompts if isinstance(p, list)),
+        o.draft_window,
+    )
+    folder = converted_folder(o.checkpoint, note)
+    drafting.folders(Path(folder))  # a head that is missing is refused before prompts and weights are read
     if o.verify:
         from checkpoint.folder import verify
 
@@ -178,11 +184,7 @@ def load(o, prompts: Prompts, ranks=None):
     if any(getattr(o, name) is not None for name in NUMBERS):
         quantised = "quantization" in read_config(folder, "target")
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
-        tree = with_numbers(*(getattr(o, name) for name in NUMBERS), usual)
-    drafting = Drafting(
-        o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8, flags,
-        tuple(p for p in prompts if isinstance(p, list)), o.draft_window,
-    )
+        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
     return LLM(
         folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **fields
     )
@@ -192,7 +194,7 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
     """Decode the prompts, alone or as one of several ranks. Returns the exit status."""
     from common.threads import use_threads
     from console.chat import chat
-    from engine.compiling import compile_errors
+    from engine.compile import compile_errors
 
     use_threads(o.threads, note)
     began = time.perf_counter()

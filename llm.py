@@ -80,7 +80,7 @@ class LLM:
         yield from self.engine.run(ids, [Sampling(**sampling)], [])
 
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
-        """Answer a conversation, a list of {"role", "content"}. Of earlier turns only new tokens are read.
+        """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
 
         variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
         """

@@ -18,7 +18,7 @@ from drafters import Drafting
 from drafters.eagle import Eagle
 from engine import autotune
 from engine.autotune import Calibration, Tuner
-from engine.capture import capture
+from engine.compile import capture
 from engine.engine import Engine
 from engine.memory import bytes_per_step
 from engine.prompt import encode
@@ -85,7 +85,7 @@ class Runner:
         self.engine, self.requests = engine, []
 
     def passes(self, prompts: list[list[int]], sampling: list[Sampling]) -> Passes:
-        """Decode up to `batch` prompts, pass by pass. What an earlier call has left undecoded, leaves."""
+        """Decode up to `batch` prompts, pass by pass. Requests that an earlier call left undecoded leave."""
         for request in self.requests:
             self.engine.leave(request)
         self.requests = [self.engine.admit(*each) for each in zip(prompts, sampling)]

@@ -115,11 +115,11 @@ class Options(argparse.ArgumentParser):
     def refuse(
         self, test: Callable[[argparse.Namespace], object], words: Callable[[argparse.Namespace], str]
     ) -> None:
-        """Add a rule: refuse options for which `test` is true, with these words."""
+        """Add a rule: refuse options with these words if `test` is true."""
         self._rules.append((test, words))
 
     def judge(self, action: Callable[[argparse.Namespace], object]) -> None:
-        """Add a rule: refuse options for which `action` raises an InputError or a ValueError."""
+        """Add a rule: refuse options if `action` raises an InputError or a ValueError."""
         def words(o: argparse.Namespace) -> str:
             try:
                 action(o)

@@ -1,1 +1,1 @@
-"""What `generate.py` reads and prints: prompts, text, figures, the trace file, the chat."""
+"""Input and output of `generate.py`: text, figures, JSON, traces, chat."""

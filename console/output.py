@@ -1,4 +1,4 @@
-"""What generate.py prints: text as it comes, figures for people, JSON for programs."""
+"""The output of generate.py: text as it comes, figures for people, JSON for programs."""
 from __future__ import annotations
 
 import sys
@@ -58,7 +58,7 @@ def as_json(
 ) -> dict:
     """Return the object that `--json` prints.
 
-    rule: by which drafts were accepted. plain: the same prompt decoded plainly, to compare with. ranks:
+    rule: of acceptance. plain: the same prompt decoded plainly, to compare with. ranks:
     number of processes that the target was dealt among.
     """
     row = {

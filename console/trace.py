@@ -45,7 +45,7 @@ class Trace:
 
     def save(self, path: str | Path, request: Request) -> None:
         """Write the safetensors file, under a temporary name first. Raises InputError."""
-        # Of passes of a head, as EAGLE counts.
+        # Passes of a head, as EAGLE counts.
         meta = {"total_token": str(self.shape.nodes), "depth": str(max(0, self.shape.window - 2))}
         if self.shape.width is not None:
             meta["top_k"] = str(self.shape.width)

@@ -1,8 +1,9 @@
 """Which tree the next step drafts, or none: by the tokens a step emits over the seconds it takes.
 
-Three things decide. How often a head's drafts are accepted, by tree: `Calibration`, measured once for a head.
-How much more or less is accepted of the requests at hand: `Acceptance`. How long a step with each tree takes
-here, now: `Times` of real steps, a few at warm-up and then all that run. The choice never changes the text.
+Three things decide. `Calibration`: how often a head's drafts are accepted, by tree, measured once for a head.
+`Acceptance`: how much more or less is accepted of the current requests. `Times`: how long a step with each
+tree takes here and now, from real steps, a few at warm-up and then all that run. The choice never changes the
+text.
 """
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from checkpoint.folder import CALIBRATION, MEASURED
-from common.errors import InputError, printable
+from common.errors import InputError
 from common.files import read_json, write_text
 from common.schema import Wrong
 from drafters.base import Confidence
@@ -25,7 +26,6 @@ from engine.request import Request
 from tree import TreeShape
 
 FORMAT = 1
-MOST_NODES = 1024  # of a tree that somebody else measured
 TEMPERATURES = (0.0, 1.0)  # between them tau is interpolated
 SHORT, LONG = 128, 4096  # tokens of context at which heads are measured
 # Trees that are tried, smallest first. benchmarks/replay.py shows what others would bring.
@@ -43,7 +43,7 @@ class Far(NamedTuple):
     kept: dict[float, float]
 
     def at(self, temperature: float, context: int) -> float:
-        """The same ratio at any context: linear up to `self.context`, constant after it."""
+        """Interpolate the ratio at any context: linear up to `self.context`, constant after it."""
         share = (min(context, self.context) - SHORT) / (self.context - SHORT)
         return 1 + max(share, 0.0) * (self.kept[temperature] - 1)
 
@@ -104,7 +104,7 @@ class Calibration:
         if record["format"] != FORMAT:
             raise Wrong("format", record["format"], f"{FORMAT}, which this version reads")
         taus = {
-            t: {_shape(t, name, tau): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
+            t: {TreeShape.parse(name): float(tau) for name, tau in record["tau"][f"{t:g}"].items()}
             for t in TEMPERATURES
         }
         if not taus[0.0]:
@@ -126,20 +126,6 @@ class Calibration:
         return cls(taus, tuple(map(float, record["ease"])), far, confidence)
 
 
-def _shape(temperature: float, name: str, tau: float) -> TreeShape:
-    """Parse a tree's name; `tau` must be possible for it. Raises Wrong."""
-    key = f"tau.{temperature:g}.{printable(name)}"
-    try:
-        shape = TreeShape.parse(name)
-    except ValueError as e:
-        raise Wrong(key, tau, f"a name that is a tree ({e})") from None
-    if shape.nodes > MOST_NODES or shape.depth > MOST_NODES or shape.width > MOST_NODES:
-        raise Wrong(key, tau, f"a tree of numbers up to {MOST_NODES:,}")
-    if tau > shape.window:
-        raise Wrong(key, tau, f"at most {shape.window}, which is what a step of this tree emits")
-    return shape
-
-
 # -- the requests at hand ----------------------------------------------------------------------
 
 MEMORY = 0.98  # weight of a step relative to the one after it
@@ -147,7 +133,7 @@ PRIOR = 6.0  # steps of average text that a request begins with
 
 
 class Ratio:
-    """A ratio of sums in which old steps fade: found / expected."""
+    """A ratio of two sums over steps, found / expected; old steps fade."""
 
     def __init__(self, expected: float, found: float | None = None):
         self.found, self.expected = expected if found is None else found, expected
@@ -210,7 +196,7 @@ class Times:
 
     @property
     def known(self) -> bool:
-        """Whether any step was timed."""
+        """True after the first timed step."""
         return bool(self._timed)
 
     def refresh(self) -> None:
@@ -335,7 +321,9 @@ class Tuner:
         if self._ahead:
             return self._ahead.popleft()
         noisy = any(r.sampling.temperature > 0 for r in requests)
-        if not self.times.known:  # nobody has called `rehearse`
+        if not self.times.known:  # without `rehearse`
+            if not self.live:
+                return self.shapes[0]
             self._ahead.extend(kind for kind in (None, *self.shapes) for _ in range(CHECK))
             return self._ahead.popleft()
         trees = self.trees(count, noisy)
@@ -413,7 +401,7 @@ class Tuner:
                 best = max(best, speed)
         self.times.refresh()
         self._trees.clear()
-        self._current.clear()  # may be none of the trees now
+        self._current.clear()  # it may have gone
         self._usual = usual
 
     def explain(self, count: int, noisy: bool) -> str:

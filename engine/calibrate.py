@@ -37,7 +37,7 @@ PROMPTS = (  # where a head has no calibration.json
 WIDTHS = (1, 2, 3, 4, 6, 8, 10)
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 60, 80)
 DEEPEST = 7
-USUAL = TreeShape(8, 2, 4)  # by which the ease of texts is measured
+USUAL = TreeShape(8, 2, 4)  # measures the ease of texts
 NEGLIGIBLE = -7.0  # score of a node that no tree would take
 FAR_TEXTS = 8  # that are decoded after a long text too: one takes as long to read as dozens of short prompts
 
@@ -150,9 +150,9 @@ def _kept(
     target: Transformer, drafter: HeadDrafter, near: list[Answer], stop_ids, tokens: int, temperature: float,
     context: int
 ) -> float:
-    """How many times as many drafted tokens are accepted if other answers, `context` tokens, stand before.
+    """Accepted drafts after `context` tokens of other answers, over those without them.
 
-    Of the tree USUAL, in the answers to the same prompts.
+    Measured with the tree USUAL, on the answers to the same prompts.
     """
     near = [answer for answer in near if answer.accepted][:FAR_TEXTS]
     whole = [answer.whole for answer in near]
@@ -221,7 +221,7 @@ def record_answers(
 
 
 def count_accepted(growth: Growth, truth: Tensor, rows: list[int]) -> dict[TreeShape, Tensor]:
-    """How many drafted tokens [R] of each tree of this width are accepted.
+    """Count the accepted tokens [R] of each tree of this width.
 
     rows: R sequences of the batch. truth [R, levels]: the tokens that follow in each.
     """

@@ -7,8 +7,8 @@
 
 A request is admitted between two steps into a free place of the batch. Its prompt is read in chunks; the
 others go on decoding between them. A request that ends leaves at once. Places are in groups: first the
-requests that decode, then those whose prompts are being read, then the free ones. So a step works on as many
-sequences as there are, and `autotune` chooses a smaller tree as they become more.
+requests that decode, then those whose prompts are being read, then the free ones. So a step works on
+only the sequences that decode, and `autotune` chooses a smaller tree as they become more.
 
 A free place keeps its tokens. A request that begins like them, or like a running one, reads only the rest.
 
@@ -66,7 +66,7 @@ class Engine:
     graphs too. say: called with one line when something slow (compilation) starts and ends. chunks: prompt
     rows per prefill pass. lag: how many steps the host reads late; None is 1 on CUDA, 0 elsewhere. tuner:
     chooses the tree of each step among its own, with `drafter`, which is a `HeadDrafter`; without one the
-    drafter's own tree is drafted. counts: numbers of sequences that there are steps for (`step_counts`),
+    drafter's own tree is drafted. counts: numbers of sequences that steps exist for (`step_counts`),
     `batch` last. tokenizer: gives requests their text. guide: makes a `Guide` of a JSON schema.
     Raises ValueError, with the numbers, if the caches do not fit in memory.
     """
@@ -93,7 +93,7 @@ class Engine:
             tuner.live = self.lag == 0
         self.step_counts = counts or self.counts(batch, self.device)
         # On a CPU rows are not free and asking costs no synchronisation: a drafter that may have nothing to
-        # propose is asked before each step.
+        # propose is checked before each step.
         self._asks = self.device.type != "cuda" and self.drafter.may_pass
         self._requests: list[Request | None] = [None] * batch  # by place, as the next three
         self._kept: list[list[int]] = [[] for _ in range(batch)]  # tokens in the caches of a free place
@@ -109,18 +109,18 @@ class Engine:
 
     @staticmethod
     def counts(batch: int, device: torch.device) -> tuple[int, ...]:
-        """Numbers of sequences that there are steps for. On a GPU few, as each is compiled."""
+        """Return the numbers of sequences that steps exist for. On a GPU few, as each is compiled."""
         below = (1 << i for i in range(16)) if device.type == "cuda" else range(1, batch)
         return *(count for count in below if count < batch), batch
 
     @property
     def free(self) -> int:
-        """How many requests could be admitted now."""
+        """Number of requests that could be admitted now."""
         return self.batch - sum(self._sizes)
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything to decode."""
+        """True while requests are read or decoded."""
         return any(self._sizes)
 
     @property
@@ -149,8 +149,8 @@ class Engine:
         """Give a request a free place.
 
         guide: of its JSON schema, if that has been made already. watch: its events carry the drafted trees.
-        plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`, for which the whole
-        prompt is read. Raises ValueError, with the numbers, if the request cannot be decoded; RuntimeError if
+        plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole prompt is
+        read for that. Raises ValueError, with the numbers, if the request cannot be decoded; RuntimeError if
         no place is free.
         """
         if not self.free:
@@ -221,7 +221,7 @@ class Engine:
         self._unread[place] = 1
 
     def _held(self, request: Request) -> list[int]:
-        """Tokens of a request in the target's caches, and in the drafter's but for the unread ones."""
+        """Tokens of a request in the target's caches, and, except the unread ones, in the drafter's."""
         if self._group(request) == READING:
             return request.prompt[: request.read]
         return request.tokens[: max(0, request.length - 1)]
@@ -316,8 +316,8 @@ class Engine:
     ) -> Iterator[Event]:
         """Decode any number of prompts, yielding what they gain: a request that ends makes room for the next.
 
-        requests: takes the requests, in order, as they are admitted. options: of `admit`. Left early, as by
-        Ctrl-C, no request stays here. Raises ValueError as `admit` does, before anything is decoded.
+        requests: receives the requests in order, when they are admitted. options: of `admit`. If it is left
+        early, as by Ctrl-C, no request stays here. Raises ValueError as `admit` does, before any decoding.
         """
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
@@ -372,7 +372,7 @@ class Engine:
         if passes.compiled and len(reading) > 1:  # each number of sequences would be compiled
             rows = passes.rows(0, self.batch)
         size = passes.chunk_size(max(len(r.prompt) - r.read for r in reading))
-        starts = [len(kept) for kept in self._kept]  # nothing of a free place is overwritten
+        starts = [len(kept) for kept in self._kept]  # keep the tokens of a free place
         ending: list[Request | None] = [None] * rows.count
         for r in reading:
             starts[r.place] = r.read
@@ -437,8 +437,8 @@ class Engine:
 
     @contextlib.contextmanager
     def _held_still(self, rows: Rows, group: int) -> Iterator[None]:
-        """Hold the requests of the other group still that are among these rows, as there are steps for few
-        numbers of sequences.
+        """Hold the requests of the other group still that are among these rows: steps exist for few numbers
+        of sequences only.
         """
         others = [r.place - rows.first for r in self._members(PLAIN if group == DRAFTED else DRAFTED)]
         others = [place for place in others if 0 <= place < rows.count]

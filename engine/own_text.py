@@ -18,10 +18,10 @@ from tokens.tokenizer import Tokenizer
 
 
 def own_text(checkpoint: Path, say: Callable[[str], None], rows: int = 32, most: int = 224) -> Tensor:
-    """Texts [rows, T] of token ids, the last `most` or more of them sampled at temperature 1 after `PROMPTS`.
+    """Return texts [rows, T] of token ids, the last `most` or more sampled at temperature 1 after `PROMPTS`.
 
-    Where an answer ends the target goes on, with turns of its own. `say` is told if our kernels cannot be
-    used. Raises InputError without a tokenizer, or if it is another model's, or the caches do not fit.
+    After the end of an answer the target goes on with turns of its own. `say` is called if our
+    kernels cannot be used. Raises InputError without a tokenizer of this model, or if the caches do not fit.
     """
     tokenizer = Tokenizer.load(checkpoint)
     if tokenizer is None:

@@ -17,13 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drafters.base import Drafter
-from engine.capture import CapturedCalls
-from engine.compiling import CompiledFunction
+from engine.compile import CapturedCalls, CompiledFunction
 from engine.memory import free_memory
-from engine.prefill import prefill
 from engine.request import Score
 from engine.state import State
-from engine.step import commit, step, verify
+from engine.step import commit, prefill, step, verify
 from kernels.backend import backend_of
 from model import Transformer
 from sampling.options import Modes
@@ -36,7 +34,7 @@ UNREAD = 512  # most tokens of plain decoding that a head reads later
 
 
 class Emission(NamedTuple):
-    """What a pass emitted, on its way to the host: `State.out` and, if asked for, the scores."""
+    """Tokens that a pass emitted, on their way to the host: `State.out` and, if asked for, the scores."""
 
     parts: tuple[Tensor, ...]
     copied: torch.cuda.Event | None  # that it has arrived; None: it has
@@ -188,7 +186,7 @@ class Passes:
         return self.window if drafter.reads else unread + committed
 
     def read_behind(self, rows: Rows, span: Tensor, unread: int) -> None:
-        """Let the drafter read what plain steps have committed, at most `unread` tokens, but for the last."""
+        """Let the drafter read what plain steps have committed, at most `unread` tokens, except the last."""
         first = 0
         while first < unread:
             size = self.chunk_size(unread - first)
@@ -228,7 +226,7 @@ class Passes:
     def span(self, needed: int) -> Tensor:
         """The live slots 0..n-1, n >= needed, in few sizes. n is the one dynamic dimension of the graph.
 
-        Where attention reads the lengths itself, all slots: one graph serves every context.
+        All slots if attention reads the lengths itself: one graph serves every context.
         """
         if self.backend.reads_length:
             return self.slot_ids

@@ -13,8 +13,8 @@ def encode(
 ) -> list[int]:
     """Turn a prompt into token ids.
 
-    Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay as they
-    are. Raises InputError if text is given without a tokenizer, or a system message without a chat template;
+    Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay
+    unchanged. Raises InputError for text without a tokenizer, or a system message without a chat template;
     TooLong, with the numbers and without the work, if it certainly does not fit in a cache of `room` tokens.
     name: what to call the prompt then.
     """

@@ -67,7 +67,7 @@ class Request:
     watch: bool = False
     plain: bool = False
     prompt_scores: list[Score] | None = None
-    # What has become of it.
+    # Results so far.
     ids: list[int] = field(default_factory=list)
     text: str = ""
     scores: list[Score] = field(default_factory=list)

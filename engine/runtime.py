@@ -1,4 +1,4 @@
-"""Where and how a model runs: device, dtype, compiler, kernels."""
+"""Runtime of a model: device, dtype, compiler, kernels."""
 from __future__ import annotations
 
 import os
@@ -12,7 +12,7 @@ import torch
 from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
 from common.threads import use_threads
-from engine.saved_graph import READ_ONLY
+from engine.compile import READ_ONLY
 from kernels.build import COMPILED, writable
 from kernels.gpu import here
 from kernels.isa import choose
@@ -20,7 +20,7 @@ from kernels.isa import choose
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a target and all that drafts for it run.
+    """Runtime of a target and of all that drafts for it.
 
     Without `compile`, or on a CPU without `kernels`, nothing needs a C++ compiler, and 16-bit text is no
     longer bound to be that of plain decoding.
@@ -47,7 +47,7 @@ class Runtime:
 
     @property
     def on_kernels(self) -> bool:
-        """Whether modules are put on our CPU kernels, as far as these take them."""
+        """True if modules run on our CPU kernels, as far as these take them."""
         return self.compile and self.kernels and torch.device(self.device_name).type == "cpu"
 
     @property
@@ -115,7 +115,7 @@ def use_device(device: torch.device) -> None:
     """Make a GPU the one that work is launched on."""
     if device.index is not None:
         torch.cuda.set_device(device)
-    # Where masked attention is torch's: cuDNN, its first choice, makes a plan for every number of rows and
+    # For masked attention by torch: cuDNN, its first choice, makes a plan for every number of rows and
     # slots.
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -141,8 +141,8 @@ def check_compiler() -> None:
 def keep_compiled() -> None:
     """Let torch.compile keep its results beside our kernels: they are code, and never of a checkpoint.
 
-    Where that place cannot be written, it is still read. Where another one is set (TORCHINDUCTOR_CACHE_DIR),
-    nothing changes. Raises InputError if there is no place.
+    A place that cannot be written is still read. If another one is set (TORCHINDUCTOR_CACHE_DIR), nothing
+    changes. Raises InputError if there is no place.
     """
     there = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if there and Path(there) == COMPILED:

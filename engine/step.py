@@ -1,4 +1,4 @@
-"""The one step: draft, verify, accept, commit."""
+"""The two passes of decoding: the step (draft, verify, accept, commit), and reading a chunk of prompts."""
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -125,3 +125,37 @@ def commit(
         state.count(tokens, count)
     backend.hand_over(state, features, path, count, where=moving, more=not drafter.reads)
     return tree, path
+
+
+def prefill(
+    target: Transformer, caches: KVCaches, drafter: Drafter, state: State, slots: Tensor, start: Tensor,
+    chunk: Tensor, *modes: bool,
+) -> Tensor:
+    """Read one chunk of every prompt: positions start [B] + chunk [C].
+
+    A prompt that ends in it gets its first token. modes: those of `sampling.options.Modes`.
+    Until then the prompt's last token counts as the root (`length` is the prompt's length - 1). Rows after a
+    prompt's end compute nothing anyone sees: their slots are overwritten before they become visible. Returns
+    the last states [B, C, H].
+    """
+    backend, modes, positions = state.backend, Modes(*modes), start[:, None] + chunk
+    visible = backend.visible_before(slots, start, chunk.shape[0])
+    x, features = target(
+        state.tokens.gather(1, positions), positions, positions, visible, caches, drafter.aux_layers
+    )
+    drafter.read(state, features, positions, visible)
+
+    last = state.length - start
+    ends = state.reading & (last < chunk.shape[0])
+    row = last.clamp(0, chunk.shape[0] - 1)[:, None]
+    noise = noise_ahead(state, 1, target.args.vocab_size) if modes.noisy else None
+    raw = logits_of(target, pick(x, row), needs_all(modes))
+    chosen = backend.draw(shape_logits(raw, state, modes, state.root()[:, None]), noise)
+    state.reading.logical_and_(~ends)
+    if modes.scored:
+        state.score(raw, chosen)
+    count = backend.emit(state, chosen, ends.long())
+    if modes.adjusted:
+        state.count(chosen, count)
+    backend.hand_over(state, features, row, count, where=ends)
+    return x

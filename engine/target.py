@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.folder import CALIBRATION, check_length, read_config
-from checkpoint.loading import load_model
+from checkpoint.loading import load_model, shares_of, weigh
 from common.errors import InputError
 from drafters import Drafting, build_drafter, default_tree
 from drafters.base import Drafter
@@ -19,8 +20,8 @@ from drafters.mixed import Mixed
 from drafters.network import HeadDrafter
 from engine.autotune import CANDIDATES, Calibration, Tuner
 from engine.calibrate import PROMPTS, USUAL, calibrate
-from engine.dealing import prepare
 from engine.engine import Engine
+from engine.memory import free_memory
 from engine.prompt import Prompt, check_prompt, encode
 from engine.runtime import Runtime
 from kernels.backend import TORCH, TorchBackend, backend_of
@@ -39,16 +40,16 @@ def load_target(
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
-    draftings: their heads are looked up before the weights are read. Where our kernels cannot be compiled or
-    loaded it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these processes,
-    which all call this. Raises InputError, one line, if anything is missing, damaged or does not fit.
+    draftings: their heads are looked up before the weights are read. If our kernels cannot be compiled or
+    loaded, it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these
+    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or too large.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
     for drafting in draftings:
         drafting.folders(checkpoint)
     if ranks is not None:
-        prepare(checkpoint, runtime, say, ranks)
+        check_ranks(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
     backend = choose_backend(
         runtime.device_name, runtime.compile and runtime.kernels, runtime.isa, say, runtime.kv == "int8"
@@ -68,6 +69,36 @@ def load_target(
     if runtime.kv != "auto":
         model.Caches = backend.caches[runtime.kv]
     return target
+
+
+def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], ranks: Ranks) -> None:
+    """Print what each rank will hold, before weights are read.
+
+    Raises InputError, with the numbers, if the ranks differ, or the target cannot be dealt or does not fit.
+    """
+    if runtime.autotune:
+        raise InputError("--autotune: ranks would choose different kernels by time; leave it out")
+    config, device = read_config(checkpoint, "target"), torch.device(runtime.device_name)
+    ranks.agree(
+        f"torch {torch.__version__}, {device.type}, kernels for {runtime.isa_name},"
+        f" {torch.get_num_threads()} threads, {config.get('name')}", device
+    )
+    shares = shares_of(config, ranks.count)
+    total, most, whole = weigh(checkpoint, runtime.torch_dtype, shares)
+    cached = 2 * config["num_layers"] * max(share.keys.count for share in shares)
+    line = (
+        f"{ranks.count} ranks: each holds at most {most / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
+        f" ({whole / 1e9:.2f} GB are whole on each), and caches {cached:,} numbers a token"
+    )
+    # GPUs have a memory each; the ranks of a machine share that of its processors.
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+    free = free_memory(device)
+    if free is not None and most * sharing > free:
+        raise InputError(
+            f"{line}; {free / 1e9:.2f} GB are free for {sharing} of them here: take more ranks or"
+            " machines, or quantise"
+        )
+    say(line)
 
 
 def longest_text(longest: int, max_seq_len: int | None) -> int:
@@ -131,7 +162,7 @@ class Target:
 
     @property
     def _compiles(self) -> bool:
-        """Whether steps go through torch.compile."""
+        """True if steps go through torch.compile."""
         return self.runtime.compile and not backend_of(self.model).row_invariant
 
     @cached_property

@@ -16,11 +16,10 @@ from checkpoint.convert import convert
 from checkpoint.layouts import Answers
 from common import files
 from drafters import rest
-from engine import costs as costing
-from engine.calibration import Calibration, TreeShape
-from engine.costs import Costs, measured_once
+from engine.autotune import Calibration
 from evaluation.answers import Answer, Book, Turn
 from training.trainer import load_state, save_state
+from tree import TreeShape
 
 pytestmark = pytest.mark.slow
 
@@ -153,39 +152,22 @@ def test_the_folder_of_an_evaluation(tmp_path):
     assert seen == {0, 1, 2, 3} and len(calls) > 20
 
 
-def test_what_tuning_keeps(models, tmp_path, monkeypatch):
-    """calibration.json and costs.json: the old one or the new one; costs of other conditions stay."""
-    from drafters.eagle import Eagle
-
-    shape = TreeShape(8, 2, 4)
-    drafter = Eagle(models[1], shape)
+def test_a_calibration(tmp_path):
+    shape = TreeShape(2, 0, 1)
 
     def known(tau: float) -> Calibration:
         return Calibration({t: {shape: tau} for t in (0.0, 1.0)}, (1.0,))
 
-    def costs(seconds: float) -> None:
-        rows = (dict.fromkeys(sizes, seconds) for sizes in (costing.VERIFY_ROWS, *[costing.LEVEL_ROWS] * 2))
-        monkeypatch.setattr(costing, "measure", lambda *_: Costs(*({costing.SHORT: by} for by in rows)))
-        measured_once(models[0], drafter, False, 200, tmp_path, lambda line: None)
-
-    def prepare() -> None:
-        for file in tmp_path.iterdir():
-            file.unlink()
-        known(1.5).write(tmp_path)
-        (tmp_path / "costs.json").write_text('{"others": 1}')
-
     def action() -> None:
         known(2.0).write(tmp_path)
-        costs(0.001)
 
     found = []
-    for _ in kills(action, prepare):
-        found.append((Calibration.read(tmp_path).taus[0.0][shape],
-                      len(json.loads((tmp_path / "costs.json").read_text()))))
+    for _ in kills(action, lambda: known(1.5).write(tmp_path)):
+        found.append(Calibration.read(tmp_path).taus[0.0][shape])
         action()
         assert Calibration.read(tmp_path).taus[0.0][shape] == 2.0
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["calibration.json", "costs.json"]
-    assert set(found) == {(1.5, 1), (2.0, 1), (2.0, 2)}
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["calibration.json"]
+    assert set(found) == {1.5, 2.0}
 
 
 def whole_runs(action, prepare, check, each: int = 1) -> int:

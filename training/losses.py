@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.compiling import compile_graph
+from engine.compile import compile_graph
 from model import Transformer
 from networks.eagle import PEagleHead
 from networks.head import Head

@@ -60,7 +60,7 @@ class Processes:
         if self.count > 1 and device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
         if device.startswith("cuda"):
-            use_device(torch.device(device), kernels=True)
+            use_device(torch.device(device))
         return device
 
     @property

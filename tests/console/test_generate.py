@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import generate
 from common.errors import InputError
 from console.output import coloured
-from engine.compiling import compile_errors
+from engine.compile import compile_errors
 from engine.passes import Passes
 from llm import LLM
 from tree import TreeShape

@@ -18,8 +18,8 @@ from helpers.refusals import refused
 import generate
 from common import torchrun
 from common.errors import InputError
-from kernels import ranks
-from kernels.ranks import Ranks, joined
+from kernels import tp
+from kernels.tp import Ranks, joined
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -152,7 +152,7 @@ def test_a_process_that_nobody_joins_says_so(monkeypatch, capfd):
     for name, value in alone.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torchrun, "QUIET", 0.1)
-    monkeypatch.setattr(ranks, "PATIENCE", timedelta(seconds=3))
+    monkeypatch.setattr(tp, "PATIENCE", timedelta(seconds=3))
     with pytest.raises(InputError, match="do not find each other"), joined("cpu"):
         pass
     waits = f"rank 0 of 2 waits for the others at 127.0.0.1:{port}, 0 minutes at most"

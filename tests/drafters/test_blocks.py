@@ -138,7 +138,7 @@ def test_what_is_not_stored(golden, models, tmp_path):
     ("dflash", {"dflash_config": 3}, "dflash_config is 3; expected"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": []}}, "target_layer_ids"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 7]}}, "last layer"),
-    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_token_id is"),
+    ("dflash", {"dflash_config": {"mask_token_id": 10**6, "target_layer_ids": [0, 2]}}, "mask_id is"),
     ("dflash", {"num_target_layers": 9}, "num_target_layers is 9; expected 8"),
     ("dflash", {"block_size": 1}, "drafts nothing"),
     ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),

@@ -13,10 +13,9 @@ from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from drafters.lookahead import Lookahead
 from drafters.retrieval import Rest
-from engine.compiling import CompiledFunction
+from engine.compile import CompiledFunction, saved_places
 from engine.engine import Engine
 from engine.runtime import keep_compiled
-from engine.saved_graph import saved_places
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -94,7 +93,7 @@ def test_a_cache_that_can_only_be_read(cache, monkeypatch):
     before = sorted(kept.rglob("*"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
     monkeypatch.setattr("engine.runtime.READ_ONLY", found := [])
-    monkeypatch.setattr("engine.saved_graph.READ_ONLY", found)
+    monkeypatch.setattr("engine.compile.READ_ONLY", found)
     monkeypatch.setattr("engine.runtime.COMPILED", kept)
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(cache))
     with monkeypatch.context() as m:
@@ -127,10 +126,10 @@ def test_the_place_depends_on_all_that_is_compiled_in(cache, monkeypatch):
         m.setattr(torch, "get_num_threads", lambda: 77)
         others.append(where())
     with monkeypatch.context() as m:
-        m.setattr("engine.saved_graph.features", lambda: frozenset({"another"}))
+        m.setattr("engine.compile.features", lambda: frozenset({"another"}))
         others.append(where())
     with monkeypatch.context() as m:
-        m.setattr("engine.saved_graph._gpu", lambda args: ("another",))
+        m.setattr("engine.compile._gpu", lambda args: ("another",))
         others.append(where())
     assert len({same, *others}) == len(others) + 1
     assert same == where()
@@ -146,8 +145,8 @@ def times_compiled(function) -> int:
 
 def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, tmp_path, monkeypatch):
     """Its own are the files that were traced and those of the constants they import; others cost nothing."""
-    monkeypatch.setattr("engine.saved_graph.ROOT", tmp_path)
-    monkeypatch.setattr("engine.saved_graph.IMPORTED", float("inf"))  # the files below are younger than that
+    monkeypatch.setattr("engine.compile.ROOT", tmp_path)
+    monkeypatch.setattr("engine.compile.IMPORTED", float("inf"))  # the files below are younger than that
     (tmp_path / "traced_here.py").write_text(
         "from only_constants import FACTOR\n\ndef function(adder, x):\n    return x * FACTOR + adder.by\n"
     )
@@ -177,7 +176,7 @@ def test_code_that_cannot_be_recognised_later_is_not_saved(cache, tmp_path, monk
 
     assert times_compiled(of_a_user.function) == times_compiled(of_a_user.function) == 1
     assert not list((cache / "graphs").glob("*"))
-    monkeypatch.setattr("engine.saved_graph.IMPORTED", float("inf"))
+    monkeypatch.setattr("engine.compile.IMPORTED", float("inf"))
     assert times_compiled(of_a_user.function) == 1 and times_compiled(of_a_user.function) == 0
     (tmp_path / "of_a_user.py").write_text("# another text\n")
     assert times_compiled(of_a_user.function) == 1

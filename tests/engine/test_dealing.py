@@ -4,7 +4,7 @@ import torch
 
 from common.errors import InputError
 from drafters import Drafting
-from engine import dealing
+from engine import target as loading
 from engine.runtime import Runtime
 from engine.target import load_target
 from kernels.tp import Ranks
@@ -22,8 +22,8 @@ RANKS, RUNTIME = Alike(1, 2, ""), Runtime("cpu", compile=False)
 
 def test_what_each_will_hold_is_said_before_it_is_read(golden, monkeypatch):
     said = []
-    monkeypatch.setattr(dealing, "free_memory", lambda device: 10**12)
-    dealing.prepare(golden, RUNTIME, said.append, RANKS)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 10**12)
+    loading.check_ranks(golden, RUNTIME, said.append, RANKS)
     weights = load_target(golden, RUNTIME).model.state_dict()
     total = sum(x.nbytes for x in weights.values())
     table = weights["embed.weight"].nbytes
@@ -35,13 +35,13 @@ def test_what_each_will_hold_is_said_before_it_is_read(golden, monkeypatch):
 def test_ranks_of_a_machine_share_its_memory(golden, monkeypatch, here, enough):
     """There is room for the weights of one rank, of 0.8 MB, and not of two."""
     said = []
-    monkeypatch.setattr(dealing, "free_memory", lambda device: 1_100_000)
+    monkeypatch.setattr(loading, "free_memory", lambda device: 1_100_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     if enough:
-        dealing.prepare(golden, RUNTIME, said.append, RANKS)
+        loading.check_ranks(golden, RUNTIME, said.append, RANKS)
         return
     with pytest.raises(InputError, match=r"2 ranks: each holds .* GB are free for 2 of them here: take more"):
-        dealing.prepare(golden, RUNTIME, said.append, RANKS)
+        loading.check_ranks(golden, RUNTIME, said.append, RANKS)
     assert not said
 
 

@@ -319,7 +319,7 @@ def test_an_end_at_the_first_token(models):
 
 
 class Replays:
-    """As `engine.capture.CapturedCalls`: what was called first for a key is what runs for it ever after."""
+    """As `engine.compile.CapturedCalls`: what was called first for a key is what runs for it ever after."""
 
     def __init__(self):
         self.calls = {}

@@ -9,7 +9,7 @@ from helpers.decoding import prompts
 from common.errors import InputError
 from drafters import Drafting
 from drafters.eagle import Eagle
-from engine.compiling import compile_graph
+from engine.compile import compile_graph
 from engine.request import Request
 from engine.runtime import Runtime
 from engine.target import load_target

@@ -9,8 +9,7 @@ from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.capture import CapturedCalls
-from engine.compiling import compile_graph
+from engine.compile import CapturedCalls, compile_graph
 from engine.engine import Engine
 from engine.passes import SPAN
 from engine.step import step

@@ -4,7 +4,7 @@ from typing import NamedTuple
 import torch
 import torch.nn as nn
 
-from engine.compiling import CompiledFunction
+from engine.compile import CompiledFunction
 
 
 class Sums(NamedTuple):

@@ -17,7 +17,7 @@ from checkpoint.loading import load_head, load_model
 from drafters.base import Drafter
 from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
-from engine.compiling import compile_graph
+from engine.compile import compile_graph
 from engine.engine import Engine
 from helpers.drafters import NAMES, make_drafter
 from kernels.float8 import Float8Caches

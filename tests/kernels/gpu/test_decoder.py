@@ -52,8 +52,8 @@ def test_golden_trace(on_kernels, path):
 def test_same_seed_same_text(on_kernels, texts, name):
     drafter = make_drafter(name, *on_kernels, on_kernels[0].backend.prepare)
     decoder = Engine(on_kernels[0], drafter, batch=BATCH, max_seq_len=300, compile=False, chunks=CHUNKS)
-    assert isinstance(decoder.caches, LayerCaches)
-    assert decoder.span(1) is decoder.slot_ids
+    assert isinstance(decoder.passes.caches, LayerCaches)
+    assert decoder.passes.span(1) is decoder.passes.slot_ids
     given, written, restricted = texts
     assert ids(decoder, given, SAMPLINGS) == written
     if name == "eagle3":
@@ -69,6 +69,6 @@ def test_caches_in_float8(golden, on_kernels, monkeypatch):
     monkeypatch.setattr(on_kernels[0], "Caches", on_kernels[0].backend.caches["fp8"])
     drafter = make_drafter("eagle3", *on_kernels, on_kernels[0].backend.prepare)
     decoder = Engine(on_kernels[0], drafter, max_seq_len=300, compile=False, chunks=CHUNKS)
-    assert isinstance(decoder.caches, Float8LayerCaches)
+    assert isinstance(decoder.passes.caches, Float8LayerCaches)
     assert type(decoder.drafter.caches) is LayerCaches
     assert ids(decoder, given, sampling) == written

@@ -1,8 +1,13 @@
-"""Compiled graphs saved to disk, for the next process that runs the same function.
+"""Compiled functions over static buffers: traced once, kept on disk, captured as CUDA graphs.
 
-torch's `aot_compile` makes and loads them. Its guards do not: some of them cannot be saved, and none looks at
-our source files. So the graphs carry no guards. `saved_places` puts all that tracing depends on into a
-graph's name, and the file begins with the digests of the sources that the graph was traced from.
+A compiled step is called thousands of times with the same modules and buffers. At every call torch.compile
+looks up, guards and unpacks hundreds of tensors, which takes as long as a layer; tracing takes seconds in
+every process. `CompiledFunction` does each once: it saves a `SavedGraph` and calls that. On CUDA
+`CapturedCalls` then replays the call.
+
+Saved graphs are made and loaded by torch's `aot_compile`, without its guards: some of them cannot be saved,
+and none looks at our source files. `saved_places` puts all that tracing depends on into a graph's name, and
+the file begins with the digests of the sources that the graph was traced from.
 """
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ import json
 import os
 import pickle
 import platform
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +30,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from common.errors import InputError, first_line
 from common.files import atomic_path
 from kernels.backend import TorchBackend
 from kernels.build import sources
@@ -34,7 +41,89 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = time.time()  # what is changed later is not what this process runs
 # Cache folders that are read and not written: of a checkout that cannot be written.
 READ_ONLY: list[Path] = []
-VARIANT = ""  # of our functions: named by whoever changes them at run time, so that theirs are other graphs
+# Numbers of a model, such as the eps of its norms, are constants. Where one process compiles models that
+# differ in one, Dynamo would make it an input, which a region that is compiled once for all layers cannot
+# have.
+torch._dynamo.config.specialize_float = True
+
+
+def compile_graph(function: Callable, **options) -> Callable:
+    """torch.compile as one graph, or not at all."""
+    # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
+    traced = torch._dynamo.dont_skip_tracing(function)
+
+    def graph(*args):
+        return traced(*args)
+
+    # torch.compile keeps its results per code object and checks their guards one by one: each function gets a
+    # code object of its own.
+    name = getattr(function, "func", function).__name__  # a partial has no name
+    graph.__code__ = graph.__code__.replace(co_name=name)
+    return torch.compile(graph, fullgraph=True, **options)
+
+
+class CompiledFunction:
+    """`function` as one compiled graph, for callers whose modules and buffers stay what and where they are.
+
+    Arguments are those modules, tensors (of one shape, except dimensions marked dynamic) and constants. Each
+    combination of modules, shapes and constants is compiled by its first call, which `say` announces. Later
+    calls pass torch.compile by, and the graph is saved in torch.compile's cache folder for the next process.
+    """
+
+    def __init__(self, function: Callable, what: str, say: Callable[[str], None]):
+        self.function, self.what, self.say = function, what, say
+        self.variants: dict[tuple, SavedGraph] = {}
+
+    def __call__(self, *args):
+        key = tuple(id(x) if isinstance(x, nn.Module) else variant_of(x) for x in args)
+        if key in self.variants:
+            return self.variants[key](args)
+        places = saved_places(self.function, args)
+        if graph := next(filter(None, map(SavedGraph.find, places)), None):
+            self.variants[key] = graph
+            return graph(args)
+        self.say(f"compiling the {self.what} ...")
+        began = time.perf_counter()
+        graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
+        self.variants[key], result = graph, graph(args)
+        self.say(f"compiling the {self.what} took {time.perf_counter() - began:.1f} s")
+        return result
+
+
+def retry_broken_library(compile: Callable):
+    """Call `compile`. A library that a killed compiler left half written is deleted and made again."""
+    while True:
+        try:
+            return compile()
+        except Exception as e:  # torch wraps what it meets
+            broken = re.search(
+                r"(/[^\s:'\"]+\.so)\b[^\n]*(?:invalid ELF|file too short|cannot read file data)", _chain(e)
+            )
+            if not broken or not Path(broken[1]).is_file():
+                raise
+            Path(broken[1]).unlink()
+            torch._dynamo.reset()
+
+
+def _chain(error: BaseException | None) -> str:
+    """The messages of an error and of those that led to it."""
+    lines = []
+    while error is not None:
+        lines.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def compile_errors() -> Iterator[None]:
+    """Turn the traceback of a failing compiler into an InputError."""
+    try:
+        yield
+    except torch._dynamo.exc.TorchDynamoException as e:
+        raise InputError(f"torch.compile failed ({first_line(e)}); try --no-compile") from e
+
+
+# -- graphs on disk --------------------------------------------------------------------------------
 
 
 class SavedGraph:
@@ -50,7 +139,7 @@ class SavedGraph:
     def make(cls, function: Callable, args: tuple, path: Path) -> SavedGraph:
         """Compile `function` for these arguments and save the graph at `path`.
 
-        Where that cannot be written, the next process compiles again.
+        If it cannot be written, the next process compiles again.
         """
         # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
         # Our operators take numbers, not what dynamo makes of one that was another in an earlier graph.
@@ -114,7 +203,7 @@ def _file_of(module: str) -> Path:
 
 
 def _is_library(module: str) -> bool:
-    """Whether a module is Python's or an installed package's: its version is in a graph's name."""
+    """Return whether a module is Python's or an installed package's: its version is in a graph's name."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return module in sys.builtin_module_names
@@ -129,7 +218,7 @@ def _digest(file: Path) -> str:
 
 
 def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
-    """Where a graph of `function` for these arguments may be saved. The first place is the one to write to.
+    """Return the files that a graph of `function` for these arguments may be in; the first one is written.
 
     The name stands for all that the graph depends on except our sources, whose digests are in the file.
     """
@@ -139,13 +228,13 @@ def saved_places(function: Callable, args: tuple) -> tuple[Path, ...]:
     settings = torch._inductor.config.get_hash().hex()
     processor = platform.machine(), platform.processor(), sorted(features())
     machine = torch.__version__, processor, os.environ.get("CXX"), torch.get_num_threads()
-    made_by = VARIANT, function.__qualname__, machine, _gpu(args), settings, list(_described(args))
+    made_by = function.__qualname__, machine, _gpu(args), settings, list(_described(args))
     name = hashlib.sha256(repr(made_by).encode()).hexdigest()[:24]
     return tuple(folder / "graphs" / f"{name}.graph" for folder in (Path(cache_dir()), *READ_ONLY))
 
 
 def _gpu(args: tuple) -> tuple:
-    """What a graph on a GPU depends on: the GPU, and what compiled it."""
+    """Return what a graph on a GPU depends on: the GPU, and what compiled it."""
     devices = {tensor.device for tensor in _tensors(args).values() if tensor.is_cuda}
     if not devices:
         return ()
@@ -185,7 +274,7 @@ def _described(args: tuple) -> Iterator[tuple]:
 
 
 def variant_of(arg) -> object:
-    """What tells compiled versions apart: a tensor's dtype and shape (None: dynamic), or a constant."""
+    """Describe an argument: a tensor's dtype and shape (None: dynamic), or a constant."""
     if not isinstance(arg, Tensor):
         return arg
     dynamic = getattr(arg, "_dynamo_dynamic_indices", ())
@@ -211,3 +300,45 @@ def _stable(value) -> object:
 def _name(value) -> str:
     """The full name of a class or a function."""
     return f"{value.__module__}.{value.__qualname__}"
+
+
+# -- CUDA graphs -----------------------------------------------------------------------------------
+
+
+def capture(call: Callable, pool: tuple | None = None) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A call over static buffers as a graph of the current GPU, and what the call returns.
+
+    It is called twice before, for whatever is compiled, tuned or allocated the first time.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = call()
+    return graph, result
+
+
+class CapturedCalls:
+    """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
+
+    One memory pool serves them all; what a call returns is overwritten by the next. `still` gives a context
+    that keeps a call from changing any sequence. device: the GPU that the buffers are on.
+    """
+
+    def __init__(self, device: torch.device, still: Callable[[], contextlib.AbstractContextManager]):
+        self.device, self.still, self.graphs = device, still, {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, key: tuple, call: Callable):
+        """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart."""
+        with torch.cuda.device(self.device):
+            if key not in self.graphs:
+                with self.still():
+                    self.graphs[key] = capture(call, self.pool)
+            graph, result = self.graphs[key]
+            graph.replay()
+        return result
