@@ -26,6 +26,7 @@ from drafters import (
 )
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
+from tokens.grammar import grammar_of
 from tokens.schema import ANY_OBJECT, read_schema
 
 STARTED = time.perf_counter()
@@ -132,11 +133,15 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
             raise InputError(f"--prompt-ids {text!r:.200}: expected numbers separated by commas") from None
     for path in o.prompt_file:
         # Editors end every file with a line end.
-        prompts += read_prompts(path) if path.endswith(".jsonl") else [read_text(path).removesuffix("\n")]
+        prompts += read_prompts(path) if path.endswith(".jsonl") else [
+            read_text(path, what="--prompt-file").removesuffix("\n")
+        ]
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
+    if o.json_schema:
+        grammar_of(read_schema(o.json_schema))  # judged before anything is loaded
     schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
@@ -152,7 +157,7 @@ def load(o, prompts: Prompts, ranks=None):
     Prompts are checked before weights are read, which takes long for a large model.
     """
     from checkpoint.convert import converted_folder
-    from checkpoint.folder import read_config
+    from checkpoint.folder import known_config, read_config
     from drafters import Drafting
     from engine.runtime import Runtime
     from engine.target import check_prompts
@@ -168,9 +173,13 @@ def load(o, prompts: Prompts, ranks=None):
         fields["device"] = own_device(runtime.device_name)
         read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
-    batch = min(max(1, len(prompts)), o.batch_size or 16)
+    batch, tree = min(max(1, len(prompts)), o.batch_size or 16), o.tree
+    if any(getattr(o, name) is not None for name in NUMBERS):
+        quantised = "quantization" in known_config(o.checkpoint)
+        usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
+        tree = with_numbers(*(getattr(o, name) for name in NUMBERS), usual)
     drafting = Drafting(
-        o.speculate, o.draft, o.tree, o.accept, o.coupled, o.draft_int8,
+        o.speculate, o.draft, tree, o.accept, o.coupled, o.draft_int8,
         read_flags(o, [o.speculate])[o.speculate], tuple(p for p in prompts if isinstance(p, list)),
         o.draft_window,
     )
@@ -181,10 +190,6 @@ def load(o, prompts: Prompts, ranks=None):
 
         verify(folder, o.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
-    if any(getattr(o, name) is not None for name in NUMBERS):
-        quantised = "quantization" in read_config(folder, "target")
-        usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
-        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
     return LLM(
         folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **fields
     )
