@@ -26,6 +26,7 @@ from drafters import (
 )
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
+from tokens.grammar import grammar_of
 from tokens.schema import ANY_OBJECT, read_schema
 
 STARTED = time.perf_counter()
@@ -132,11 +133,15 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
             raise InputError(f"--prompt-ids {text!r:.200}: expected numbers separated by commas") from None
     for path in o.prompt_file:
         # Editors end every file with a line end.
-        prompts += read_prompts(path) if path.endswith(".jsonl") else [read_text(path).removesuffix("\n")]
+        prompts += read_prompts(path) if path.endswith(".jsonl") else [
+            read_text(path, what="--prompt-file").removesuffix("\n")
+        ]
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
+    if o.json_schema:
+        grammar_of(read_schema(o.json_schema))  # judged before anything is loaded
     schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
@@ -152,7 +157,7 @@ def load(o, prompts: Prompts, ranks=None):
     Prompts are checked before weights are read, which takes long for a large model.
     """
     from checkpoint.convert import converted_folder
-    from checkpoint.folder import read_config
+    from checkpoint.folder import known_config, read_config
     from engine.runtime import Runtime
     from engine.target import check_prompts
     from kernels.tp import own_device
@@ -165,6 +170,10 @@ def load(o, prompts: Prompts, ranks=None):
     runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
     batch = min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
+    if any(getattr(o, name) is not None for name in NUMBERS):
+        quantised = "quantization" in known_config(o.checkpoint)
+        usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
+        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
     folder = converted_folder(o.checkpoint, note)
     drafting.folders(Path(folder))  # a head that is missing is refused before prompts and weights are read
     if o.verify:
@@ -172,10 +181,6 @@ def load(o, prompts: Prompts, ranks=None):
 
         verify(folder, o.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
-    if any(getattr(o, name) is not None for name in NUMBERS):
-        quantised = "quantization" in read_config(folder, "target")
-        usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
-        drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
     return LLM(
         folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **vars(runtime)
     )
@@ -217,39 +222,45 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     engine, ranks = llm.engine, llm.target.model.ranks
     ids = [llm.encode(prompt, raw=o.raw, system=o.system) for prompt in prompts]
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
-    requests, others, interrupted, read = [], [], False, engine.bytes_read
+    requests, others, printed, interrupted, before = [], [], 0, False, engine.bytes_read
+    rule = engine.drafter.rule if o.temperature > 0 else "equal"
+
+    def print_one(i: int) -> None:
+        if o.json:
+            other, count = others[i] if others else None, ranks.count if ranks else 1
+            print(json.dumps(as_json(requests[i], prompts[i], rule, other, count)), flush=True)
+        elif len(ids) > 1:
+            text = as_text(requests[i], llm.tokenizer)
+            print(f"--- {i + 1}, seed {samplings[i].seed} ---\n{text}", flush=True)
+
     events = engine.run(ids, samplings, requests, watch=bool(trace))
     if trace:
         events = trace.watch(events)
     try:
         if o.json or len(ids) > 1:
-            for _ in events:
-                pass
+            for _ in events:  # in order, as they end
+                while printed < len(requests) and requests[printed].finish and not (plain and o.json):
+                    print_one(printed)
+                    printed += 1
         else:
             show(events, llm.tokenizer)
-        read = engine.bytes_read - read
+        read = engine.bytes_read - before
         if plain:
             others = plain.generate(ids, samplings)
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted, read = True, engine.bytes_read - before
         note("\n(interrupted)")
-    for request in requests:
-        if request.error:
-            raise ValueError(request.error)
-    rule = engine.drafter.rule if o.temperature > 0 else "equal"
-    if o.json:
-        for i, request in enumerate(requests):
-            other, count = others[i] if others else None, ranks.count if ranks else 1
-            print(json.dumps(as_json(request, prompts[i], rule, other, count)), flush=True)
-    elif requests:
-        if len(ids) > 1:
-            for i, request in enumerate(requests):
-                print(f"--- {i + 1}, seed {request.sampling.seed} ---\n{as_text(request, llm.tokenizer)}")
+    for i in range(printed, len(requests)):
+        print_one(i)
+    if requests and not o.json:
         note(statistics(requests, engine, read))
         if others:
             note(comparison(requests, others, rule))
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])
+    for request in requests:
+        if request.error:
+            raise ValueError(request.error)
     return 130 if interrupted else 0
 
 

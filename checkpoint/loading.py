@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -161,36 +160,9 @@ def check_head_fits(head: HeadArgs, target: ModelArgs, where: str) -> None:
 
 def identity(model: torch.nn.Module) -> str:
     """Return a digest of the dtype and a thousand values of every weight: fine-tunes differ in it, too."""
-    return _digest((name, _some(p)) for name, p in model.named_parameters())
-
-
-def identity_of(folder: str | Path, *dtypes: torch.dtype | None) -> str:
-    """Return the `identity` of the target in a folder, cast to these dtypes in turn, without loading it.
-
-    Each of several ranks that share a target has a part of it only.
-    """
-    config, path = read_config(folder, "target"), Path(folder) / WEIGHTS
-    module = described(Path(folder), config, listed(path, ADVICE))
-
-    def values():
-        with opened(path, ADVICE, "cpu") as file:
-            for name, meta in module.named_parameters():
-                tensor = _some(file.get_tensor(name))
-                for dtype in dtypes:
-                    tensor = tensor if dtype is None or _fixed(name, tensor, meta) else tensor.to(dtype)
-                yield name, tensor
-
-    return _digest(values())
-
-
-def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """About a thousand values of a tensor [...]."""
-    return tensor.detach().flatten()[:: max(1, tensor.numel() // 1024)]
-
-
-def _digest(values: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, some in values:
+    for name, p in model.named_parameters():
+        some = p.detach().flatten()[:: max(1, p.numel() // 1024)]
         digest.update(f"{name} {some.dtype}".encode() + some.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -42,7 +42,9 @@ def chat(llm: LLM, sampling: Sampling, system: str | None) -> int:
             note(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
             pass  # what there is of the answer counts
-        if not requests or not requests[0].ids:  # as if the turn had not been given
+        if requests and requests[0].error:
+            note(f"error: {requests[0].error}")
+        if not requests or not requests[0].ids or requests[0].error:  # as if the turn had not been given
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})

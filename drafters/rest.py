@@ -97,13 +97,13 @@ def make_store(checkpoint: Path, files: list[Path], out: Path, force: bool = Fal
     except ImportError:
         raise InputError("building a store needs the suffix arrays of pydivsufsort: pip install"
                          " pydivsufsort") from None
-    vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
-    if tokenizer is None:
-        raise InputError(f"{checkpoint}: has no tokenizer")
     check_replaceable("--out", str(out))
     _check_free(out, force)
     for file in files:
         check_file(file)
+    vocab_size, tokenizer = read_config(checkpoint, "target")["vocab_size"], Tokenizer.load(checkpoint)
+    if tokenizer is None:
+        raise InputError(f"{checkpoint}: has no tokenizer")
     with staging(out, 0) as folder:  # fails before everything is sorted where it cannot write
         about = _fill(folder, files, tokenizer, vocab_size, divsufsort)
         _check_free(out, force)  # another process may have made it in the meantime

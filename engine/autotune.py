@@ -219,9 +219,14 @@ class Times:
             if fresh:
                 seconds[shape] = statistics.median(fresh)
                 changes += [seconds[shape] / statistics.median(old)] if old else []
+            elif old:
+                seconds[shape] = statistics.median(old)
+                stale.add(shape)
+            elif (guess := self._between_counts(count, shape)) is not None:
+                seconds[shape] = guess
             else:
                 stale.add(shape)
-                if (guess := statistics.median(old) if old else self._guess(count, shape)) is not None:
+                if (guess := self._by_rows(count, shape)) is not None:
                     seconds[shape] = guess
         change = statistics.median(changes) if changes else 1.0
         return {s: t * change if s in stale else t for s, t in seconds.items()}, stale
@@ -230,9 +235,18 @@ class Times:
         short, long = sorted((context, step.context))
         return self.steps - step.when <= FRESH and long <= 2 * short + 256
 
-    def _guess(self, count: int, shape: TreeShape | None) -> float | None:
-        """Seconds of a step that never ran: that of few sequences, and what as many rows more cost there."""
-        alone, few = {}, min((n for n, _, _ in self._timed), default=0)
+    def _between_counts(self, count: int, shape: TreeShape | None) -> float | None:
+        """Interpolate between the seconds of steps with fewer and with more sequences, if there are both."""
+        by_count: dict[int, float] = {}
+        for (n, _, other), timed in self._timed.items():
+            if other == shape:
+                by_count[n] = min(by_count.get(n, math.inf), statistics.median(t.seconds for t in timed))
+        inside = by_count and min(by_count) <= count <= max(by_count)
+        return between(by_count, count) if inside else None
+
+    def _by_rows(self, count: int, shape: TreeShape | None) -> float | None:
+        """Guess the seconds of a step from those of few sequences and the cost of additional rows there."""
+        alone, few = {}, min((n for n, _, timed in self._timed if timed == shape), default=0)
         for (n, _, other), timed in self._timed.items():
             if n == few:
                 alone.setdefault(other, []).append(statistics.median(t.seconds for t in timed))
@@ -394,8 +408,9 @@ class Tuner:
                 if turn:
                     continue
                 kinds.append(shape)
-                (seconds,) = self.times.of(count, noisy, (shape,), SHORT)[0].values()
-                speed = self.tau(shape, float(noisy), SHORT, EASES[-1]) / seconds
+                if not (seconds := self.times.of(count, noisy, (shape,), SHORT)[0]):
+                    return  # sequences so short that no step is needed
+                speed = self.tau(shape, float(noisy), SHORT, EASES[-1]) / seconds[shape]
                 if speed < HOPELESS * best:
                     break
                 best = max(best, speed)
@@ -408,6 +423,8 @@ class Tuner:
         """Say in words which trees were chosen and what was measured for the first of them."""
         seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
         trees = self.trees(count, noisy)
+        if len(seconds) < 2:
+            return "plain decoding (no step with a tree was timed)"
         best = max((s for s in seconds if s), key=lambda s: self.tau(s, float(noisy), SHORT) / seconds[s])
         shape = trees[0] if trees else best
         names = " or ".join(tree.name for tree in trees)

@@ -102,6 +102,7 @@ class Engine:
         self._sizes = [0, 0, 0]  # of the groups, which lie one after the other
         self._serial = 0
         self._pending: deque[Pending] = deque()
+        self._inbox: dict[Request, deque[Event]] = {}  # events that a `run` has not yielded yet
         self._modes: list[Modes | None] = [None, None]  # of DRAFTED, PLAIN; None: the group has changed
         self._step_bytes = cache(partial(bytes_per_step, target))
         self.bytes_read = 0  # weight bytes that all steps so far have read
@@ -321,19 +322,29 @@ class Engine:
         """
         for i, (prompt, sampling) in enumerate(zip(prompts, samplings)):
             self.check(prompt, sampling, f"prompt {i + 1}" if len(prompts) > 1 else "the prompt")
-        here = set()
+        here: list[Request] = []
         try:
             while here or len(requests) < len(prompts):
                 while self.free and len(requests) < len(prompts):
                     request = self.admit(prompts[len(requests)], samplings[len(requests)], **options)
                     requests.append(request)
-                    here.add(request)
-                for event in self.step():
-                    if event.request in here:
+                    here.append(request)
+                    self._inbox[request] = deque()
+                if not any(self._inbox[request] for request in here):
+                    for event in self.step():
+                        if event.request in self._inbox:  # maybe of another run: both get theirs
+                            self._inbox[event.request].append(event)
+                for request in [*here]:
+                    while self._inbox[request]:
+                        event = self._inbox[request].popleft()
                         if event.finish:
-                            here.remove(event.request)
+                            here.remove(request)
                         yield event
+                    if request not in here:
+                        del self._inbox[request]
         finally:
+            for request in requests:
+                self._inbox.pop(request, None)
             for request in here:
                 self.leave(request)
 
@@ -447,8 +458,10 @@ class Engine:
             return
         before = rows.state.done[others]
         rows.state.done[others] = True
-        yield
-        rows.state.done[others] = before
+        try:
+            yield
+        finally:
+            rows.state.done[others] = before
 
     def _choose(
         self, group: int, rows: Rows, span: torch.Tensor, requests: list[Request]
@@ -540,7 +553,8 @@ class Engine:
         try:
             for sampling in samplings or (Sampling(),):
                 sampling = replace(sampling, stop=(), json_schema=None)
-                for prompt in ([0], [0] * 16) if self._asks else ([0],):  # the second: there is a guess
+                guessed = [0] * min(16, self.max_seq_len - 1)  # prompt lookup has a guess there
+                for prompt in ([0], guessed) if self._asks else ([0],):
                     self.generate([prompt], replace(sampling, max_new_tokens=2))
                 if self.tuner:
                     self._rehearse(sampling)
@@ -550,17 +564,20 @@ class Engine:
             self.state.stop_ids.copy_(stop_ids)
 
     def _rehearse(self, sampling: Sampling) -> None:
-        """Run every kind of step a few times, so that the tuner knows what each takes."""
+        """Run every kind of step a few times, so that the tuner knows what each takes, alone and full."""
         long = replace(sampling, max_new_tokens=self.max_seq_len)
-
-        def run() -> None:
-            if not self.busy:
-                self.admit([0], long)
-            self.step()
-
         lag, self.lag = self.lag, 0
         try:
-            self.tuner.rehearse(self.step_counts[0], sampling.temperature > 0, run)
+            for count in sorted({self.step_counts[0], self.batch}):
+                def run(count: int = count) -> None:
+                    while len(self.requests) < count:
+                        self.admit([0], long)
+                    while self._sizes[READING]:
+                        self._read_prompts()
+                        self._read(0)
+                    self.step()
+
+                self.tuner.rehearse(count, sampling.temperature > 0, run)
         finally:
             self.lag = lag
             for request in self.requests:

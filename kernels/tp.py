@@ -13,7 +13,6 @@ all that drafts.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import os
 import re
@@ -33,7 +32,7 @@ from common.errors import InputError, first_line
 from common.torchrun import check_group, end_with_torchrun, waiting_for_others
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
-from model import Block, Linear, ModelArgs, Transformer, blank
+from model import Block, Linear, ModelArgs, Transformer
 from tree import Tree
 
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
@@ -368,22 +367,6 @@ def deal(model: nn.Module, shares: list[Share], ranks: Ranks) -> None:
             model.lm_head.weight = nn.Parameter(rows, requires_grad=False)
     if model.lm_head is not None:
         model.lm_head = DealtHead(model.lm_head, tuple(span.count for span in tokens), ranks)
-
-
-def learnt_from(target: Transformer, args: ModelArgs) -> Transformer:
-    """A dealt target as a head learns from it: of the whole target's shape `args`, with all rows of the
-    lm_head on every rank. Its layers are those of `target`, which goes on decoding. All ranks call this.
-    """
-    whole = copy.copy(target)
-    whole._modules = dict(target._modules)
-    whole.args, whole.ranks, whole.lm_head = args, None, None
-    if not args.tie_embeddings:
-        dealt = target.lm_head
-        rows = target.ranks.join(dealt.layer.weight.detach().T, dealt.tokens).T.contiguous()
-        with blank():
-            whole.lm_head = Linear(args.hidden_size, args.vocab_size, bias=False)
-        whole.lm_head.weight = nn.Parameter(rows, requires_grad=False)
-    return whole
 
 
 def logits_of(target: Transformer, x: Tensor, whole: bool) -> Tensor | Part:

@@ -10,19 +10,13 @@ from helpers import ROOT
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
-from checkpoint.loading import build_module, identity, identity_of, load_head, load_model
+from checkpoint.loading import build_module, load_head, load_model
 from common.errors import InputError
 
 
 def test_unknown_kinds():
     with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target', 'eagle'"):
         build_module({"kind": "eagle9"})
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16,), (torch.bfloat16, torch.float32)])
-def test_an_identity_without_loading(golden, dtypes):
-    model, _ = load_model(golden, dtype=dtypes[0])
-    assert identity_of(golden, *dtypes) == identity(model.to(dtypes[-1]))
 
 
 def test_a_target_is_no_head(target):

@@ -155,6 +155,8 @@ def test_old_times_follow_the_fresh_ones_and_unknown_ones_the_rows():
         alone.add(1, False, shape, 10, seconds)
     guess, stale = alone.of(2, True, (None, SMALL), 10)
     assert stale == {None, SMALL} and guess == {None: pytest.approx(4 / 3), SMALL: pytest.approx(10 / 3)}
+    alone.add(3, False, None, 10, 5.0)
+    assert alone.of(2, False, (None,), 10) == ({None: 3.0}, set())  # between one sequence and three
 
 
 def test_a_kind_that_may_be_faster_is_tried():
@@ -174,6 +176,19 @@ def test_tau_between_temperatures_and_contexts():
     assert known.tau(SMALL, 0.5) == pytest.approx(1.75)
     assert known.tau(SMALL, 0.0, 628) == pytest.approx(1.75) and known.tau(SMALL, 3.0, 9999) == 1.5
     assert known.tau(SMALL, 0.0, 99_999) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("longest", (2, 3, 8, 20))
+def test_short_sequences(models, longest):
+    """Warm-up times no more steps than the longest sequence has."""
+    target, head = models
+    tuner = Tuner(KNOWN, TAUS)
+    engine = Engine(
+        target, Eagle(head, SMALL), batch=2, max_seq_len=longest, compile=False, tuner=tuner
+    )
+    engine.warm_up(Sampling(), Sampling(temperature=1.0))
+    plain = Engine(target, max_seq_len=longest, compile=False)
+    assert engine.generate([[5]])[0].ids == plain.generate([[5]])[0].ids and engine.free == 2
 
 
 def test_an_engine_rehearses_and_decodes_the_same_text(models):

@@ -1,0 +1,150 @@
+"""What hostile callers do: engines that nobody warmed up, tiny caches, texts interleaved, Ctrl-C anywhere."""
+import random
+from collections import Counter
+
+import pytest
+from helpers.decoding import ids, plain, prompts
+
+from drafters.eagle import Eagle
+from drafters.lookup import Lookup
+from drafters.mixed import Mixed
+from engine.autotune import TEMPERATURES, Calibration, Tuner
+from engine.engine import Engine
+from llm import LLM
+from sampling.options import Sampling
+from tree import TreeShape
+
+SMALL, LARGE = TreeShape(8, 2, 3), TreeShape(24, 5, 6)
+
+
+def tuned(models, **options) -> Engine:
+    taus = {SMALL: 2.0, LARGE: 2.5}
+    tuner = Tuner(Calibration(dict.fromkeys(TEMPERATURES, taus), (0.6, 1.0, 1.4)), taus)
+    drafter = options.pop("drafter", None) or Eagle(models[1], SMALL)
+    return Engine(models[0], drafter, tuner=tuner, **{"max_seq_len": 300, "compile": False} | options)
+
+
+@pytest.mark.parametrize("temperature", (0.0, 1.7))
+@pytest.mark.parametrize("warm", (False, True))
+def test_trees_are_chosen_without_a_rehearsal(models, warm, temperature):
+    """Requests become fewer while no step of so few sequences has been timed."""
+    engine, texts = tuned(models, batch=4), prompts(9, seed=4)
+    if warm:
+        engine.warm_up()  # greedy: steps with noise are not timed
+    how = [Sampling(3 + 5 * i, temperature, seed=i) for i in range(9)]
+    assert ids(engine, texts, how) == ids(plain(models, batch=4), texts, how)
+
+
+def test_a_late_host_does_not_try_trees_for_ever(models):
+    """On CUDA steps are not timed as they run."""
+    engine = tuned(models, lag=1)
+    engine.generate(prompts(1), Sampling(60))
+    (request,) = engine.generate(prompts(1), Sampling(200))
+    assert len(+Counter({name: n for name, n in request.trees.items() if n > 10})) < 3
+
+
+@pytest.mark.parametrize("room", (2, 3, 8))
+@pytest.mark.parametrize("kind", ("tuned", "lookup", "mixed"))
+def test_caches_of_few_tokens(models, room, kind):
+    if kind == "lookup":
+        engine = Engine(models[0], Lookup(), max_seq_len=room, compile=False)
+    else:
+        mixed = Mixed(Lookup(), Eagle(models[1], SMALL)) if kind == "mixed" else None
+        engine = tuned(models, max_seq_len=room, drafter=mixed)
+    engine.warm_up()
+    assert not engine.busy
+    (request,) = engine.generate([[40]], Sampling(9))
+    assert request.ids == ids(plain(models, max_seq_len=room), [[40]], Sampling(9))[0]
+    assert request.finish == "cache"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ctrl_c_anywhere(models, seed):
+    """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
+    draw = random.Random(seed)
+    texts, batch, kinds = prompts(8, seed=3, longest=90), draw.choice((1, 3)), (SMALL, LARGE, None, None)
+    how = [Sampling(40, i % 2, seed=i) for i in range(8)]
+    expected = ids(plain(models), texts, how)
+    engine = tuned(
+        models, batch=batch, lag=draw.choice((0, 1)), chunks=(8, 16),
+        drafter=Mixed(Lookup(shortest=1), Eagle(models[1], SMALL)),
+    )
+    engine.tuner.next = lambda requests, count: draw.choice(kinds)
+
+    def fragile(call):
+        def called(*args, **options):
+            if draw.random() < 0.003:
+                raise KeyboardInterrupt
+            out = call(*args, **options)
+            if draw.random() < 0.003:
+                raise KeyboardInterrupt
+            return out
+        return called
+
+    for name in ("step", "prefill", "to_host", "read_behind", "keep_up"):
+        setattr(engine.passes, name, fragile(getattr(engine.passes, name)))
+    interrupted = 0
+    for _ in range(30):
+        some, requests = [draw.randrange(8) for _ in range(4)], []
+        try:
+            for _ in engine.run([texts[i] for i in some], [how[i] for i in some], requests):
+                pass
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert not engine.busy and engine.free == batch
+        for i, request in zip(some, requests):
+            assert request.ids == expected[i][: len(request.ids) if request.finish is None else None]
+    assert 0 < interrupted < 30
+
+
+class Bounded:
+    """Makes an engine fail that steps without end."""
+
+    def __init__(self, engine: Engine, most: int = 1000):
+        self.step, self.left = engine.step, most
+
+    def __call__(self):
+        self.left -= 1
+        assert self.left, "it steps for ever"
+        return self.step()
+
+
+def test_two_texts_at_once(golden):
+    """Either both are whole, or going on with the first one raises RuntimeError."""
+    llm = LLM(golden, batch_size=2)
+    want = [llm.generate(text, raw=True, max_new_tokens=12).ids for text in ("abc", "xyz")]
+    llm.engine.step = Bounded(llm.engine)
+    try:
+        pairs = list(zip(*(llm.stream(text, raw=True, max_new_tokens=12) for text in ("abc", "xyz"))))
+        found = [[token for event in events for token in event.ids] for events in zip(*pairs)]
+    except RuntimeError:
+        return
+    assert all(w[: len(f)] == f for f, w in zip(found, want))
+
+
+def test_a_text_inside_another(golden):
+    llm, found = LLM(golden, batch_size=2), []
+    want = llm.generate("abc", raw=True, max_new_tokens=12).ids
+    llm.engine.step = Bounded(llm.engine)
+    try:
+        for event in llm.stream("abc", raw=True, max_new_tokens=12):
+            found += event.ids
+            llm.generate("xyz", raw=True, max_new_tokens=30)
+    except RuntimeError:
+        return
+    assert found == want
+
+
+def test_prompts_that_come_one_by_one(golden):
+    """`generate` takes any iterable, as its signature says."""
+    llm = LLM(golden, batch_size=2)
+    want = llm.generate(["a", "b"], raw=True, max_new_tokens=3)
+    found = llm.generate((text for text in "ab"), raw=True, max_new_tokens=3)
+    assert [r.ids for r in found] == [r.ids for r in want]
+
+
+def test_a_prompt_as_a_tuple_of_ids(golden):
+    llm = LLM(golden, batch_size=2)
+    want = llm.generate([40, 41], max_new_tokens=3).ids
+    assert llm.generate((40, 41), max_new_tokens=3).ids == want
+    assert llm.generate([(40, 41)], max_new_tokens=3)[0].ids == want
