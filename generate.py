@@ -140,9 +140,9 @@ def read_options(o) -> tuple[Prompts, list[Sampling]]:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
-    if o.json_schema:
-        grammar_of(read_schema(o.json_schema))  # judged before anything is loaded
     schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
+    if schema:
+        grammar_of(schema)  # judged before anything is loaded
     sampling = Sampling(
         o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
         o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,

@@ -71,8 +71,9 @@ REFUSED = (
     ("--prompt-ids 1,320", "the prompt holds token id 320, the vocabulary is 0..319"),
     *((f"--prompt-ids {ids}", f"--prompt-ids '{ids}': expected numbers separated by commas")
       for ids in ("1,", "1,two", "1.5", "1;2")),
-    ("--prompt-file nowhere", "nowhere: no such file"), ("--prompt-file FILES", "FILES: is a folder;"),
-    ("--prompt-file FILES/bytes", "FILES/bytes: "),
+    ("--prompt-file nowhere", "--prompt-file nowhere: no such file"),
+    ("--prompt-file FILES", "--prompt-file FILES: is a folder;"),
+    ("--prompt-file FILES/bytes", "--prompt-file FILES/bytes: "),
     ("--prompt-file FILES/broken.jsonl", "FILES/broken.jsonl: "),
     ("--prompt-file FILES/empty.jsonl", "FILES/empty.jsonl: holds no prompts"),
 )
