@@ -389,7 +389,8 @@ class Experts(nn.Module):
 # speed or better. (For the few layers of a head it takes longer, not shorter.) A region must return whole
 # tensors, never views: inductor (2.13) frees the buffer of a returned view and reuses it too early.
 @torch.compiler.nested_compile_region
-def _project(block: Block, x: Tensor) -> Tensor:
+def projected(block: Block, x: Tensor) -> Tensor:
+    """`Block.project` in a region."""
     return block.project(x)
 
 
@@ -431,6 +432,13 @@ class Block(nn.Module):
     def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values of what this layer reads [B, T, input_size]: [B, T, (nh + 2*nkv)*hd]."""
         return self.wqkv(x)
+
+    @property
+    def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
+        """The weights of the norms of q and k and their eps, for a kernel; None, None, 0.0 without them."""
+        if self.q_norm is None:
+            return None, None, 0.0
+        return self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
 
     def heads(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Output of `wqkv` -> [B, T, nh + 2*nkv, hd]: normed and rotated q and k, then v; see `split`."""
@@ -511,7 +519,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Take the residual stream x [B, T, H] through all layers; returns what `through` does."""
         def apply(i: int, layer: TargetBlock, x: Tensor) -> Tensor:  # as `layer`, in regions
-            return _finish(layer, x, caches[i].attend(layer, _project(layer, x), shared))
+            return _finish(layer, x, caches[i].attend(layer, projected(layer, x), shared))
 
         return self.through(x, aux_layers, apply)
 

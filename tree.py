@@ -114,16 +114,14 @@ class Growth:
     def extend(self, scores: Tensor, tokens: Tensor) -> None:
         """Record the beam's children: log-probabilities given their parent and token ids, both [B, k, k]."""
         B, k, _ = tokens.shape
-        self.child_scores = (self.beam_scores[..., None] + scores).flatten(1)  # [B, k*k]
-        self.child_tokens = tokens.flatten(1)
-        self.tokens.append(self.child_tokens)
-        self.scores.append(self.child_scores)
+        self.tokens.append(tokens.flatten(1))
+        self.scores.append((self.beam_scores[..., None] + scores).flatten(1))  # [B, k*k]
         self.parents.append(self.beam_flat[..., None].expand(B, k, k).flatten(1))
 
     @property
     def newest(self) -> tuple[Tensor, Tensor, Tensor, int]:
         """The newest children's scores and tokens [B, k*k], what the beam sees, and the candidates before."""
-        return self.child_scores, self.child_tokens, self.beam_sees, self.size
+        return self.scores[-1], self.tokens[-1], self.beam_sees, self.size
 
     @property
     def candidates(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,14 +132,14 @@ class Growth:
     def set_beam(self, scores: Tensor, tokens: Tensor, flat: Tensor, sees: Tensor, row: Tensor) -> Tensor:
         """Take a beam of the newest children, and return the beam row each came from [B, k]."""
         self.beam_scores, self.beam_tokens, self.beam_flat, self.beam_sees = scores, tokens, flat, sees
-        self.size += self.child_tokens.shape[1]
+        self.size += self.tokens[-1].shape[1]
         return row
 
     def advance(self) -> Tensor:
         """Make the k best of the newest children the beam. Returns the beam row each came from [B, k]."""
         B, k = self.beam_tokens.shape
-        scores, index = self.child_scores.topk(k, dim=-1)
-        row, tokens = index // k, self.child_tokens.gather(1, index)
+        scores, index = self.scores[-1].topk(k, dim=-1)
+        row, tokens = index // k, self.tokens[-1].gather(1, index)
         itself = torch.eye(k, dtype=torch.bool, device=index.device).expand(B, k, k)
         sees = torch.cat((pick(self.beam_sees, row), itself), dim=-1)  # [B, k, level*k]
         return self.set_beam(scores, tokens, self.size + index, sees, row)

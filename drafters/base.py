@@ -118,6 +118,17 @@ class StaticLevel(nn.Module):
             constants(self, **{name: torch.tensor(getattr(level, name), dtype=torch.int64)})
 
 
+def unread_rows(state, slots: Tensor, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the positions [B, R] of a catch-up's rows, and which slots they see [B, R, n].
+
+    The first n_new rows are those that the last step committed. ahead: rows that were read with the step
+    before.
+    """
+    start, rows = state.length - state.n_new + ahead, state.backend.unread_rows(state)
+    positions = start[:, None] + torch.arange(rows, device=slots.device)
+    return positions, state.backend.visible_before(slots, start, rows)
+
+
 def newest(state, rows: int) -> Tensor:
     """Return the row of the last unread token [B, 1], at most `rows` - 1."""
     # A sequence that is held still may have more unread tokens than that.

@@ -13,7 +13,7 @@ from torch import Tensor
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common.errors import InputError
-from drafters.base import Proposal, Setup, newest
+from drafters.base import Proposal, Setup, newest, unread_rows
 from drafters.network import NetworkDrafter
 from model import Transformer
 from sampling.noise import PROPOSING, stream
@@ -68,9 +68,7 @@ class DraftModel(NetworkDrafter):
 
     def catch_up(self, state, slots: Tensor) -> Tensor:
         """Read up to W rows that end with the root; the last step committed the last n_new of them."""
-        start, rows = state.length - state.n_new + 1, state.backend.unread_rows(state)
-        positions = start[:, None] + torch.arange(rows, device=slots.device)
-        visible = state.backend.visible_before(slots, start, rows)
+        positions, visible = unread_rows(state, slots, ahead=1)
         h, _ = self.model(state.tokens.gather(1, positions), positions, positions, visible, self.caches)
         return pick(h, newest(state, h.shape[1]))
 

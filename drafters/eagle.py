@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, Setup, StaticLevel, StaticTree, newest
+from drafters.base import Proposal, Setup, StaticLevel, StaticTree, newest, unread_rows
 from drafters.network import HeadDrafter
 from networks.head import Head
 from tree import EAGLE1_TREE, PathTree, pick
@@ -30,12 +30,10 @@ class Eagle(HeadDrafter):
 
         The caches' entries of the other rows are overwritten or never seen.
         """
-        backend, head, start = state.backend, self.head, state.length - state.n_new
-        rows = backend.unread_rows(state)
-        positions = start[:, None] + torch.arange(rows, device=slots.device)
+        head, (positions, visible) = self.head, unread_rows(state, slots)
         next_tokens = state.tokens.gather(1, positions + 1)
-        own, visible = self.kept.rows(backend, positions, backend.visible_before(slots, start, rows))
-        features = head.fuse(state.features[:, :rows])
+        own, visible = self.kept.rows(state.backend, positions, visible)
+        features = head.fuse(state.features[:, : positions.shape[1]])
         h = head(next_tokens, features, positions, own, visible, self.caches)
         self._keep_unread(state)
         return pick(h, newest(state, h.shape[1]))

@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from drafters.base import Proposal, Setup, StaticLevel, newest
+from drafters.base import Proposal, Setup, StaticLevel, newest, unread_rows
 from drafters.medusa import MultiTokenDrafter, build_multi_token
 from networks.hydra import HydraHeads
 from tree import PathTree, pick
@@ -34,11 +34,9 @@ class Hydra(MultiTokenDrafter):
         self.head(self.head.fuse(features), positions, positions, visible, self.caches)
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        head, start, noise = self.head, state.length - state.n_new, self.draft_noise(noise)
-        unread = state.backend.unread_rows(state)
-        positions = start[:, None] + torch.arange(unread, device=slots.device)
-        visible = state.backend.visible_before(slots, start, unread)
-        features = head.fuse(state.features[:, :unread])
+        head, noise = self.head, self.draft_noise(noise)
+        positions, visible = unread_rows(state, slots)
+        features = head.fuse(state.features[:, : positions.shape[1]])
         p = head(features, positions, positions, visible, self.caches)
         p = pick(p, newest(state, p.shape[1]))  # [B, 1, H]
         k, root = self.shape.width, state.root()[:, None]

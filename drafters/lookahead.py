@@ -94,7 +94,8 @@ class Lookahead(Drafter):
         """
         firsts = torch.cat((root[:, None], self.window_rows[:, 0, 1:]), 1)
         batch = torch.arange(chosen.shape[0], device=chosen.device)
-        rest = torch.cat((self.window_rows[:, 1:], chosen[:, None]), 1).int()  # [B, N-1, W]
+        rows = torch.cat((self.window_rows[:, 1:], chosen[:, None]), 1)  # [B, N-1, W]
+        rest = rows.int()
         place = torch.arange(self.guesses, device=chosen.device)
         for c in range(self.columns):
             known, new = self.pool[batch, firsts[:, c]], rest[:, :, c]  # [B, G, N-1], [B, N-1]
@@ -104,7 +105,6 @@ class Lookahead(Drafter):
             moved = known.gather(1, source[..., None].expand_as(known))
             learnt = torch.where((place == self.guesses - 1)[:, None], new[:, None], moved)
             self.pool[batch, firsts[:, c]] = torch.where(where[:, None, None], learnt, known)
-        rows = torch.cat((self.window_rows[:, 1:], chosen[:, None]), 1)
         self.window_rows.copy_(torch.where(where[:, None, None], rows, self.window_rows))
 
 

@@ -111,11 +111,6 @@ class State(nn.Module):
         for token, bias in request.logit_bias:
             self.bias[place, token] = bias
 
-    def rest(self, place: int) -> None:
-        """Clear a place of the batch: nothing moves there."""
-        self.done[place], self.reading[place] = True, False
-        self.length[place] = self.limit[place] = self.n_new[place] = 0
-
     @property
     def adjustments(self) -> Adjustments:
         """The penalties and biases of each sequence."""

@@ -158,11 +158,6 @@ def writable(kept: Path) -> Path:
     return folder
 
 
-def digest() -> str:
-    """Return a digest of the source."""
-    return _digest(b"".join(path.read_bytes() for path in sources()))
-
-
 def sources() -> list[Path]:
     """Return the files that the library is compiled from."""
     return sorted(path for path in SOURCE.iterdir() if path.suffix in (".h", ".cpp"))

@@ -34,5 +34,5 @@ def choose_backend(
     elif kernels and here.capable(device):
         from kernels.gpu.backend import CudaBackend  # imports Triton, which takes time
 
-        return CudaBackend(device)
+        return CudaBackend()
     return TORCH

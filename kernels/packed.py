@@ -36,12 +36,9 @@ class CpuCache(KVCache):
     `CpuCaches.of`."""
 
     def attend(self, block: Block, qkv: Tensor, shared: Pass) -> Tensor:
-        norms = (None, None, 0.0)
-        if block.q_norm is not None:
-            norms = block.q_norm.weight, block.k_norm.weight, block.q_norm.eps
         ops = self.backend.ops
-        cos, sin = shared.angles(partial(_angles, ops))
-        return ops.attend(qkv, cos, sin, *norms, self.k, self.v, shared.slots, shared.visible)
+        angles = shared.angles(partial(_angles, ops))
+        return ops.attend(qkv, *angles, *block.head_norms, self.k, self.v, shared.slots, shared.visible)
 
 
 class CpuCaches(KVCaches):
@@ -282,7 +279,7 @@ def pack_models(backend, *models: nn.Module) -> bool:
         pack_children(model, dtype, device)
         attends = takes(model.args.head_dim, dtype, device)
         if attends:
-            model.Caches = CpuCaches
+            model.Caches = backend.caches["auto"]
         for block in model.modules():
             if isinstance(block, Block) and attends and _is_packed(block):
                 block.packed_weights = _weights(block)
@@ -316,9 +313,8 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     The first list has its weights, of thirteen kinds; the second a bit for each kind that it has.
     """
     a, o, gate_up, down = layer.wqkv, layer.wo, layer.mlp.w_gate_up, layer.mlp.w_down
-    norms = (None, None) if layer.q_norm is None else (layer.q_norm.weight, layer.k_norm.weight)
     attn_norm = layer.attn_norm.weight if isinstance(layer, TargetBlock) else None
-    weights = [attn_norm, a.packed, a.scale, a.bias, *norms, o.packed, o.scale]
+    weights = [attn_norm, a.packed, a.scale, a.bias, *layer.head_norms[:2], o.packed, o.scale]
     weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
     given = [w is not None for w in weights]
     return [w for w in weights if w is not None], [sum(1 << i for i, there in enumerate(given) if there)]

@@ -13,7 +13,6 @@ all that drafts.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import signal
@@ -33,6 +32,7 @@ from common.torchrun import check_group, end_with_torchrun, waiting_for_others
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
 from model import Block, Linear, ModelArgs, Transformer
+from sampling.noise import number_of
 from tree import Tree
 
 PATIENCE = timedelta(minutes=10)  # for a rank that lives and does not answer: it may be compiling
@@ -110,8 +110,7 @@ class Ranks:
 
     def agree(self, what: str, device: torch.device | str) -> None:
         """Raise InputError unless all ranks have the same `what`, on which their steps depend."""
-        said = self.every(_digest(what, device)).tolist()
-        if len(set(said)) > 1:
+        if self._others(what, device):
             raise InputError(
                 f"{self.count} ranks that differ: start all with one command, on machines alike (this one:"
                 f" {what:.300})"
@@ -119,13 +118,16 @@ class Ranks:
 
     def agree_on(self, command: str, device: torch.device | str) -> None:
         """Raise InputError unless all ranks were started alike. command: see `common.torchrun`."""
-        said = self.every(_digest(command, device)).tolist()
-        if len(set(said)) > 1:
-            others = ", ".join(str(i) for i, one in enumerate(said) if one != said[0])
+        if others := self._others(command, device):
             raise InputError(
-                f"{self.count} ranks with different options, prompts or questions (rank {others} has not"
-                " those of rank 0): start all with one command"
+                f"{self.count} ranks with different options, prompts or questions (rank"
+                f" {', '.join(others)} has not those of rank 0): start all with one command"
             )
+
+    def _others(self, what: str, device: torch.device | str) -> list[str]:
+        """Return the ranks whose `what` is not that of rank 0."""
+        said = self.every(_digest(what, device)).tolist()
+        return [str(rank) for rank, one in enumerate(said) if one != said[0]]
 
     def name(self, what: str, device: torch.device | str) -> str:
         """Return a digest of rank 0's `what`."""
@@ -133,7 +135,7 @@ class Ranks:
 
 
 def _digest(what: str, device: torch.device | str) -> Tensor:
-    return torch.tensor(int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "little"), device=device)
+    return torch.tensor(number_of(what), device=device)
 
 
 def own_device(device: str) -> str:

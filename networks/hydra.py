@@ -25,9 +25,6 @@ class HydraHeads(MultiTokenHeads):
         self.prefix_norm = RMSNorm(H, args.norm_eps) if args.prefix else None
         self.stacks = nn.ModuleList(self.stack((k + 2) * H, True) for k in range(args.guesses))
 
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target_norm(features)
-
     def forward(self, z: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches) -> Tensor:
         """States z [B, T, H] at these positions -> p [B, T, H]. Hydra++ fills its cache.
 

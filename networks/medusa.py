@@ -57,6 +57,9 @@ class MultiTokenHeads(Head):
         super().use_target(target)
         self.target_norm = target.norm
 
+    def fuse(self, features: Tensor) -> Tensor:
+        return self.target_norm(features)
+
     def stack(self, inputs: int, narrowing: bool) -> nn.ModuleList:
         """Make the residual blocks of one guess; the first has `inputs` inputs."""
         args = self.args
@@ -88,9 +91,6 @@ class MedusaHeads(MultiTokenHeads):
     def __init__(self, args: MultiTokenArgs):
         super().__init__(args)
         self.stacks = nn.ModuleList(self.stack(args.hidden_size, False) for _ in range(args.guesses))
-
-    def fuse(self, features: Tensor) -> Tensor:
-        return self.target_norm(features)
 
     def outputs(self, z: Tensor) -> list[Tensor]:
         """z [..., H] -> the output of every guess [..., H]."""

@@ -25,7 +25,12 @@ PROPOSING, ACCEPTING = 0x3C6EF372, 0x5BE0CD19
 
 def seed_of(*what) -> int:
     """A seed of 56 bits, from a hash of the arguments."""
-    return int.from_bytes(hashlib.sha256(repr(what).encode()).digest()[:7], "little")
+    return number_of(repr(what))
+
+
+def number_of(text: str) -> int:
+    """A number of 56 bits, from a hash of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError
-from common.files import HALF, check_characters, check_readable, read_lines, read_text
+from common.files import HALF, check_characters, read_lines, read_text
 
 # A file's name of a role: ours.
 ROLES = {
@@ -26,7 +26,6 @@ ROLES = {
     "assistant": "assistant", "model": "assistant",
 }
 TOOL_ROLES = ("tool", "function", "observation", "function_call")
-SOON = 8 << 20  # bytes that are read in a fraction of a second
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
 
@@ -113,19 +112,6 @@ def read_openings(path: str | Path) -> tuple[str, ...]:
     if not openings:
         raise InputError(f"{path}: holds no lines")
     return openings
-
-
-def check_dataset(flag: str, path: str | Path, read: Callable[[str | Path], object]) -> None:
-    """Raise InputError, naming the option, unless a reader of this file can read `path`.
-
-    Checks only that it can be opened if it is a pipe or has more than SOON bytes.
-    """
-    check_readable(flag, path)
-    if Path(path).is_file() and Path(path).stat().st_size <= SOON:
-        try:
-            read(path)
-        except InputError as e:
-            raise InputError(f"{flag} {e}") from None
 
 
 def row_texts(where: str, row: dict) -> list[str]:

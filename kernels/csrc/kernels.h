@@ -132,7 +132,8 @@ void pack_nibbles(int threads, const uint8_t* weight, const Side& side, int64_t 
 void gumbel(int threads, const int64_t* key, const int64_t* positions, const float* temperature, int64_t B,
             int64_t W, int64_t V, float* out);
 
-// The largest of logits [B, T, V] plus, if there is noise [B, W, V], that of a row's depth [B, T] -> ids [B, T].
+// The largest of logits [B, T, V] plus, if there is noise [B, W, V], that of a row's depth [B, T] (0 without it)
+// -> ids [B, T].
 void draw(int threads, const float* logits, const float* noise, const int64_t* depth, int64_t B, int64_t T,
           int64_t W, int64_t V, int64_t* out);
 

@@ -141,21 +141,29 @@ std::tuple<Tensor, Tensor> layers(const Tensor& x, const Tensor& cosine, const T
   return {stream, features};
 }
 
-// A pass of an EAGLE-3 head, as networks/eagle.py: run_head has it, over tokens [B, T] and features [B, T, H] -> the
+std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& inverse, double factor) {
+  const Tensor p = whole(positions), f = whole(inverse);
+  const std::vector<int64_t> shape{p.size(0), p.size(1), f.size(0)};
+  Tensor cosine = empty(shape, ScalarType::Float), sine = empty(shape, ScalarType::Float);
+  angles(longs(p), floats(f), factor, p.numel(), f.size(0), cosine.mutable_data_ptr<float>(),
+         sine.mutable_data_ptr<float>());
+  return {cosine, sine};
+}
+
+// A pass of an EAGLE-3 head, as networks/eagle.py: run_layers has it, over tokens [B, T] and features [B, T, H] -> the
 // residual stream. inverse: of the rotation's frequencies. The rest is that of `layers`.
 Tensor head(const Tensor& tokens, const Tensor& table, const Tensor& table_norm, const Tensor& feature,
             const Tensor& feature_norm, const Tensor& positions, const Tensor& inverse, double factor,
             const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v,
             const Tensor& slots, const Tensor& visible, double eps) {
-  const Tensor ids = whole(tokens), in = whole(feature), at = whole(positions);
-  const int64_t B = in.size(0), T = in.size(1), H = in.size(2), S = table.size(1), half = inverse.size(0);
-  Tensor cosine = empty({B, T, half}, ScalarType::Float), sine = empty({B, T, half}, ScalarType::Float);
-  angles(longs(at), floats(inverse), float(factor), B * T, half, cosine.mutable_data_ptr<float>(),
-         sine.mutable_data_ptr<float>());
+  const Tensor ids = whole(tokens), in = whole(feature);
+  const int64_t B = in.size(0), T = in.size(1), H = in.size(2), S = table.size(1);
+  const auto angles = angles_(positions, inverse, factor);
+  const Tensor &cosine = std::get<0>(angles), &sine = std::get<1>(angles);
   Tensor read = empty({B, T, S + H}, in.scalar_type()), stream = copy(in);
   const std::vector<Layer> all = layers_of(weights, parts, k, v, eps);
   by_dtype(in, [&](auto kernels) {
-    const Shared shared(in, kernels.inputs(all[0].wo) / (2 * half), k[0], cosine, sine, slots, visible);
+    const Shared shared(in, kernels.inputs(all[0].wo) / (2 * inverse.size(0)), k[0], cosine, sine, slots, visible);
     kernels.beside(longs(ids), data(table), data(table_norm), S, data(in), data(feature_norm), B * T, H, float(eps),
                    read.mutable_data_ptr());
     kernels.layers(threads(), shared.rows, H, all, eps, {}, data(read), stream.mutable_data_ptr(), nullptr);
@@ -225,11 +233,9 @@ Tensor gumbel_(const Tensor& key, const Tensor& positions, const Tensor& tempera
 
 Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   const Tensor in = whole(logits);
-  const Maybe n = whole(noise);
-  const std::vector<int64_t> rows(depth ? 0 : in.size(0) * in.size(1));
-  const Maybe d = whole(depth);
+  const Maybe n = whole(noise), d = whole(depth);
   Tensor out = empty({in.size(0), in.size(1)}, ScalarType::Long);
-  draw(threads(), floats(in), floats(n), d ? longs(*d) : rows.data(), in.size(0), in.size(1),
+  draw(threads(), floats(in), floats(n), longs(d), in.size(0), in.size(1),
        n ? n->size(1) : 0, in.size(2), out.mutable_data_ptr<int64_t>());
   return out;
 }
@@ -240,18 +246,9 @@ std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64
   Tensor scores = empty({in.size(0), in.size(1), k}, in.scalar_type());
   Tensor ids = empty(scores.sizes().vec(), ScalarType::Long);
   const int64_t rows = in.size(0) * in.size(1), shared = n ? rows / (n->size(0) * n->size(1)) : 1;
-  rank(threads(), floats(in), floats(n), names ? longs(*names) : nullptr, rows, shared, in.size(2), k,
+  rank(threads(), floats(in), floats(n), longs(names), rows, shared, in.size(2), k,
        scores.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
   return {scores, ids};
-}
-
-std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& inverse, double factor) {
-  const Tensor p = whole(positions), f = whole(inverse);
-  const std::vector<int64_t> shape{p.size(0), p.size(1), f.size(0)};
-  Tensor cosine = empty(shape, ScalarType::Float), sine = empty(shape, ScalarType::Float);
-  angles(longs(p), floats(f), factor, p.numel(), f.size(0), cosine.mutable_data_ptr<float>(),
-         sine.mutable_data_ptr<float>());
-  return {cosine, sine};
 }
 
 }  // namespace eagle

@@ -135,7 +135,7 @@ void draw(int threads, const float* logits, const float* noise, const int64_t* d
   const int64_t chunks = chunks_of(V);
   std::vector<Best> found(B * T * chunks);
   by_chunks(threads, B * T, V, [&](int64_t row, int64_t chunk, int64_t first, int64_t end) {
-    const float* shift = noise ? noise + (row / T * W + depth[row]) * V : nullptr;
+    const float* shift = noise ? noise + (row / T * W + (depth ? depth[row] : 0)) * V : nullptr;
     Floats most = broadcast(LEAST);
     Ints at = Ints{} + int32_t(first);
     for (int64_t i = first; i < end; i += LANES) {

@@ -14,7 +14,7 @@ from kernels.gpu import growing, ranking, sampling
 from kernels.gpu.cache import Float8LayerCaches, LayerCaches
 from kernels.gpu.products import TritonLinear
 from kernels.quantized import QuantizedLinear
-from model import KVCaches, Pass, TargetBlock, Transformer
+from model import KVCaches, Pass, TargetBlock, Transformer, projected
 from networks.head import Head
 from tree import Growth, Tree
 
@@ -25,17 +25,13 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     reads_length = True
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
-
     quantised_at_load = torch.bfloat16, torch.float16
-
-    def __init__(self, device: torch.device):
-        self.device = device
 
     def prepare(self, *models: nn.Module) -> bool:
         super().prepare(*models)
         for model in models:
             if isinstance(model, Transformer | Head):
-                model.Caches = LayerCaches
+                model.Caches = self.caches["auto"]
             ours = [m for m in model.modules() if isinstance(m, QuantizedLinear) and m.mode != "fp8"]
             if isinstance(model, Transformer):
                 model.whole = True
@@ -85,11 +81,6 @@ class CudaBackend(TorchBackend):
 
 # Regions are compiled once for all layers, see `model`.
 @torch.compiler.nested_compile_region
-def _first(layer: TargetBlock, x: Tensor) -> Tensor:
-    return layer.project(x)
-
-
-@torch.compiler.nested_compile_region
 def _enter(layer: TargetBlock, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
     x = x + more
     return x, layer.project(x)
@@ -114,7 +105,7 @@ class FusedTransformer(Transformer):
         features, more = [], None
         for i, (layer, cache) in enumerate(zip(self.layers, caches)):
             if more is None:
-                qkv = _first(layer, x)
+                qkv = projected(layer, x)
             else:
                 x, qkv = _enter(layer, x, more)
             if i in aux_layers:

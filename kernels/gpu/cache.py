@@ -37,10 +37,9 @@ class LayerCache(KVCache):
         sight = shared.visible
         if not isinstance(sight, Sight):
             return super().attend(block, qkv, shared)
-        norms = (None, None, 0.0)
-        if block.q_norm is not None:
-            norms = block.q_norm.weight, block.k_norm.weight, block.q_norm.eps
-        return attend(qkv, *shared.angles(_angles), *norms, self.kv, self.layer, sight.length, sight.local)
+        return attend(
+            qkv, *shared.angles(_angles), *block.head_norms, self.kv, self.layer, sight.length, sight.local
+        )
 
 
 def _angles(args: ModelArgs, inv_freq: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,23 +5,15 @@ the environment, before anything is imported) runs them on a CPU, slowly: for te
 """
 from __future__ import annotations
 
-import hashlib
 import os
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 # Importing Triton takes time, which is only spent where it can be of use.
 CAN = (INTERPRETED or torch.cuda.is_available()) and find_spec("triton") is not None
-
-
-def digest() -> str:
-    """Return a digest of the kernels' source."""
-    source = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return hashlib.sha256(source).hexdigest()[:16]
 
 
 def capable(device: torch.device) -> bool:

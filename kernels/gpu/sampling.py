@@ -9,7 +9,6 @@ from torch import Tensor
 from kernels.gpu.launch import begin, options
 
 CHUNK = 1024  # numbers of noise of a program
-LOWEST = tl.constexpr(-(2**31))
 
 
 @triton.jit

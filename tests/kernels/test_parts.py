@@ -31,7 +31,7 @@ def on_gpu(function, *arguments):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with device:
         arguments = tree_map_only(torch.Tensor, lambda x: x.to(device), arguments)
-        found = function(CudaBackend(device), *arguments)
+        found = function(CudaBackend(), *arguments)
     return defined, tree_map_only(torch.Tensor, torch.Tensor.cpu, found)
 
 

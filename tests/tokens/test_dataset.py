@@ -7,7 +7,6 @@ import pytest
 
 from common.errors import InputError
 from tokens.dataset import (
-    check_dataset,
     read_chats,
     read_conversations,
     read_openings,
@@ -73,8 +72,6 @@ def test_mistakes_are_named(write, read, row, words):
     file = write(row)
     with pytest.raises(InputError, match=words):
         read(file)
-    with pytest.raises(InputError, match=f"^--text {file}.*{words}"):
-        check_dataset("--text", file, read)
 
 
 def test_a_file_that_cannot_be_read(tmp_path):

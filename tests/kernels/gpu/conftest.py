@@ -18,4 +18,4 @@ def device() -> str:
 def backend(device):
     from kernels.gpu.backend import CudaBackend
 
-    return CudaBackend(torch.device(device))
+    return CudaBackend()
