@@ -1,8 +1,13 @@
 """What is compiled once is found again: by the next call, by the next object, by the next process."""
+import contextlib
+import gc
 import os
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +18,7 @@ from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from drafters.lookahead import Lookahead
 from drafters.retrieval import Rest
-from engine.compile import CompiledFunction, saved_places
+from engine.compile import CapturedCalls, CompiledFunction, SavedGraph, saved_places
 from engine.engine import Engine
 from engine.runtime import keep_compiled
 from sampling.options import Sampling
@@ -212,3 +217,64 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     if drafter == "eagle":
         with pytest.raises(Compiling, match="compiling the "):
             decode(TreeShape(5, 1, 2), stop)
+
+
+def test_a_saved_graph_that_fails_is_made_again(cache, monkeypatch):
+    """One line says so; the next process finds the new one."""
+    said: list[str] = []
+    check(CompiledFunction(add, "sum", said.append), Adder())
+
+    class Broken:
+        def __call__(self, args):
+            raise RuntimeError("of another machine")
+
+    find = SavedGraph.find.__func__
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedGraph, "find", classmethod(lambda cls, path: find(cls, path) and Broken()))
+        again: list[str] = []
+        check(CompiledFunction(add, "sum", again.append), Adder())
+    assert "of another machine" in again[0] and again[1].startswith("compiling")
+    found: list[str] = []
+    check(CompiledFunction(add, "sum", found.append), Adder())
+    assert not found
+
+
+def test_nothing_is_collected_while_a_call_is_captured(monkeypatch):
+    """It would invalidate the capture. The call, and with it what it reads, lives with its graph."""
+    seen = []
+
+    class Graph(SimpleNamespace):
+        def replay(self):
+            seen.append("replayed")
+
+    @contextlib.contextmanager
+    def recording(graph, pool, stream):
+        assert not gc.isenabled() and stream is calls.stream
+        yield
+
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in {
+        "graph_pool_handle": lambda: (0, 1), "Stream": lambda device: stream, "CUDAGraph": Graph,
+        "current_stream": lambda: stream, "stream": lambda s: contextlib.nullcontext(), "graph": recording,
+        "device": lambda device: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    calls = CapturedCalls(torch.device("cuda"), contextlib.nullcontext)
+
+    def call(x):
+        seen.append(gc.isenabled())
+        return x
+
+    read = torch.ones(1)
+    kept = weakref.ref(read)
+    calls("key", partial(call, read))
+    del read
+    assert seen == [True, True, False, "replayed"] and gc.isenabled() and kept() is not None
+
+    def fails():
+        if not gc.isenabled():
+            raise RuntimeError("cannot be captured")
+
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        calls("other", fails)
+    assert gc.isenabled() and "other" not in calls.graphs
