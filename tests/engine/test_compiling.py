@@ -21,6 +21,7 @@ from drafters.retrieval import Rest
 from engine.compile import CapturedCalls, CompiledFunction, SavedGraph, saved_places
 from engine.engine import Engine
 from engine.runtime import keep_compiled
+from engine.state import State
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -217,6 +218,14 @@ def test_a_decoder_that_finds_its_step(cache, golden, drafter):
     if drafter == "eagle":
         with pytest.raises(Compiling, match="compiling the "):
             decode(TreeShape(5, 1, 2), stop)
+
+
+@pytest.mark.parametrize("vocabulary, same", ((16, True), (5, False)))
+def test_places_of_another_alignment_have_another_graph(cache, vocabulary, same):
+    """Reading 16 bytes from the middle of them is an error on a GPU."""
+    state = State(3, 40, 4, 0, [], torch.float32, "cpu", vocabulary=vocabulary)
+    one, other = (saved_places(add, (state.rows(place, 1),)) for place in (0, 1))
+    assert (one == other) == same
 
 
 def test_a_saved_graph_that_fails_is_made_again(cache, monkeypatch):
