@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
 1. Text. The target answers the prompts of a file (--prompts) or user turns that it writes itself
-   (--synthesize), or conversations are copied (--conversations). All may be given. Shards go to
+   (--synthesize), or conversations are copied (--conversations). All may be given. The text goes to
    OUT-work/data, and only the answers are learnt.
 2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
    --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,

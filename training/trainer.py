@@ -82,34 +82,6 @@ def save_state(folder: Path, state: dict) -> None:
                          " command to go on") from None
 
 
-def load_state(folder: Path, options: dict, device: torch.device) -> dict | None:
-    """Read FOLDER/state.pt; None if there is none.
-
-    Raises InputError if it is damaged, or if its "options" differ from the given ones; OSError if it cannot
-    be read.
-    """
-    path = folder / STATE
-    if not path.exists():
-        return None
-    check_file(path)
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except OSError:
-        raise
-    except Exception as e:  # torch raises many kinds of errors on damaged files; none helps a user
-        if no_memory(e):
-            raise
-        raise InputError(f"{path}: cut off or damaged; delete it to start again") from None
-    saved = state.get("options") if isinstance(state, dict) else None
-    if not isinstance(saved, dict):
-        raise InputError(f"{path}: holds no state of a training; delete it to start again")
-    differs = sorted(name for name in options.keys() | saved.keys() if options.get(name) != saved.get(name))
-    if differs:
-        raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
-                         " use another --out, or delete it")
-    return state
-
-
 class Trainer:
     """Trains `objective.head` on rows.
 
@@ -349,20 +321,35 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the saved state if there is one.
 
-        Raises InputError if it is damaged, or was made with other settings or data.
+        Raises InputError if it is damaged, or was made with other settings or data; OSError if it cannot be
+        read.
         """
-        state = load_state(self.work, self.fingerprint, self.objective.device)
-        if state is None:
+        path, options = self.work / STATE, self.fingerprint
+        if not path.exists():
             return False
+        check_file(path)
         try:
-            for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
-                for name, tensor in tensors.items():
-                    tensor.data.copy_(saved[name])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.objective.scale = state["scale"]
-            self.step, self.epoch, self.in_epoch = map(int, state["at"])
-            self.seconds = float(state["seconds"])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            message = f"{self.work / STATE}: holds no state of this head; delete it to start again"
-            raise InputError(message) from None
+            state = torch.load(path, map_location=self.objective.device, weights_only=True)
+            saved = state["options"]
+            differs = sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n))
+            if not differs:
+                self._restore(state)
+        except OSError:
+            raise
+        except Exception as e:  # torch raises many kinds of errors on damaged files; none helps a user
+            if no_memory(e):
+                raise
+            raise InputError(f"{path}: damaged, or no state of this head; delete it to start again") from None
+        if differs:
+            raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
+                             " use another --out, or delete it")
         return True
+
+    def _restore(self, state: dict) -> None:
+        for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
+            for name, tensor in tensors.items():
+                tensor.data.copy_(saved[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.objective.scale = state["scale"]
+        self.step, self.epoch, self.in_epoch = map(int, state["at"])
+        self.seconds = float(state["seconds"])

@@ -1,10 +1,10 @@
 """Writing the training text: the target answers prompts, writes user turns, or conversations are taken over.
 
-Conversations are decoded side by side, and each is appended to a file of this process when it ends. Its lines
-name it by a digest of all that it was made from: another run with the same prompts, settings and target finds
-it again, and no other run does. An answer depends on its place among the prompts, never on the process:
-several processes take conversations from one queue, and a later run writes those that a killed one did not
-end.
+Conversations are decoded side by side, and each is appended to a file of this process when it ends. The file
+is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
+from: another run with the same prompts, settings and target finds it again, and no other run does. An answer
+depends on its place among the prompts, never on the process: several processes take conversations from one
+queue, and a later run writes those that a killed one did not end.
 """
 from __future__ import annotations
 
@@ -138,7 +138,8 @@ class Collector:
                     seed = seed_of(self.seed, "user", i, number)
                     turn = yield from self._user_turn(chat, "" if i else opening, seed)
                 if not turn:
-                    left_out = "with an empty prompt, or without an end of the user's turn"
+                    unended = turns[i] is None
+                    left_out = "without an end of the user's turn" if unended else "with an empty prompt"
                     break
                 chat = [*chat, {"role": "user", "content": turn}]
                 prompt = self._short(self.tokenizer.chat(chat, at_most=self.max_prompt_tokens))
@@ -191,8 +192,8 @@ class Collector:
 
     @property
     def files(self) -> list[Path]:
-        """The files of all processes of this run and of earlier ones."""
-        return sorted(self.folder.glob("text-*.jsonl"))
+        """The files of all processes, of this run and of earlier ones with its settings."""
+        return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
     def write(self) -> None:
         """Write the missing conversations that this process takes from the queue."""
@@ -203,8 +204,8 @@ class Collector:
         self.processes.wait()
         known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
         self.processes.wait()  # all have read before any writes
-        path, plan = self.folder / f"text-{self.processes.rank}.jsonl", list(self.planned.items())
-        queue, live, tokens, more = self.processes.queue("text", len(plan)), {}, 0, True
+        path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
+        plan, live, tokens = list(self.planned.items()), {}, 0
         with LiveBar(total=len(plan), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
             def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
@@ -215,21 +216,27 @@ class Collector:
                     with writing(path):
                         file.write(self._lines(talk, end.value))
                         file.flush()
+                    bar.update()
 
-            while live or more:
-                while more and self.engine.free:
-                    if (number := next(queue, None)) is None:
-                        more = False
-                        break
-                    talk, begin = plan[number]
-                    if talk not in known:
-                        go_on(talk, begin())
-                    bar.n = number + 1 - len(live)
+            def step() -> None:
+                nonlocal tokens
                 for event in self.engine.step():
                     tokens += len(event.ids)
                     if event.finish:
                         go_on(*live.pop(event.request), event.request)
                 bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+
+            for number in self.processes.queue("text", len(plan)):
+                talk, begin = plan[number]
+                if talk in known:
+                    bar.initial += 1  # it takes no time
+                else:
+                    go_on(talk, begin())
+                bar.n = max(bar.n, number + 1 - len(live))  # other processes have taken some of those before
+                while not self.engine.free:
+                    step()
+            while live:
+                step()
             bar.n = len(plan)
 
     def _lines(self, talk: str, written: Written) -> str:

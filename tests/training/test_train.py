@@ -1,5 +1,7 @@
 """train.py as a user runs it, on the golden target: heads learn, text is collected, folders are written."""
+import importlib
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -109,7 +111,7 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, prompt_file, tra
     state = work / "state.pt"
     state.write_bytes(state.read_bytes()[:1000])
     assert train.main(argv) == 1
-    assert "state.pt: cut off or damaged" in last_line(capsys)
+    assert "state.pt: damaged, or no state of this head" in last_line(capsys)
     eagle = options(golden, prompt_file, tmp_path / "run", kind="eagle")
     assert train.main(eagle) == 1
     assert "holds something else than a trained head of this kind" in last_line(capsys)
@@ -184,8 +186,16 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
 
 
 def test_a_head_too_small_to_measure_trees_by(golden, prompt_file, tmp_path, capsys):
-    """It is written without a calibration, with a warning."""
+    """It is written without a calibration, with a warning. The commands that are printed last run."""
     assert train.main(options(golden, prompt_file, tmp_path, kind="dspark", drafts=2, epochs=1)) == 0
     printed = capsys.readouterr()
     assert "gets no calibration.json (trees are measured by 8 nodes" in printed.err
     assert not (tmp_path / "head" / "calibration.json").exists()
+    before = {path: path.stat().st_mtime_ns for path in golden.rglob("*")}
+    _, *commands = printed.out.splitlines()
+    for line in commands:
+        _, program, *argv = shlex.split(line)
+        more = ["--max-new-tokens", "4", "--no-compile"] if "--prompt" in argv else []
+        assert importlib.import_module(program.removesuffix(".py")).main(argv + more) == 0, line
+    assert len(commands) == 2 and "texts equal" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in golden.rglob("*")} == before
