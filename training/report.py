@@ -14,6 +14,7 @@ from tqdm import tqdm
 from common.files import read_text, write_text, writing
 from common.plots import picture
 
+FEW_STEPS = 200  # optimizer steps after which too little text is no reason to have learnt nothing
 DOTS = {"marker": "o", "markersize": 3}
 
 
@@ -111,6 +112,16 @@ def read_log(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             continue
     return entries
+
+
+def doubt_of(log: list[dict]) -> str:
+    """Return a warning about a head whose last held-out accuracy is next to nothing, else ""."""
+    last = next((entry for entry in reversed(log) if entry.get("held_out")), None)
+    if last is None or last["held_out"][0] >= 0.01:
+        return ""
+    advice = "give it more text" if last["step"] < FEW_STEPS else "try a smaller --lr"
+    return (f"warning: held-out accuracy is {last['held_out'][0]:.1%}: the head has learnt next to nothing in"
+            f" {last['step']:,} optimizer steps; {advice}")
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:

@@ -9,7 +9,6 @@ import argparse
 import json
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -37,13 +36,12 @@ from training.features import Features, Reader, StoredFeatures, training_copy
 from training.heads import KINDS, HeadShape, begun_args, begun_head, head_args, load_start, new_head
 from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
-from training.report import write_card
+from training.report import doubt_of, write_card
 from training.trainer import CURVES, STATE, Plan, Trainer
 from training.validate import TOKENS, Validator, decoding_copy
 from training.writing import Collector, open_engine
 
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
-FEW_STEPS = 200  # optimizer steps after which too little text explains no failure
 MOST_REASONS = 9  # printed: a template may give a reason of its own for every conversation
 MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
 CARD = "README.md"
@@ -136,14 +134,13 @@ class Session:
         if o.collect_only:
             return
         trainer = self.prepare(text)
-        complete, began = trainer.step == 0, time.time()
         log = trainer.run()
         head = trainer.trained()
         if not all(bool(p.isfinite().all()) for p in head.parameters()):
             raise InputError("the last update left weights that are not finite: use a smaller --lr and"
                              " another --out")
         if processes.first:
-            self.export(text, trainer, head, log, time.time() - began if complete else None)
+            self.export(text, trainer, head, log)
 
     def _load_copy(self) -> tuple[Transformer, str]:
         """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
@@ -263,24 +260,16 @@ class Session:
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
         if self.o.validate_prompts and not prompts:
-            note(f"no held-out prompt leaves room for {TOKENS} tokens: tau is not measured")
+            note(f"no held-out prompt leaves room for {TOKENS} tokens: tree τ is not measured")
         return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
     # -- export ----------------------------------------------------------------------------------------------
 
-    def export(
-        self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict], seconds: float | None
-    ) -> None:
-        """Write the head, its calibration, its model card and its curves to OUT.
-
-        seconds: of the training, None if it was interrupted.
-        """
+    def export(self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict]) -> None:
+        """Write the head, its calibration, its model card and its curves to OUT."""
         o, kind, calibration = self.o, KINDS[self.o.kind], None
-        accuracy = next((e["held_out"][0] for e in reversed(log) if e.get("held_out")), 1)
-        if accuracy < 0.01:
-            note(f"warning: held-out accuracy is {accuracy:.1%}: the head has learnt next to nothing in"
-                 f" {trainer.step:,} optimizer steps; "
-                 + ("give it more text" if trainer.step < FEW_STEPS else "try a smaller --lr"))
+        if doubt := doubt_of(log):
+            note(doubt)
         if trainer.validator:
             try:
                 calibration = trainer.validator.calibration(head, note)
@@ -296,8 +285,8 @@ class Session:
             f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
             f" of {args.vocab_size:,}",
             f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
-            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g}"
-            + (f", {seconds / 60:.0f} minutes" if seconds else ""),
+            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g},"
+            f" {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)
@@ -308,7 +297,7 @@ class Session:
                 shutil.copyfile(self.work / CURVES, folder / CURVES)
             if calibration:
                 calibration.write(folder)
-        # Beside the target's own head, which may be the better one.
+        # Not into the target's folder, whose own head may be the better one.
         converted = f"{o.out.rstrip('/')}-converted"
         force = " --force" if Path(converted).exists() else ""
         where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"
