@@ -133,9 +133,10 @@ def test_when_one_dies_all_end_within_seconds(golden):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, "RANK= MASTER_PORT= MASTER_ADDR= in the env"),
-    ({"RANK": "5"}, "WORLD_SIZE=2 RANK=5 "), ({"RANK": "x"}, "RANK=x "), ({"RANK": "²"}, "RANK=² "),
-    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 "), ({"MASTER_PORT": "abc"}, "MASTER_PORT=abc "),
+    ({"RANK": None, "MASTER_ADDR": None, "MASTER_PORT": None}, "WORLD_SIZE=2 RANK= MASTER_PORT= "),
+    *(({"RANK": rank}, f"WORLD_SIZE=2 RANK={rank} MASTER_PORT=29511 ") for rank in ("5", "x", "²", "-1")),
+    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2 "),
+    ({"MASTER_PORT": "abc"}, "WORLD_SIZE=2 RANK=0 MASTER_PORT=abc "),
     ({"WORLD_SIZE": ""}, "WORLD_SIZE= "),
 ], ids=str)
 def test_an_environment_that_is_none(monkeypatch, changes, words):
