@@ -1,5 +1,4 @@
 """A kill -9 at any write leaves the old or the new, complete, and the next run goes on and leaves nothing."""
-import json
 import shutil
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from common import files
 from drafters import rest
 from engine.autotune import Calibration
 from evaluation.answers import Answer, Book, Turn
-from training.trainer import load_state, save_state
+from training.trainer import save_state
 from tree import TreeShape
 
 pytestmark = pytest.mark.slow
@@ -114,10 +113,10 @@ def test_the_state_of_a_training(tmp_path):
     calls = []
     for call in kills(lambda: save(2), prepare):
         calls.append(call)
-        state = load_state(work, {"a": 1}, torch.device("cpu"))
+        state = torch.load(work / "state.pt", weights_only=True)
         assert state["step"] in (1, 2) and bool((state["weights"] == state["step"]).all())
         save(3)
-        assert load_state(work, {"a": 1}, torch.device("cpu"))["step"] == 3
+        assert torch.load(work / "state.pt", weights_only=True)["step"] == 3
         assert [p.name for p in work.iterdir()] == ["state.pt"]
     assert {"write_record", "fsync", "replace"} <= set(calls), calls
 
@@ -136,7 +135,6 @@ def test_the_folder_of_an_evaluation(tmp_path):
         for number in (1, 2, 3):
             book.add(answer(number))
         book.forget("set", question, 0.0)
-        book.write_fastchat(book.answers.values())
 
     calls, seen = [], set()
     for call in kills(action, lambda: shutil.rmtree(folder, ignore_errors=True)):
@@ -146,10 +144,8 @@ def test_the_folder_of_an_evaluation(tmp_path):
         seen.add(len(found))
         action()
         assert {a.question for a in Book(folder, options).answers.values()} == {2, 3}
-        assert sorted(p.name for p in folder.iterdir()) == ["answers", "answers.jsonl", "options.json"]
-        rows = (folder / "answers" / "set" / "none-t0.jsonl").read_text().splitlines()
-        assert [json.loads(row)["question_id"] for row in rows] == [2, 3]
-    assert seen == {0, 1, 2, 3} and len(calls) > 20
+        assert sorted(p.name for p in folder.iterdir()) == ["answers.jsonl", "options.json"]
+    assert seen == {0, 1, 2, 3} and len(calls) > 15
 
 
 def test_a_calibration(tmp_path):
@@ -251,10 +247,8 @@ def test_replacing_a_trained_head(training):
     assert whole_runs(action, prepare, check) >= 20
 
 
-def test_a_whole_evaluation(golden, tmp_path, monkeypatch):
+def test_a_whole_evaluation(golden, tmp_path):
     """What was answered is kept, and the next run ends with the same answers and all files."""
-    for name in ("draw_table", "draw_lengths"):
-        monkeypatch.setattr(f"evaluation.session.pictures.{name}", draw)
     questions, folder = tmp_path / "questions.jsonl", tmp_path / "out"
     questions.write_text('{"question_id": 1, "turns": ["a?"]}\n{"question_id": 2, "turns": ["b?"]}\n')
     argv = [
@@ -280,7 +274,7 @@ def test_a_whole_evaluation(golden, tmp_path, monkeypatch):
         assert when or (ids() == answers and sorted(contents(folder)) == names)
 
     assert len(answers) == 4
-    assert whole_runs(action, lambda: shutil.rmtree(folder, ignore_errors=True), check) >= 10
+    assert whole_runs(action, lambda: shutil.rmtree(folder, ignore_errors=True), check) >= 6
 
 
 def test_a_store_of_rest(golden, tmp_path):
