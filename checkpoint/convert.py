@@ -103,6 +103,7 @@ def convert(
         has_tokenizer = not kind and source.tokenizer(folder)
         if has_tokenizer and added and (template != "auto" or not Tokenizer.load(folder).has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+            (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
         fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
              title=out.name)
     if not kind:

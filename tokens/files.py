@@ -15,7 +15,9 @@ from common.schema import Digits, Flag, Schema, Text, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
-TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
+# For conversations with tools: where transformers looks for it, and in converted folders, which are flat.
+TOOL_TEMPLATES = ("additional_chat_templates/tool_use.jinja", "tool_use.jinja")
+TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json", *TOOL_TEMPLATES)
 ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
 _Token = TypedDict("Token", {"content": text(2**16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})

@@ -105,7 +105,7 @@ WORD_RULES = {
 
 
 def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
-    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
+    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
     errors. Raises InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
@@ -118,8 +118,9 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
             settings = _write(metadata, folder)
             text = json.dumps(settings, ensure_ascii=False, indent=2)
             (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-            if template := fields.get("tokenizer.chat_template"):
-                (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            for name, file in (("", "chat_template.jinja"), (".tool_use", "tool_use.jinja")):
+                if template := fields.get(f"tokenizer.chat_template{name}"):
+                    (folder / file).write_text(template, encoding="utf-8")
             if Tokenizer.load(folder).vocab_size != len(metadata["tokens"]):
                 raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
     except InputError as e:  # a file in the folder will not stay there

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json, read_text
-from tokens.files import TOKENIZER_CONFIG, has
+from tokens.files import TOKENIZER_CONFIG, TOOL_TEMPLATES, has
 
 LONGEST_TEMPLATE = 4 << 20  # bytes of a template's file
 _FOLDER = Path(__file__).parent / "chat_templates"
@@ -57,24 +57,33 @@ def find_template(choice: str, *names: str) -> str | None:
         ) from None
 
 
-def read_template(folder: Path, settings: dict) -> tuple[str | None, Path]:
-    """Return the chat template of a folder, None if it has none, and the file that it stands in.
+def read_templates(folder: Path, settings: dict) -> tuple[str | None, str | None, Path]:
+    """Return the chat template of a folder, that for conversations with tools, and the file of the first.
 
-    settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
+    Without a template of its own for tools the two are one; without any they are None. settings: of
+    `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
     """
-    file = folder / "chat_template.jinja"
-    if has(folder, file.name):
-        return read_text(file, LONGEST_TEMPLATE), file
-    file = folder / "chat_template.json"
-    if has(folder, file.name):
-        settings = TOKENIZER_CONFIG.require(read_json(file), file)
+    names = ("chat_template.jinja", "chat_template.json")
+    file = folder / next((name for name in names if has(folder, name)), "tokenizer_config.json")
+    if file.suffix == ".jinja":
+        found = read_text(file, LONGEST_TEMPLATE)
     else:
-        file = folder / "tokenizer_config.json"
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default", next(iter(by_name.values()), None))
-    return template, file
+        own = file.name in names
+        found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
+    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
+    by_name = {x["name"]: x["template"] for x in found} if isinstance(found, list) else {"default": found}
+    template = by_name.get("default", next(iter(by_name.values()), None))
+    for name in TOOL_TEMPLATES:
+        if has(folder, name):
+            by_name["tool_use"] = read_text(folder / name, LONGEST_TEMPLATE)
+    return template, by_name.get("tool_use", template), file
+
+
+def thoughts_of(message: dict) -> dict[str, str]:
+    """Return the thoughts of a message under every name that templates read; nothing if it has none."""
+    names = ("reasoning_content", "reasoning", "thinking")
+    found = next((message[name] for name in names if message.get(name)), None)
+    return dict.fromkeys(names, found) if isinstance(found, str) else {}
 
 
 def render_template(template: str, messages: list[dict], variables: dict, where: str | Path) -> str:
