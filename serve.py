@@ -48,6 +48,9 @@ def parser() -> Options:
         help="of pages that may call the server from a browser; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
+    add("--per-request-metrics", action="store_true",
+        help="add acceptance length and histogram of drafting to every response, as vLLM does")
+    add("--quiet", action="store_true", help="print no line per request")
     # torchrun kills its processes 30 seconds after it has told them to end.
     add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
@@ -157,11 +160,12 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    server = Server(worker, target.tokenizer, names, o.time_limit)
+    server = Server(worker, target.tokenizer, names, o.time_limit, o.per_request_metrics)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
-    serve(make_app(server, key_of(o), o.cors, o.max_body), worker, listener, o.grace)
+    app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else note)
+    serve(app, worker, listener, o.grace)
     if ranks:
         engine.end()
 

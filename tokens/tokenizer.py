@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tokenizers import AddedToken
 from common.errors import InputError
 from tokens.backends import JsonBackend, SentencePieceBackend, library_errors
 from tokens.files import TOKENIZER_FILES, encoder_of, has, special_tokens_map, tokenizer_settings
-from tokens.templates import ControlTokenMask, read_template, render_template
+from tokens.templates import ControlTokenMask, read_templates, render_template
 
 BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 VISIBLE = bytes(range(33, 127))
@@ -42,7 +42,7 @@ def copy_files(source: Path, target: Path) -> bool:
         return False
     for name in TOKENIZER_FILES:
         if has(source, name) and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(source / name, target / Path(name).name)
     return True
 
 
@@ -54,7 +54,8 @@ class Tokenizer:
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
-    template: the chat template; has_template: whether `chat` works.
+    template, tool_template: the chat templates without and with tools, often one; has_template: whether
+    `chat` works.
     control: text -> id of every control token.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
@@ -69,7 +70,7 @@ class Tokenizer:
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             self._backend = backend = BACKENDS[encoder](self._file, settings)
-            self.template, self._template_file = read_template(folder, settings)
+            self.template, self.tool_template, self._template_file = read_templates(folder, settings)
             self.special_tokens_map = backend.special_tokens_map | special_tokens_map(settings)
             bos = self.special_tokens_map.get("bos_token")
             self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
@@ -138,11 +139,12 @@ class Tokenizer:
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         names = self.special_tokens_map | variables
-        return render_template(self.template, messages, names, self._template_file)
+        template = self.tool_template if variables.get("tools") else self.template
+        return render_template(template, messages, names, self._template_file)
 
     @cached_property
     def _mask(self) -> ControlTokenMask:
-        return ControlTokenMask(self.control, self.template or "")
+        return ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def _encode_parts(self, parts: list[str | int]) -> list[int]:
         with library_errors(f"{self._file}: cannot encode this text"):
@@ -190,14 +192,14 @@ class Tokenizer:
 
     # -- ids to text --------------------------------------------------------------------------
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of some ids. Control tokens are skipped; bytes that are no UTF-8 become U+FFFD."""
-        stream = self.stream()
+    def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
+        """Return the text of some ids; bytes that are no UTF-8 become U+FFFD. shown: see `stream`."""
+        stream = self.stream(shown)
         return stream.push(ids) + stream.flush()
 
-    def stream(self) -> TextStream:
-        """Return a decoder that takes ids as they come."""
-        return TextStream(self)
+    def stream(self, shown: Collection[int] = ()) -> TextStream:
+        """Return a decoder that takes ids as they come. Of control tokens only `shown` have a text."""
+        return TextStream(self, shown)
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Return whether every id stands for the same bytes, or the same control token, in both."""
@@ -217,8 +219,9 @@ class TextStream:
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._piece = tokenizer.piece
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()):
+        names = {i: text.encode() for text, i in tokenizer.control.items() if i in shown}
+        self._piece = (lambda i: names.get(i) or tokenizer.piece(i)) if names else tokenizer.piece
         self._strip = tokenizer.strips_space  # the space that encoding put before the first word
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -8,18 +8,14 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from common.errors import InputError
 from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
 from server.metrics import Metrics
 from server.protocol import Message, Refusal
-from server.replies import BARE, TAGGED, CallStream, form_of
 from server.worker import Job, Worker
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-QWEN = "{% if tools %}<tools>{{ tools }}</tools> <tool_call>{% endif %}{{ messages }}"
-LLAMA = '{% if tools %}{"name": x, "parameters": y} ipython{% endif %}{{ messages }}'
 
 
 class Client:
@@ -108,42 +104,6 @@ def test_no_job_waits_for_a_rank_that_is_lost():
     assert refusal.status == 503 and "another rank of this server has died" in refusal.message
     with pytest.raises(Refusal, match="has died"):
         worker.submit(Job([1], Sampling(4)))
-
-
-def read(form, text: str, size: int):
-    """Push a text in pieces -> (text before its end, text at its end, calls)."""
-    stream = CallStream(form)
-    early = "".join(stream.push(text[i : i + size]) for i in range(0, len(text), size))
-    rest, calls = stream.finish()
-    return early, rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-
-
-@pytest.mark.parametrize("size", (1, 3, 1000))
-def test_calls(size):
-    text = (
-        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n'
-        '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    )
-    assert read(TAGGED, text, size) == ("Let me see.\n", "", [("f", '{"a": "é<"}'), ("g", "{}")])
-    assert read(BARE, ' {"name": "f", "parameters": {"x": 1}}', size) == ("", "", [("f", '{"x": 1}')])
-
-
-@pytest.mark.parametrize("form, text", (
-    (TAGGED, "no call, a < b"), (TAGGED, "almost <tool_cal"), (TAGGED, "<tool_call>broken"), (TAGGED, ""),
-    (TAGGED, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'), (None, "<tool_call>"),
-    (BARE, "Hello {you}"), (BARE, '{"name": "f"}'), (BARE, '{"a": 1} and more'),
-))
-@pytest.mark.parametrize("size", (1, 1000))
-def test_other_text_is_no_call(form, text, size):
-    early, rest, calls = read(form, text, size)
-    assert early + rest == text and not calls
-
-
-def test_the_template_decides_the_form():
-    assert form_of(QWEN) == TAGGED and form_of(LLAMA) == BARE
-    for template in (None, "{{ messages }}", "{{ tools }}"):
-        with pytest.raises(InputError, match="defines no calls"):
-            form_of(template)
 
 
 def test_messages_as_templates_take_them():
