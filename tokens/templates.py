@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 from jinja2.ext import Extension
@@ -57,11 +58,17 @@ def find_template(choice: str, *names: str) -> str | None:
         ) from None
 
 
-def read_templates(folder: Path, settings: dict) -> tuple[str | None, str | None, Path]:
-    """Return the chat template of a folder, that for conversations with tools, and the file of the first.
+class Template(NamedTuple):
+    """A chat template, None if there is none, and the file that it stands in."""
 
-    Without a template of its own for tools the two are one; without any they are None. settings: of
-    `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
+    text: str | None
+    file: Path
+
+
+def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
+    """Return the chat templates of a folder without and with tools; they are one if it names none for tools.
+
+    settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
     """
     names = ("chat_template.jinja", "chat_template.json")
     file = folder / next((name for name in names if has(folder, name)), "tokenizer_config.json")
@@ -72,11 +79,12 @@ def read_templates(folder: Path, settings: dict) -> tuple[str | None, str | None
         found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
     # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
     by_name = {x["name"]: x["template"] for x in found} if isinstance(found, list) else {"default": found}
-    template = by_name.get("default", next(iter(by_name.values()), None))
+    text = by_name.get("default", next(iter(by_name.values()), None))
+    for_tools = Template(by_name.get("tool_use", text), file)
     for name in TOOL_TEMPLATES:
         if has(folder, name):
-            by_name["tool_use"] = read_text(folder / name, LONGEST_TEMPLATE)
-    return template, by_name.get("tool_use", template), file
+            for_tools = Template(read_text(folder / name, LONGEST_TEMPLATE), folder / name)
+    return Template(text, file), for_tools
 
 
 def thoughts_of(message: dict) -> dict[str, str]:
@@ -86,17 +94,14 @@ def thoughts_of(message: dict) -> dict[str, str]:
     return dict.fromkeys(names, found) if isinstance(found, str) else {}
 
 
-def render_template(template: str, messages: list[dict], variables: dict, where: str | Path) -> str:
-    """Return the text of a conversation. where: the file of the template, for errors.
-
-    Raises InputError if the template is damaged or refuses the messages.
-    """
+def render_template(template: Template, messages: list[dict], variables: dict) -> str:
+    """Return the text of a conversation. Raises InputError if the template is damaged or refuses it."""
     # Templates test for tools and documents, so these must be defined.
     context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
-        return _compile(template).render({**context, "messages": messages})
+        return _compile(template.text).render({**context, "messages": messages})
     except Exception as e:  # a template can raise anything
-        raise InputError(f"{where}: chat template: {one_line(e)}") from None
+        raise InputError(f"{template.file}: chat template: {one_line(e)}") from None
 
 
 class _Generation(Extension):

@@ -70,10 +70,11 @@ class Tokenizer:
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             self._backend = backend = BACKENDS[encoder](self._file, settings)
-            self.template, self.tool_template, self._template_file = read_templates(folder, settings)
+            self._templates = read_templates(folder, settings)
             self.special_tokens_map = backend.special_tokens_map | special_tokens_map(settings)
             bos = self.special_tokens_map.get("bos_token")
             self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
+        self.template, self.tool_template = (template.text for template in self._templates)
         self.has_template = self.template is not None
         self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
         self.strips_space, self.vocab_size = bool(backend.strips_space), backend.size
@@ -139,8 +140,7 @@ class Tokenizer:
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         names = self.special_tokens_map | variables
-        template = self.tool_template if variables.get("tools") else self.template
-        return render_template(template, messages, names, self._template_file)
+        return render_template(self._templates[bool(variables.get("tools"))], messages, names)
 
     @cached_property
     def _mask(self) -> ControlTokenMask:
