@@ -105,17 +105,18 @@ class Tokenizer:
     # -- text to ids --------------------------------------------------------------------------
 
     def encode(
-        self, text: str, bos: bool = True, special: bool = False, at_most: int | None = None
+        self, text: str, bos: bool = True, parse_special: bool = False, at_most: int | None = None
     ) -> list[int]:
         """Return the token ids of a text.
 
         bos: put BOS in front, if the model wants one and the text does not start with it.
-        special: control tokens spelled out in the text count as such; true for a rendered chat template.
+        parse_special: control tokens spelled out in the text count as such; true for texts that are written
+        for the model, such as a raw prompt or a rendered chat template.
         at_most: raise TooLong, before the work, if there are certainly more ids. Raises InputError if the
         library fails.
         """
         self._check_size(text, at_most)
-        ids = self._encode_parts(self._cut(text, special))
+        ids = self._encode_parts(self._cut(text, parse_special))
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
 
     def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
@@ -129,7 +130,7 @@ class Tokenizer:
         (hidden, more), originals = self._mask.hide((messages, variables))
         rendered = self.render(hidden, **more)
         self._check_size(rendered, at_most)
-        parts = self._cut(rendered, special=True)
+        parts = self._cut(rendered, parse_special=True)
         return self._encode_parts([p if isinstance(p, int) else p.translate(originals) for p in parts])
 
     def render(self, messages: list[dict], **variables) -> str:
@@ -147,11 +148,11 @@ class Tokenizer:
         with library_errors(f"{self._file}: cannot encode this text"):
             return self._backend.encode(parts)
 
-    def _cut(self, text: str, special: bool) -> list[str | int]:
+    def _cut(self, text: str, parse_special: bool) -> list[str | int]:
         """Cut a text at the tokens that we match ourselves, into text between them (str) and ids (int)."""
         # Lone surrogates, from a terminal or from JSON, have no bytes.
         text = text.encode("utf-8", "replace").decode()
-        pattern, ids = self._cut_rendered if special else self._cut_plain
+        pattern, ids = self._cut_rendered if parse_special else self._cut_plain
         parts, start = [], 0
         for m in pattern.finditer(text):
             content = m[0] if m[0] in ids else m[0].rstrip()  # the pattern takes in the spaces of rstrip

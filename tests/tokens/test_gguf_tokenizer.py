@@ -36,7 +36,7 @@ def test_bpe_encodes_as_the_original(pre, tmp_path):
     assert (tok.vocab_size, tok.bos_id) == (model.get_vocab_size(), 0)
     assert tok.adds_bos is rule.add_bos and tok.has_template
     for text in (*CORPUS, "a   b</think><|im_end|>"):
-        assert tok.encode(text, bos=False, special=True) == model.encode(text).ids
+        assert tok.encode(text, bos=False, parse_special=True) == model.encode(text).ids
         assert (tok.encode(text)[:1] == [0]) is rule.add_bos
     assert 2 not in tok.encode("<|im_end|>")
     thought = tok.encode("</think>", bos=False)

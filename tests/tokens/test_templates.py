@@ -104,7 +104,7 @@ def test_chat_equals_encoding_the_rendered_text(bpe, sp):
     tok = Tokenizer.load(sp)
     a, b, c = (m["content"] for m in turns)
     rendered = f"<s>[INST] {a} [/INST] {b} </s><s>[INST] {c} [/INST]"
-    assert tok.chat(turns) == tok.encode(rendered, special=True) and tok.chat(turns).count(1) == 2
+    assert tok.chat(turns) == tok.encode(rendered, parse_special=True) and tok.chat(turns).count(1) == 2
 
 
 def test_template_language(bpe, tmp_path):
