@@ -216,18 +216,19 @@ class Tokenizer:
 class TextStream:
     """Ids in, text out, as soon as it is certain.
 
-    The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`.
+    The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
+    `Tokenizer`; but the bytes of control tokens that are `shown` are their names.
     """
 
     def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()):
         names = {i: text.encode() for text, i in tokenizer.control.items() if i in shown}
-        self._piece = (lambda i: names.get(i) or tokenizer.piece(i)) if names else tokenizer.piece
+        self.control, self.piece = tokenizer.control, lambda i: names.get(i) or tokenizer.piece(i)
         self._strip = tokenizer.strips_space  # the space that encoding put before the first word
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that these ids complete. A character waits for its missing bytes."""
-        data = b"".join(map(self._piece, ids))
+        data = b"".join(map(self.piece, ids))
         if data and self._strip:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
