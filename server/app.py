@@ -184,29 +184,17 @@ async def in_thread(work: Callable):
 
 def reference(spec: dict) -> str:
     """Return a page with the routes of an OpenAPI specification, and the fields of their bodies."""
-    def kind(field: dict) -> str:
-        name = field.get("$ref", "").rpartition("/")[2] or " or ".join(map(kind, field.get("anyOf", [])))
-        name = name or " or ".join(field.get("enum", [])) or field.get("type", "anything")
-        name += f" of {kind(field['items'])}" if "items" in field else ""
-        limits = [f"{key} {x}" for key, x in field.items() if key.startswith(("min", "max", "excl"))]
-        return ", ".join([name, *limits])
+    def row(name: str, field: dict) -> str:
+        rules = {key: rule for key, rule in field.items() if key not in ("title", "description")}
+        cells = name, json.dumps(rules).replace("#/components/schemas/", ""), field.get("description", "")
+        return "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
 
-    def rows(schema: dict) -> str:
-        return "".join(
-            f"<tr><td><b>{escape(name)}</b><td>{escape(kind(field))}<td>"
-            f"{escape(json.dumps(field['default'])) if 'default' in field else ''}<td>"
-            f"{escape(field.get('description', ''))}" for name, field in schema.get("properties", {}).items()
-        )
-
-    routes = "".join(
-        f"<li><code>{method.upper()} {escape(path)}</code>" for path, methods in spec["paths"].items()
-        for method in methods
-    )
-    tables = "".join(
-        f"<h2>{name}</h2><p>{escape(schema.get('description', ''))}<table>{rows(schema)}</table>"
-        for name, schema in spec["components"]["schemas"].items() if "ValidationError" not in name
-    )
-    return f"<!doctype html><meta charset=utf-8><title>Routes</title><ul>{routes}</ul>{tables}"
+    page = ["<!doctype html><meta charset=utf-8><title>Routes</title><h1>Routes</h1>"]
+    page += (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
+    for name, schema in spec["components"]["schemas"].items():
+        page += f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>"
+        page += (*(row(*field) for field in schema.get("properties", {}).items()), "</table>")
+    return "".join(page)
 
 
 def make_app(

@@ -132,28 +132,18 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the output."""
+    """The form of the output. The schema stands in `json_schema`, or beside it as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: dict[str, Any] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, data: Any) -> Any:
-        """Accept {"type": ..., "schema": ...} too, as llama.cpp and Together have it."""
-        alone = isinstance(data, dict) and "schema" in data and "json_schema" not in data
-        return data | {"json_schema": {"schema": data["schema"]}} if alone else data
-
-    @model_validator(mode="after")
-    def _check(self) -> ResponseFormat:
-        if self.type == "json_schema" and not isinstance(self.json_schema.get("schema"), dict):
-            raise ValueError("json_schema needs a schema")
-        return self
+    beside: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     @property
     def text(self) -> str | None:
-        """The JSON schema as text, None if the output is free."""
-        schema = self.json_schema.get("schema")
+        """The JSON schema as text, None if the output is free. Raises ValueError if it is missing."""
+        schema = self.json_schema.get("schema", self.beside)
+        if self.type == "json_schema" and not isinstance(schema, dict):
+            raise ValueError("response_format: json_schema needs a schema")
         any_object = self.type == "json_object" and not schema
         return None if self.type == "text" else ANY_OBJECT if any_object else json.dumps(schema)
 
@@ -176,24 +166,17 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
+    json_schema: Annotated[dict[str, Any], Field(description="as llama.cpp has it")] = {}
+    guided_json: Annotated[dict[str, Any], Field(description="as vLLM had it")] = {}
+    structured_outputs: Annotated[dict[str, Any], Field(description="as vLLM has it: json, a schema")] = {}
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
 
-    @model_validator(mode="before")
-    @classmethod
-    def _gather(cls, data: Any) -> Any:
-        """Accept the JSON schema of the output where llama.cpp and vLLM have it, too."""
-        if not isinstance(data, dict) or data.get("response_format"):
-            return data
-        outputs = data.get("structured_outputs")
-        nested = outputs.get("json") if isinstance(outputs, dict) else None
-        found = data.get("json_schema") or data.get("guided_json") or nested
-        return data | {"response_format": {"type": "json_object", "schema": found}} if found else data
-
     @property
     def schema_text(self) -> str | None:
-        """The JSON schema that the output has to fit, None if it is free."""
-        return self.response_format.text
+        """The JSON schema that the output has to fit, None if it is free. Raises ValueError."""
+        elsewhere = self.json_schema or self.guided_json or self.structured_outputs.get("json")
+        return json.dumps(elsewhere) if elsewhere else self.response_format.text
 
     def samplings(self, room: int) -> list[Sampling]:
         """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.

@@ -186,7 +186,7 @@ def test_every_request_has_a_line(server):
     server.get("/health")
     server.get("/no%0Awhere")
     first, second, third = server.printed()[seen:].splitlines()
-    words = r"POST /v1/chat/completions 200 length, 20 \+ 280 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
+    words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
     assert re.fullmatch(words, first) and second == "POST /v1/chat/completions 400"
     assert third == r"GET /no\nwhere 404"
 
