@@ -174,12 +174,14 @@ class EventStream(StreamingResponse):
 
 
 async def in_thread(work: Callable):
-    """Do slow work beside other requests. Raises Refusal if it raises InputError or ValueError."""
+    """Do slow work beside other requests. Raises Refusal for an InputError, ValueError or RecursionError."""
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
         code = "context_length_exceeded" if "needs room for one more" in str(e) else None
         raise Refusal(400, str(e), code) from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
 
 
 def reference(spec: dict) -> str:
@@ -189,12 +191,13 @@ def reference(spec: dict) -> str:
         cells = name, json.dumps(rules).replace("#/components/schemas/", ""), field.get("description", "")
         return "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
 
-    page = ["<!doctype html><meta charset=utf-8><title>Routes</title><h1>Routes</h1>"]
-    page += (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
-    for name, schema in spec["components"]["schemas"].items():
-        page += f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>"
-        page += (*(row(*field) for field in schema.get("properties", {}).items()), "</table>")
-    return "".join(page)
+    def table(name: str, schema: dict) -> str:
+        rows = "".join(row(*field) for field in schema.get("properties", {}).items())
+        return f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>{rows}</table>"
+
+    routes = (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
+    tables = (table(*named) for named in spec["components"]["schemas"].items())
+    return "".join(("<!doctype html><meta charset=utf-8><title>Routes</title>", *routes, *tables))
 
 
 def make_app(

@@ -95,7 +95,7 @@ class ToolCall(Body):
 
 
 class Message(Body, extra="allow"):
-    """One message of a conversation. Chat templates get its other fields as they are."""
+    """One message of a conversation. Its other fields are for the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] = ""

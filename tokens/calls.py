@@ -1,9 +1,10 @@
 """Calls of functions in a model's text, in the forms that chat templates teach:
 
-    <tool_call>{"name": "f", "arguments": {...}}</tool_call>                   Qwen, Hermes
+    <tool_call>{"name": "f", "arguments": {...}}</tool_call>                     Qwen, Hermes
     <tool_call><function=f><parameter=p>text</parameter></function></tool_call>  Qwen3-Coder
-    [TOOL_CALLS][{"name": "f", "arguments": {...}}]                            Mistral
-    {"name": "f", "parameters": {...}}; {...}                                  Llama 3, as the whole text
+    [TOOL_CALLS][{"name": "f", "arguments": {...}}]                              Mistral
+    <TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>                     Nemotron
+    {"name": "f", "parameters": {...}}; {...}                                    Llama 3, as the whole text
 
 JSON values may follow one another or stand in a list. Thoughts, between <think> and </think>, hold no calls.
 """
@@ -18,11 +19,11 @@ from collections.abc import Iterable, Mapping
 from common.errors import InputError
 from common.files import check_characters
 
-OPENS, CLOSES, FUNCTION, LIST = "<tool_call>", "</tool_call>", "<function=", "[TOOL_CALLS]"
-THINKS, THOUGHT = "<think>", "</think>"
-# Of a text with tools these are part, also where they are control tokens.
-TAGS = (OPENS, CLOSES, LIST, "[CALL_ID]", "[ARGS]", THINKS, THOUGHT)
+FUNCTION, THINKS, THOUGHT = "<function=", "<think>", "</think>"
+OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", FUNCTION)
 BARE = ()  # the form of calls that nothing opens
+# A text with tools shows these, also where they are control tokens.
+TAGS = (*OPENS, "</tool_call>", "</TOOLCALL>", "[CALL_ID]", "[ARGS]", THINKS, THOUGHT)
 
 _NEXT = re.compile(  # newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}
     r"(?:[\s,;]|\[TOOL_CALLS\])*"
@@ -32,7 +33,7 @@ _NEXT = re.compile(  # newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TO
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
 _END = re.compile(r"\s*</function>")
-_CLOSING = re.compile(rf"\s*{CLOSES}")
+_CLOSING = re.compile(r"\s*(</tool_call>|</TOOLCALL>)")
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
@@ -44,20 +45,21 @@ _JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
 def form_of(template: str | None, forced: bool = False) -> tuple[str, ...]:
-    """Return the tags that open a call for a model with this chat template; none of them is `BARE`.
+    """Return the tags that open a call for a model with this chat template, `BARE` if none does.
 
     forced: a grammar lets the model write `schema_of_calls` only. Raises InputError if the template has no
     tools, or no known form of calls.
     """
-    if template and "tools" in template:
-        if tags := () if forced else tuple(tag for tag in (OPENS, FUNCTION, LIST) if tag in template):
-            return tags
-        is_llama = '"parameters"' in template and ("ipython" in template or "python_tag" in template)
-        if forced or is_llama:
-            return BARE
+    found = template if template and "tools" in template else ""
+    tags = tuple(tag for tag in OPENS if tag in found)
+    is_llama = '"parameters"' in found and ("ipython" in found or "python_tag" in found)
+    if tags and not forced:
+        return tags
+    if is_llama or (found and forced):
+        return BARE
     raise InputError(
-        "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3 and"
-        " Mistral are); leave tools out"
+        "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
+        " Mistral and Nemotron are); leave tools out"
     )
 
 

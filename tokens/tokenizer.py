@@ -198,7 +198,7 @@ class Tokenizer:
         return stream.push(ids) + stream.flush()
 
     def stream(self, shown: Collection[int] = ()) -> TextStream:
-        """Return a decoder that takes ids as they come. Of control tokens only `shown` have a text."""
+        """Return a decoder that takes ids as they come. shown: the control tokens that have a text."""
         return TextStream(self, shown)
 
     def same_ids(self, other: Tokenizer) -> bool:

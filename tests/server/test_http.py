@@ -21,6 +21,10 @@ TOOL = {"function": {"name": "f"}}
 DEEP = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
 
 
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
+
+
 def metrics(server) -> dict[str, float]:
     """Return the metrics that have one label."""
     lines = server.get("/metrics").text.splitlines()
@@ -52,6 +56,8 @@ OF_CHATS = (
     ({"tool_choice": "required"}, "tool_choice: "), ({"tool_choice": "maybe"}, "tool_choice: "),
     ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice: names no function"),
     ({"chat_template_kwargs": {"messages": 3}}, "messages cannot"),
+    ({"chat_template_kwargs": {"x": nested(700)}}, "the body is nested too deeply"),
+    ({"messages": [{"role": "user", "content": "x", "more": nested(700)}]}, "nested too deeply"),
     ({"response_format": {"type": "json_schema"}}, "response_format: json_schema needs a schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, ""),
 )

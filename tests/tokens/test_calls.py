@@ -4,9 +4,9 @@ import json
 import pytest
 
 from common.errors import InputError
-from tokens.calls import BARE, FUNCTION, LIST, OPENS, CallStream, arguments_of, form_of, schema_of_calls
+from tokens.calls import BARE, CallStream, arguments_of, form_of, schema_of_calls
 
-TAGGED, CODER, MISTRAL = (OPENS,), (OPENS, FUNCTION), (LIST,)
+TAGGED, CODER, MISTRAL = ("<tool_call>",), ("<tool_call>", "<function="), ("[TOOL_CALLS]",)
 PARAMETERS = {
     "type": "object", "$defs": {"Unit": {"enum": [1, 2]}},
     "properties": {
@@ -64,6 +64,7 @@ CALLS = {
     "Mistral": (MISTRAL, f"[TOOL_CALLS] [{F}, {G}]", "", [IS_F, IS_G]),
     "newer Mistral": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]a1[ARGS]{}[TOOL_CALLS]g[ARGS]{}", "",
                       [("f", "{}"), IS_G]),
+    "Nemotron": (("<TOOLCALL>",), f"<TOOLCALL>[{F}, {G}]</TOOLCALL>", "", [IS_F, IS_G]),
     "Llama": (BARE, f" {LLAMA[0]}", "", [IS_F]),
     "Llama, semicolon": (BARE, "; ".join(LLAMA), "", [IS_F, IS_G]),
     "Llama, lines": (BARE, "\n".join(LLAMA) + "\n", "", [IS_F, IS_G]),
@@ -128,6 +129,7 @@ def test_the_template_decides_the_form():
     start = "{% if tools %}{{ tools }}"
     for words, form in (
         ("<tool_call>", TAGGED), ("<tool_call><function=x>", CODER), ("[TOOL_CALLS]", MISTRAL),
+        ("<TOOLCALL>", ("<TOOLCALL>",)),
         ('{"name": x, "parameters": y} ipython', BARE),
     ):
         assert form_of(start + words) == form and form_of(start, forced=True) == BARE
