@@ -22,7 +22,7 @@ from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import Job, Worker
-from tokens.calls import TAGS, form_of
+from tokens.calls import BARE, TAGS, form_of
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
@@ -59,7 +59,9 @@ class Server:
         model, tokenizer = self.model(body.model), self.tokenizer
         if not tokenizer.has_template:
             raise InputError("this checkpoint has no chat template: use /v1/completions")
-        form = form_of(tokenizer.tool_template, body.is_forced) if body.tools else None
+        form = None
+        if body.tools:
+            form = BARE if body.is_forced else form_of(tokenizer.tool_template)
         shown = [tokenizer.control[tag] for tag in TAGS if tag in tokenizer.control] if form else []
         jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
         return ChatReply(model, self.tokens, body, jobs, form=form)

@@ -44,19 +44,16 @@ def _refuse(name: str):
 _JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
-def form_of(template: str | None, forced: bool = False) -> tuple[str, ...]:
+def form_of(template: str | None) -> tuple[str, ...]:
     """Return the tags that open a call for a model with this chat template, `BARE` if none does.
 
-    forced: a grammar lets the model write `schema_of_calls` only. Raises InputError if the template has no
-    tools, or no known form of calls.
+    Raises InputError if the template has no tools, or no known form of calls.
     """
     found = template if template and "tools" in template else ""
     tags = tuple(tag for tag in OPENS if tag in found)
     is_llama = '"parameters"' in found and ("ipython" in found or "python_tag" in found)
-    if tags and not forced:
-        return tags
-    if is_llama or (found and forced):
-        return BARE
+    if tags or is_llama:
+        return tags or BARE
     raise InputError(
         "tools: this model's chat template defines no calls that are known here (those of Qwen, Llama 3,"
         " Mistral and Nemotron are); leave tools out"

@@ -132,7 +132,7 @@ def test_the_template_decides_the_form():
         ("<TOOLCALL>", ("<TOOLCALL>",)),
         ('{"name": x, "parameters": y} ipython', BARE),
     ):
-        assert form_of(start + words) == form and form_of(start, forced=True) == BARE
+        assert form_of(start + words) == form
     for template in (None, "{{ messages }}", start):
         with pytest.raises(InputError, match="defines no calls"):
             form_of(template)
