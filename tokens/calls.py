@@ -14,10 +14,11 @@ import ast
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from common.errors import InputError
 from common.files import check_characters
+from tokens.stops import begun
 
 FUNCTION, THINKS, THOUGHT = "<function=", "<think>", "</think>"
 OPENS = ("<tool_call>", "<TOOLCALL>", "[TOOL_CALLS]", FUNCTION)
@@ -32,6 +33,7 @@ _NEXT = re.compile(  # newer models of Mistral write [TOOL_CALLS]f[ARGS]{...}[TO
 # A text may hold closing tags. The one that counts stands before the next opening or closing tag.
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>))", re.DOTALL)
+_OBJECT = re.compile(r"\s*(?={)")
 _END = re.compile(r"\s*</function>")
 _CLOSING = re.compile(r"\s*(</tool_call>|</TOOLCALL>)")
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
@@ -107,7 +109,7 @@ class CallStream:
                 self._opening, at = ("", found.end()) if is_thought else (found[0], found.start())
                 self._thinks ^= is_thought
             else:
-                at = len(self._held) - _begun(self._held, tags)
+                at = len(self._held) - begun(self._held, tags)
             certain, self._held = certain + self._held[:at], self._held[at:]
             if not found:
                 break
@@ -137,12 +139,6 @@ class CallStream:
         return (rest.strip("\n") if calls else rest), calls
 
 
-def _begun(text: str, tags: Iterable[str]) -> int:
-    """Return the number of characters at the end of a text that may begin a tag."""
-    most = min(len(text), max(map(len, tags)) - 1)
-    return next((n for n in range(most, 0, -1) if any(tag.startswith(text[-n:]) for tag in tags)), 0)
-
-
 def _read(text: str, at: int, tools: Mapping[str, dict]) -> tuple[list[dict] | None, int]:
     """Return the calls that follow in a text, and where they end. None instead of calls: one is broken."""
     calls: list[dict] = []
@@ -165,10 +161,10 @@ def _call(found: object, tools: Mapping[str, dict]) -> dict:
     """Return a call as OpenAI has it. Raises ValueError or InputError if this is none."""
     if isinstance(found, dict) and isinstance(found.get("function"), dict):
         found = found["function"]
-    name = found.get("name") if isinstance(found, dict) else None
-    key = isinstance(name, str) and next((key for key in ("arguments", "parameters") if key in found), None)
-    arguments = arguments_of(found[key] if key else None)
-    if not isinstance(name, str) or not isinstance(arguments, dict) or not (key or name in tools):
+    if not isinstance(found, dict) or not isinstance(name := found.get("name"), str):
+        raise ValueError("no call")
+    given = [found[key] for key in ("arguments", "parameters") if key in found] or [None] * (name in tools)
+    if not given or not isinstance(arguments := arguments_of(given[0]), dict):
         raise ValueError("no call")
     check_characters(found, "a call")
     function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
@@ -182,7 +178,7 @@ def _tagged(text: str, at: int, schema: dict) -> tuple[dict, int]:
     schema: of the parameters. Raises ValueError if they do not end.
     """
     arguments: dict[str, object] = {}
-    if begin := re.compile(r"\s*(?={)").match(text, at):
+    if begin := _OBJECT.match(text, at):
         arguments, at = _JSON.raw_decode(text, begin.end())
     properties = schema.get("properties")
     while found := _PARAMETER.match(text, at):
