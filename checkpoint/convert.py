@@ -37,7 +37,7 @@ from checkpoint.huggingface import open_folder
 from checkpoint.layouts import Answers
 from checkpoint.loading import build_module, check_head_fits
 from checkpoint.medusa_layouts import target_inside
-from checkpoint.source import Entry, Source, resolve_source
+from checkpoint.source import Entry, Source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill, staging
 from common.dtypes import DTYPES, short_dtype
@@ -100,13 +100,16 @@ def convert(
         if kind and (file := source.path / CALIBRATION).exists():
             MEASURED.require(read_json(file), file)
             shutil.copyfile(file, folder / CALIBRATION)
-        has_tokenizer = not kind and source.tokenizer(folder)
-        if has_tokenizer and added and (template != "auto" or not Tokenizer.load(folder).has_template):
+        tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder) else None
+        if tokenizer:
+            ends = [i for i in tokenizer.stop_ids if i < config["vocab_size"]]
+            config["stop_ids"] = unique_ids(config["stop_ids"], ends)
+        if tokenizer and added and (template != "auto" or not tokenizer.has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
         fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
              title=out.name)
     if not kind:
-        _warn(checkpoint, out, config)
+        _warn(checkpoint, tokenizer, config)
     if not quiet:
         params = sum(math.prod(t.shape) for t in plan if t.dtype.is_floating_point)
         seconds = time.perf_counter() - started
@@ -114,9 +117,9 @@ def convert(
     return out
 
 
-def _warn(checkpoint: str | Path, out: Path, config: dict) -> None:
+def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
     """Print what a converted target lacks."""
-    tokenizer, last = Tokenizer.load(out), config["vocab_size"] - 1
+    last = config["vocab_size"] - 1
     if tokenizer is None:
         print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
     elif tokenizer.highest > last:
