@@ -226,13 +226,20 @@ def plan_head(
         config["own_lm_head"] = False  # vLLM's copies of heads carry the target's
         del tensors["lm_head.weight"]
     check_head_fits(_args(source, config), target_args, str(path))
-    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
-    plan = _plan(source, config, layout.names, tensors, dtype)
-    ids = layout.draft_ids
-    if ids is None:
-        ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d", "token_map") if name in tensors}
+    ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
+    for name, sources in layout.names.items():
+        if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
+            tensors |= {s: _in_order(tensors[s], order) for s in sources if s in tensors}
     entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
+    plan = _plan(source, config, layout.names, tensors, dtype)
     return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
+
+
+def _in_order(entry: Entry, order: Tensor) -> Entry:
+    """Return a tensor with its rows in this order."""
+    in_order = torch.equal(order, torch.arange(len(order)))
+    return entry if in_order else Entry.of(entry.shape, entry.dtype, lambda: entry.read()[order])
 
 
 def _is_targets(entry: Entry, target: Path, name: str) -> bool:
@@ -247,33 +254,30 @@ def _is_targets(entry: Entry, target: Path, name: str) -> bool:
     return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
 
 
-def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> Tensor:
-    """Return the target id of each draft id, [Vd] int64.
+def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return the target id of each draft id in ascending order, and the file's place of each: [Vd] int64.
 
-    They come from the offsets `d2t` or from `t2d`, the mask of the same ids. If both are there, they must
-    agree.
+    They come from the offsets `d2t`, from `token_map` (vLLM's, the ids), or from `t2d`, the mask of the same
+    ids. If `t2d` is beside one of the others, they must agree.
     """
-    marked = None
-    if "t2d" in maps:
-        check_shapes({"t2d": maps["t2d"].shape}, {"t2d": (vocab,)}, str(path))
-        marked = maps["t2d"].read().bool().nonzero()[:, 0]
-    ids = torch.arange(draft_vocab)
-    if "d2t" in maps:
-        check_shapes({"d2t": maps["d2t"].shape}, {"d2t": (draft_vocab,)}, str(path))
-        ids = ids + maps["d2t"].read().to(torch.int64)
-    elif marked is not None:
-        ids = marked
-        if len(ids) != draft_vocab:
-            raise InputError(f"{path}: t2d marks {len(ids)} ids, the draft vocabulary has {draft_vocab}")
-    elif draft_vocab != vocab:
+    shapes = {"d2t": (draft_vocab,), "token_map": (draft_vocab,), "t2d": (vocab,)}
+    check_shapes({n: m.shape for n, m in maps.items()}, {n: shapes[n] for n in maps}, str(path))
+    read = {name: entry.read() for name, entry in maps.items()}
+    marked = read["t2d"].bool().nonzero()[:, 0] if "t2d" in read else None
+    name = next((name for name in ("d2t", "token_map", "t2d") if name in read), "d2t")
+    if name == "t2d" and len(marked) != draft_vocab:
+        raise InputError(f"{path}: t2d marks {len(marked)} ids, the draft vocabulary has {draft_vocab}")
+    if not read and draft_vocab != vocab:
         raise InputError(
             f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids"
         )
-    if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() <= 0).any()):
-        raise InputError(f"{path}: d2t does not give ascending ids of the target's vocabulary 0..{vocab - 1}")
+    ids = marked if name == "t2d" else read.get(name, torch.zeros(draft_vocab)).long()
+    ids, order = (ids + torch.arange(draft_vocab) if name == "d2t" else ids).sort()
+    if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() == 0).any()):
+        raise InputError(f"{path}: {name} gives ids twice, or outside the target's vocabulary 0..{vocab - 1}")
     if marked is not None and not torch.equal(marked, ids):
-        raise InputError(f"{path}: t2d and d2t contradict each other")
-    return ids
+        raise InputError(f"{path}: t2d and {name} contradict each other")
+    return ids, order
 
 
 def _plan(
