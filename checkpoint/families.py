@@ -250,9 +250,7 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     original = None
     # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
     # instructions).
-    if kind == "linear":
-        original = longest
-    elif kind == "yarn":
+    if kind in ("linear", "yarn"):
         original = scaling.setdefault(
             "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
         )

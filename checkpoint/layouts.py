@@ -40,13 +40,12 @@ class ReadHead:
     """A head as read from its source.
 
     config: the config.json that it becomes. names: the table of its tensors. tensors: the source's, under the
-    names of that table. draft_ids: the target id of each draft id, if no `d2t` or `t2d` gives them.
+    names of that table, and `d2t`, `t2d` or `token_map`.
     """
 
     config: dict
     names: NameTable
     tensors: dict[str, Entry]
-    draft_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,14 @@ from checkpoint.folder import CONFIG, is_gguf
 from common.errors import InputError, first_line
 from common.files import read_json
 from common.schema import Schema, in_words, text
-from tokens.files import TOKENIZER_FILES
-
-# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
-# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
-END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
+from tokens.files import ENCODERS, MERGES, TOKENIZER_FILES
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
-SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
+SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES, ENCODERS[-1], MERGES)
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Source:
     family: str | None  # an `architectures` entry, or "gguf:ARCH"
     config: dict  # with the keys of Hugging Face's config.json, whatever the container
     tensors: dict[str, Entry]
-    stop_ids: list[int]
+    stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
     tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
 

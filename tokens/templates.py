@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json, read_text
-from tokens.files import TOKENIZER_CONFIG, TOOL_TEMPLATES, has
+from tokens.files import TEMPLATE_FILES, TOKENIZER_CONFIG, TOOL_TEMPLATES, has
 
 LONGEST_TEMPLATE = 4 << 20  # bytes of a template's file
 _FOLDER = Path(__file__).parent / "chat_templates"
@@ -70,12 +70,11 @@ def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
 
     settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
     """
-    names = ("chat_template.jinja", "chat_template.json")
-    file = folder / next((name for name in names if has(folder, name)), "tokenizer_config.json")
+    own = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
+    file = folder / (own or "tokenizer_config.json")
     if file.suffix == ".jinja":
         found = read_text(file, LONGEST_TEMPLATE)
     else:
-        own = file.name in names
         found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
     # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
     by_name = {x["name"]: x["template"] for x in found} if isinstance(found, list) else {"default": found}

@@ -20,11 +20,20 @@ from pathlib import Path
 from tokenizers import AddedToken
 
 from common.errors import InputError
-from tokens.backends import JsonBackend, SentencePieceBackend, library_errors
-from tokens.files import TOKENIZER_FILES, encoder_of, has, special_tokens_map, tokenizer_settings
+from tokens.backends import JsonBackend, SentencePieceBackend, library_errors, open_library
+from tokens.files import (
+    END_TOKENS,
+    TOKENIZER_FILES,
+    encoder_of,
+    has,
+    special_tokens_map,
+    tokenizer_settings,
+)
 from tokens.templates import ControlTokenMask, read_templates, render_template
 
-BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
+BACKENDS = {
+    "tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend,
+}
 VISIBLE = bytes(range(33, 127))
 LETTERS = bytes(b for b in VISIBLE if chr(b).isalnum())
 
@@ -40,8 +49,12 @@ def copy_files(source: Path, target: Path) -> bool:
     """
     if Tokenizer.load(source) is None:
         return False
+    if source.resolve() == target.resolve():
+        return True
+    if (encoder := source / encoder_of(source)).name == "vocab.json":
+        open_library(encoder, tokenizer_settings(source)).save(str(target / "tokenizer.json"))
     for name in TOKENIZER_FILES:
-        if has(source, name) and source.resolve() != target.resolve():
+        if has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)
     return True
 
@@ -49,14 +62,14 @@ def copy_files(source: Path, target: Path) -> bool:
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    vocab_size: the number of ids that stand for something; a model's embedding may have more rows.
-    highest: the highest id.
+    vocab_size: one more than the `highest` id; a model's embedding may have more rows. Ids below may stand
+    for nothing.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
     template, tool_template: the chat templates without and with tools, often one; has_template: whether
     `chat` works.
-    control: text -> id of every control token.
+    control: text -> id of every control token. stop_ids: of those that end a text.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
@@ -77,12 +90,14 @@ class Tokenizer:
         self.template, self.tool_template = (template.text for template in self._templates)
         self.has_template = self.template is not None
         self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
-        self.strips_space, self.vocab_size = bool(backend.strips_space), backend.size
-        self.highest = max([*backend.ids, *backend.added], default=0)
+        self.strips_space = bool(backend.strips_space)
+        self.vocab_size, self.highest = backend.size, backend.size - 1
         self.piece = cache(self._bytes_of)
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
+        ends = map(self.control.get, (self.special_tokens_map.get("eos_token"), *END_TOKENS))
+        self.stop_ids = [*dict.fromkeys(i for i in ends if i is not None)]
         # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
         # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
         # kind. The backend itself finds those without an id here.

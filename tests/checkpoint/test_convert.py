@@ -109,7 +109,7 @@ def test_stop_ids_are_all_of_them(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps({
         "eos_token": {"content": "<|end|>"},
         "added_tokens_decoder": {
-            "8": {"content": "<|end|>", "special": True}, "9": {"content": "<|user|>", "special": True}
+            "12": {"content": "<|end|>", "special": True}, "13": {"content": "<|user|>", "special": True}
         },
     }))
     vocab = {chr(ord("a") + i): i for i in range(10)}
@@ -124,7 +124,7 @@ def test_stop_ids_are_all_of_them(tmp_path):
             {"id": 11, "content": "<|im_end|>", "special": False, **flags},
         ],
     }))
-    assert read_config(convert(source, tmp_path / "out", quiet=True))["stop_ids"] == [7, 8, 10]
+    assert read_config(convert(source, tmp_path / "out", quiet=True))["stop_ids"] == [7, 12, 10]
 
 
 def test_tokenizer_files_come_along(tmp_path, capsys):

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokens.backends import byte_alphabet
-from tokens.gguf_tokenizer import WordRule
 from tokens.tokenizer import Tokenizer, copy_files
+from tokens.word_rules import WordRule
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind; it's asleep. "

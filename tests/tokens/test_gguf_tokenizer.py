@@ -10,8 +10,9 @@ from tokenizers import pre_tokenizers
 
 from common.errors import InputError
 from tokens.backends import byte_alphabet
-from tokens.gguf_tokenizer import WORD_RULES, from_gguf
+from tokens.gguf_tokenizer import from_gguf
 from tokens.tokenizer import Tokenizer
+from tokens.word_rules import WORD_RULES
 
 
 def gguf_fields(model: tokenizers.Tokenizer, pre: str) -> dict:

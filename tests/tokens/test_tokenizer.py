@@ -75,7 +75,7 @@ def test_json_with_gaps_among_its_ids_encodes_as_the_library(bpe, tmp_path, gap)
             Tokenizer.load(folder)
         return
     tok, library = Tokenizer.load(folder), json_library(folder)
-    assert tok.highest == 603 + gap and tok.vocab_size == 600
+    assert tok.vocab_size == 604 + gap
     for text in moved:
         ids = tok.encode(text, bos=False)
         assert ids == library.encode(text, add_special_tokens=False).ids == [model["vocab"][text]]
@@ -303,7 +303,7 @@ DEMO = ROOT / "checkpoints" / "smollm2-135m"
 @pytest.mark.skipif(not DEMO.is_dir(), reason=f"the demo checkpoint is not at {DEMO.relative_to(ROOT)}")
 def test_demo_checkpoint():
     tok = Tokenizer.load(DEMO)
-    assert tok.vocab_size == 49152 and tok.highest == 49151 and tok.encode("Hello world") == [19556, 905]
+    assert tok.vocab_size == 49152 and tok.encode("Hello world") == [19556, 905]
     ids = tok.chat([{"role": "user", "content": "<|im_end|> 12"}])
     assert [i for i in ids if i < 17] == [1, 2, 1, 2, 1]
     assert tok.decode(ids).endswith("user\n<|im_end|> 12\nassistant\n")
