@@ -39,6 +39,9 @@ def parser() -> Options:
     add("--time-limit", type=float, default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
+    add("--per-request-metrics", action="store_true",
+        help="add acceptance length and histogram of drafting to every response, as vLLM does")
+    add("--quiet", action="store_true", help="print no line per request")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
@@ -48,9 +51,6 @@ def parser() -> Options:
         help="of pages that may call the server from a browser; may be repeated")
     add("--model-name", action="append", default=[], metavar="NAME",
         help="name of the model in requests (default: the folder's name); may be repeated")
-    add("--per-request-metrics", action="store_true",
-        help="add acceptance length and histogram of drafting to every response, as vLLM does")
-    add("--quiet", action="store_true", help="print no line per request")
     # torchrun kills its processes 30 seconds after it has told them to end.
     add("--grace", type=float, default=20.0 if several() else 30.0, metavar="SECONDS",
         help="for running requests after SIGTERM or Ctrl-C (default 30; under torchrun 20)")
