@@ -43,7 +43,7 @@ from checkpoint.writer import Planned, fill, staging
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
 from common.files import read_json
-from common.schema import Wrong
+from common.schema import naming
 from model import ModelArgs
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
@@ -309,10 +309,8 @@ def _plan(
 
 def _args(source: Source, config: dict) -> ModelArgs:
     """Return the model's shape in a config. Raises InputError, which names the source."""
-    try:
+    with naming(source.path if is_gguf(source.path) else source.path / CONFIG):
         return check_config(config)
-    except Wrong as e:
-        raise InputError(f"{source.path if is_gguf(source.path) else source.path / CONFIG}: {e}") from None
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:

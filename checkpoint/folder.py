@@ -34,6 +34,7 @@ from common.schema import (
     Whole,
     Wrong,
     in_words,
+    naming,
     number,
     schema_of,
     whole,
@@ -203,12 +204,10 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
             f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version reads; convert it"
             " again"
         )
-    try:
+    with naming(folder / CONFIG, ADVICE):
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
             raise Wrong("stop_ids", ABSENT, "a list")
-    except Wrong as e:
-        raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
     if kind and config["kind"] != kind:
         raise InputError(f"{name}: holds a {config['kind']} checkpoint where a {kind} was expected")
     return config

@@ -127,7 +127,7 @@ def test_vocab_json_and_merges(tmp_path, config, model):
     (source / "vocab.json").write_text(json.dumps(vocab))
     assert Tokenizer.load(source) is None  # of no use without merges
     (source / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
-    with pytest.raises(InputError, match="vocab.json: tokenizer_class null .* save the tokenizer as"):
+    with pytest.raises(InputError, match=r"vocab.json: tokenizer_class null .* save the tokenizer as"):
         Tokenizer.load(source)
     decoder = special(i258="<|endoftext|>", i259=END, i260=START)
     (source / "tokenizer_config.json").write_text(
