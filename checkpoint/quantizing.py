@@ -24,7 +24,7 @@ from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, printable
-from common.schema import naming
+from common.schema import named
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
     config = {**config, "quantization": asdict(scheme)}
     if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
-    with naming(source / CONFIG, "choose another --group"):
+    with named(source / CONFIG, "choose another --group"):
         return config, build_module(config)
 
 

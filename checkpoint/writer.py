@@ -26,7 +26,7 @@ from checkpoint.weights import count_nonfinite
 from common.dtypes import DTYPES
 from common.errors import InputError
 from common.files import exchange, held, left_behind, sync
-from common.schema import naming
+from common.schema import named
 
 WRITTEN_DTYPES = {  # with safetensors' names for them
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64",
@@ -103,7 +103,7 @@ def fill(
     OSError, and InputError on a config that is not right, and on numbers that are not finite unless they are
     allowed.
     """
-    with naming(where):
+    with named(where):
         check_config(config)
     folder.mkdir(exist_ok=True)
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)

@@ -70,7 +70,7 @@ class Wrong(ValueError):
 
 
 @contextlib.contextmanager
-def naming(where: str | Path, advice: str = "") -> Iterator[None]:
+def named(where: str | Path, advice: str = "") -> Iterator[None]:
     """Turn Wrong in this context into an InputError that names the file and ends in the advice."""
     try:
         yield
@@ -100,7 +100,7 @@ class Schema:
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""
-        with naming(where, advice):
+        with named(where, advice):
             self.check(value)
         return value
 

@@ -14,11 +14,12 @@ from common.files import read_json
 from common.schema import Digits, Flag, Schema, Text, Whole, text
 
 ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
-MERGES = "merges.txt"  # beside vocab.json; a copied folder has a tokenizer.json instead of both
+MERGES = "merges.txt"  # beside vocab.json
 ADDED = "added_tokens.json"
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
-TOKENIZER_FILES = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATES)
+COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATES)  # vocab.json is copied as a tokenizer.json
+TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
 END_TOKENS = (
