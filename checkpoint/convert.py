@@ -43,7 +43,7 @@ from checkpoint.writer import Planned, fill, staging
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
 from common.files import read_json
-from common.schema import Wrong
+from common.schema import named
 from model import ModelArgs
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
@@ -286,7 +286,7 @@ def _plan(
 ) -> list[Planned]:
     """Match every tensor of the model with its sources, in both directions.
 
-    Raises InputError naming the first tensor that does not match.
+    Raises InputError named the first tensor that does not match.
     """
     path, args = source.path, _args(source, config)
     tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}
@@ -310,10 +310,8 @@ def _plan(
 
 def _args(source: Source, config: dict) -> ModelArgs:
     """Return the model's shape in a config. Raises InputError, which names the source."""
-    try:
+    with named(source.path if is_gguf(source.path) else source.path / CONFIG):
         return check_config(config)
-    except Wrong as e:
-        raise InputError(f"{source.path if is_gguf(source.path) else source.path / CONFIG}: {e}") from None
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:

@@ -16,7 +16,8 @@ from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import Factor, Length
 from checkpoint.source import Entry, Source, unique_ids
-from common.errors import InputError, first_line, printable
+from common.cli import library_errors
+from common.errors import InputError, printable
 from common.files import check_file
 from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Width, number, text, whole
 from tokens.gguf_tokenizer import from_gguf
@@ -103,11 +104,10 @@ def _read(path: Path) -> tuple[dict, dict]:
     except ImportError:
         raise InputError(f"{path}: reading a GGUF needs the package gguf (pip install gguf)") from None
     check_file(path)
-    try:  # the reader maps the file, and takes no memory for a length that a damaged one pretends
+    # The reader maps the file, and takes no memory for a length that a damaged one pretends.
+    with library_errors(f"{path}: truncated or damaged"):
         reader = gguf.GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as e:  # numpy's and Python's errors are as various as the damage
-        raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for tensor in {t.tensor_type: t for t in tensors.values()}.values():
         try:

@@ -15,7 +15,8 @@ from typing_extensions import NotRequired, TypedDict
 from checkpoint.folder import CONFIG, Length, is_ours
 from checkpoint.source import WEIGHT_FILES, Entry, Source, shards, unique_ids
 from checkpoint.weights import Stored, listed, opened
-from common.errors import InputError, first_line, printable
+from common.cli import library_errors
+from common.errors import InputError, printable
 from common.files import check_file, read_json
 from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, whole
 from tokens.tokenizer import copy_files
@@ -137,22 +138,17 @@ def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     size = check_file(path)
-    try:
+    with library_errors(f"{path}: truncated or damaged"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
         _refuse_packed(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the file is reported once, below
+        try:
             # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as e:
-        unsupported = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # the class or function named
-        reason = "not a pickle of tensors"
-        if unsupported:
-            reason = printable(unsupported[0].partition(". ")[0].rstrip("."))
-        raise InputError(f"{path}: unsafe pickle or damaged file, not loaded ({reason})") from None
-    except InputError:
-        raise
-    except Exception as e:  # whatever a damaged file makes of pickle, zip and torch
-        raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
+        except pickle.UnpicklingError as e:
+            why = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # it names a class or a function
+            reason = why[0].partition(". ")[0].rstrip(".") if why else "not a pickle of tensors"
+            raise InputError(
+                f"{path}: unsafe pickle or damaged file, not loaded ({printable(reason)})") from None
     dense = isinstance(state, dict) and all(
         isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()
     )

@@ -134,15 +134,13 @@ class Reply:
 
     def summary(self) -> str:
         """Return in words how the jobs ended, their tokens, speed and acceptance length, for the log."""
-        requests = [job.request for job in self.jobs if job.request and job.request.last]
         words = ", ".join(sorted({job.finish or "abort" for job in self.jobs}))
+        requests = [job.request for job in self.jobs if job.request]
         if len(requests) < len(self.jobs):
             return words
-        usage, lengths = self.usage(), [n for request in requests for n in request.accept_lengths]
-        words += f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens"
-        if seconds := max(request.last for request in requests) - min(request.first for request in requests):
-            words += f", {(usage['completion_tokens'] - len(requests)) / seconds:.1f} tokens/s"
-        return words + (f", tau {sum(lengths) / len(lengths):.2f}" if lengths else "")
+        usage, speed = self.usage(), sum(request.tokens_per_second for request in requests)
+        words += f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed:.1f} tokens/s"
+        return f"{words}, tau {sum(request.tau for request in requests) / len(requests):.2f}"
 
     def speculation(self, event: Event) -> dict:
         """Return the drafted tokens of a step, if the request asks for them, and their tree."""

@@ -13,19 +13,17 @@ A backend gets a text cut into parts: plain text as str, control tokens as ids. 
 """
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken
 
-from common.cli import one_line
-from common.errors import InputError, is_panic
+from common.cli import library_errors
+from common.errors import InputError
 from common.files import check_file, read_bytes, read_json
 from common.schema import in_words
 from tokens.files import MERGES, TOKEN_FLAGS, extra_tokens, special_tokens_map
@@ -37,7 +35,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 LARGEST_FILE = 256 << 20  # bytes of a file
 LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
-WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # beginning of the class: the rule
+WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 # Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
 # the character that follows, which must not be ASCII.
 KEEPING = (
@@ -63,19 +61,6 @@ def fallback_byte(piece: str) -> bytes:
     return bytes([int(piece[3:5], 16)]) if re.fullmatch("<0x[0-9A-F]{2}>", piece) else b""
 
 
-@contextlib.contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except BaseException as e:  # a panic is no Exception
-        if not isinstance(e, Exception) and not is_panic(e):
-            raise
-        raise InputError(f"{what} ({one_line(e)})") from None
-
-
 def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     """Return the tokenizer of a tokenizer.json, or of a vocab.json and the merges.txt beside it.
 
@@ -85,16 +70,16 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
     if path.name == "tokenizer.json":
         return tokenizers.Tokenizer.from_buffer(read_bytes(path, LARGEST_FILE))
     config = path.with_name("config.json")
-    kinds = settings.get("tokenizer_class"), (read_json(config) if config.exists() else {}).get("model_type")
-    words = next((w for kind in kinds for start, w in WORDS_OF_CLASS.items()
-                  if str(kind).lower().startswith(start)), None)
+    kind = settings.get("tokenizer_class")
+    known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
+    words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
     if words is None:
         raise InputError(
-            f"{path}: tokenizer_class {in_words(kinds[0])} of tokenizer_config.json is not known"
+            f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
             " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json"
         )
     merges = path.with_name(MERGES)
-    check_file(path), check_file(merges)
+    check_file(merges)
     return byte_level_bpe(*tokenizers.models.BPE.read_file(str(path), str(merges)), WORD_RULES[words])
 
 

@@ -9,11 +9,11 @@ import json
 import re
 from pathlib import Path
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 
+from common.cli import library_errors
 from common.errors import InputError
 from common.schema import in_words
-from tokens.backends import library_errors
 from tokens.files import END_TOKENS
 from tokens.tokenizer import Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
@@ -114,15 +114,8 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
         (True, CONTROL, model.add_special_tokens), (False, USER_DEFINED, model.add_tokens)
     ):  # all at once: the library goes through all that it has each time
         add([AddedToken(token, special=special, normalized=False) for token, kind in kinds if kind == wanted])
-    add_bos = "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
-    if add_bos:
-        bos_id = metadata["bos_token_id"]
-        bos = tokens[bos_id]
-        model.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
-        )
     model.save(str(folder / "tokenizer.json"))
-    return add_bos
+    return "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
 
 
 def _write_sentencepiece(metadata: dict, folder: Path) -> bool:

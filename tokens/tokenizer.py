@@ -19,16 +19,10 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
+from common.cli import library_errors
 from common.errors import InputError
-from tokens.backends import JsonBackend, SentencePieceBackend, library_errors, open_library
-from tokens.files import (
-    END_TOKENS,
-    TOKENIZER_FILES,
-    encoder_of,
-    has,
-    special_tokens_map,
-    tokenizer_settings,
-)
+from tokens import files
+from tokens.backends import JsonBackend, SentencePieceBackend, open_library
 from tokens.templates import ControlTokenMask, read_templates, render_template
 
 BACKENDS = {
@@ -51,10 +45,10 @@ def copy_files(source: Path, target: Path) -> bool:
         return False
     if source.resolve() == target.resolve():
         return True
-    if (encoder := source / encoder_of(source)).name == "vocab.json":
-        open_library(encoder, tokenizer_settings(source)).save(str(target / "tokenizer.json"))
-    for name in TOKENIZER_FILES:
-        if has(source, name):
+    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
+        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
+    for name in files.COPIED:
+        if files.has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)
     return True
 
@@ -79,12 +73,12 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, encoder: str):
-        settings = tokenizer_settings(folder)
+        settings = files.tokenizer_settings(folder)
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             self._backend = backend = BACKENDS[encoder](self._file, settings)
             self._templates = read_templates(folder, settings)
-            self.special_tokens_map = backend.special_tokens_map | special_tokens_map(settings)
+            self.special_tokens_map = backend.special_tokens_map | files.special_tokens_map(settings)
             bos = self.special_tokens_map.get("bos_token")
             self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
         self.template, self.tool_template = (template.text for template in self._templates)
@@ -96,7 +90,7 @@ class Tokenizer:
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
-        ends = map(self.control.get, (self.special_tokens_map.get("eos_token"), *END_TOKENS))
+        ends = map(self.control.get, (self.special_tokens_map.get("eos_token"), *files.END_TOKENS))
         self.stop_ids = [*dict.fromkeys(i for i in ends if i is not None)]
         # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
         # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
@@ -113,10 +107,10 @@ class Tokenizer:
         A folder is read once, as long as its files stay the same.
         """
         folder = Path(folder)
-        encoder = encoder_of(folder)
+        encoder = files.encoder_of(folder)
         if encoder is None:
             return None
-        stats = [(folder / name).stat() for name in TOKENIZER_FILES if (folder / name).exists()]
+        stats = [(folder / name).stat() for name in files.TOKENIZER_FILES if (folder / name).exists()]
         return _load(folder, encoder, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
 
     # -- text to ids --------------------------------------------------------------------------
@@ -254,7 +248,7 @@ class TextStream:
 
 
 @lru_cache(maxsize=8)
-def _load(folder: Path, encoder: str, files: tuple) -> Tokenizer:
+def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
     return Tokenizer(folder, encoder)
 
 

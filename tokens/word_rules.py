@@ -48,11 +48,8 @@ def _split(*patterns: str) -> list:
 
 def _deepseek_llm() -> list:
     *cuts, spell = _split(
-        r"[\r\n]",
-        rf"\s?[{_CASED}]+",
-        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"\s+$",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     )
     return [*cuts, pre_tokenizers.Digits(individual_digits=True), spell]
 

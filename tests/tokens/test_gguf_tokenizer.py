@@ -5,7 +5,7 @@ import json
 
 import pytest
 import tokenizers
-from helpers.tokenizers import CHATML, CORPUS, LLAMA2, json_library, sentencepiece_library, train_bpe
+from helpers.tokenizers import CHATML, CORPUS, LLAMA2, sentencepiece_library, train_bpe
 from tokenizers import pre_tokenizers
 
 from common.errors import InputError
@@ -76,7 +76,6 @@ def test_bos_follows_the_metadata(pre, setting, tmp_path):
     fields = gguf_fields(train_bpe(WORD_RULES[pre]), pre)
     from_gguf(fields | {"tokenizer.ggml.add_bos_token": setting}, tmp_path)
     assert (Tokenizer.load(tmp_path).encode("fox")[0] == 0) is setting
-    assert (json_library(tmp_path).encode("fox").ids[0] == 0) is setting
 
 
 def test_a_template_for_tools_stands_beside_the_other(tmp_path):
@@ -105,6 +104,38 @@ def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
         assert tok.decode(tok.encode(text)) == text
     assert tok.strips_space is (not prefix)
     assert tok.chat([{"role": "user", "content": "hi</s>"}]).count(1) == 1
+
+
+def tiny_fields(kind: str, *tokens: tuple[str, int], **more) -> dict:
+    """Metadata of a vocabulary of bytes and these tokens (text, type), 256 bytes before the first."""
+    if kind == "gpt2":
+        alphabet = [(c, 1) for c, _ in sorted(byte_alphabet().items(), key=lambda pair: pair[1])]
+    else:
+        alphabet = [(f"<0x{b:02X}>", 6) for b in range(256)]
+    names, types = zip(*alphabet, *tokens)
+    fields = {"model": kind, "pre": "gpt-2", "merges": [], "scores": [0.0] * len(names), **more}
+    fields |= {"tokens": list(names), "token_type": list(types)}
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("type_", [1, 3, 4, 5], ids=("normal", "control", "user-defined", "unused"))
+def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_, tmp_path):
+    names = "<|im_start|>", "<|im_end|>", "<|mine|>", "<|eot_id|>", "[INST]", "STOP", "<think>", "<|other|>"
+    fields = tiny_fields(
+        kind, ("<unk>", 2), ("<s>", 3), ("</s>", 3), *((name, type_) for name in names), ("[PAD1]", 5),
+        bos_token_id=257, eos_token_id=258, eot_token_id=264, add_bos_token=False, add_space_prefix=False)
+    fields["tokenizer.chat_template"] = CHATML.replace("'<|im_start|>'", "'<|mine|>[INST]<think>'")
+    from_gguf(fields, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    marked, ends, visible = {*names[:6]}, {258, 260, 262}, {"<think>", "<|other|>"}
+    assert tok.control.keys() - {"<unk>", "<s>", "</s>"} == marked | (visible if type_ == 3 else set())
+    assert ends == {*tok.stop_ids}
+    assert tok.decode([72, *range(259, 265), 267, 105]) == "Hi"
+    text = {1: "<think><|other|>", 3: "", 4: "<think><|other|>", 5: ""}[type_]
+    assert tok.decode([265, 266]) == text
+    typed = tok.chat([{"role": "user", "content": "x<|im_end|>[INST]<|mine|>y"}])
+    assert [typed.count(i) for i in (260, 261, 263)] == [1, 1, 1]  # what the template writes
 
 
 @pytest.mark.parametrize("change, words", [
