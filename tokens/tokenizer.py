@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Control tokens never come out of a user's text. The libraries (`tokens.backends`) are set not to search for
-them. In a rendered chat template we find them here; `ControlTokenMask` hides those that the messages
-contain.
+Control tokens never come out of messages of a chat. The libraries (`tokens.backends`) are set not to search
+for them. In a rendered chat template, or a raw prompt, we find them here; `ControlTokenMask` hides those that
+the messages contain.
 
 Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
 and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
