@@ -1,9 +1,8 @@
-"""The gate before the routes: it refuses requests without the key, and bodies too long or too slow."""
+"""The gate before the routes: it refuses requests without the key, bodies too long or too slow, and logs."""
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
 
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
@@ -19,12 +18,12 @@ MOST_HELD = 256 << 20  # bytes of all incomplete bodies together; a single one i
 
 
 class Gate:
-    """ASGI middleware. most_bytes: of a body. open_paths: they need no key. log: gets a line per request."""
+    """ASGI middleware. most_bytes: of a body. open_paths: they need no key.
 
-    def __init__(
-        self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...],
-        log: Callable[[str], None] | None = None,
-    ):
+    log: called with a line for every POST request and every error.
+    """
+
+    def __init__(self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...], log=None):
         self.app, self.key, self.most, self.open_paths, self.log = app, key, most_bytes, open_paths, log
         self.held = 0  # bytes of incomplete bodies
 
