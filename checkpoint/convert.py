@@ -40,11 +40,13 @@ from checkpoint.medusa_layouts import target_inside
 from checkpoint.source import Entry, Source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill, staging
+from common.cli import note
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
 from common.files import read_json
 from common.schema import named
 from model import ModelArgs
+from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
@@ -102,8 +104,8 @@ def convert(
             shutil.copyfile(file, folder / CALIBRATION)
         tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder) else None
         if tokenizer:
-            ends = [i for i in tokenizer.stop_ids if i < config["vocab_size"]]
-            config["stop_ids"] = unique_ids(config["stop_ids"], ends)
+            ends = unique_ids(config["stop_ids"], tokenizer.stop_ids)
+            config["stop_ids"] = [i for i in ends if i < config["vocab_size"]]
         if tokenizer and added and (template != "auto" or not tokenizer.has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
             (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
@@ -122,16 +124,13 @@ def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> 
     """Print what a converted target lacks."""
     last = config["vocab_size"] - 1
     if tokenizer is None:
-        print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
+        note(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run it"
+             " with --prompt-ids")
     elif tokenizer.highest > last:
-        print(
-            f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
-            f" {last:,}; prompts with others are refused", file=sys.stderr,
-        )
+        note(f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
+             f" {last:,}; prompts with others are refused")
     if not config["stop_ids"]:
-        print(
-            f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only", file=sys.stderr
-        )
+        note(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
 
 
 def default_folder(checkpoint: str | Path) -> Path:
@@ -233,8 +232,8 @@ def plan_head(
         if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
             tensors |= {s: _in_order(tensors[s], order) for s in sources if s in tensors}
     entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
-    plan = _plan(source, config, layout.names, tensors, dtype)
-    return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
+    plan = [Planned("draft_ids", entry.shape, torch.int64, [entry])]
+    return config, plan + _plan(source, config, layout.names, tensors, dtype)
 
 
 def _in_order(entry: Entry, order: Tensor) -> Entry:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -82,17 +83,10 @@ def open_gguf(path: Path) -> Source:
             tensors[name] = _entry(path, tensor, config["head_dim"] if interleaved.fullmatch(name) else None)
 
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-
-    def tokenizer(folder: Path) -> bool:
-        if not fields.get("tokenizer.ggml.tokens"):
-            return False
-        from_gguf(fields, folder, str(path))
-        return True
-
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
-        path, family, config, tensors,
-        stop_ids=unique_ids(*stop_ids), bos_id=fields.get("tokenizer.ggml.bos_token_id"), tokenizer=tokenizer,
+        path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
+        tokenizer=partial(from_gguf, fields, where=str(path)),
     )
 
 
@@ -170,10 +164,8 @@ def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
         return {"rope_type": "divisors", "divisors": numbers}
     if kind == "none":
         return None
-    keys = {
-        "original_max_position_embeddings": "original_context_length", "beta_fast": "yarn_beta_fast",
-        "beta_slow": "yarn_beta_slow",
-    }
+    keys = {"original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
     values = {name: get(f"rope.scaling.{key}") for name, key in keys.items()}
     # llama.cpp multiplies the usual factor of yarn by these, and writes one of them.
     extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")

@@ -14,7 +14,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, Length, is_ours
 from checkpoint.source import WEIGHT_FILES, Entry, Source, shards, unique_ids
-from checkpoint.weights import Stored, listed, opened
+from checkpoint.weights import listed, opened
 from common.cli import library_errors
 from common.errors import InputError, printable
 from common.files import check_file, read_json
@@ -115,10 +115,8 @@ def _safetensors(path: Path) -> dict[str, Entry]:
         with opened(path, AGAIN) as file:
             return file.get_tensor(name)
 
-    def entry(name: str, stored: Stored) -> Entry:
-        return Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), lambda: read(name))
-
-    return {name: entry(name, stored) for name, stored in listed(path, AGAIN).items()}
+    return {name: Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), partial(read, name))
+            for name, stored in listed(path, AGAIN).items()}
 
 
 def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
@@ -129,11 +127,9 @@ def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
             last[path] = _load_pickle(path)
         return last[path]
 
-    def entry(name: str, tensor: Tensor) -> Entry:
-        dtype = tensor.dtype if tensor.dtype in READABLE_DTYPES.values() else None
-        return Entry.of(tensor.shape, dtype, lambda: load()[name])
-
-    return {name: entry(name, tensor) for name, tensor in load().items()}
+    known = READABLE_DTYPES.values()
+    return {name: Entry.of(tensor.shape, tensor.dtype if tensor.dtype in known else None,
+                           lambda name=name: load()[name]) for name, tensor in load().items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:

@@ -48,10 +48,8 @@ def library_errors(what: str) -> Iterator[None]:
     """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
     try:
         yield
-    except InputError:
-        raise
     except BaseException as e:  # a panic is no Exception
-        if not isinstance(e, Exception) and not is_panic(e):
+        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic(e)):
             raise
         raise InputError(f"{what} ({one_line(e)})") from None
 

@@ -26,7 +26,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_bytes, read_json
 from common.schema import in_words
-from tokens.files import MERGES, TOKEN_FLAGS, extra_tokens, special_tokens_map
+from tokens.files import MERGES, extra_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
@@ -78,9 +78,8 @@ def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
             f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
             " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json"
         )
-    merges = path.with_name(MERGES)
-    check_file(merges)
-    return byte_level_bpe(*tokenizers.models.BPE.read_file(str(path), str(merges)), WORD_RULES[words])
+    vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(MERGES)))
+    return byte_level_bpe(vocab, merges, WORD_RULES[words])
 
 
 class JsonBackend:
@@ -114,17 +113,16 @@ class JsonBackend:
         # The library numbers new tokens from here on, also where ids above are taken. Fillers go before
         # those whose id is higher, and up to the highest id.
         begin = max(model.get_vocab_size(with_added_tokens=False), 1 + max(self.added, default=-1))
-        highest = max(self._tokens, default=-1)
         free = {i: token for i, token in new if i >= begin and i not in self._tokens}
-        last = max([highest, *free])
+        last = max([*self._tokens, *free])
         late = [token for i, token in new if free.get(i) is not token]
         free |= dict(enumerate(late, last + 1))
         self.added |= free
         self._tokens |= {i: token.content for i, token in free.items()}
         self.ids, self.size, self.special_tokens_map = self._tokens.keys(), 1 + max(self._tokens), {}
         if self.size - len(self._tokens) > LARGEST_GAP:
-            found = f"{len(self._tokens):,} tokens have ids up to {self.size - 1:,}"
-            raise InputError(f"{self._path}: {found}; expected at most {LARGEST_GAP:,} gaps")
+            raise InputError(f"{self._path}: {len(self._tokens):,} tokens have ids up to {self.size - 1:,};"
+                             f" expected at most {LARGEST_GAP:,} gaps")
         nonce = secrets.token_hex(8)
         fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, self.size))
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
@@ -140,7 +138,7 @@ class JsonBackend:
         A token that either makes special is special. The id of one that is only named is -1.
         """
         known, changed, new = self._model.get_added_tokens_decoder(), [], []
-        decoder = {t["content"]: (int(i), t) for i, t in settings["added_tokens_decoder"].items()}
+        decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
         ends = [*filter(None, map(special_tokens_map(settings).get, ("bos_token", "eos_token")))]
         for content in dict.fromkeys((*decoder, *ends, *extra_tokens(settings))):
             i, given = decoder.get(content, (-1, None))
@@ -148,13 +146,11 @@ class JsonBackend:
             old = known.get(at)
             if not content or (given is None and at is not None and content not in ends):
                 continue
-            flags = given or {flag: getattr(old, flag) for flag in TOKEN_FLAGS if old}
-            flags = {flag: flags[flag] for flag in TOKEN_FLAGS if flag in flags}
-            special = given is None or content in ends or flags.get("special") or (old and old.special)
-            token = AddedToken(content, **flags | {"special": bool(special)})
+            token = given or old or AddedToken(content, special=True)
+            token.special |= given is None or content in ends or bool(old and old.special)
             if at is None:
                 new.append((i, token))
-            elif repr(token) != repr(old):
+            elif token is old or repr(token) != repr(old):
                 changed.append(token)
         self._model.add_tokens(changed)
         return sorted(new, key=lambda found: found[0])
@@ -226,10 +222,8 @@ class SentencePieceBackend:
             self._model_after_control = SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = self._model.get_piece_size()
         self.ids, self.added = range(pieces), {}
-        for key, token in settings["added_tokens_decoder"].items():
-            if int(key) >= pieces or token.get("special"):
-                flags = {flag: bool(token.get(flag)) for flag in TOKEN_FLAGS}
-                self.added[int(key)] = AddedToken(token["content"], **flags)
+        given = settings["added_tokens_decoder"]
+        self.added |= {i: token for i, token in given.items() if i >= pieces or token.special}
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):

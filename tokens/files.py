@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tokenizers import AddedToken
 from typing_extensions import NotRequired, TypedDict
 
 from common.files import read_json
@@ -63,18 +64,20 @@ def tokenizer_settings(folder: Path) -> dict:
 
     A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
     what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
-    gives `added_tokens_decoder`.
+    gives `added_tokens_decoder`, which is id -> token here.
     """
     def read(name: str, schema: Schema) -> dict:
         found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
         return {key: value for key, value in found.items() if value is not None}
 
     special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
-    if "added_tokens_decoder" in config:
-        return special | config
-    settings = config | special
+    decoder, settings = config.get("added_tokens_decoder"), config | special
+    if decoder is not None:
+        added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})
+                 for i, t in decoder.items()}
+        return special | config | {"added_tokens_decoder": added}
     names = {*special_tokens_map(settings).values(), *extra_tokens(settings)}
-    added = {str(i): {"content": t, "special": t in names} for t, i in read(ADDED, ADDED_TOKENS).items()}
+    added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED, ADDED_TOKENS).items()}
     return settings | {"added_tokens_decoder": added}
 
 

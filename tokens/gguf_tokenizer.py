@@ -30,15 +30,18 @@ MARKER = re.compile(
 )
 
 
-def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
+def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
     """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
-    errors. Raises InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    errors. Returns False if there are no tokens. Raises InputError if they are damaged, or of a kind that
+    cannot be rebuilt faithfully.
     """
     folder, prefix = Path(folder), "tokenizer.ggml."
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    if not metadata.get("tokens"):
+        return False
     try:
         with library_errors("the tokenizer cannot be rebuilt"):
             keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
@@ -52,6 +55,7 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
             Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
         raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {CONVERT_INSTEAD}") from None
+    return True
 
 
 def _types(metadata: dict, template: str) -> list[int]:
@@ -60,15 +64,12 @@ def _types(metadata: dict, template: str) -> list[int]:
     Writers give control tokens any type. Those that end a text by the metadata, and those with a well-known
     name, or a marker's look and a place in the template, are control tokens whatever their type.
     """
-    ends = {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
-
-    def is_control(i: int, token: str) -> bool:
-        marker = MARKER.fullmatch(token) and token in template
-        return bool(i in ends or token in CONTROL_NAMES or marker)
-
-    open_types = NORMAL, USER_DEFINED, UNUSED
-    pairs = enumerate(zip(metadata["tokens"], metadata["token_type"]))
-    return [CONTROL if kind in open_types and is_control(i, token) else kind for i, (token, kind) in pairs]
+    tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    names = {token for token in tokens if MARKER.fullmatch(token) and token in template}
+    names |= CONTROL_NAMES | {token for i, token in enumerate(tokens) if i in ends}
+    doubtful = NORMAL, USER_DEFINED, UNUSED
+    pairs = zip(tokens, metadata["token_type"])
+    return [CONTROL if token in names and kind in doubtful else kind for token, kind in pairs]
 
 
 def _write(metadata: dict, template: str, folder: Path) -> dict:
@@ -77,9 +78,8 @@ def _write(metadata: dict, template: str, folder: Path) -> dict:
     if kind not in WRITERS:
         raise InputError(f"tokenizer model {kind!r} is not supported ({' and '.join(WRITERS)} are)")
     rule, write = WRITERS[kind]
-    for key in ("tokens", rule):
-        if key not in metadata:
-            raise InputError(f"tokenizer.ggml.{key} is missing; expected a list")
+    if rule not in metadata:
+        raise InputError(f"tokenizer.ggml.{rule} is missing; expected a list")
     tokens = metadata["tokens"]
     metadata.setdefault("token_type", [NORMAL] * len(tokens))
     for key in ("token_type", "scores"):

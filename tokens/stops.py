@@ -1,6 +1,7 @@
 """Texts that end an output: found across tokens, and cut out exactly."""
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -33,12 +34,9 @@ class StopStream:
         named = {name: i for name, i in stream.control.items() if any(name in stop for stop in stops)}
         # Lone surrogates stand for control tokens: decoded text has none.
         marks = {name: chr(0xD800 + n) for n, name in enumerate(sorted(named, key=len, reverse=True))}
-        self._stops = {stop: stop for stop in stops}  # spelling: the stop text that it stands for
-        for stop in stops:
-            spelled = stop
-            for name, mark in marks.items():
-                spelled = spelled.replace(name, mark)
-            self._stops[spelled] = stop
+        names = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+        spelled = {names.sub(lambda name: marks[name[0]], stop): stop for stop in stops}
+        self._stops = dict(zip(stops, stops)) | spelled  # a spelling: the stop text that it stands for
         self._marks = {i: marks[name] for name, i in named.items()}
         self._texts = {ord(mark): stream.piece(i).decode() for i, mark in self._marks.items()}
         self._stream, self._held = stream, ""

@@ -25,9 +25,7 @@ from tokens import files
 from tokens.backends import JsonBackend, SentencePieceBackend, open_library
 from tokens.templates import ControlTokenMask, read_templates, render_template
 
-BACKENDS = {
-    "tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend,
-}
+BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 VISIBLE = bytes(range(33, 127))
 LETTERS = bytes(b for b in VISIBLE if chr(b).isalnum())
 
