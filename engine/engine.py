@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -145,21 +145,21 @@ class Engine:
 
     def admit(
         self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None,
-        watch: bool = False, plain: bool = False, score_prompt: bool = False,
+        watch: bool = False, plain: bool = False, score_prompt: bool = False, shown: Collection[int] = (),
     ) -> Request:
         """Give a request a free place.
 
         guide: of its JSON schema, if that has been made already. watch: its events carry the drafted trees.
         plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole prompt is
-        read for that. Raises ValueError, with the numbers, if the request cannot be decoded; RuntimeError if
-        no place is free.
+        read for that. shown: control tokens that are part of the text. Raises ValueError, with the numbers,
+        if the request cannot be decoded; RuntimeError if no place is free.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} places are taken")
         self.check(prompt, sampling)
         if sampling.json_schema is not None and guide is None:
             guide = self.guide(sampling.json_schema)
-        stream = StopStream(self.tokenizer.stream(), sampling.stop) if self.tokenizer else None
+        stream = StopStream(self.tokenizer.stream(shown), sampling.stop) if self.tokenizer else None
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         request.place, same = self._place_for(prompt)
         # One token back: the drafter's last row was read together with the token that followed it then.

@@ -10,27 +10,16 @@ Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
 def encode(
     tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None,
     room: int | None = None, name: str = "the prompt", variables: dict | None = None,
+    parse_special: bool = True,
 ) -> list[int]:
     """Turn a prompt into token ids.
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay
-    unchanged. Raises InputError for text without a tokenizer, or a system message without a chat template;
+    unchanged. In text that does not, control tokens spelled out count as such, unless `parse_special` is
+    false. Raises InputError for text without a tokenizer, or a system message without a chat template;
     TooLong, with the numbers and without the work, if it certainly does not fit in a cache of `room` tokens.
     name: what to call the prompt then.
     """
-    try:
-        return _encode(tokenizer, prompt, raw, system, None if room is None else room - 1, variables or {})
-    except TooLong as e:
-        raise TooLong(
-            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it or raise"
-            " --max-seq-len"
-        ) from None
-
-
-def _encode(
-    tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
-    variables: dict,
-) -> list[int]:
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         return prompt
     if tokenizer is None:
@@ -39,13 +28,19 @@ def _encode(
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
         )
-    if isinstance(prompt, str):
-        if raw or not tokenizer.has_template:
-            return tokenizer.encode(prompt, at_most=most)
-        prompt = [{"role": "user", "content": prompt}]
-    if system is not None:
-        prompt = [{"role": "system", "content": system}, *prompt]
-    return tokenizer.chat(prompt, at_most=most, **variables)
+    most = None if room is None else room - 1
+    try:
+        if isinstance(prompt, str) and (raw or not tokenizer.has_template):
+            return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if system is not None:
+            turns = [{"role": "system", "content": system}, *turns]
+        return tokenizer.chat(turns, at_most=most, **(variables or {}))
+    except TooLong as e:
+        raise TooLong(
+            f"{name} {e} and needs room for one more, the cache holds {room}: shorten it or raise"
+            " --max-seq-len"
+        ) from None
 
 
 def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:

@@ -95,7 +95,7 @@ MISTAKES = (
     ("checkpoint.export", "--checkpoint HEAD", "HEAD: holds a eagle3 checkpoint where a target was expected"),
     ("checkpoint.export", "--head NOWHERE", "--head NOWHERE: not a folder"),
     ("checkpoint.export", "--head TARGET", "--head TARGET: holds a target, no draft head"),
-    ("checkpoint.export", "--head QUANTISED", "QUANTISED: quantised; export the head before quantisation"),
+    ("checkpoint.export", "--head QUANTISED", "QUANTISED: is quantised already; name the checkpoint"),
     ("checkpoint.export", "--out WRITTEN", "WRITTEN: holds a model.safetensors; replace it with --force"),
     ("checkpoint.export", "--out TARGET --force", "--out TARGET: holds a converted checkpoint; choose"),
     ("checkpoint.export", "--out HEAD --force", "--out HEAD: holds a converted checkpoint; choose another"),

@@ -7,7 +7,7 @@ A file is JSON lines, or one JSON array (as ShareGPT is published). A row holds 
     {"messages": [{"role": "user", "content": "..."}, ...]}          OpenAI
 
 All readers raise InputError if the file cannot be read; the message names the first faulty row. Messages are
-dictionaries of "role" (system, user or assistant) and "content" (a text).
+dictionaries of "role" (system, user or assistant) and "content" (a text), and of thoughts if there are some.
 """
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from common.errors import InputError
 from common.files import HALF, check_characters, read_lines, read_text
+from tokens.templates import thoughts_of
 
 # A file's name of a role: ours.
 ROLES = {
@@ -202,7 +203,7 @@ def _messages(where: str, row: dict) -> list[dict]:
             raise LeftOut("with images or other content that is no text")
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        messages.append({"role": ROLES[role], "content": content})
+        messages.append({"role": ROLES[role], "content": content, **thoughts_of(entry)})
         if ROLES[role] == "assistant" and entry.get("weight") == 0:  # OpenAI's: it is not to be learnt
             messages[-1]["weight"] = 0
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")

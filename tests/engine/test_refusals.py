@@ -96,6 +96,13 @@ def test_prompts_that_have_no_ids(golden, silent):
         encode(without, "text", system="be brief")
 
 
+def test_control_tokens_count_as_such_in_raw_prompts_only(golden):
+    tokenizer = Tokenizer.load(golden)
+    assert encode(tokenizer, "<eos>a", raw=True) == [257, 97]
+    assert encode(tokenizer, "<eos>a", raw=True, parse_special=False) == list(b"<eos>a")
+    assert 257 not in encode(tokenizer, "<eos>a")
+
+
 def test_caches_that_do_not_fit(target, monkeypatch):
     monkeypatch.setattr("engine.passes.free_memory", lambda device: 3_000_000)
     with pytest.raises(ValueError, match=r"the caches of 9 x \d+ slots need \d\.\d GB, 0\.0 GB are free"):

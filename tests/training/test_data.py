@@ -1,9 +1,12 @@
 """Rows of text: how conversations become rows, which of them are used, and what is counted."""
+import json
+
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
 
 from common.errors import InputError
+from tokens.dataset import read_conversations
 from tokens.tokenizer import Tokenizer
 from training import data
 
@@ -35,6 +38,20 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, t
     answers = [bytes(r["ids"][b:e]) for r in rows for b, e in r["answers"]]
     assert answers == [b"hm/hello\n", b"eh/bye\n"]
     assert first["chat"] == second["chat"]  # one conversation: held out or trained on together
+
+
+def test_thoughts_beside_an_answer_are_learnt_as_the_template_writes_them(golden, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "reasoning": "hm"},
+    ]}))
+    (messages,) = read_conversations(file)
+    tokenizer = with_template(golden, tmp_path, (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}/{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    ))
+    (row,) = data.of_conversation(tokenizer, messages, [ord("\n")])
+    assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hm/hello\n"]
 
 
 def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
