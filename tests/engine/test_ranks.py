@@ -89,7 +89,7 @@ def launch(folder, tmp_path_factory):
     return launched
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.dear)], ids="{} ranks".format)
 def dealt(request, launch):
     """What so many processes give."""
     return launch(request.param)

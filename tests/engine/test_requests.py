@@ -2,9 +2,7 @@
 import pytest
 import torch
 from helpers.decoding import ids, load, plain, prompts, speculative
-from helpers.drafters import NAMES, make_drafter
 
-from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape
 
@@ -36,15 +34,6 @@ def test_text_is_plain_text(models, asked, temperature):
         assert wanted[:2] != usual[:2]
     alone = [ids(plain(models), [prompt], request)[0] for prompt, request in zip(given, requests)]
     assert alone == wanted
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("plain", "residual")])
-def test_every_drafter(models, models1, name):
-    given = prompts(2, seed=22)
-    requests = [Sampling(30, t, seed=5, **ASKED["all"]) for t in (0.0, 0.8)]
-    drafter = make_drafter(name, models[0], models[1], models1[1], lambda heads: None)
-    decoder = Engine(models[0], drafter, batch=2, max_seq_len=300, compile=False)
-    assert ids(decoder, given, requests) == ids(plain(models, batch=2), given, requests)
 
 
 def test_penalties_are_forgotten_with_the_text(models):

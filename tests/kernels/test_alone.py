@@ -1,4 +1,4 @@
-"""The kernels without PyTorch: the program in `driver/` checks them.
+"""The kernels without PyTorch, by the program in `driver/`: every instruction set, with both compilers.
 
 aarch64's run in an emulator, AMX' with tiles in software.
 """
@@ -65,8 +65,7 @@ def compile_driver(objects, compiler, *flags):
     return driver
 
 
-@pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
 def test_kernels_alone(compiler, name, objects, kernels):
     """Every kernel against double precision, and its rows' independence, with this compiler."""
@@ -83,8 +82,7 @@ def test_kernels_alone(compiler, name, objects, kernels):
     assert same_packing(packed.stdout, kernels)
 
 
-@pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 def test_tiles_in_software(objects):
     """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes.
 
@@ -103,8 +101,7 @@ def test_tiles_in_software(objects):
     assert len({r.stdout for r in rounded}) == 1 and rounded[0].stdout
 
 
-@pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
 @pytest.mark.parametrize("compiler", dict.fromkeys((NATIVE, "clang++")))
 def test_amx_compiles(compiler, tmp_path):

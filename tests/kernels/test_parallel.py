@@ -1,4 +1,4 @@
-"""How a target is dealt: who has what, what is read, what is refused."""
+"""How a target is dealt: what is read, summed and exchanged, what is refused. Texts: engine/test_ranks.py."""
 from dataclasses import replace
 
 import pytest
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from common.errors import InputError
 from kernels.backend import TORCH
 from kernels.quantized import Scheme
-from kernels.tp import PLAN, DealtHead, Part, Ranks, Share, Span, Summed, agreed, deal
+from kernels.tp import PLAN, Part, Ranks, Share, agreed
 from model import ModelArgs, Transformer, blank
 from sampling.noise import gumbel, seed_keys
 from tree import Tree, link
@@ -23,20 +23,6 @@ MIXTURE = replace(ARGS, num_experts=4, experts_per_token=2)
 
 def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Share]:
     return [Share.of(args, scheme, rank, count) for rank in range(count)]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_everything_is_dealt_once(count):
-    """But for key/value heads where there are more ranks: as many ranks hold each."""
-    dealt = shares(ARGS, count)
-    for what, size in (("queries", 96), ("inner", 96), ("tokens", 50)):
-        spans = [getattr(share, what) for share in dealt]
-        assert [i for span in spans for i in range(span.first, span.last)] == list(range(size))
-        assert {span.size for span in spans} == {size}
-    for share in dealt:  # the queries of a rank are those of its keys, two to a key/value head
-        heads = {i // 16 // 2 for i in range(share.queries.first, share.queries.last)}
-        assert heads == {i // 16 for i in range(share.keys.first, share.keys.last)}
-    assert {share.args(ARGS).num_kv_heads for share in dealt} == {1: {3}, 2: {1, 2}, 3: {1}, 6: {1}}[count]
 
 
 @pytest.mark.parametrize("args", [ARGS, MIXTURE], ids=["dense", "experts"])
@@ -121,15 +107,6 @@ def test_sums_are_added_in_the_order_of_the_ranks():
     assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
 
 
-def test_parts_of_other_sizes_are_joined():
-    """As a vocabulary is that the ranks do not divide."""
-    whole = torch.randn(2, 3, 50)
-    parts, sizes = whole.split((17, 17, 16), -1), (17, 17, 16)
-    padded = [torch.nn.functional.pad(part, (0, 17 - part.shape[-1])) for part in parts]
-    for rank, part in enumerate(parts):
-        assert torch.equal(Together(rank, padded).join(part, sizes), whole)
-
-
 @pytest.mark.parametrize("noisy", [False, True])
 def test_the_best_token_without_the_logits_of_the_others(noisy):
     """Also where two have the same score: the first of all, as argmax takes it."""
@@ -178,15 +155,3 @@ def test_the_tree_is_the_first_ranks():
             found, want = getattr(told, name), getattr(theirs, name)
             assert torch.equal(found, want) and found.dtype == want.dtype and found.is_contiguous(), name
     assert len(sent) == 2 and not torch.equal(*sent)
-
-
-def test_the_modules_of_a_dealt_target():
-    """Every layer has two sums; a tied lm_head is a view of the table."""
-    args = replace(ARGS, tie_embeddings=True)
-    dealt, ranks = shares(args, 2), Ranks(1, 2, "")
-    model = Transformer(dealt[1].args(args))
-    deal(model, dealt, ranks)
-    assert sum(isinstance(module, Summed) for module in model.modules()) == 4 and model.ranks == ranks
-    assert isinstance(model.lm_head, DealtHead) and model.lm_head.before == 25 == model.lm_head.tokens[1]
-    assert model.lm_head.layer.weight.data_ptr() == model.embed.weight[25:].data_ptr()
-    assert Span(9, 3, 5).count == 2
