@@ -117,8 +117,8 @@ def test_many_at_once(models, counts):
     """More than there are places; each ends as it does in a decoder of its own."""
     made = requests(8, 5)
     texts, sampling = map(list, zip(*made))
-    engine = plain(models, batch=3, max_seq_len=120, stop_ids=[*b"e tas"], counts=counts)
-    one = plain(models, max_seq_len=120, stop_ids=[*b"e tas"])
+    engine = plain(models, batch=3, max_seq_len=120, stop_ids=[ord("\n")], counts=counts)
+    one = plain(models, max_seq_len=120, stop_ids=[ord("\n")])
     expected = [one.generate([text], [how])[0] for text, how in zip(texts, sampling)]
     ended: list[int] = []
     found = engine.generate(texts, sampling, lambda number, request: ended.append(number))

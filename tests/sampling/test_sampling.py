@@ -58,7 +58,7 @@ def test_every_input_bit_moves_half_the_output():
 
 
 def test_positions_share_no_word():
-    """Of 2^23 numbers of 32 bits as many are equal as of independent ones: 8,192 pairs, within 5 sigma (6e-7).
+    """Of 2^23 numbers of 32 bits as many are equal as of independent ones: 8,192 pairs, to 5 sigma (6e-7).
 
     Were one of a position's two words the same for all, these would be permutations of one another, with a
     tenth fewer pairs.
