@@ -1,14 +1,14 @@
 """What is compiled once is found again, by the next call, object and process; a compiled step is the step."""
 import os
-import subprocess
 import sys
 
 import pytest
 import torch
-from helpers import GOLDEN, ROOT
+from helpers import GOLDEN
 from helpers.compiling import Adder, add, check, span
 from helpers.decoding import check_texts, ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import make_drafter
+from helpers.launching import run
 from shapes import random_models
 
 from engine.compile import CompiledFunction, compile_graph, saved_places
@@ -45,6 +45,7 @@ def test_compiled_once_and_found_again(cache):
     assert len(again) == 4
 
 
+@pytest.mark.dear
 def test_another_process_finds_it(cache):
     """And what it finds is right; a damaged file is made again."""
     script = (
@@ -53,13 +54,7 @@ def test_another_process_finds_it(cache):
     )
 
     def said() -> int:
-        command = [sys.executable, "-c", script]
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests:{ROOT}", "OMP_NUM_THREADS": "1"}
-        result = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == 0, result.stderr
-        return int(result.stdout)
+        return int(run(sys.executable, "-c", script))
 
     assert said() == 4
     assert said() == 0
@@ -70,6 +65,7 @@ def test_another_process_finds_it(cache):
     assert said() == 4
 
 
+@pytest.mark.dear
 def test_a_cache_that_can_only_be_read(cache, monkeypatch):
     """As in somebody else's checkout: what is in it is found, what is new goes to a folder of our own."""
     kept = cache / "kept"
@@ -128,6 +124,7 @@ def times_compiled(function) -> int:
     return len(said) // 2
 
 
+@pytest.mark.dear
 def test_a_graph_is_made_again_when_its_own_sources_change_and_no_others(cache, tmp_path, monkeypatch):
     """Its own are the files that were traced and those of the constants they import; others cost nothing."""
     monkeypatch.setattr("engine.compile.ROOT", tmp_path)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers.launching import run
 from helpers.refusals import refused
 
 from kernels import isa
@@ -82,8 +82,7 @@ def test_tiles_that_linux_refuses(monkeypatch):
 def test_linux_is_asked_for_tiles():
     """In a process of its own: permission stays. A processor without tiles is never granted them."""
     code = "from kernels import isa; print(isa._tiles_granted(), 'amx_tile' in isa.features())"
-    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert asked.stdout in ("True True\n", "False True\n", "False False\n")
+    assert run(sys.executable, "-c", code) in ("True True\n", "False True\n", "False False\n")
 
 
 @pytest.mark.parametrize("says, best", (

@@ -110,7 +110,7 @@ def test_what_the_kernels_cannot_take_is_left_alone():
 
 
 @pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
     """Attention and norms on the kernels, as its head is, experts in PyTorch: in float32 PyTorch's text."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
