@@ -14,8 +14,6 @@ from drafters import (
     GPU_ROWS,
     METHODS,
     Drafting,
-    Flag,
-    Method,
     default_tree,
     read_tree,
 )
@@ -189,37 +187,3 @@ def test_trees_that_cannot_be_read(tmp_path, text, words):
     with pytest.raises(InputError, match=r"^--tree") as error:
         read_tree(text)
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-MINE = '''
-import torch
-from drafters.base import Drafter, Proposal, StaticTree
-from tree import chains
-
-class Again(Drafter):
-    """The last tokens, once more."""
-    def __init__(self, length):
-        super().__init__(chains((length,)))
-        self.static, self.length = StaticTree(self.shape), length
-    def propose(self, state, slots, noise):
-        back = (state.length[:, None] - self.length + torch.arange(self.length + 1)).clamp(min=0)
-        last = state.tokens.gather(1, back)
-        return Proposal(self.static.of(torch.cat((state.root()[:, None], last[:, 1:]), 1)))
-
-def build(setup):
-    return Again(setup.flags["again-length"])
-'''
-
-
-def test_a_new_method_is_a_file_and_a_line(llm, golden, tmp_path, monkeypatch):
-    (tmp_path / "again_drafter.py").write_text(MINE)
-    monkeypatch.syspath_prepend(tmp_path)
-    own = {"again-length": Flag(3, "how many")}
-    monkeypatch.setitem(METHODS, "again", Method("again_drafter", "the last tokens again", flags=own))
-    again = load(golden, "again", flags={"again-length": 2}, compile=False)
-    for temperature in (0, 1):
-        sampling = {"max_new_tokens": 40, "temperature": temperature, "seed": 3}
-        request, plain = again.generate("abcabc", **sampling), llm.generate("abcabc", **sampling)
-        assert request.ids == plain.ids and max(request.accept_lengths) <= 3 and request.trees["3 nodes"] > 9
-    with refused("--speculate again: has no use for --draft; leave it out"):
-        Drafting("again", "x")
