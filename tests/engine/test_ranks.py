@@ -19,7 +19,7 @@ from kernels.modes import MODES as PRECISIONS
 from kernels.quantized import Scheme
 
 pytestmark = pytest.mark.slow
-# Families that differ in what is dealt: a key/value head for each query head, a tied table, biases, norms, experts.
+# Families that differ in what is dealt: a key/value head for each query, tied tables, biases, norms, experts.
 DEALT = ("Llama-2", "Llama-3.2", "Qwen2", "Qwen3", "Mixtral", "Qwen3-MoE")
 # Rounded to fp8, a row's inputs depend on who has which of them: other roundings, other texts at times.
 EXACT = [mode for mode in PRECISIONS if mode != "fp8"]
