@@ -15,7 +15,7 @@ from checkpoint.loading import load_head
 from model import KVCaches, ModelArgs, Transformer
 from networks.head import Head
 from tokens.tokenizer import Tokenizer
-from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape, chain
+from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -244,4 +244,4 @@ class Drafter(nn.Module):
         noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when
         greedy.
         """
-        return Proposal(chain(state.root()[:, None]))
+        return Proposal(state.bare_tree())

@@ -98,7 +98,7 @@ class Rest(Drafter):
         # Two bounds [B, S, 2] are searched for: the first suffix not below the context, the first above it.
         low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)
         high = torch.full_like(low, last + 1)
-        equal_is_below = torch.tensor([[False], [True]], device=device)
+        equal_is_below = torch.arange(2, device=device)[:, None] > 0
         steps = torch.arange(1, PIVOTS + 1, device=device)
         for _ in range(self.rounds):
             pivots = low[..., None] + (high - low)[..., None] * steps // (PIVOTS + 1)  # [B, S, 2, P]

@@ -11,6 +11,7 @@ from kernels.backend import TORCH, TorchBackend
 from sampling.adjust import Adjustments, scores
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
+from tree import Tree
 
 
 class State(nn.Module):
@@ -26,6 +27,7 @@ class State(nn.Module):
     stop_ids [n]       any of them ends a text
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
     counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
+    zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
     out [B, W+3]       what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
@@ -55,6 +57,8 @@ class State(nn.Module):
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
         buffer("n_new", batch)
         buffer("out", batch, window + 3)
+        buffer("zero", batch, 1)
+        buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)
         buffer("temperature", batch, dtype=torch.float32)
         buffer("top_p", batch, dtype=torch.float32, fill=1)
@@ -133,6 +137,10 @@ class State(nn.Module):
     def root(self) -> Tensor:
         """Return the root token of each sequence [B]."""
         return self.tokens.gather(1, self.length[:, None])[:, 0]
+
+    def bare_tree(self) -> Tree:
+        """Return the root alone as a tree."""
+        return Tree(self.tokens.gather(1, self.length[:, None]), self.zero, self.zero, self.one)
 
     def keep_last_unread(self) -> None:
         """Keep the last unread token: the drafter has read the others."""

@@ -1,15 +1,18 @@
 """Whole models on the kernels: they are the models, and speculative text is plain text."""
 import copy
+from functools import partial
 
 import pytest
 import torch
 from helpers.decoding import check_texts, ids
 from helpers.kernels import DTYPES, same
+from helpers.states import state_of
 from shapes import random_models
 
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.engine import Engine
+from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
 from kernels.packed import PackedEagle3Head, PackedLinear
 from model import MLP, ModelArgs, Transformer
@@ -149,6 +152,34 @@ def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
         x = head(tokens, feature, positions, slots, visible, caches)
         found.append([x, head.logits(x), *caches.buffers()])
     assert found[0][1].dtype == torch.float32
+    same(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sampled", (False, True))
+@pytest.mark.parametrize("of_head, reach", (
+    ({}, 0), ({"num_layers": 3}, 0), ({}, 6), ({"feature_norm": "each"}, 0), ({"recycle_normed": True}, 0),
+))
+def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
+    """The bits of its parts one after the other, after texts of several lengths. One variant is not."""
+    target, head = tiny(dtype, of_head=of_head)
+    choose_backend("cpu").prepare(target, head)
+    assert head.at_once != head.args.recycle_normed
+    state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
+    state.window, state.backend = 4, target.backend
+    state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
+    state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
+    noise = torch.randn(3, 5, 160) if sampled else None
+    found = []
+    for draft in (target.backend.draft, partial(TorchBackend.draft, target.backend)):
+        torch.manual_seed(0)
+        drafter = Eagle(head, TreeShape(11, 2, 3), reach=reach)
+        drafter.allocate(3, 40, 16, dtype, "cpu")
+        for buffer in drafter.caches.buffers():
+            buffer.normal_()
+        tree = draft(drafter, state, torch.arange(34), noise)
+        found.append([*tree, *drafter.caches.buffers()])
+    assert found[0][0].shape == (3, 11)
     same(*found)
 
 

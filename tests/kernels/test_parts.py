@@ -11,6 +11,7 @@ from engine.state import State
 from kernels.backend import TORCH, once
 from kernels.cpu import CpuBackend
 from kernels.gpu import here
+from model import ModelArgs
 from sampling.noise import seed_keys
 from tree import Growth, Tree, TreeShape, chain
 
@@ -176,11 +177,11 @@ def test_follow(cpu_kernels, lengths, shortest):
 
 def test_accept_of_a_whole_chain(both):
     tree = chain(torch.tensor([[4, 5, 6, 7]]))
-    path, count = both(call("accept"), tree, torch.tensor([[5, 6, 7, 8]]), 4)[1]
-    assert path.tolist() == [[0, 1, 2, 3]] and count.tolist() == [4]
+    path, count, taken = both(call("accept"), tree, torch.tensor([[5, 6, 7, 8]]), 4)[1]
+    assert path.tolist() == [[0, 1, 2, 3]] and count.tolist() == [4] and taken.tolist() == [[5, 6, 7, 8]]
 
 
-def test_emit(both):
+def test_commit_emits(both):
     """Texts that go on, stop at an id, reach their limit, have ended; steps narrower than the state's."""
     def step(backend, width):
         tokens = torch.tensor([[5, 6, 7], [5, 2, 7], [5, 6, 7], [5, 6, 7], [2, 2, 2]])
@@ -190,7 +191,8 @@ def test_emit(both):
         state.limit.copy_(torch.tensor([30, 30, 7, 30, 30]))
         state.done.copy_(torch.tensor([False, False, False, True, False]))
         state.tokens.copy_(torch.arange(200).view(5, 40))
-        appended = backend.emit(state, tokens[:, :width], count.clamp(max=width))
+        path = torch.arange(width).expand(5, -1)
+        appended = backend.commit(state, tokens[:, :width], count.clamp(max=width), path, None)
         return [appended, *(b for _, b in sorted(state.named_buffers()))]
 
     for width in (1, 3):
@@ -201,29 +203,46 @@ def test_emit(both):
 
 @pytest.mark.parametrize("more", (False, True))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_hand_over(cpu_kernels, more, dtype):
-    """One to three tokens of a pass of five rows; after unread ones, as far as there is room."""
+def test_commit_hands_over(cpu_kernels, more, dtype):
+    """One to three tokens of a pass of five rows; after unread ones, as far as there is room. Keys and values
+    go where committed tokens stand."""
     features = torch.randn(4, 5, 6, dtype=dtype)
     path, count = torch.tensor([[0, 2, 4], [0, 1, 3], [0, 3, 4], [0, 1, 2]]), torch.tensor([1, 3, 3, 2])
+    args = ModelArgs(
+        vocab_size=8, hidden_size=32, intermediate_size=8, num_layers=2, num_heads=2, num_kv_heads=2,
+        head_dim=16,
+    )
+    first = torch.randn(2, 2, 4, 20, 2, 16).to(dtype)  # what stands in the caches
 
-    def leave(backend, features):
+    def leave(backend, features, given):
         state = State(4, 40, 3, 6, [], dtype, "cpu", room=7)
         state.n_new.copy_(torch.tensor([2, 4, 0, 3]))
         state.features.fill_(9)
-        where = torch.tensor([True, True, True, False])
-        backend.hand_over(state, features, path, count, where=where, more=more)
-        return state.n_new, [row[:n] for row, n in zip(state.features, state.n_new)]
+        state.length.copy_(torch.tensor([2, 0, 7, 9]))
+        state.limit.fill_(30)
+        state.done.copy_(torch.tensor([False, False, False, True]))
+        where = torch.tensor([True, True, True, False]) if given else None
+        caches = backend.caches["auto"].of(args, 4, 20, dtype, "cpu", backend)
+        for layer, cache in zip(first, caches):
+            cache.k.copy_(layer[0]), cache.v.copy_(layer[1])
+        backend.commit(state, path, count, path, features, caches, where=where, more=more)
+        kept = [
+            x[b, : n + c] for cache in caches for x in (cache.k, cache.v)
+            for b, (n, c) in enumerate(zip((2, 0, 7, 9), count))
+        ]
+        return state.n_new, [row[:n] for row, n in zip(state.features, state.n_new)], kept
 
-    (n, rows), (found_n, found) = cpu_kernels(leave, features)
+    (n, rows, kept), (found_n, found, moved) = cpu_kernels(leave, features, True)
     assert n.tolist() == found_n.tolist() == ([3, 7, 3, 3] if more else [1, 3, 3, 3])
-    assert all(torch.equal(a, b) for a, b in zip(rows, found))
+    assert all(torch.equal(a, b) for a, b in zip(rows + kept, found + moved))
     assert torch.equal(found[1][-3:], features[1, path[1]]) and (found[3] == 9).all()
-    (n, _), (found_n, _) = cpu_kernels(leave, None)
+    assert torch.equal(moved[2][7:10], first[0, 0, 2, 7 + path[2]])
+    (n, *_), (found_n, *_) = cpu_kernels(leave, None, False)
     assert torch.equal(n, found_n)
 
 
 def test_angles(each_isa):
-    from model import ModelArgs, inverse_frequencies, rope_table
+    from model import inverse_frequencies, rope_table
 
     args = ModelArgs(
         vocab_size=8, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1,
