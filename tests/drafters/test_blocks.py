@@ -65,19 +65,6 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, t
 
 
 @pytest.mark.parametrize("label", LABELS)
-def test_a_chain_is_the_likeliest_token_after_the_likeliest(golden, models, tmp_path, label):
-    target, _ = models
-    tensors, config, head = converted(label, golden, target, tmp_path)
-    reference, levels = Reference(tensors, config, target), head.args.drafts
-    drafter = drafter_of(head, TreeShape(levels + 1, levels - 1, 1))
-    text, drawn = watched(Engine(target, drafter, max_seq_len=200, compile=False), PROMPT, Sampling(3))[0]
-    expected = text[-1:]
-    for row in reference.rows(text):
-        expected.append(int(reference.ids[reference.children(row, expected[-1]).argmax()]))
-    assert drawn.tokens == expected
-
-
-@pytest.mark.parametrize("label", LABELS)
 def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
     target, _ = models
     tensors, config = published(label, target)
