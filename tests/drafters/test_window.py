@@ -110,6 +110,7 @@ def test_what_stands_before_the_window_is_not_seen(make, n_new=3):
     assert not torch.equal(drafted(whole, *changed(before), n_new)[1], scores)
 
 
+@pytest.mark.slow
 def test_what_a_ring_has_lost_is_read_again(models):
     """Texts that begin alike, one after the other and at a time: drafts are those of a new engine."""
     long, short = PROMPTS[0] + PROMPTS[1], PROMPTS[0] + PROMPTS[1][:10]

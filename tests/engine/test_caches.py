@@ -43,16 +43,15 @@ def logits_after(model):
     return model.logits(x)
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_text_is_plain_text(targets, temperature):
-    """Two texts over two blocks of slots, with accepted paths that leave gaps; the cache is in bytes, which
-    shows in the logits.
+def test_text_is_plain_text(targets):
+    """Two texts, one sampled, over two blocks of slots, with accepted paths that leave gaps. The cache is in
+    bytes, which shows in the logits.
     """
     target, usual, kind = targets
     drafting = Drafting("eagle3", tree=TreeShape(12, 2, 4))
     plain, fast = (target.engine(d, batch=2, max_seq_len=220) for d in (Drafting(), drafting))
     assert type(fast.passes.caches) is kind
-    given, sampling = [PROMPT, PROMPT[3:]], [Sampling(150, temperature, seed=seed) for seed in (1, 2)]
+    given, sampling = [PROMPT, PROMPT[3:]], [Sampling(130), Sampling(130, 1.0, seed=2)]
     requests: list[Request] = []
     events = [*fast.run(given, sampling, requests, watch=True)]
     wanted = [output.ids for output in plain.generate(given, sampling)]

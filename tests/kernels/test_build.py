@@ -11,6 +11,7 @@ from kernels import build, cpu
 from kernels.isa import choose
 
 
+@pytest.mark.slow
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
