@@ -117,9 +117,9 @@ class Rest(Drafter):
         fits = sizes <= length[:, None] + 1
         return torch.where(fits, low[..., 0], 0), torch.where(fits, low[..., 1], 0)
 
-    def has_guess(self, state, slots: Tensor) -> Tensor:
+    def has_guess(self, state, slots: Tensor) -> bool:
         begin, end = self.search(state)
-        return ((end > begin) & ~state.done[:, None]).any()
+        return bool(((end > begin) & ~state.done[:, None]).any())
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root, T, D = state.root()[:, None], self.shape.nodes, self.depth

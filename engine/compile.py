@@ -281,7 +281,9 @@ def _described(args: tuple) -> Iterator[tuple]:
     first: dict[int, tuple] = {}
     for path, tensor in _tensors(args).items():
         same_as, strides = first.setdefault(id(tensor), path), path[1] and tensor.stride()
-        yield path, same_as, variant_of(tensor), str(tensor.device), strides
+        # Compiled code reads 16 bytes at once where a tensor begins at a multiple of them.
+        begins = tensor.data_ptr() % 16 if tensor.nbytes >= 16 else 0
+        yield path, same_as, variant_of(tensor), str(tensor.device), strides, begins
 
 
 def variant_of(arg) -> object:

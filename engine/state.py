@@ -28,7 +28,7 @@ class State(nn.Module):
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
     counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
     zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
-    out [B, W+3]       what the last step emitted, how many of the W are valid, how many of those were drafted
+    out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
@@ -56,7 +56,7 @@ class State(nn.Module):
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
         buffer("n_new", batch)
-        buffer("out", batch, window + 3)
+        buffer("out", batch, window + 3 + (window + 1) % 2)  # so that rows begin at multiples of 16 bytes
         buffer("zero", batch, 1)
         buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)
@@ -91,7 +91,9 @@ class State(nn.Module):
         """Exchange the places of two sequences."""
         for name, buffer in self._buffers.items():
             if name != "stop_ids":
-                buffer[[one, other]] = buffer[[other, one]]
+                kept = buffer[one].clone()
+                buffer[one] = buffer[other]
+                buffer[other] = kept
 
     def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
         """Begin a text of at most `most` tokens with a prompt, in a place of the batch."""

@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -149,6 +149,7 @@ class Target:
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
         max_seq_len = longest_text(self.model.args.max_seq_len, max_seq_len)
+        drafting = drafting.at(self.checkpoint, self.say)
         drafter = self._drafter(drafting, max_seq_len, batch)
         tuner = self._tuner(drafter, drafting)
         if tuner:
@@ -190,10 +191,18 @@ class Target:
         usual = default_tree(
             self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
-        drafter = build_drafter(
-            drafting, self.checkpoint, max_seq_len, target=self.model, tokenizer=self.tokenizer,
-            default_tree=usual, prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+        build = partial(
+            build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
+            tokenizer=self.tokenizer, default_tree=usual,
+            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
         )
+        try:
+            drafter = build(drafting)
+        except InputError as e:
+            if not drafting.chosen:
+                raise
+            self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
+            drafter = build(Drafting("lookup"))
         if isinstance(drafter, Mixed):
             known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
             drafter.believe([

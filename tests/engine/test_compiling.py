@@ -20,6 +20,7 @@ from engine.compile import CapturedCalls, CompiledFunction, SavedGraph, compile_
 from engine.engine import Engine
 from engine.passes import SPAN
 from engine.runtime import keep_compiled
+from engine.state import State
 from engine.step import step
 from sampling.options import Sampling
 from tree import TreeShape
@@ -214,6 +215,14 @@ def test_a_span_may_be_all_slots(whole_first, name):
         with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
             graph(target, passes.caches, passes.drafter, passes.state, slots, False, False)
     assert all(length >= 32 for length in passes.state.length.tolist())
+
+
+@pytest.mark.parametrize("vocabulary, same", ((16, True), (5, False)))
+def test_places_of_another_alignment_have_another_graph(cache, vocabulary, same):
+    """Reading 16 bytes from the middle of them is an error on a GPU."""
+    state = State(3, 40, 4, 0, [], torch.float32, "cpu", vocabulary=vocabulary)
+    one, other = (saved_places(add, (state.rows(place, 1),)) for place in (0, 1))
+    assert (one == other) == same
 
 
 @pytest.mark.dear

@@ -35,6 +35,7 @@ def attend(capability, dtype, heads, rows, old=False, early=False, float8=False)
         "ROWS": tall, "KEYS": keys,
         "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
+        "APART": capability >= 100,
     }
     return compile_for(capability, attention.attend_kernel, given, warps, stages, early)
 
