@@ -17,7 +17,7 @@ BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
 COUPLED = [name for name in NAMES if name != "residual"]  # whose text is that of the seed
 if here.INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
     COUPLED = ("eagle3", *dear("hydra++", "lookahead", "eagle3 window"))
-    TRACES = [path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"]
+    TRACES = dear(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
     BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
 SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)][:BATCH]
 RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(BATCH)]
@@ -61,6 +61,7 @@ def test_same_seed_same_text(on_kernels, texts, name):
         assert ids(decoder, given, RESTRICTED) == restricted
 
 
+@pytest.mark.dear
 def test_caches_in_float8(golden, on_kernels, monkeypatch):
     """Drafted text on the kernels is plain text by PyTorch."""
     given, sampling = prompts(1, seed=7, longest=LONGEST), [Sampling(TOKENS // 2, 1.0, seed=3)]
