@@ -134,8 +134,9 @@ def test_a_hugging_face_copy_is_the_target(golden, tmp_path, capsys):
     assert hugging_face.main(argv) == 1 and "exists" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.dear
 def test_startup(golden, record):
+    """Cold starts compile the kernels."""
     run(startup, "--checkpoint", golden, "--repeat", 1, "--prompt", "x")
     (cold,) = record("startup")["eagle3"]["cold"]
     assert cold["first token"] > cold["load"] > 0 and cold["import"] > 0
