@@ -59,8 +59,8 @@ def test_two_ranks_speak_with_one_voice(golden, capsys, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.compile
-@pytest.mark.parametrize("kv", ["auto", "int8"])
+@pytest.mark.kernels
+@pytest.mark.parametrize("kv", [pytest.param("auto", marks=pytest.mark.dear), "int8"])
 def test_drafted_text_is_plain_text_on_the_kernels_too(golden, kv):
     """In bfloat16: a row's sum over the ranks does not depend on the rows beside it. Greedily with one cache,
     at a temperature with the other: the cache does not depend on how tokens are chosen.
@@ -157,6 +157,7 @@ def test_a_process_that_nobody_joins(monkeypatch):
         pass
 
 
+@pytest.mark.dear
 @pytest.mark.slow
 def test_ranks_with_different_options_do_not_decode(golden):
     one = f"exec {sys.executable} generate.py --checkpoint {golden} --no-compile --prompt Hello$RANK"

@@ -145,6 +145,7 @@ def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     assert all(row["questions"] == 1 for row in rows_in(tmp_path / "o"))
 
 
+@pytest.mark.dear
 def test_every_method(run, golden, tmp_path):
     """Heads that draft blocks are random. The drafts of `residual` are drawn: its texts may differ."""
     target, text, store = (tmp_path / name for name in ("target", "text", "store"))
@@ -181,6 +182,7 @@ def test_calibrating_a_head(run, golden, tmp_path, capsys):
     assert len(known.ease) <= 3 and taus[TreeShape(60, 7, 10)] > taus[TreeShape(2, 0, 1)]
 
 
+@pytest.mark.dear
 def test_two_ranks_answer_as_one_process_does(run):
     options = run.options("--speculate", "eagle3", "--tree", "8,2,3", "--observe", 1, out="two")
 

@@ -4,8 +4,10 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.kernels import DTYPES
+from helpers.decoding import check_texts, ids
+from helpers.kernels import DTYPES, same
 from helpers.states import state_of
+from shapes import random_models
 
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
@@ -19,7 +21,7 @@ from networks.head import HeadArgs
 from sampling.options import Sampling
 from tree import TreeShape
 
-pytestmark = [pytest.mark.compile]
+pytestmark = pytest.mark.kernels
 
 
 def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
@@ -66,10 +68,10 @@ def test_a_packed_model_is_the_model(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-@pytest.mark.parametrize("cache", ("auto", "int8"))
-@pytest.mark.parametrize("head_dim", (32, 6, 100))
+@pytest.mark.parametrize("dtype, temperature, cache, head_dim", (
+    (torch.bfloat16, 0.0, "auto", 32), (torch.bfloat16, 1.0, "int8", 6), (torch.float32, 0.0, "int8", 100),
+    (torch.float32, 1.0, "auto", 100),
+))
 def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
     texts part.
@@ -77,14 +79,26 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, 
     target, head = tiny(dtype, head_dim=head_dim)
     assert choose_backend("cpu").prepare(target, head)
     target.Caches = target.backend.caches[cache]
-    prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
-    sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
+    made = [
+        ([*range(i, 10 + 8 * i)], Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i))
+        for i in range(1, 7)
+    ]
+    prompts, sampling = map(list, zip(*made))
     plain = Engine(target, compile=False, max_seq_len=300).generate(prompts, sampling)
-    for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
-        fast = Engine(
-            target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300
-        ).generate(prompts, sampling)
-        assert [o.ids for o in fast] == [o.ids for o in plain]
+    for shape in (TreeShape(2, 0, 1), TreeShape(40, 4, 6)):
+        fast = Engine(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300)
+        check_texts(ids(fast, prompts, sampling), [o.ids for o in plain], made)
+
+
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
+def test_quantised_models(mode):
+    """Speculative text of quantised random weights is plain text, in bfloat16."""
+    target, head = random_models("tiny", torch.bfloat16, "cpu", mode, 32)
+    assert choose_backend("cpu").prepare(target, head)
+    made = [([1, 2, 3], Sampling(40)), ([*range(9, 40)], Sampling(40, 1.0, seed=3))]
+    fast, plain = (Engine(target, drafter, compile=False, max_seq_len=100)
+                   for drafter in (Eagle(head, TreeShape(8, 2, 4)), None))
+    check_texts(ids(fast, *map(list, zip(*made))), ids(plain, *map(list, zip(*made))), made)
 
 
 def test_what_the_kernels_cannot_take_is_left_alone():
@@ -98,7 +112,8 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert len(Engine(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
-@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.dear
 def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
     """Attention and norms on the kernels, as its head is, experts in PyTorch: in float32 PyTorch's text."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -137,7 +152,7 @@ def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
         x = head(tokens, feature, positions, slots, visible, caches)
         found.append([x, head.logits(x), *caches.buffers()])
     assert found[0][1].dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    same(*found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -165,7 +180,7 @@ def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
         tree = draft(drafter, state, torch.arange(34), noise)
         found.append([*tree, *drafter.caches.buffers()])
     assert found[0][0].shape == (3, 11)
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    same(*found)
 
 
 def test_decoding_on_the_kernels(golden):

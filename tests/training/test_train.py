@@ -44,7 +44,7 @@ def quality(target, kind: str, head, rows: list[dict]) -> tuple[float, float]:
     return float(loss), float(hits.sum())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.dear] * (k != "eagle3")) for k in KINDS])
 def test_heads_learn_are_exported_and_decode(golden, trained, tmp_path, kind):
     """Better than an untrained head on held-out text; what comes back drafts the plain text."""
     argv, folder = trained(kind)
@@ -139,6 +139,7 @@ def test_products_of_floats(prompt_file, tmp_path, monkeypatch):
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
+@pytest.mark.dear
 def test_a_quantised_copy_writes_and_reads(golden, prompt_file, trained, tmp_path):
     copy = tmp_path / "copy"
     assert quantize.main(["--checkpoint", str(golden), "--mode", "int8", "--out", str(copy)]) == 0
@@ -185,6 +186,7 @@ def test_all_kinds_of_text_are_mixed(golden, prompt_file, tmp_path, capsys):
     assert first.split(" ")[0] == again.split(" ")[0]  # the same text, read back
 
 
+@pytest.mark.dear
 def test_a_head_too_small_to_measure_trees_by(golden, prompt_file, tmp_path, capsys):
     """It is written without a calibration, with a warning. The commands that are printed last run."""
     assert train.main(options(golden, prompt_file, tmp_path, kind="dspark", drafts=2, epochs=1)) == 0
