@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from checkpoint.convert import converted_folder
 from drafters import Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
-from engine.target import Target, load_target
+from engine.target import Target, converted, load_target
 from kernels.tp import Ranks
 from sampling.options import Sampling
 
@@ -42,8 +41,7 @@ class LLM:
         say: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None, **runtime,
     ):
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        folder = converted_folder(str(checkpoint), say)
-        drafting.folders(Path(folder))  # refused before the target's weights are read
+        folder, drafting = converted(checkpoint, drafting, say)
         self.target: Target = load_target(folder, Runtime(**runtime), say, ranks, [drafting])
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from checkpoint.folder import CONFIG, is_gguf
-from common.errors import InputError, first_line
+from common.errors import InputError, did_you_mean, first_line
 from common.files import read_json
 from common.schema import Schema, in_words, text
 from tokens.files import TOKENIZER_FILES
@@ -30,6 +30,7 @@ WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
+MOST_LISTED = 12  # names of a folder in a message
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -89,11 +90,18 @@ def resolve_source(checkpoint: str | Path) -> Path:
         return path
     if path.exists():
         raise InputError(f"{path}: not a folder (nor a .gguf file)")
-    name = str(checkpoint)
+    name, place = str(checkpoint), path.parent
+    known = sorted(map(str, [*Path("checkpoints").glob("*"), *place.glob("*")]))
+    missing = f"{path}: no such file or folder{did_you_mean(name, known)}"
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(
-            f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a .gguf file or"
-            " a hub id (org/name)"
+            f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
+        )
+    if place.is_dir():  # a mistyped path is no hub id
+        found = ", ".join(sorted(p.name for p in place.iterdir())[:MOST_LISTED]) or "nothing"
+        raise InputError(
+            f"{missing}; the folder {place} holds {found}. For the hub's {path}, run: hf download {path}"
+            f" --local-dir {path}"
         )
     return _download(name)
 

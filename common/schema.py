@@ -54,6 +54,7 @@ EXPECTED = {
     "greater_than_equal": "at least {ge:,}", "less_than_equal": "at most {le:,}",
     "greater_than": "above {gt:,g}",
     "too_short": "at least {min_length} in it", "too_long": "at most {max_length:,} in it",
+    "string_too_short": "at least {min_length} character",
     "string_too_long": "at most {max_length:,} characters", "finite_number": "a finite number",
 }
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model, shares_of, weigh
 from common.errors import InputError
@@ -33,6 +34,8 @@ from networks.head import Head
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
+COMFORTABLE = 0.25  # of the free memory: what the caches may take where nobody said how long texts are
+
 
 def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
@@ -48,6 +51,8 @@ def load_target(
     runtime.prepare()
     for drafting in draftings:
         drafting.folders(checkpoint)
+        if line := drafting.unused(checkpoint):
+            say(line)
     if ranks is not None:
         check_ranks(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
@@ -101,12 +106,19 @@ def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], 
     say(line)
 
 
-def longest_text(longest: int, max_seq_len: int | None) -> int:
-    """Return the most tokens of a text. Raises InputError if a model that takes `longest` cannot have them.
+def converted(
+    checkpoint: str | Path, drafting: Drafting, say: Callable[[str], None]
+) -> tuple[Path, Drafting]:
+    """Return the folder of a target, and a drafting with a folder; what is not ours is converted.
+
+    say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
-    if max_seq_len is not None:
-        check_length(max_seq_len, longest)
-    return max_seq_len or min(2048, longest)
+    folder = Path(converted_folder(checkpoint, say))
+    if drafting.draft:
+        of = None if drafting.names_model else folder
+        drafting = replace(drafting, draft=converted_folder(drafting.draft, say, of))
+    drafting.folders(folder)
+    return folder, drafting
 
 
 def check_prompts(
@@ -116,7 +128,9 @@ def check_prompts(
     """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded."""
     config, prompts = read_config(checkpoint, "target"), list(prompts)
     longest, tokenizer = ModelArgs.from_config(config).max_seq_len, Tokenizer.load(checkpoint)
-    room = longest_text(longest, max_seq_len)
+    if max_seq_len is not None:
+        check_length(max_seq_len, longest)
+    room = max_seq_len or longest
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
         ids = encode(tokenizer, prompt, raw=raw, system=system, room=room, name=name)
@@ -141,14 +155,15 @@ class Target:
     ) -> Engine:
         """Make an engine for up to `batch` requests at a time, whose trees shrink as they become more.
 
-        max_seq_len: most tokens of a text, prompt included (default 2048, or the model's maximum if smaller).
-        serves: requests come and go, so that steps for few of them are worth compiling. Raises InputError,
-        one line, if what drafts is missing, damaged or does not fit; ValueError, with the numbers, if the
-        caches do not fit in memory.
+        max_seq_len: most tokens of a text, prompt included (default: see `room`). serves: requests come and
+        go, so that steps for few of them are worth compiling. Raises InputError, one line, if what drafts is
+        missing, damaged or does not fit; ValueError, with the numbers, if the caches do not fit in memory.
         """
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
-        max_seq_len = longest_text(self.model.args.max_seq_len, max_seq_len)
+        if max_seq_len is not None:
+            check_length(max_seq_len, self.model.args.max_seq_len)
+        max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
         tuner = self._tuner(drafter, drafting)
         if tuner:
@@ -159,6 +174,21 @@ class Target:
             counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer, guide=self.guide if self.tokenizer else None,
         )
+
+    def room(self, drafting: Drafting, batch: int) -> int:
+        """Return the default of the most tokens of a text: the maximum of the target and of a draft model.
+
+        It is less where the caches of `batch` such texts would take more than `COMFORTABLE` of the free
+        memory, but no less than 2,048.
+        """
+        device, least = self.model.embed.weight.device, 2048
+        drafts = drafting.folders(self.checkpoint).values() if drafting.names_model else ()
+        limits = [read_config(folder)["max_seq_len"] for folder in drafts if folder]
+        longest = min([self.model.args.max_seq_len, *limits])
+        fits = int(COMFORTABLE * (free_memory(device) or 0) / self.model.cache_bytes(batch, 1024) * 1024)
+        if self.model.ranks is not None:  # one length for all
+            fits = int(self.model.ranks.every(torch.tensor([fits], device=device)).min())
+        return min(longest, max(fits // 1024 * 1024, least))
 
     @property
     def _compiles(self) -> bool:
