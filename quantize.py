@@ -18,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.convert import converted_folder
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
 from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
 from checkpoint.writer import staging
@@ -37,7 +38,8 @@ def parser() -> Options:
     """The options of the command line."""
     p = Options(__doc__)
     add = p.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a converted target or head")
+    add("--checkpoint", required=True, metavar="DIR",
+        help="a converted target or head; a target's Hugging Face folder, hub id or .gguf is converted first")
     add("--out", metavar="DIR", help="default: DIR-MODE")
     add("--mode", choices=MODES, default="int8")
     add(
@@ -136,7 +138,13 @@ class Asked(NamedTuple):
 
 def judge(o) -> Asked:
     """Judge what the options name, before anything is loaded. Raises InputError."""
-    source = Path(o.checkpoint)
+    text, calibrate = (
+        read_text(file, what=flag) if file else None
+        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
+    )
+    if o.out:
+        check_replaceable("--out", o.out)
+    source = Path(converted_folder(o.checkpoint, note))
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
     kind = read_config(source)["kind"]
     is_target = kind == "target"
@@ -159,10 +167,6 @@ def judge(o) -> Asked:
         )
     for name, kind in kinds.items():
         check_out(out / name, kind, o.force)
-    text, calibrate = (
-        read_text(file, what=flag) if file else None
-        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
-    )
     return Asked(source, out, kinds, text, calibrate)
 
 

@@ -133,9 +133,11 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.worker import Worker
 
     checkpoint, drafting = converted(o.checkpoint, drafting, note)
+    if line := drafting.unused(checkpoint):
+        note(line)
     if o.verify is not False:
         verify(checkpoint, drafting.draft, bool(o.verify), note)
-    target = load_target(checkpoint, runtime, note, ranks, [drafting])
+    target = load_target(checkpoint, runtime, note, ranks)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
     batch = o.slots or (16 if runtime.device_name.startswith("cuda") else 4)

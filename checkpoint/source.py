@@ -100,8 +100,7 @@ def resolve_source(checkpoint: str | Path) -> Path:
     if place.is_dir():  # a mistyped path is no hub id
         found = ", ".join(sorted(p.name for p in place.iterdir())[:MOST_LISTED]) or "nothing"
         raise InputError(
-            f"{missing}; the folder {place} holds {found}. For the hub's {path}, run: hf download {path}"
-            f" --local-dir {path}"
+            f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {found}"
         )
     return _download(name)
 

@@ -290,7 +290,7 @@ class Drafting:
             if method and method.draft and (checkpoint / method.draft / "config.json").is_file()
         )
         names = "" if methods_of(self.method) else " or ".join(heads)
-        return f"{checkpoint} has a head that nothing uses: --speculate {names} does" if names else ""
+        return f"{checkpoint}: has a head that is not used; --speculate {names} uses it" if names else ""
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

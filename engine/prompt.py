@@ -1,10 +1,31 @@
 """Prompts as callers give them, and as token ids that fit."""
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Strict
+from typing_extensions import TypedDict
+
 from common.errors import InputError
+from common.schema import Schema
 from tokens.tokenizer import Tokenizer, TooLong
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+Exact, Id = Annotated[str, Strict()], Annotated[int, Strict()]
+
+
+class _Message(TypedDict):
+    role: Exact
+    content: Exact | list | None
+
+
+class _Asked(TypedDict):
+    prompt: Exact | list[Id] | list[_Message]
+    system: Exact | None
+    variables: dict | None
+
+
+ASKED = Schema(_Asked)
 
 
 def encode(
@@ -14,10 +35,11 @@ def encode(
     """Turn a prompt into token ids.
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay
-    unchanged. Raises InputError for text without a tokenizer, or a system message without a chat template;
-    TooLong, with the numbers and without the work, if it certainly does not fit in a cache of `room` tokens.
-    name: what to call the prompt then.
+    unchanged. Raises Wrong for a prompt of another type; InputError for text without a tokenizer, or a system
+    message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
+    fit in a cache of `room` tokens. name: what to call the prompt then.
     """
+    ASKED.check({"prompt": prompt, "system": system, "variables": variables})
     try:
         return _encode(tokenizer, prompt, raw, system, None if room is None else room - 1, variables or {})
     except TooLong as e:

@@ -39,20 +39,16 @@ COMFORTABLE = 0.25  # of the free memory: what the caches may take where nobody 
 
 def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
-    ranks: Ranks | None = None, draftings: Iterable[Drafting] = (),
+    ranks: Ranks | None = None,
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
-    draftings: their heads are looked up before the weights are read. If our kernels cannot be compiled or
-    loaded, it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these
-    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or too large.
+    If our kernels cannot be compiled or loaded, it runs without `Runtime.compile`, and `say` gets the reason.
+    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
+    missing, damaged or too large.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
-    for drafting in draftings:
-        drafting.folders(checkpoint)
-        if line := drafting.unused(checkpoint):
-            say(line)
     if ranks is not None:
         check_ranks(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
