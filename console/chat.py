@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 
 from common.cli import note, one_line
@@ -26,7 +25,7 @@ def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
     if is_terminal(sys.stdin):
         note(HELP)
         with contextlib.suppress(ImportError):  # Python may be built without it
-            importlib.import_module("readline")  # gives `input` line editing and a history
+            import readline  # noqa: F401  gives `input` line editing and a history
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     while True:
@@ -50,12 +49,12 @@ def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
         try:
             ids = llm.encode(messages)
             show(llm.engine.run([ids], [sampling], requests), llm.tokenizer)
+            if requests[0].error:
+                raise ValueError(requests[0].error)
         except (ValueError, InputError) as e:
             note(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
             pass  # what there is of the answer counts
-        if requests and requests[0].error:
-            note(f"error: {requests[0].error}")
         if not requests or not requests[0].ids or requests[0].error:  # as if the turn had not been given
             messages.pop()
             continue

@@ -59,19 +59,11 @@ def as_json(request: Request, prompt: str | list[int], rule: str = "equal", rank
     rule: of acceptance. ranks: number of processes that the target was dealt among.
     """
     row = {
-        "prompt": prompt,
-        "text": request.text,
-        "output_ids": request.ids,
-        "tokens": len(request.ids),
-        "seconds": request.seconds,
-        "prefill_seconds": request.prefill_seconds,
-        "tokens_per_second": request.tokens_per_second,
-        "tau": request.tau,
-        "accept_lengths": request.accept_lengths,
-        "trees": dict(request.trees.most_common()),
-        "seed": request.sampling.seed,
-        "finish": request.finish or "interrupted",
-        "accept": rule,
+        "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
+        "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
+        "tokens_per_second": request.tokens_per_second, "tau": request.tau,
+        "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
+        "seed": request.sampling.seed, "finish": request.finish or "interrupted", "accept": rule,
         "ranks": ranks,
     }
     if request.stop is not None:
@@ -98,10 +90,11 @@ def compared(turns: list[tuple[Request, Request]], row: dict) -> dict:
     }
 
 
-def together(requests: list[Request]) -> float:
-    """Return the seconds from the first token of any of these requests to the last one of all."""
+def together(requests: list[Request]) -> tuple[float, float]:
+    """Return the seconds from the first token of all requests to the last one, and tokens per second."""
     times = [(r.first, r.last) for r in requests if r.first]
-    return max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
+    seconds = max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
+    return seconds, sum(max(len(r.ids) - 1, 0) for r in requests) / seconds if seconds else 0.0
 
 
 def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> str:
@@ -109,29 +102,27 @@ def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> s
 
     read: weight bytes that their steps read.
     """
-    tokens, seconds = sum(len(r.ids) for r in requests), together(requests)
+    seconds, speed = together(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
-    prefill, drafts = max(r.prefill_seconds for r in requests), engine.drafter.shape.nodes > 1
-    speed, bandwidth = (n / seconds if seconds else 0.0 for n in (max(tokens - len(requests), 0), read / 1e9))
+    drafts = bool(lengths) and engine.drafter.shape.nodes > 1
+    tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
     line = (
-        f"{tokens} generated, {sum(len(r.prompt) for r in requests)} in the prompt;"
-        f" prefill {prefill * 1e3:.0f} ms, then {speed:.1f} tok/s"
-        + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts and lengths else "")
+        f"{tokens} generated, {prompt} in the prompt; prefill"
+        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms, then {speed:.1f} tok/s"
+        + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts else "")
         + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
     )
     if not full:
         return line
-    trees = sum((r.trees for r in requests), Counter()).most_common()
-    which = f" ({', '.join(f'{n} {name}' for name, n in trees)})" if len(trees) > 1 else ""
-    counts, memory = Counter(lengths if drafts else ()), peak_memory(engine.device) / 1e9
-    shares = [
-        f"  {n:2d} tokens {counts[n]:5d} steps {counts[n] / len(lengths):6.1%}"
-        f" {'#' * round(40 * counts[n] / len(lengths))}" for n in range(1, max(counts, default=0) + 1)
-    ]
-    return "\n".join([
-        line, f"{len(lengths)} steps{which} in {seconds:.2f} s; {bandwidth:.1f} GB/s of weights read; peak"
-        f" memory {memory:.2f} GB", *shares
-    ])
+    trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
+    lines = [line, f"{len(lengths)} steps ({trees or 'none'}) in {seconds:.2f} s;"
+                   f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
+    counts = Counter(lengths if drafts else ())
+    for n in range(1, max(counts, default=0) + 1):
+        share = counts[n] / len(lengths)
+        lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
+    return "\n".join(lines)
 
 
 def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> str:
@@ -139,29 +130,22 @@ def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> s
 
     turns: requests, and the same prompts decoded plainly, each time that both were decoded.
     """
-    speeds = [
-        [sum(max(len(r.ids) - 1, 0) for r in rs) / max(together(rs), 1e-9) for rs in turn] for turn in turns
-    ]
+    speeds = [(together(requests)[1], together(plain)[1]) for requests, plain in turns]
     ratios = [fast / slow if slow else 0.0 for fast, slow in speeds]
-    requests, plain = max(turns, key=lambda turn: sum(a.ids != b.ids for a, b in zip(*turn)))
-    equal = sum(a.ids == b.ids for a, b in zip(requests, plain))
-    verdict = "yes" if equal == len(requests) else f"{equal} of {len(requests)}; "
-    if equal < len(requests) and rule != "equal":
+    pairs = max(([*zip(*turn)] for turn in turns), key=lambda pairs: sum(a.ids != b.ids for a, b in pairs))
+    unequal = [i for i, (a, b) in enumerate(pairs) if a.ids != b.ids]
+    verdict = f"{len(pairs) - len(unequal)} of {len(pairs)}; " if unequal else "yes"
+    if unequal and rule != "equal":
         verdict += f"{rule} acceptance draws with other random numbers"
-    elif equal < len(requests):
-        verdict += first_difference(requests, plain)
+    elif unequal:
+        same = common_prefix(*(request.ids for request in pairs[unequal[0]]))
+        verdict += (
+            f"prompt {unequal[0] + 1} parts at token {same + 1}: where our kernels do not compute (a GPU,"
+            " fp16, fp8, experts, --no-kernels, --no-compile) a pass over many rows rounds differently from"
+            " a pass over one, so near ties may fall either way; --dtype fp32 helps"
+        )
     return (
         f"plain: {statistics.median(slow for _, slow in speeds):.1f} tok/s; speedup"
         f" {statistics.median(ratios):.2f}x, {min(ratios):.2f} to {max(ratios):.2f} in {len(turns)} turns;"
         f" texts equal: {verdict}"
-    )
-
-
-def first_difference(requests: list[Request], plain: list[Request]) -> str:
-    """Say where the first unequal pair of texts parts, and what it means."""
-    i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(requests, plain)) if a.ids != b.ids)
-    return (
-        f"prompt {i + 1} parts at token {common_prefix(*ids) + 1}: where our kernels do not compute (a GPU,"
-        " fp16, fp8, experts, --no-kernels, --no-compile) a pass over many rows rounds differently from a"
-        " pass over one, so near ties may fall either way; --dtype fp32 helps"
     )
