@@ -92,7 +92,8 @@ def resolve_source(checkpoint: str | Path) -> Path:
         raise InputError(f"{path}: not a folder (nor a .gguf file)")
     name, place = str(checkpoint), path.parent
     known = sorted(map(str, [*Path("checkpoints").glob("*"), *place.glob("*")]))
-    missing = f"{path}: no such file or folder{did_you_mean(name, known)}"
+    guess = did_you_mean(name, known)
+    missing = f"{path}: no such file or folder{guess}"
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(
             f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
@@ -102,13 +103,13 @@ def resolve_source(checkpoint: str | Path) -> Path:
         raise InputError(
             f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {found}"
         )
-    return _download(name)
+    return _download(name, guess)
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, guess: str) -> Path:
     """Download the files that we need of a hub repository into the hub's cache -> the local folder.
 
-    An interrupted download is resumed. Raises InputError.
+    An interrupted download is resumed. Raises InputError, which has the guess of a local name.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -139,9 +140,11 @@ def _download(repo: str) -> Path:
     except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
         raise InputError(f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
     except errors.RepositoryNotFoundError:
-        raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
+        raise InputError(f"{repo}: no such folder{guess}, and no such public repository on the hub") from None
     except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
-        raise InputError(f"{repo}: no such folder, and the hub did not send it ({first_line(e)})") from None
+        raise InputError(
+            f"{repo}: no such folder{guess}, and the hub did not send it ({first_line(e)})"
+        ) from None
 
 
 def shards(index: Path) -> dict[str, str]:
