@@ -34,7 +34,7 @@ from networks.head import Head
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
-COMFORTABLE = 0.25  # of the free memory: what the caches may take where nobody said how long texts are
+COMFORTABLE = 0.25  # share of the free memory that caches take by default, at most
 
 
 def load_target(

@@ -8,6 +8,10 @@ import torch
 from helpers import GOLDEN, ROOT
 from helpers.decoding import load
 
+import evaluate
+import quantize
+import serve
+import train
 from drafters import Drafting
 from engine import target as targets
 from llm import LLM
@@ -99,6 +103,19 @@ def test_what_is_not_converted_is_converted_wherever_it_is_named(golden, tmp_pat
             drafted = LLM("one/Big", method, draft=draft, tree="4,1,2", compile=False, say=said.append)
         assert drafted.generate([1, 2, 3], **FEW).ids == ids
         assert [line for line in said if made in line] == [f"converting {draft} into {made}"]
+
+
+@pytest.mark.parametrize("command, options, words", [
+    (quantize, "", "checkpoints/target-int8: "), (serve, "--port 0 --no-compile", "target: has no tokenizer"),
+    (evaluate, "--out e --no-compile --speculate lookup", "target: questions need a tokenizer and a chat"),
+    (train, "--out h --synthesize 4 --device cpu", "target: chats need a tokenizer and a chat template"),
+], ids=lambda x: getattr(x, "__name__", ""))
+def test_commands_convert_too(command, options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status = command.main(["--checkpoint", str(GOLDEN / "target"), *options.split()])
+    out, err = capsys.readouterr()
+    assert f"converting {GOLDEN / 'target'} into checkpoints/target\n" in err
+    assert status == (command is not quantize) and words in out + err
 
 
 def test_a_head_that_is_not_used_is_named(golden, tmp_path):
