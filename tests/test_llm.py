@@ -140,12 +140,3 @@ def test_the_context_is_what_fits_in_memory(monkeypatch, free, batch, room):
     )
     target = targets.Target(ROOT, None, model, {}, None, print)
     assert target.room(Drafting(), batch) == room
-
-
-def test_the_context_is_that_of_a_draft_model_too(golden, tmp_path, monkeypatch):
-    monkeypatch.setattr(targets, "free_memory", lambda device: 1 << 40)
-    short = shutil.copytree(golden, tmp_path / "short")
-    (short / "config.json").write_text((short / "config.json").read_text().replace("1024", "512"))
-    assert LLM(golden, compile=False).engine.max_seq_len == 1024
-    drafted = LLM(golden, "draft-model", draft=short, tree="4,2,1", compile=False)
-    assert drafted.engine.max_seq_len == 512

@@ -68,7 +68,7 @@ def test_impossible_sizes(models, make, words):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"method": "eagle4"}, "--speculate eagle4: unknown; choose from none, eagle"),
+    ({"method": "eagle4"}, "--speculate eagle4: unknown (did you mean eagle?); choose"),
     *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
         ("", "unknown"), ("eagle9", "unknown"), ("lookup", "two different"), ("none", "two different"),
         ("eagle3+rest", "two different"),
@@ -96,7 +96,7 @@ def test_draftings_that_cannot_be(options, words):
 
 @pytest.mark.parametrize("options, words", [
     ({"method": "rest", "flags": {"datastore": "/nowhere"}}, "--datastore /nowhere: no such folder"),
-    ({"method": "eagle3", "draft": "nowhere"}, "nowhere: no eagle3 head there; convert one into it"),
+    ({"method": "eagle3", "draft": "nowhere"}, "nowhere: no such file or folder"),
     ({"method": "medusa"}, "GOLDEN/medusa: no medusa head there"),
     ({"method": "lookup+hydra"}, "GOLDEN/hydra: no hydra head there"),
     ({"method": "eagle", "draft": "GOLDEN/eagle3"}, "GOLDEN/eagle3: holds a eagle3 checkpoint where a eagle"),
@@ -104,7 +104,7 @@ def test_draftings_that_cannot_be(options, words):
     ({"method": "eagle2+eagle3", "draft": "GOLDEN/eagle"}, "--speculate eagle2+eagle3: --draft GOLDEN/eagle"),
     ({"method": "draft-model"}, "--speculate draft-model: name a smaller converted model"),
     ({"method": "draft-model+eagle3"}, "--speculate draft-model: name a smaller converted model"),
-    ({"method": "draft-model", "draft": "/nowhere"}, "/nowhere: not a folder"),
+    ({"method": "draft-model", "draft": "/nowhere"}, "/nowhere: no such file or folder"),
     ({"method": "draft-model", "draft": "GOLDEN/eagle3"}, "GOLDEN/eagle3: holds a eagle3 checkpoint"),
 ], ids=str)
 def test_folders_are_judged_before_the_target_is_read(golden, monkeypatch, options, words):
@@ -149,7 +149,6 @@ def drafts(golden, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("method, draft, options, words", [
     ("eagle3", None, {"tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
     ("lookahead", None, {"flags": {"level": 1000}}, "lookahead: window 7, level 1000, guess set 7: 13986"),
-    ("draft-model", "short", {}, "DRAFTS/short: reads 64 tokens, there is room for 1024; --max-seq-len 64"),
     ("draft-model", "renamed", {}, "DRAFTS/renamed: its tokenizer gives other ids than the target's"),
     ("draft-model", "bare", {}, "DRAFTS/bare: has no tokenizer files to compare"),
     ("draft-model", "larger", {}, "DRAFTS/larger: has a vocabulary of 321, the target one of 320"),
@@ -163,8 +162,10 @@ def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
 
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
     for options in ({"tree": TREE}, {"accept": "residual"}):
-        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options), max_seq_len=64)
-        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1))
+        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options))
+        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1)) and engine.max_seq_len == 64
+    with refused(f"{drafts / 'short'}: reads 64 tokens, there is room for 65; --max-seq-len 64"):
+        llm.target.engine(Drafting("draft-model", drafts / "short"), max_seq_len=65)
     with refused("accepting by residuals needs a chain"):
         llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)
 
