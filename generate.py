@@ -239,19 +239,23 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     if trace:
         events = trace.watch(events)
     try:
-        if o.json or len(ids) > 1:
-            for _ in events:  # in order, as they end
-                while printed < len(requests) and requests[printed].finish and not (plain and o.json):
-                    print_one(printed)
-                    printed += 1
-        else:
-            show(events, llm.tokenizer)
-        read = engine.bytes_read - before
+        try:
+            if o.json or len(ids) > 1:
+                for _ in events:  # in order, as they end
+                    while printed < len(requests) and requests[printed].finish and not (plain and o.json):
+                        print_one(printed)
+                        printed += 1
+            else:
+                show(events, llm.tokenizer)
+        finally:
+            read = engine.bytes_read - before
+        if plain:
+            note(f"comparing with plain decoding, {TURNS} turns ...")
         for turn in range(TURNS if plain else 0):
             again = engine.generate(ids, samplings) if turn else requests
             turns.append((again, plain.generate(ids, samplings)))
     except KeyboardInterrupt:
-        interrupted, read = True, engine.bytes_read - before
+        interrupted = True
         note("\n(interrupted)")
     for i in range(printed, len(requests)):
         print_one(i)

@@ -28,22 +28,21 @@ from engine.target import Target, converted, load_target
 from kernels.tp import Ranks
 from sampling.options import Sampling
 
-KINDS = {
+ARGUMENTS = Schema(TypedDict("Arguments", {
     "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
     "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
-}
-ARGUMENTS = Schema(TypedDict("Arguments", KINDS))
+}))
 
 
 class LLM:
     """A target, what drafts for it, and the engine that decodes with both.
 
     checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
-    a method such as "eagle3", or a `Drafting`. draft: folder of the head (default CHECKPOINT/KIND) or draft
-    model. tree: as --tree takes it. batch_size: prompts decoded together. max_seq_len: most tokens of prompt
-    and output (default 2048, or the model's maximum if smaller). runtime: fields of `Runtime`, such as
-    device="cpu" or dtype="bf16". say: called with one line when something slow starts or ends.
-    Raises InputError, one line, if anything is missing, damaged or does not fit.
+    a method such as "eagle3", or a `Drafting`. draft: the head (default CHECKPOINT/KIND) or draft model,
+    named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together. max_seq_len: most
+    tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such as device="cpu"
+    or dtype="bf16". say: called with one line when something slow starts or ends. Raises, with one line,
+    InputError if anything is missing, damaged or does not fit, ValueError or TypeError on wrong arguments.
     """
 
     def __init__(
@@ -51,15 +50,19 @@ class LLM:
         tree: str | None = None, batch_size: int = 8, max_seq_len: int | None = None,
         say: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None, **runtime,
     ):
-        given = locals()
-        ARGUMENTS.check({name: given[name] for name in KINDS})
+        ARGUMENTS.check({
+            "checkpoint": checkpoint, "speculate": speculate, "draft": draft, "tree": tree,
+            "batch_size": batch_size, "max_seq_len": max_seq_len, "say": say,
+        })
         if isinstance(speculate, Drafting) and (draft or tree):
             raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
+        where = with_options(Runtime, runtime)
+        where.prepare()  # mistakes are refused before anything is converted
         folder, drafting = converted(checkpoint, drafting, say)
         if line := drafting.unused(folder):
             say(line)
-        self.target: Target = load_target(folder, with_options(Runtime, runtime), say, ranks)
+        self.target: Target = load_target(folder, where, say, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
@@ -77,8 +80,8 @@ class LLM:
         A prompt is a text, which goes through the chat template unless `raw`; a list of token ids; or a list
         of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i.
         Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
-        `tokens_per_second` and more. Raises ValueError or InputError, before anything is decoded, on a prompt
-        or an option that cannot be.
+        `tokens_per_second` and more. Raises ValueError, TypeError or InputError, before anything is decoded,
+        on a prompt or an option that cannot be.
         """
         alone, first = is_one(prompts), with_options(Sampling, sampling)
         ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]

@@ -161,6 +161,7 @@ class Options(argparse.ArgumentParser):
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             guess = did_you_mean(unknown[0].partition("=")[0], flags)
+            guess = guess if unknown[0].startswith("-") else " (quote texts with spaces)"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
         for action in self._actions:
             value = getattr(o, action.dest, None)

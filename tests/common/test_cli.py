@@ -157,7 +157,7 @@ def test_the_nearest_option_is_named_and_a_version(capsys):
     for argv, words in (
         (["--max-tokens", "5"], "arguments: --max-tokens 5 (did you mean --max-new-tokens?); see --help"),
         (["--max-token=5"], "arguments: --max-token=5 (did you mean --max-new-tokens?); see --help"),
-        (["word"], "arguments: word; see --help"),
+        (["a", "word"], "arguments: a word (quote texts with spaces); see --help"),
     ):
         with pytest.raises(SystemExit):
             p.read(argv)
