@@ -91,15 +91,18 @@ def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], 
         f"{ranks.count} ranks: each holds at most {most / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
         f" ({whole / 1e9:.2f} GB are whole on each), and caches {cached:,} numbers a token"
     )
-    # GPUs have a memory each; the ranks of a machine share that of its processors.
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    free = free_memory(device)
+    free, sharing = free_memory(device), ranks_sharing(device)
     if free is not None and most * sharing > free:
         raise InputError(
             f"{line}; {free / 1e9:.2f} GB are free for {sharing} of them here: take more ranks or"
             " machines, or quantise"
         )
     say(line)
+
+
+def ranks_sharing(device: torch.device) -> int:
+    """Return how many ranks share a memory: those of a machine share its processors', GPUs have their own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
 
 
 def converted(
@@ -177,14 +180,14 @@ class Target:
         It is less where the caches of `batch` such texts would take more than `COMFORTABLE` of the free
         memory, but no less than 2,048.
         """
-        device, least = self.model.embed.weight.device, 2048
-        drafts = drafting.folders(self.checkpoint).values() if drafting.names_model else ()
-        limits = [read_config(folder)["max_seq_len"] for folder in drafts if folder]
-        longest = min([self.model.args.max_seq_len, *limits])
-        fits = int(COMFORTABLE * (free_memory(device) or 0) / self.model.cache_bytes(batch, 1024) * 1024)
+        device, longest = self.model.embed.weight.device, self.model.args.max_seq_len
+        if drafting.names_model and drafting.draft:
+            longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
+        most = COMFORTABLE * (free_memory(device) or 0) / ranks_sharing(device)
+        fits = int(most / self.model.cache_bytes(batch, 1024)) * 1024
         if self.model.ranks is not None:  # one length for all
             fits = int(self.model.ranks.every(torch.tensor([fits], device=device)).min())
-        return min(longest, max(fits // 1024 * 1024, least))
+        return min(longest, max(fits, 2048))
 
     @property
     def _compiles(self) -> bool:
