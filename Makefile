@@ -8,6 +8,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in a few sentences why the sky is blue.
 ARGS ?=
+# One word of the shell, with the quotes and dollars that are in it.
+QUOTED = '$(subst ','\'',$(value PROMPT))'
 RUN = $(VENV)/bin/python
 
 .PHONY: demo fetch test test-fast test-all lint clean
@@ -15,7 +17,7 @@ RUN = $(VENV)/bin/python
 
 demo: $(VENV)/ready
 	@$(MAKE) --no-print-directory fetch
-	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
+	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt $(QUOTED) --compare $(ARGS)
 
 fetch: $(VENV)/ready
 	$(RUN) -m demo.fetch

@@ -39,7 +39,7 @@ ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when mem
 def parser() -> Options:
     """Declare the options of the command line."""
     p = Options(__doc__)
-    p.add_argument("--checkpoint", required=True, help="converted target")
+    p.add_argument("--checkpoint", required=True, help="target: a folder, hub id or .gguf")
     p.add_argument("--out", required=True, help="folder for answers and tables")
 
     g = p.add_argument_group("methods")

@@ -40,7 +40,7 @@ def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
-    add("--checkpoint", required=True, help="converted target")
+    add("--checkpoint", required=True, help="target: a folder, hub id or .gguf")
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
     add("--kind", choices=KINDS, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
@@ -71,7 +71,7 @@ def parser() -> Options:
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
-        help="a converted head to begin as, of the same kind, or EAGLE-3 for p-eagle: its sizes, its weights")
+        help="a head to begin as, of the same kind, or EAGLE-3 for p-eagle: its sizes, its weights")
     add("--draft-vocab", type=positive, metavar="N",
         help=f"ids it drafts, the most frequent (default {DRAFT_VOCAB}, or those of --start; EAGLE-1: all)")
     add("--layers", type=positive, metavar="N", help="default 1")

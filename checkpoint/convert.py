@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -45,6 +46,7 @@ from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
 from common.files import read_json
 from common.schema import named
+from common.torchrun import several
 from model import ModelArgs
 from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template
@@ -84,8 +86,11 @@ def convert(
         kind, source = None, inside
     if kind and target is None:
         raise InputError(
-            f"{source.path}: is a draft head and needs --target DIR, the converted model it is for"
+            f"{source.path}: is a draft head; to convert it, run python convert_checkpoint.py --checkpoint"
+            f" {quote(str(checkpoint))} --target DIR, the converted model that it is for"
         )
+    if target and not kind:
+        raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
     if kind:
         out = Path(out or Path(target) / kind)
         config, plan = plan_head(source, Path(target), cast_to, answers or Answers())
@@ -138,24 +143,28 @@ def default_folder(checkpoint: str | Path) -> Path:
     return Path("checkpoints") / _name(checkpoint).lower()
 
 
-def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
-    """Return the converted folder of any checkpoint: itself, or checkpoints/NAME.
+def converted_folder(
+    checkpoint: str | Path, say: Callable[[str], None], target: str | Path | None = None
+) -> str:
+    """Return the converted folder of any checkpoint: itself, or checkpoints/NAME, of a head TARGET/NAME.
 
-    The latter is written now if it is missing or older than the checkpoint. Raises InputError if another
-    checkpoint of the same name has been converted there.
+    The latter is written now if it is missing or older than the checkpoint. target: the converted folder of
+    the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
+    converted there, and in one of several processes, which would all write one folder.
     """
-    config = Path(checkpoint, CONFIG)
-    if config.is_file() and is_ours(read_json(config)):
+    checkpoint, config = str(checkpoint), Path(checkpoint, CONFIG)
+    if several() or (config.is_file() and is_ours(read_json(config))):
         read_config(checkpoint)
         return checkpoint
     out, path = default_folder(checkpoint), Path(checkpoint)
+    out = Path(target) / out.name if target else out
     stale = False
     if out.is_dir():
-        other = read_config(out).get("source")
+        other, of_target = read_config(out).get("source"), f" --target {quote(str(target))}" if target else ""
         if other != origin(checkpoint):
             raise InputError(
-                f"{out}: was converted from {other}; convert {checkpoint} with convert_checkpoint.py --out"
-                " DIR and use DIR"
+                f"{out}: was converted from {other}; run python convert_checkpoint.py --checkpoint"
+                f" {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}, and name {out}-2"
             )
         files = path.iterdir() if path.is_dir() else [path]
         written = (out / WEIGHTS).stat().st_mtime
@@ -164,7 +173,7 @@ def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
         resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
-            convert(checkpoint, out, force=stale)
+            convert(checkpoint, out, target, force=stale)
     return str(out)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -184,7 +185,8 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
     config = read_json(folder / CONFIG)
     if not is_ours(config):
         raise InputError(
-            f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR"
+            f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {quote(str(folder))}"
+            + (" --target DIR, the converted model that it is for" if kind in HEADS else "")
         )
     if config["format"] != FORMAT or isinstance(config["format"], float):
         raise InputError(

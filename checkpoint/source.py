@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 
 from checkpoint.folder import CONFIG, is_gguf
 from common.cli import library_errors
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 from common.files import read_json
 from common.schema import Schema, in_words, text
 from tokens.files import TOKENIZER_FILES
@@ -27,6 +27,7 @@ WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
+MOST_LISTED = 12  # names of a folder in a message
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -82,19 +83,26 @@ def resolve_source(checkpoint: str | Path) -> Path:
         return path
     if path.exists():
         raise InputError(f"{path}: not a folder (nor a .gguf file)")
-    name = str(checkpoint)
+    name, place = str(checkpoint), path.parent
+    known = sorted(map(str, [*Path("checkpoints").glob("*"), *place.glob("*")]))
+    guess = did_you_mean(name, known)
+    missing = f"{path}: no such file or folder{guess}"
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(
-            f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a .gguf file or"
-            " a hub id (org/name)"
+            f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
         )
-    return _download(name)
+    if place.is_dir():  # a mistyped path is no hub id
+        found = ", ".join(sorted(p.name for p in place.iterdir())[:MOST_LISTED]) or "nothing"
+        raise InputError(
+            f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {found}"
+        )
+    return _download(name, guess)
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, guess: str) -> Path:
     """Download the files that we need of a hub repository into the hub's cache -> the local folder.
 
-    An interrupted download is resumed. Raises InputError.
+    An interrupted download is resumed. Raises InputError, which has the guess of a local name.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -102,10 +110,12 @@ def _download(repo: str) -> Path:
     def fetch(*names: str) -> Path:
         return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
 
-    with library_errors(f"{repo}: no such folder, and the hub did not send it"):
+    with library_errors(f"{repo}: no such folder{guess}, and the hub did not send it"):
         try:
             try:  # one request with a time limit: listing the files page by page retries for half a minute
                 files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+            except (errors.RepositoryNotFoundError, errors.HFValidationError):
+                raise
             except Exception:  # whatever it is, an earlier download may have left all that is needed
                 with contextlib.suppress(Exception):
                     return Path(hub.snapshot_download(repo, local_files_only=True))
@@ -123,7 +133,8 @@ def _download(repo: str) -> Path:
             raise InputError(
                 f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
         except errors.RepositoryNotFoundError:
-            raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
+            raise InputError(
+                f"{repo}: no such folder{guess}, and no such public repository on the hub") from None
 
 
 def shards(index: Path) -> dict[str, str]:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from common import VERSION
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError, escaped, is_panic, not_utf8
+from common.errors import InputError, did_you_mean, escaped, is_panic, not_utf8
 from common.torchrun import several
 
 MOST_THREADS = 1024
@@ -121,6 +122,7 @@ class Options(argparse.ArgumentParser):
     def __init__(self, description: str | None = None, **more):
         how = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=how, **more)
+        self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
 
     def refuse(
@@ -166,7 +168,12 @@ class Options(argparse.ArgumentParser):
         for word in words:
             if not_utf8(word):
                 self.error(f"argument {word}: is no UTF-8")
-        o = super().parse_args(words, namespace)
+        o, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            guess = did_you_mean(unknown[0].partition("=")[0], flags)
+            guess = guess if unknown[0].startswith("-") else " (quote texts with spaces)"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
         for action in self._actions:
             value = getattr(o, action.dest, None)
             empty = value == "" or (isinstance(value, list) and "" in value)
@@ -250,7 +257,7 @@ class Options(argparse.ArgumentParser):
         """Add the options of `sampling.options.Sampling`. Returns their group."""
         group = self.add_argument_group("sampling")
         add = group.add_argument
-        add("--max-new-tokens", type=int, default=256)
+        add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
         add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
         add("--top-p", type=float, default=1.0)
         add("--top-k", type=int, default=0, help="0 is off (default)")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.cli import Options
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 from sampling.options import RULES
@@ -81,9 +81,9 @@ def methods_of(name: str) -> dict[str, Method]:
     """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
     """
     parts = name.split("+")
-    if not METHODS.keys() >= {*parts}:
-        raise InputError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them,"
-                         " such as lookup+eagle3")
+    if unknown := [part for part in parts if part not in METHODS]:
+        raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
+                         f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
     if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
         raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
                          " lookup+eagle3")
@@ -307,6 +307,17 @@ class Drafting:
         where = f"{self.draft} holds no head" if self.draft else f"no head in {checkpoint}"
         say(f"--speculate auto: {where}; the text drafts where it repeats itself (prompt lookup)")
         return replace(self, method="lookup", draft=None, tree=None, window=0, chosen=True)
+
+    @property
+    def names_model(self) -> bool:
+        """True if `draft` is a draft model, not a head: it has no default."""
+        return TARGET in {method.draft for method in methods_of(self.method).values()}
+
+    def unused(self, checkpoint: Path) -> str:
+        """Return a line about the heads in a target's folder, empty if there are none or something drafts."""
+        heads = (name for name in BEST_FIRST if (checkpoint / METHODS[name].draft / "config.json").is_file())
+        names = "" if methods_of(self.method) else " or ".join(heads)
+        return f"{checkpoint}: has a head that is not used; --speculate {names} uses it" if names else ""
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

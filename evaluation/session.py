@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint.folder import read_config
+from checkpoint.convert import converted_folder
+from checkpoint.folder import check_length, read_config
 from common.files import write_text
 from common.threads import use_threads
 from drafters import Drafting, grows
 from engine.runtime import Runtime
-from engine.target import load_target, longest_text
+from engine.target import converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_out, digest
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
@@ -25,7 +26,6 @@ from evaluation.sets import MEAN, rounds
 from evaluation.table import for_screen, markdown, summarise
 from kernels.backend import backend_of
 from kernels.tp import Ranks
-from model import ModelArgs
 from sampling.noise import seed_of
 from sampling.options import Sampling
 
@@ -46,17 +46,19 @@ class Evaluation:
         """
         self.o, self.sets, self.say = o, sets, say
         use_threads(o.threads, say)
-        longest = ModelArgs.from_config(read_config(o.checkpoint, "target")).max_seq_len
+        o.checkpoint = converted_folder(o.checkpoint, say)
+        longest = read_config(o.checkpoint, "target")["max_seq_len"]
+        check_length(o.max_seq_len or longest, longest)
+        o.max_seq_len = o.max_seq_len or min(2048, longest)  # not what memory allows: a run may go on later
         options = {  # all that answers and figures depend on, beside methods and questions
             "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
-            "max_new_tokens": o.max_new_tokens, "max_seq_len": longest_text(longest, o.max_seq_len),
+            "max_new_tokens": o.max_new_tokens, "max_seq_len": o.max_seq_len,
             "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv,
             "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
             "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
         }
         check_out(Path(o.out), options)
-        for drafting in draftings.values():
-            drafting.folders(Path(o.checkpoint))  # refused before the target's weights are read
+        draftings = {name: converted(o.checkpoint, drafting, say)[1] for name, drafting in draftings.items()}
         target = load_target(o.checkpoint, runtime, say, ranks)
         if o.calibrate:
             prompts = [question["turns"][0] for group in sets.values() for question in group]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import heads as layouts
+from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, read_config
 from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_model
@@ -91,6 +92,8 @@ class Session:
         """Check what the options name, without loading a model. Raises InputError."""
         self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
         check_head_folder(self.out, o.kind, self.work)
+        o.checkpoint = converted_folder(o.checkpoint, note)
+        o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
         if "quantization" in self.config:
             raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")

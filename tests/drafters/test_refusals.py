@@ -111,7 +111,6 @@ def drafts(golden, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("method, draft, options, words", [
     ("eagle3", None, {"tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
     ("lookahead", None, {"flags": {"level": 1000}}, "lookahead: window 7, level 1000, guess set 7: 13986"),
-    ("draft-model", "short", {}, "DRAFTS/short: reads 64 tokens, there is room for 1024; --max-seq-len 64"),
     ("draft-model", "renamed", {}, "DRAFTS/renamed: its tokenizer gives other ids than the target's"),
     ("draft-model", "bare", {}, "DRAFTS/bare: has no tokenizer files to compare"),
     ("draft-model", "larger", {}, "DRAFTS/larger: has a vocabulary of 321, the target one of 320"),
@@ -125,8 +124,10 @@ def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
 
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
     for options in ({"tree": TREE}, {"accept": "residual"}):
-        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options), max_seq_len=64)
-        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1))
+        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options))
+        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1)) and engine.max_seq_len == 64
+    with refused(f"{drafts / 'short'}: reads 64 tokens, there is room for 65; --max-seq-len 64"):
+        llm.target.engine(Drafting("draft-model", drafts / "short"), max_seq_len=65)
     with refused("accepting by residuals needs a chain"):
         llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)
 

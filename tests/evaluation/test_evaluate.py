@@ -202,8 +202,10 @@ def test_two_ranks_answer_as_one_process_does(run):
 
 
 REFUSED = (  # the options that are changed, and what the error says
-    ("--speculate eagle9", "unknown; choose from"), ("--checkpoint {0}/nothing", "nothing: not a folder"),
-    ("--temperature hot", "--temperature hot: could not"), ("--temperature 0,-1", "temperature must be"),
+    ("--speculate eagle9", "unknown (did you mean eagle?); choose"),
+    ("--checkpoint {0}/nothing", "nothing: no such file or folder"),
+    ("--temperature hot", "--temperature hot: could not"),
+    ("--temperature 0,-1", "temperature is -1.0; expected at least 0"),
     ("--limit 0", "--limit 0: must be"), ("--max-seq-len 1000000", "must be 2 to 1024, the model's maximum"),
     ("--questions {0}/none.jsonl", "--questions {0}/none.jsonl: no such file"),
     ("--questions {0}/empty", "holds no question files"), ("--questions {0}/a.jsonl", "1 is there twice"),

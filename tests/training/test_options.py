@@ -16,7 +16,7 @@ FILES = {
 }
 REFUSED = {  # what the error says: the options that are changed; {} is the folder of FILES
     "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
-    "not a folder; convert": {"checkpoint": "{}/nowhere"},
+    "{}/nowhere: no such file or folder": {"checkpoint": "{}/nowhere"},
     "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
     "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
     "--cache-features {}/file: not a folder that can be": {"cache-features": "{}/file"},
@@ -38,7 +38,7 @@ REFUSED = {  # what the error says: the options that are changed; {} is the fold
     "--turns belongs to --synthesize; leave it out": {"turns": 3, "synthesize": 0},
     "--openings belongs to --synthesize; leave it out": {"openings": "{}/file", "synthesize": 0},
     "--states belongs to heads from nothing": {"states": 3, "start": "{}"},
-    "--start: {}/empty/config.json: no such file": {"start": "{}/empty"},
+    "{}/empty: holds no config.json": {"start": "{}/empty"},
     "--layers: not for --kind eagle3; leave it out": {"layers": 2},
     "--drafts: not for --kind eagle3; leave it out": {"drafts": 2},
     "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
