@@ -18,8 +18,8 @@ ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that
 MERGES = "merges.txt"  # beside vocab.json
 ADDED = "added_tokens.json"
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
-COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATES)  # vocab.json is copied as a tokenizer.json
+# vocab.json is copied as a tokenizer.json.
+COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, "chat_template.jinja", "chat_template.json")
 TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.

@@ -59,8 +59,8 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
 def _types(metadata: dict, template: str) -> list[int]:
     """Return the type of each token.
 
-    Writers give control tokens any type. Those that end a text by the metadata, and those with a well-known
-    name, or a marker's look and a place in the template, are control tokens whatever their type.
+    Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
+    metadata, has a well-known name, or looks like a marker and is in the template.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
     names = {token for token in tokens if MARKER.fullmatch(token) and token in template}
