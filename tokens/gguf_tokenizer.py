@@ -18,7 +18,6 @@ from tokens.files import END_TOKENS
 from tokens.tokenizer import Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
-CONVERT_INSTEAD = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Names of control tokens in any model; and how others look, which a template writes. The tags of thoughts
@@ -52,7 +51,8 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
                 (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
             Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
-        raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {CONVERT_INSTEAD}") from None
+        found = str(e).replace(f"{folder}/", "")
+        raise InputError(f"{where}: {found}; convert the Hugging Face folder instead") from None
     return True
 
 
@@ -108,10 +108,9 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     model = byte_level_bpe(vocab, merges, rule)
-    for special, wanted, add in (
-        (True, CONTROL, model.add_special_tokens), (False, USER_DEFINED, model.add_tokens)
-    ):  # all at once: the library goes through all that it has each time
-        add([AddedToken(token, special=special, normalized=False) for token, kind in kinds if kind == wanted])
+    # All at once: the library goes through all that it has each time.
+    model.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)
+                      for token, kind in kinds if kind in (CONTROL, USER_DEFINED)])
     model.save(str(folder / "tokenizer.json"))
     return "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
 
