@@ -226,12 +226,15 @@ class SentencePieceBackend:
             proto.normalizer_spec.add_dummy_prefix &= settings.get("legacy", True)
             self._model_after_control = SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = self._model.get_piece_size()
-        self.ids, self.added = range(pieces), {}
-        self.added |= {i: token for i, token in given.items() if i >= pieces or token.special}
+        known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        given = {known.get(token.content, i): token for i, token in given.items()}
+        self.ids = range(pieces)
+        self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):
                 self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
+        self._id_of = known | {token.content: i for i, token in self.added.items()}
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
         self.bos_id = ends["bos_token"] if ends["bos_token"] >= 0 else None
@@ -240,11 +243,7 @@ class SentencePieceBackend:
 
     def id_of(self, token: str) -> int | None:
         """As `JsonBackend.id_of`."""
-        added = {a.content: i for i, a in self.added.items()}
-        if token in added:
-            return added[token]
-        piece = self._model.piece_to_id(token)
-        return None if piece == self._model.unk_id() else piece
+        return self._id_of.get(token)
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """As `JsonBackend.encode`."""

@@ -96,6 +96,7 @@ def test_an_id_that_two_files_give_to_two_tokens(tmp_path):
 @pytest.mark.parametrize("config", [
     {"eos_token": "<sep>", "added_tokens_decoder": {}}, {"eos_token": "<sep>", "added_tokens_decoder": None},
     {"added_tokens_decoder": {"3": {"content": "<sep>", "special": True}}},
+    {"added_tokens_decoder": {"530": {"content": "<sep>", "special": True}}},  # the encoder's id counts
 ])
 def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
     """A sentencepiece model may have them as text."""
