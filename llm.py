@@ -44,7 +44,7 @@ class LLM:
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
         folder = converted_folder(str(checkpoint), say)
         drafting.folders(Path(folder))  # refused before the target's weights are read
-        self.target: Target = load_target(folder, Runtime(**runtime), say, ranks, [drafting])
+        self.target: Target = load_target(folder, Runtime(**runtime), say, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up

@@ -108,6 +108,7 @@ def convert(
             config["stop_ids"] = [i for i in ends if i < config["vocab_size"]]
         if tokenizer and added and (template != "auto" or not tokenizer.has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+            (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
         fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
              title=out.name)
     if not kind:

@@ -47,7 +47,8 @@ OWN = {  # of the architecture, under its name and a dot
 
 def metadata(arch: str) -> Schema:
     """Return what the metadata of a file of this architecture may hold."""
-    keys = {"general.architecture": Name, "split.count": Whole, "tokenizer.chat_template": Text}
+    keys = {"general.architecture": Name, "split.count": Whole}
+    keys |= dict.fromkeys(("tokenizer.chat_template", "tokenizer.chat_template.tool_use"), Text)
     keys |= {f"tokenizer.ggml.{name}": kind for name, kind in TOKENIZER.items()}
     keys |= {f"{arch}.{name}": kind for name, kind in OWN.items()}
     return Schema(TypedDict("Metadata", {key: NotRequired[kind] for key, kind in keys.items()}))

@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -36,18 +36,16 @@ from tokens.tokenizer import Tokenizer
 
 def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
-    ranks: Ranks | None = None, draftings: Iterable[Drafting] = (),
+    ranks: Ranks | None = None,
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
-    draftings: their heads are looked up before the weights are read. If our kernels cannot be compiled or
-    loaded, it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these
-    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or too large.
+    If our kernels cannot be compiled or loaded, it runs without `Runtime.compile`, and `say` gets the reason.
+    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
+    missing, damaged or too large.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
-    for drafting in draftings:
-        drafting.folders(checkpoint)
     if ranks is not None:
         check_ranks(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
@@ -149,6 +147,7 @@ class Target:
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
         max_seq_len = longest_text(self.model.args.max_seq_len, max_seq_len)
+        drafting = drafting.at(self.checkpoint, self.say)
         drafter = self._drafter(drafting, max_seq_len, batch)
         tuner = self._tuner(drafter, drafting)
         if tuner:
@@ -190,10 +189,18 @@ class Target:
         usual = default_tree(
             self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
-        drafter = build_drafter(
-            drafting, self.checkpoint, max_seq_len, target=self.model, tokenizer=self.tokenizer,
-            default_tree=usual, prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+        build = partial(
+            build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
+            tokenizer=self.tokenizer, default_tree=usual,
+            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
         )
+        try:
+            drafter = build(drafting)
+        except InputError as e:
+            if not drafting.chosen:
+                raise
+            self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
+            drafter = build(Drafting("lookup"))
         if isinstance(drafter, Mixed):
             known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
             drafter.believe([

@@ -18,8 +18,11 @@ ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that
 MERGES = "merges.txt"  # beside vocab.json
 ADDED = "added_tokens.json"
 SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+# For conversations with tools: where transformers looks for it, and in converted folders, which are flat.
+TOOL_TEMPLATES = ("additional_chat_templates/tool_use.jinja", "tool_use.jinja")
 # vocab.json is copied as a tokenizer.json.
-COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, "chat_template.jinja", "chat_template.json")
+COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATE_FILES, *TOOL_TEMPLATES)
 TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
 # Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
 # one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.

@@ -30,7 +30,7 @@ MARKER = re.compile(
 
 
 def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
-    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
+    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
     errors. Returns False if there are no tokens. Raises InputError if they are damaged, or of a kind that
@@ -43,12 +43,14 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
         return False
     try:
         with library_errors("the tokenizer cannot be rebuilt"):
-            template = fields.get("tokenizer.chat_template") or ""
-            settings = _write(metadata, template, folder)
+            keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
+            templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
+            settings = _write(metadata, "".join(templates.values()), folder)
             text = json.dumps(settings, ensure_ascii=False, indent=2)
             (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-            if template:
-                (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+            for name, template in templates.items():
+                if template:
+                    (folder / name).write_text(template, encoding="utf-8")
             Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
         found = str(e).replace(f"{folder}/", "")

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from tokens.tokenizer import TextStream
@@ -13,6 +14,12 @@ class Found(NamedTuple):
     text: str
     ids: int
     stop: str | None = None
+
+
+def begun(text: str, words: Collection[str]) -> int:
+    """Return the number of characters at the end of a text that may begin one of these words."""
+    most = min(max(map(len, words), default=1) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if any(word.startswith(text[-n:]) for word in words)), 0)
 
 
 class StopStream:
@@ -59,8 +66,6 @@ class StopStream:
             at, _, stop = min(complete)
             certain, self._held = self._held[:at], ""
             return certain.translate(self._texts), self._stops[stop]
-        most = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        starts = (n for n in range(most, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops))
-        end = len(self._held) - next(starts, 0)
+        end = len(self._held) - begun(self._held, self._stops)
         certain, self._held = self._held[:end], self._held[end:]
         return certain.translate(self._texts), None

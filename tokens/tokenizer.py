@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Control tokens never come out of a user's text. The libraries (`tokens.backends`) are set not to search for
-them. In a rendered chat template we find them here; `ControlTokenMask` hides those that the messages
-contain.
+Control tokens never come out of messages of a chat. The libraries (`tokens.backends`) are set not to search
+for them. In a rendered chat template, or a raw prompt, we find them here; `ControlTokenMask` hides those that
+the messages contain.
 
 Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
 and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from tokens import files
 from tokens.backends import JsonBackend, SentencePieceBackend, open_library
-from tokens.templates import ControlTokenMask, read_template, render_template
+from tokens.templates import ControlTokenMask, read_templates, render_template
 
 BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 VISIBLE = bytes(range(33, 127))
@@ -47,7 +47,7 @@ def copy_files(source: Path, target: Path) -> bool:
         open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
     for name in files.COPIED:
         if files.has(source, name):
-            shutil.copyfile(source / name, target / name)
+            shutil.copyfile(source / name, target / Path(name).name)
     return True
 
 
@@ -59,7 +59,8 @@ class Tokenizer:
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
-    template: the chat template; has_template: whether `chat` works.
+    template, tool_template: the chat templates without and with tools, often one; has_template: whether
+    `chat` works.
     control: text -> id of every control token. stop_ids: of those that end a text.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
@@ -74,10 +75,11 @@ class Tokenizer:
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             self._backend = backend = BACKENDS[encoder](self._file, settings)
-            self.template, self._template_file = read_template(folder, settings)
+            self._templates = read_templates(folder, settings)
             self.special_tokens_map = backend.special_tokens_map | files.special_tokens_map(settings)
             bos = self.special_tokens_map.get("bos_token")
             self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
+        self.template, self.tool_template = (template.text for template in self._templates)
         self.has_template = self.template is not None
         self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
         self.strips_space = bool(backend.strips_space)
@@ -145,11 +147,11 @@ class Tokenizer:
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         names = self.special_tokens_map | variables
-        return render_template(self.template, messages, names, self._template_file)
+        return render_template(self._templates[bool(variables.get("tools"))], messages, names)
 
     @cached_property
     def _mask(self) -> ControlTokenMask:
-        return ControlTokenMask(self.control, self.template or "")
+        return ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def _encode_parts(self, parts: list[str | int]) -> list[int]:
         with library_errors(f"{self._file}: cannot encode this text"):
@@ -197,14 +199,14 @@ class Tokenizer:
 
     # -- ids to text --------------------------------------------------------------------------
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of some ids. Control tokens are skipped; bytes that are no UTF-8 become U+FFFD."""
-        stream = self.stream()
+    def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
+        """Return the text of some ids; bytes that are no UTF-8 become U+FFFD. shown: see `stream`."""
+        stream = self.stream(shown)
         return stream.push(ids) + stream.flush()
 
-    def stream(self) -> TextStream:
-        """Return a decoder that takes ids as they come."""
-        return TextStream(self)
+    def stream(self, shown: Collection[int] = ()) -> TextStream:
+        """Return a decoder that takes ids as they come. shown: the control tokens that have a text."""
+        return TextStream(self, shown)
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Return whether every id stands for the same bytes, or the same control token, in both."""
@@ -222,11 +224,12 @@ class TextStream:
     """Ids in, text out, as soon as it is certain.
 
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
-    `Tokenizer`.
+    `Tokenizer`; but the bytes of control tokens that are `shown` are their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.control, self.piece = tokenizer.control, tokenizer.piece
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()):
+        names = {i: text.encode() for text, i in tokenizer.control.items() if i in shown}
+        self.control, self.piece = tokenizer.control, lambda i: names.get(i) or tokenizer.piece(i)
         self._strip = tokenizer.strips_space  # the space that encoding put before the first word
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -78,6 +78,13 @@ def test_bos_follows_the_metadata(pre, setting, tmp_path):
     assert (Tokenizer.load(tmp_path).encode("fox")[0] == 0) is setting
 
 
+def test_a_template_for_tools_stands_beside_the_other(tmp_path):
+    pre, template = "smollm", {"tokenizer.chat_template.tool_use": "T"}
+    from_gguf(gguf_fields(train_bpe(WORD_RULES[pre]), pre) | template, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    assert (tok.template, tok.tool_template) == (CHATML, "T")
+
+
 @pytest.mark.parametrize("prefix", [{}, {"tokenizer.ggml.add_space_prefix": False}], ids=("space", "none"))
 def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
     library = sentencepiece_library(sp)
