@@ -60,8 +60,7 @@ def run(o) -> None:
         read_config(o.target, "target", "--target")
     if o.out:
         check_replaceable("--out", o.out)
-    if o.template != "none":
-        find_template(o.template)
+    find_template(o.template)
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:

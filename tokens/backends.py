@@ -26,7 +26,7 @@ from common.cli import library_errors
 from common.errors import InputError
 from common.files import check_file, read_bytes, read_json
 from common.schema import in_words
-from tokens.files import MERGES, extra_tokens, special_tokens_map
+from tokens.files import ENDS, MERGES, extra_tokens, special_tokens_map
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
@@ -139,7 +139,7 @@ class JsonBackend:
         """
         known, changed, new = self._model.get_added_tokens_decoder(), [], []
         decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
-        ends = [*filter(None, map(special_tokens_map(settings).get, ("bos_token", "eos_token")))]
+        ends = special_tokens_map(settings, ENDS[:2]).values()
         for content in dict.fromkeys((*decoder, *ends, *extra_tokens(settings))):
             i, given = decoder.get(content, (-1, None))
             at = self.id_of(content)
@@ -208,12 +208,17 @@ class SentencePieceBackend:
     """A sentencepiece tokenizer.model. The library neither makes nor finds a control token in a text."""
 
     def __init__(self, path: Path, settings: dict):
-        content = read_bytes(path, LARGEST_FILE)
+        content, given = read_bytes(path, LARGEST_FILE), settings["added_tokens_decoder"]
         with library_errors(f"{path}: cannot be read as a sentencepiece model"):
             # Few checkpoints need the package.
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
             proto = sentencepiece_model_pb2.ModelProto.FromString(content)
+            control = {token.content for token in given.values() if token.special}
+            control.update(special_tokens_map(settings, ENDS[:2]).values())
+            for piece in proto.pieces:
+                if piece.piece in control and piece.type != piece.UNKNOWN:
+                    piece.type = piece.CONTROL
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
             self.keeps_text = not proto.normalizer_spec.precompiled_charsmap
@@ -221,13 +226,15 @@ class SentencePieceBackend:
             proto.normalizer_spec.add_dummy_prefix &= settings.get("legacy", True)
             self._model_after_control = SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = self._model.get_piece_size()
-        self.ids, self.added = range(pieces), {}
-        given = settings["added_tokens_decoder"]
-        self.added |= {i: token for i, token in given.items() if i >= pieces or token.special}
+        known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        given = {known.get(token.content, i): token for i, token in given.items()}
+        self.ids = range(pieces)
+        self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):
                 self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
+        self._id_of = known | {token.content: i for i, token in self.added.items()}
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
         self.bos_id = ends["bos_token"] if ends["bos_token"] >= 0 else None
@@ -236,11 +243,7 @@ class SentencePieceBackend:
 
     def id_of(self, token: str) -> int | None:
         """As `JsonBackend.id_of`."""
-        added = {a.content: i for i, a in self.added.items()}
-        if token in added:
-            return added[token]
-        piece = self._model.piece_to_id(token)
-        return None if piece == self._model.unk_id() else piece
+        return self._id_of.get(token)
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """As `JsonBackend.encode`."""

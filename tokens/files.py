@@ -30,7 +30,7 @@ END_TOKENS = (
     "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot|>",
     "<|end_of_turn|>", "<end_of_turn>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
+ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")  # the first two are always control tokens
 EXTRA = ("additional_special_tokens", "extra_special_tokens")
 TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _Name = text(2**16)
@@ -81,9 +81,9 @@ def tokenizer_settings(folder: Path) -> dict:
     return settings | {"added_tokens_decoder": added}
 
 
-def special_tokens_map(settings: dict) -> dict[str, str]:
+def special_tokens_map(settings: dict, names: tuple = ENDS) -> dict[str, str]:
     """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}."""
-    return {name: _text(settings[name]) for name in ENDS if settings.get(name)}
+    return {name: _text(settings[name]) for name in names if settings.get(name)}
 
 
 def extra_tokens(settings: dict) -> list[str]:

@@ -18,7 +18,6 @@ from tokens.files import END_TOKENS
 from tokens.tokenizer import Tokenizer
 from tokens.word_rules import WORD_RULES, byte_level_bpe
 
-CONVERT_INSTEAD = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 # Names of control tokens in any model; and how others look, which a template writes. The tags of thoughts
@@ -54,15 +53,16 @@ def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
                     (folder / name).write_text(template, encoding="utf-8")
             Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
-        raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {CONVERT_INSTEAD}") from None
+        found = str(e).replace(f"{folder}/", "")
+        raise InputError(f"{where}: {found}; convert the Hugging Face folder instead") from None
     return True
 
 
 def _types(metadata: dict, template: str) -> list[int]:
     """Return the type of each token.
 
-    Writers give control tokens any type. Those that end a text by the metadata, and those with a well-known
-    name, or a marker's look and a place in the template, are control tokens whatever their type.
+    Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
+    metadata, has a well-known name, or looks like a marker and is in the template.
     """
     tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
     names = {token for token in tokens if MARKER.fullmatch(token) and token in template}
@@ -110,10 +110,9 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
     model = byte_level_bpe(vocab, merges, rule)
-    for special, wanted, add in (
-        (True, CONTROL, model.add_special_tokens), (False, USER_DEFINED, model.add_tokens)
-    ):  # all at once: the library goes through all that it has each time
-        add([AddedToken(token, special=special, normalized=False) for token, kind in kinds if kind == wanted])
+    # All at once: the library goes through all that it has each time.
+    model.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)
+                      for token, kind in kinds if kind in (CONTROL, USER_DEFINED)])
     model.save(str(folder / "tokenizer.json"))
     return "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
 

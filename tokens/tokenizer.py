@@ -221,7 +221,7 @@ class Tokenizer:
 
 
 class TextStream:
-    """Ids in, text out, as soon as it is certain.
+    """A decoder: ids in, text out once it is certain.
 
     The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
     `Tokenizer`; but the bytes of control tokens that are `shown` are their names.

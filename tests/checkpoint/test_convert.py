@@ -153,7 +153,8 @@ def test_tokenizer_files_come_along(tmp_path, capsys):
     source = write_source(tmp_path / "in", target_state())
     assert not run(capsys, "--checkpoint", source, "--out", tmp_path / "bare")[0]
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "bare2")[1] == [
-        f"warning: {source} has no tokenizer files; run it with --prompt-ids"
+        f"warning: {source} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json with"
+        " merges.txt); run it with --prompt-ids"
     ]
     write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text("hello")

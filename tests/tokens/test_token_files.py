@@ -93,6 +93,24 @@ def test_an_id_that_two_files_give_to_two_tokens(tmp_path):
     assert tok.encode(f"a{END}<|far|>", parse_special=True) == [97, 301, 300]
 
 
+@pytest.mark.parametrize("config", [
+    {"eos_token": "<sep>", "added_tokens_decoder": {}}, {"eos_token": "<sep>", "added_tokens_decoder": None},
+    {"added_tokens_decoder": {"3": {"content": "<sep>", "special": True}}},
+    {"added_tokens_decoder": {"530": {"content": "<sep>", "special": True}}},  # the encoder's id counts
+])
+def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
+    """A sentencepiece model may have them as text."""
+    copy_files(sp, tmp_path)
+    assert Tokenizer.load(sp).encode("<sep>", bos=False)[-1] == 3 and 3 not in Tokenizer.load(sp).control
+    old = json.loads((sp / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(old | config))
+    tok = Tokenizer.load(tmp_path)
+    assert tok.control["<sep>"] == 3 and tok.stop_ids == [3 if "eos_token" in config else 2]
+    ids = tok.encode("a<sep>b", bos=False)
+    assert 3 not in ids and tok.decode([*ids, 3]) == "a<sep>b"
+    assert tok.encode("a<sep>b", parse_special=True).count(3) == 1
+
+
 def test_ids_with_gaps(tmp_path):
     """Right values: tokenizers 0.23, which numbers added tokens itself."""
     alphabet = {c: i for i, c in enumerate(sorted(byte_alphabet()))}
