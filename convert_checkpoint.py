@@ -73,8 +73,8 @@ def run(o) -> None:
         raise
     except Exception as e:  # a checkpoint can be malformed in more ways than anyone can list
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        words = f"{o.checkpoint}: malformed in a way this program does not know ({reason})"
-        raise InputError(words) from None
+        what = f"{o.checkpoint}: malformed in a way this program does not know"
+        raise InputError(f"{what} ({reason})") from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,7 +49,7 @@ def parser() -> Options:
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids")
     add("--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
-    add("--raw", action="store_true", help="no chat template")
+    add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")

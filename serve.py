@@ -39,6 +39,9 @@ def parser() -> Options:
     add("--time-limit", type=float, default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
+    add("--per-request-metrics", action="store_true",
+        help="add acceptance length and histogram of drafting to every response, as vLLM does")
+    add("--quiet", action="store_true", help="print no line per request")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
@@ -156,11 +159,12 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    server = Server(worker, target.tokenizer, names, o.time_limit)
+    server = Server(worker, target.tokenizer, names, o.time_limit, o.per_request_metrics)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
-    serve(make_app(server, key_of(o), o.cors, o.max_body), worker, listener, o.grace)
+    app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else note)
+    serve(app, worker, listener, o.grace)
     if ranks:
         engine.end()
 

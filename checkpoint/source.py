@@ -16,14 +16,11 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from checkpoint.folder import CONFIG, is_gguf
-from common.errors import InputError, did_you_mean, first_line
+from common.cli import library_errors
+from common.errors import InputError, did_you_mean
 from common.files import read_json
 from common.schema import Schema, in_words, text
 from tokens.files import TOKENIZER_FILES
-
-# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
-# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
-END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
@@ -48,11 +45,7 @@ class Entry:
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: torch.dtype | None, read: Callable[[], Tensor]) -> Entry:
         """A tensor that is read in one block, by calling `read`."""
-
-        def blocks() -> Iterator[Tensor]:
-            yield read()
-
-        return cls(tuple(shape), dtype, blocks)
+        return cls(tuple(shape), dtype, lambda: iter([read()]))
 
     def read(self) -> Tensor:
         """The complete tensor."""
@@ -67,7 +60,7 @@ class Source:
     family: str | None  # an `architectures` entry, or "gguf:ARCH"
     config: dict  # with the keys of Hugging Face's config.json, whatever the container
     tensors: dict[str, Entry]
-    stop_ids: list[int]
+    stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
     tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
 
@@ -117,34 +110,31 @@ def _download(repo: str, guess: str) -> Path:
     def fetch(*names: str) -> Path:
         return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
 
-    try:
-        try:  # one request with a time limit: listing the files page by page retries for half a minute
-            files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
-        except (errors.RepositoryNotFoundError, errors.HFValidationError):
-            raise
-        except Exception:
-            with contextlib.suppress(Exception):  # an earlier download may have left all that is needed
-                return Path(hub.snapshot_download(repo, local_files_only=True))
-            raise
-        weights = next((name for name in WEIGHT_FILES if name in files), None)
-        if weights is None or CONFIG not in files:
-            lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
-            raise InputError(f"{repo}: the hub repository has no {lacks}")
-        small = [name for name in SMALL_FILES if name in files]
-        folder = fetch(*small, weights)
-        if not weights.endswith(".json"):
-            return folder
-        return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
-    except InputError:
-        raise
-    except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
-        raise InputError(f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        raise InputError(f"{repo}: no such folder{guess}, and no such public repository on the hub") from None
-    except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
-        raise InputError(
-            f"{repo}: no such folder{guess}, and the hub did not send it ({first_line(e)})"
-        ) from None
+    with library_errors(f"{repo}: no such folder{guess}, and the hub did not send it"):
+        try:
+            try:  # one request with a time limit: listing the files page by page retries for half a minute
+                files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+            except (errors.RepositoryNotFoundError, errors.HFValidationError):
+                raise
+            except Exception:  # whatever it is, an earlier download may have left all that is needed
+                with contextlib.suppress(Exception):
+                    return Path(hub.snapshot_download(repo, local_files_only=True))
+                raise
+            weights = next((name for name in WEIGHT_FILES if name in files), None)
+            if weights is None or CONFIG not in files:
+                lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
+                raise InputError(f"{repo}: the hub repository has no {lacks}")
+            small = [name for name in SMALL_FILES if name in files]
+            folder = fetch(*small, weights)
+            if not weights.endswith(".json"):
+                return folder
+            return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
+        except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
+            raise InputError(
+                f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
+        except errors.RepositoryNotFoundError:
+            raise InputError(
+                f"{repo}: no such folder{guess}, and no such public repository on the hub") from None
 
 
 def shards(index: Path) -> dict[str, str]:

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from common import VERSION
@@ -42,6 +42,17 @@ def on_one_line(text: str) -> str:
     if len(line) > MOST_SHOWN:
         line = f"{line[: MOST_SHOWN * 2 // 3]} ... {line[-MOST_SHOWN // 3 :]}"
     return escaped(line)
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
+    try:
+        yield
+    except BaseException as e:  # a panic is no Exception
+        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic(e)):
+            raise
+        raise InputError(f"{what} ({one_line(e)})") from None
 
 
 def no_memory(error: BaseException) -> bool:

@@ -5,8 +5,10 @@ belong to others.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import reprlib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -70,6 +72,15 @@ class Wrong(ValueError):
         super().__init__(f"{key} {what}; expected {expected}")
 
 
+@contextlib.contextmanager
+def named(where: str | Path, advice: str = "") -> Iterator[None]:
+    """Turn Wrong in this context into an InputError that names the file and ends in the advice."""
+    try:
+        yield
+    except Wrong as e:
+        raise InputError(f"{where}: {e}{advice and '; ' + advice}") from None
+
+
 def in_words(value: Any) -> str:
     """A value as a file holds it: short, on one line, control characters escaped."""
     if value is None or isinstance(value, bool):
@@ -92,10 +103,8 @@ class Schema:
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""
-        try:
+        with named(where, advice):
             self.check(value)
-        except Wrong as e:
-            raise InputError(f"{where}: {e}{advice and '; ' + advice}") from None
         return value
 
 

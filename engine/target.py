@@ -5,7 +5,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -108,7 +108,7 @@ def ranks_sharing(device: torch.device) -> int:
 def converted(
     checkpoint: str | Path, drafting: Drafting, say: Callable[[str], None]
 ) -> tuple[Path, Drafting]:
-    """Return the folder of a target, and a drafting with a folder; what is not ours is converted.
+    """Return the folder of a target, and what drafts for it; what is not ours is converted.
 
     say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
@@ -116,8 +116,7 @@ def converted(
     if drafting.draft:
         of = None if drafting.names_model else folder
         drafting = replace(drafting, draft=converted_folder(drafting.draft, say, of))
-    drafting.folders(folder)
-    return folder, drafting
+    return folder, drafting.at(folder, say)
 
 
 def check_prompts(
@@ -162,6 +161,7 @@ class Target:
             raise ValueError(f"batch {batch}: must be at least 1")
         if max_seq_len is not None:
             check_length(max_seq_len, self.model.args.max_seq_len)
+        drafting = drafting.at(self.checkpoint, self.say)
         max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
         tuner = self._tuner(drafter, drafting)
@@ -219,10 +219,18 @@ class Target:
         usual = default_tree(
             self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
-        drafter = build_drafter(
-            drafting, self.checkpoint, max_seq_len, target=self.model, tokenizer=self.tokenizer,
-            default_tree=usual, prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+        build = partial(
+            build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
+            tokenizer=self.tokenizer, default_tree=usual,
+            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
         )
+        try:
+            drafter = build(drafting)
+        except InputError as e:
+            if not drafting.chosen:
+                raise
+            self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
+            drafter = build(Drafting("lookup"))
         if isinstance(drafter, Mixed):
             known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
             drafter.believe([

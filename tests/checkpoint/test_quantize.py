@@ -153,7 +153,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert head.fc.mode == head.lm_head.mode == beside
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
 @pytest.mark.parametrize("dtype, temperature", (("fp32", 1.0), ("bf16", 0.0)))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode, dtype, temperature):
@@ -275,7 +275,7 @@ def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, tex
     assert off["gptq"] < 0.8 * off["nearest"]
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
     folders = [tmp_path / name for name in ("a", "b")]
     for out in folders:
