@@ -177,17 +177,17 @@ class Target:
     def room(self, drafting: Drafting, batch: int) -> int:
         """Return the default of the most tokens of a text: the maximum of the target and of a draft model.
 
-        It is less where the caches of `batch` such texts would take more than `COMFORTABLE` of the free
-        memory, but no less than 2,048.
+        The caches of `batch` such texts take at most `COMFORTABLE` of the free memory. A shorter text has a
+        power of two tokens, 2,048 or more: compiled graphs are kept by the size of the caches.
         """
         device, longest = self.model.embed.weight.device, self.model.args.max_seq_len
         if drafting.names_model and drafting.draft:
             longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
         most = COMFORTABLE * (free_memory(device) or 0) / ranks_sharing(device)
-        fits = int(most / self.model.cache_bytes(batch, 1024)) * 1024
+        fits = int(most / self.model.cache_bytes(batch, 1024) * 1024)
         if self.model.ranks is not None:  # one length for all
             fits = int(self.model.ranks.every(torch.tensor([fits], device=device)).min())
-        return min(longest, max(fits, 2048))
+        return longest if fits >= longest else min(longest, max(1 << fits.bit_length() >> 1, 2048))
 
     @property
     def _compiles(self) -> bool:

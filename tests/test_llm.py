@@ -128,14 +128,14 @@ def test_a_head_that_is_not_used_is_named(golden, tmp_path):
 
 
 @pytest.mark.parametrize("free, batch, room", [
-    (None, 1, 2048), (1 << 40, 1, 8192), (1 << 40, 64, 8192), (100 << 20, 1, 2048), (384 << 20, 1, 4096),
-    (384 << 20, 2, 2048), (12 << 20, 1, 2048),
+    (None, 1, 2048), (1 << 40, 1, 10_000), (1 << 40, 64, 10_000), (940 << 20, 1, 10_000),
+    (900 << 20, 1, 8192), (384 << 20, 1, 4096), (384 << 20, 2, 2048), (100 << 20, 1, 2048), (0, 1, 2048),
 ])
 def test_the_context_is_what_fits_in_memory(monkeypatch, free, batch, room):
-    """A quarter of what is free, in steps of 1,024 tokens of 24 kB; no less than 2,048."""
+    """A quarter of what is free, in powers of two, at 24 kB a token; no less than 2,048."""
     monkeypatch.setattr(targets, "free_memory", lambda device: free)
     model = SimpleNamespace(
-        args=SimpleNamespace(max_seq_len=8192), embed=SimpleNamespace(weight=torch.zeros(1)), ranks=None,
+        args=SimpleNamespace(max_seq_len=10_000), embed=SimpleNamespace(weight=torch.zeros(1)), ranks=None,
         cache_bytes=lambda batch, slots: batch * slots * 24 * 1024,
     )
     target = targets.Target(ROOT, None, model, {}, None, print)
