@@ -182,6 +182,7 @@ def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode,
             reference = plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8", "fp8"))
 def test_a_mixture_of_experts(tmp_path, capsys, monkeypatch, mode):
     """Stacks of experts are quantised, their router is not.

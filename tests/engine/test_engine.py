@@ -134,6 +134,7 @@ def thirty(models):
     return made, alone(models, made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch, lag", ((1, 0), (2, 2), (5, 1)))
 def test_whatever_else_is_running(models, thirty, batch, lag):
     """Also where the host learns late what was emitted, and texts are left in the middle."""
@@ -146,6 +147,7 @@ def test_whatever_else_is_running(models, thirty, batch, lag):
     assert engine.free == batch and not engine.busy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, few", (("eagle3", True), ("lookahead", False), ("lookup", True)))
 def test_plain_texts_beside_others(models, models1, name, few):
     """Each group takes its own steps. few: as on a GPU, there are steps for few numbers of sequences."""
@@ -260,6 +262,7 @@ class Replays:
         return self.calls.setdefault(key, call)()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", (0.0, 0.5, 1.0))
 def test_captured_passes_are_told_apart(models, share):
     """Every step runs the tree that was asked for, whichever was captured first."""
@@ -301,6 +304,7 @@ def watch_steps(engine: Engine) -> dict[int, set[int]]:
     return taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuned", (False, True))
 def test_a_chat_may_go_from_plain_to_drafts_and_back(models, tuned):
     """Only the new turn is read, and the head knows what was decoded without it."""
@@ -348,6 +352,7 @@ def test_a_request_beside_it_does_not_take_a_chats_place(models):
     assert turn.cached >= len(prompt) + 97
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room, temperature", ((64, 0.0), (512, 1.0)))
 def test_the_tree_follows_the_number_of_requests(models, monkeypatch, room, temperature):
     """Large for one, small for two, none for more: a request that ends is replaced, until nobody waits.
