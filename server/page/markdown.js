@@ -20,7 +20,8 @@ class Writer {
       if (to <= at) continue;
       if (from >= end) break;
       if (from > at) into.append(this.source.slice(at, from));
-      const span = node("span", { class: "d", ...(probability ? { "data-tip": `drafted, ${probability} likely` } : {}) });
+      const span = node("span", { class: "d" });
+      if (probability) span.dataset.tip = `drafted, ${probability} likely`;
       span.textContent = this.source.slice(Math.max(from, at), Math.min(to, end));
       into.append(span);
       at = Math.min(to, end);

@@ -38,7 +38,8 @@ export function draw(into, { texts, parent, path, scores }) {
   texts.forEach((text, i) => {
     const shown = text.replaceAll("\n", "⏎").replaceAll(" ", "␣");
     const words = svg("text", { x: places[i].x + 4, y: places[i].y + 13 }, shown.length > 11 ? `${shown.slice(0, 10)}…` : shown);
-    const tip = scores && i ? `${shown}  ${percent(scores[i] - scores[parent[i]])}, with its path ${percent(scores[i])}` : shown;
+    const tip = scores && i
+      ? `${shown}  ${percent(scores[i] - scores[parent[i]])} likely, with its path ${percent(scores[i])}` : shown;
     picture.append(svg("g", { class: taken.has(i) ? "taken" : "", "data-tip": tip },
       svg("rect", { ...places[i], width: BOX, height: 18 }), words));
   });
