@@ -1,29 +1,35 @@
 # make demo        set everything up and watch SmolLM2-135M write with EAGLE-3, next to plain decoding
-# make test        set everything up and run all tests, on two cores
-# make test-fast   only the quick ones: nothing slow, nothing compiled, no network
+# make test        set everything up and run the tests, on two cores: ten minutes
+# make test-fast   only the quick ones: nothing slow, nothing compiled, no network: one minute
+# make test-all    also what takes long and rarely breaks: all instruction sets, GPUs that are not there, kills
 # make lint        set everything up and run the linter
 # Needs Python >= 3.10 with venv and make, and for full speed a C++ compiler. Nothing is installed outside .venv.
 PYTHON ?= python3
 VENV ?= .venv
 PROMPT ?= Explain in a few sentences why the sky is blue.
 ARGS ?=
+# One word of the shell, with the quotes and dollars that are in it.
+QUOTED = '$(subst ','\'',$(value PROMPT))'
 RUN = $(VENV)/bin/python
 
-.PHONY: demo fetch test test-fast lint clean
+.PHONY: demo fetch test test-fast test-all lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
 	@$(MAKE) --no-print-directory fetch
-	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt "$(PROMPT)" --compare $(ARGS)
+	$(RUN) generate.py --checkpoint checkpoints/smollm2-135m --speculate eagle3 --prompt $(QUOTED) --compare $(ARGS)
 
 fetch: $(VENV)/ready
 	$(RUN) -m demo.fetch
 
 test: $(VENV)/ready-dev
+	$(RUN) -m pytest -n 2 -m "not dear" tests
+
+test-all: $(VENV)/ready-dev
 	$(RUN) -m pytest -n 2 tests
 
 test-fast: $(VENV)/ready-dev
-	$(RUN) -m pytest -n 2 -m "not slow and not compile and not network" tests
+	$(RUN) -m pytest -n 2 -m "not (dear or slow or compile or kernels or network)" tests
 
 lint: $(VENV)/ready-dev
 	$(RUN) -m ruff check .

@@ -35,32 +35,20 @@ def parser() -> Options:
     p = Options(__doc__)
     add = p.add_argument
     add("--checkpoint", required=True, metavar="SOURCE", help="a folder, org/name on the hub, or .gguf")
-    add(
-        "--out", metavar="DIR",
-        help="default: checkpoints/NAME, for a head TARGET/eagle3, /eagle, /medusa or /hydra"
-    )
+    add("--out", metavar="DIR",
+        help="default: checkpoints/NAME, for a head TARGET/eagle3, /eagle, /medusa or /hydra")
     add("--target", metavar="DIR", help="for a head: the converted target it belongs to")
-    add(
-        "--dtype", choices=("keep", *DTYPES, *DTYPES.values()), default="keep",
-        help="what to store the numbers in; keep (default) is as the source does"
-    )
-    add(
-        "--aux-layers", type=layer_numbers, metavar="I,J,K",
-        help="for a head: the target layers whose inputs feed it"
-    )
-    add(
-        "--norm-before-residual", action=argparse.BooleanOptionalAction,
-        help="for an EAGLE-3 head whose config does not say"
-    )
-    add(
-        "--recycle", choices=("normed", "raw"),
-        help="for an EAGLE-3 head with norm_output: what it is fed back"
-    )
-    add(
-        "--template", default="auto", metavar="WHICH",
+    add("--dtype", choices=("keep", *DTYPES, *DTYPES.values()), default="keep",
+        help="what to store the numbers in; keep (default) is as the source does")
+    add("--aux-layers", type=layer_numbers, metavar="I,J,K",
+        help="for a head: the target layers whose inputs feed it")
+    add("--norm-before-residual", action=argparse.BooleanOptionalAction,
+        help="for an EAGLE-3 head whose config does not say")
+    add("--recycle", choices=("normed", "raw"),
+        help="for an EAGLE-3 head with norm_output: what it is fed back")
+    add("--template", default="auto", metavar="WHICH",
         help="chat template to add: vicuna, llama2, a jinja FILE, none; auto (default) goes by the name if"
-        " there is none"
-    )
+             " there is none")
     add("--force", action="store_true", help="replace a converted folder; heads inside it are kept")
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
     return p
@@ -72,8 +60,7 @@ def run(o) -> None:
         read_config(o.target, "target", "--target")
     if o.out:
         check_replaceable("--out", o.out)
-    if o.template != "none":
-        find_template(o.template)
+    find_template(o.template)
     use_threads()
     answers = Answers(o.aux_layers, o.norm_before_residual, o.recycle)
     try:
@@ -85,9 +72,8 @@ def run(o) -> None:
         raise
     except Exception as e:  # a checkpoint can be malformed in more ways than anyone can list
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
-        raise InputError(
-            f"{o.checkpoint}: malformed in a way this program does not know ({reason})"
-        ) from None
+        what = f"{o.checkpoint}: malformed in a way this program does not know"
+        raise InputError(f"{what} ({reason})") from None
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,10 +9,10 @@ everything compiled before the first answer. Questions are FastChat's question.j
 too), a file or a folder of them; without --questions a small set of our own. A stopped run goes on with the
 same command.
 
-FOLDER/table.md, table.json, table.csv   the table, also after Ctrl-C; the screen shows it in columns
-FOLDER/answers/SET/METHOD-tT.jsonl       answers in FastChat's format, for EAGLE's and Spec-Bench's scripts
-FOLDER/differences.json                  where a text is not the plain one, scored again in float32
-FOLDER/*.png                             acceptance by depth and rank, lengths, calibration, bars, a tree
+FOLDER/table.md, table.json   the table, also after Ctrl-C; the screen shows it in columns
+FOLDER/answers.jsonl          all answers: texts, token ids, times, tokens of each step
+FOLDER/differences.json       where a text is not the plain one, scored again in float32
+FOLDER/acceptance.png         how often drafted tokens are accepted, by depth and rank
 
 The exit status is 1 if any text differs from the plain one by more than rounding explains.
 """
@@ -39,8 +39,8 @@ ERRORS = OSError, ValueError, RuntimeError  # torch raises RuntimeError when mem
 def parser() -> Options:
     """Declare the options of the command line."""
     p = Options(__doc__)
-    p.add_argument("--checkpoint", required=True, help="converted target")
-    p.add_argument("--out", required=True, help="folder for answers, tables and pictures")
+    p.add_argument("--checkpoint", required=True, help="target: a folder, hub id or .gguf")
+    p.add_argument("--out", required=True, help="folder for answers and tables")
 
     g = p.add_argument_group("methods")
     g.add_argument("--speculate", default="eagle3", metavar="METHOD[,METHOD]",
@@ -65,11 +65,10 @@ def parser() -> Options:
     add("--seed", type=seed, default=0, help="64 bits count, so that -1 is 2^64 - 1 (default 0)")
     p.add_runtime()
 
-    add = p.add_argument_group("pictures of drafted trees").add_argument
+    add = p.add_argument_group("drafted trees").add_argument
     add("--observe", type=int, default=4, metavar="N",
-        help="questions per set answered again, untimed, for the pictures (default 4; 0: none)")
-    add("--show-tree", action="store_true",
-        help="draw the tree with most accepted nodes, here and as tree.png")
+        help="questions per set answered again, untimed, for acceptance.png (default 4; 0: none)")
+    add("--show-tree", action="store_true", help="print the tree with most accepted nodes")
     for flag, least in (("--limit", 1), ("--max-new-tokens", 1), ("--max-seq-len", 2), ("--observe", 0)):
         p.within(flag, least, float("inf"))
     return p
@@ -148,7 +147,7 @@ def run(o, unreported: list) -> int:
 
 
 def finish(o, evaluation) -> int:
-    """Write and print the table and the pictures. Returns the exit status."""
+    """Write and print the table, observe trees. Returns the exit status."""
     errors = evaluation.report()
     if o.observe or o.show_tree:
         evaluation.observe(o.observe, o.show_tree)

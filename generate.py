@@ -7,8 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 
 from common.cli import Options, check_writable, command, note
 from common.errors import InputError
@@ -31,6 +30,8 @@ from tokens.schema import ANY_OBJECT, read_schema
 
 STARTED = time.perf_counter()
 Prompts = list[str | list[int]]
+STDIN = "/dev/stdin"
+TURNS = 3  # of --compare
 NUMBERS = "tree_nodes", "tree_depth", "tree_width"
 
 
@@ -38,20 +39,22 @@ def parser() -> Options:
     """Declare the options, each with its rules."""
     p = Options("Generate text, losslessly faster with a draft head.")
     add, refuse = p.add_argument, p.refuse
-    add("--checkpoint", required=True,
+    add("-m", "--checkpoint", required=True,
         help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")
 
     add = p.add_argument_group("prompts").add_argument
-    add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated: decoded as one batch")
+    add("-p", "--prompt", action="append", default=[], metavar="TEXT",
+        help="may be repeated: decoded as one batch; - is standard input")
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids")
     add("--prompt-file", action="append", default=[], metavar="FILE",
-        help="one prompt; a .jsonl file has one per line")
-    add("--raw", action="store_true", help="no chat template")
+        help="one prompt; a .jsonl file has one per line; - is standard input")
+    add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
     add("--system", metavar="TEXT", help="system message for the chat template")
-    add("--interactive", action="store_true", help="chat; /reset starts over, /exit or end of input leaves")
+    add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
-    add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
+    add("--max-seq-len", type=int,
+        help="prompt and output together (default: the model's maximum, less if memory is short)")
     p.within("--batch-size", 1, float("inf"))
     p.within("--max-seq-len", 2, float("inf"))
 
@@ -116,37 +119,41 @@ def parser() -> Options:
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")
 
     add = p.add_argument_group("output").add_argument
-    add("--compare", action="store_true", help="decode plainly too: speedup, and whether the texts are equal")
+    add("--compare", action="store_true",
+        help=f"decode {TURNS} times in turns with plain decoding: speedups, and whether the texts are equal")
+    add("--stats", action="store_true", help="print more figures: steps, trees, memory")
+    refuse(lambda o: o.compare and o.speculate == "none",
+           lambda o: "--compare: plain decoding would be compared with itself; add --speculate")
     add("--json", action="store_true", help="one JSON object per line on stdout, nothing else")
     add("--trace", metavar="FILE",
         help="write every drafted tree and accepted path (safetensors); one prompt only")
     return p
 
 
+def text_of(path: str, flag: str) -> str:
+    """Return the text of a file without the line end that editors write. Raises InputError."""
+    return read_text(path, what=flag).removesuffix("\n")
+
+
 def read_options(o) -> tuple[Prompts, list[Sampling]]:
     """Return a prompt and its sampling for each text. Raises InputError or ValueError."""
-    prompts: Prompts = list(o.prompt)
+    prompts: Prompts = [text_of(STDIN, "--prompt") if text == "-" else text for text in o.prompt]
     for text in o.prompt_ids:
         try:
             prompts.append([int(i) for i in text.replace(" ", "").split(",")])
         except ValueError:
             raise InputError(f"--prompt-ids {text!r:.200}: expected numbers separated by commas") from None
     for path in o.prompt_file:
-        # Editors end every file with a line end.
-        prompts += read_prompts(path) if path.endswith(".jsonl") else [
-            read_text(path, what="--prompt-file").removesuffix("\n")
-        ]
+        many = path.endswith(".jsonl")
+        prompts += read_prompts(path) if many else [text_of(STDIN if path == "-" else path, "--prompt-file")]
     if o.trace and len(prompts) * o.num_samples != 1:
         raise InputError("--trace records one sequence: give one prompt and one sample")
     if o.trace:
         check_writable("--trace", o.trace)
-    schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
-    if schema:
-        grammar_of(schema)  # judged before anything is loaded
-    sampling = Sampling(
-        o.max_new_tokens, o.temperature, o.top_p, o.top_k, o.seed, o.min_p, o.presence_penalty,
-        o.frequency_penalty, o.repetition_penalty, tuple(o.logit_bias), tuple(o.stop), o.logprobs, schema,
-    )
+    o.json_schema = read_schema(o.json_schema) if o.json_schema else ANY_OBJECT if o.json_object else None
+    if o.json_schema:
+        grammar_of(o.json_schema)  # judged before anything is loaded
+    sampling = Sampling(**{field.name: getattr(o, field.name) for field in fields(Sampling)})
     samplings = [replace(sampling, seed=(o.seed + i) % 2**64) for i in range(o.num_samples)]
     return [p for p in prompts for _ in samplings], samplings * len(prompts) or samplings
 
@@ -156,17 +163,15 @@ def load(o, prompts: Prompts, ranks=None):
 
     Prompts are checked before weights are read, which takes long for a large model.
     """
-    from checkpoint.convert import converted_folder
-    from checkpoint.folder import known_config, read_config
+    from checkpoint.folder import known_config, verify
     from engine.runtime import Runtime
-    from engine.target import check_prompts
+    from engine.target import check_prompts, converted
     from kernels.tp import own_device
     from llm import LLM
 
     runtime = Runtime.of(o)
     if ranks:
         runtime = replace(runtime, device=own_device(runtime.device_name))
-        read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     runtime.prepare()  # mistakes in options end the command before a checkpoint is converted
     batch = min(max(1, len(prompts)), o.batch_size or 16)
     drafting = Drafting.of(o, tune_on=tuple(p for p in prompts if isinstance(p, list)))
@@ -174,12 +179,9 @@ def load(o, prompts: Prompts, ranks=None):
         quantised = "quantization" in known_config(o.checkpoint)
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
-    folder = converted_folder(o.checkpoint, note)
-    drafting.folders(Path(folder))  # a head that is missing is refused before prompts and weights are read
+    folder, drafting = converted(o.checkpoint, drafting, note)
     if o.verify:
-        from checkpoint.folder import verify
-
-        verify(folder, o.draft, True, note)
+        verify(folder, drafting.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
     return LLM(
         folder, drafting, batch_size=batch, max_seq_len=o.max_seq_len, say=note, ranks=ranks, **vars(runtime)
@@ -210,25 +212,25 @@ def decode(o, prompts: Prompts, samplings: list[Sampling], ranks=None) -> int:
             plain.warm_up(samplings[0])
         note(f"ready {time.perf_counter() - STARTED:.1f} s after the start")
         if o.interactive:
-            return chat(llm, samplings[0], o.system)
+            return chat(llm, samplings[0], o.system, o.stats)
         return answer(o, llm, plain, prompts, samplings)
 
 
 def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     """Decode and print. plain: the engine to compare with. Returns the exit status: 130 when interrupted."""
-    from console.output import as_json, as_text, comparison, show, statistics
+    from console.output import as_json, as_text, compared, comparison, figures, show
     from console.trace import Trace
 
     engine, ranks = llm.engine, llm.target.model.ranks
     ids = [llm.encode(prompt, raw=o.raw, system=o.system) for prompt in prompts]
     trace = Trace(ids[0], engine.drafter.shape) if o.trace else None
-    requests, others, printed, interrupted, before = [], [], 0, False, engine.bytes_read
+    requests, turns, printed, interrupted, before = [], [], 0, False, engine.bytes_read
     rule = engine.drafter.rule if o.temperature > 0 else "equal"
 
     def print_one(i: int) -> None:
         if o.json:
-            other, count = others[i] if others else None, ranks.count if ranks else 1
-            print(json.dumps(as_json(requests[i], prompts[i], rule, other, count)), flush=True)
+            row = as_json(requests[i], prompts[i], rule, ranks.count if ranks else 1)
+            print(json.dumps(row | compared([(a[i], b[i]) for a, b in turns], row)), flush=True)
         elif len(ids) > 1:
             text = as_text(requests[i], llm.tokenizer)
             print(f"--- {i + 1}, seed {samplings[i].seed} ---\n{text}", flush=True)
@@ -237,25 +239,30 @@ def answer(o, llm, plain, prompts: Prompts, samplings: list[Sampling]) -> int:
     if trace:
         events = trace.watch(events)
     try:
-        if o.json or len(ids) > 1:
-            for _ in events:  # in order, as they end
-                while printed < len(requests) and requests[printed].finish and not (plain and o.json):
-                    print_one(printed)
-                    printed += 1
-        else:
-            show(events, llm.tokenizer)
-        read = engine.bytes_read - before
+        try:
+            if o.json or len(ids) > 1:
+                for _ in events:  # in order, as they end
+                    while printed < len(requests) and requests[printed].finish and not (plain and o.json):
+                        print_one(printed)
+                        printed += 1
+            else:
+                show(events, llm.tokenizer)
+        finally:
+            read = engine.bytes_read - before
         if plain:
-            others = plain.generate(ids, samplings)
+            note(f"comparing with plain decoding, {TURNS} turns ...")
+        for turn in range(TURNS if plain else 0):
+            again = engine.generate(ids, samplings) if turn else requests
+            turns.append((again, plain.generate(ids, samplings)))
     except KeyboardInterrupt:
-        interrupted, read = True, engine.bytes_read - before
+        interrupted = True
         note("\n(interrupted)")
     for i in range(printed, len(requests)):
         print_one(i)
     if requests and not o.json:
-        note(statistics(requests, engine, read))
-        if others:
-            note(comparison(requests, others, rule))
+        note(figures(requests, engine, read, o.stats or o.compare))
+        if turns:
+            note(comparison(turns, rule))
     if trace and requests and (ranks is None or ranks.rank == 0):
         trace.save(o.trace, requests[0])
     for request in requests:

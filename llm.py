@@ -13,27 +13,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.convert import converted_folder
+from pydantic import InstanceOf
+from typing_extensions import TypedDict
+
+from common.schema import Schema, whole, with_options
 from drafters import Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
 from engine.runtime import Runtime
-from engine.target import Target, load_target
+from engine.target import Target, converted, load_target
 from kernels.tp import Ranks
 from sampling.options import Sampling
+
+ARGUMENTS = Schema(TypedDict("Arguments", {
+    "checkpoint": str | Path, "speculate": str | InstanceOf[Drafting], "draft": str | Path | None,
+    "tree": str | None, "batch_size": whole(1), "max_seq_len": whole(2) | None, "say": Callable,
+}))
 
 
 class LLM:
     """A target, what drafts for it, and the engine that decodes with both.
 
     checkpoint: a converted folder; a Hugging Face folder, hub id or .gguf file is converted first. speculate:
-    a method such as "eagle3", or a `Drafting`. draft: folder of the head (default CHECKPOINT/KIND) or draft
-    model. tree: as --tree takes it. batch_size: prompts decoded together. max_seq_len: most tokens of prompt
-    and output (default 2048, or the model's maximum if smaller). runtime: fields of `Runtime`, such as
-    device="cpu" or dtype="bf16". say: called with one line when something slow starts or ends.
-    Raises InputError, one line, if anything is missing, damaged or does not fit.
+    a method such as "eagle3", or a `Drafting`. draft: the head (default CHECKPOINT/KIND) or draft model,
+    named like a checkpoint. tree: as --tree takes it. batch_size: prompts decoded together. max_seq_len: most
+    tokens of prompt and output (default: `Target.room`). runtime: fields of `Runtime`, such as device="cpu"
+    or dtype="bf16". say: called with one line when something slow starts or ends. Raises, with one line,
+    InputError if anything is missing, damaged or does not fit, ValueError or TypeError on wrong arguments.
     """
 
     def __init__(
@@ -41,10 +50,19 @@ class LLM:
         tree: str | None = None, batch_size: int = 8, max_seq_len: int | None = None,
         say: Callable[[str], None] = lambda line: None, ranks: Ranks | None = None, **runtime,
     ):
+        ARGUMENTS.check({
+            "checkpoint": checkpoint, "speculate": speculate, "draft": draft, "tree": tree,
+            "batch_size": batch_size, "max_seq_len": max_seq_len, "say": say,
+        })
+        if isinstance(speculate, Drafting) and (draft or tree):
+            raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        folder = converted_folder(str(checkpoint), say)
-        drafting.folders(Path(folder))  # refused before the target's weights are read
-        self.target: Target = load_target(folder, Runtime(**runtime), say, ranks, [drafting])
+        where = with_options(Runtime, runtime)
+        where.prepare()  # mistakes are refused before anything is converted
+        folder, drafting = converted(checkpoint, drafting, say)
+        if line := drafting.unused(folder):
+            say(line)
+        self.target: Target = load_target(folder, where, say, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)
         self._warm: set[bool] = set()  # greedy, sampling: whether it was warmed up
@@ -62,16 +80,13 @@ class LLM:
         A prompt is a text, which goes through the chat template unless `raw`; a list of token ids; or a list
         of chat messages. sampling: fields of `Sampling`; of a list, prompt i is sampled with `seed` + i.
         Returns a `Request`, or a list: its `text`, `ids`, `finish`, `tau` (acceptance length),
-        `tokens_per_second` and more. Raises ValueError or InputError, before anything is decoded, on a prompt
-        or an option that cannot be.
+        `tokens_per_second` and more. Raises ValueError, TypeError or InputError, before anything is decoded,
+        on a prompt or an option that cannot be.
         """
-        prompts = prompts if isinstance(prompts, str) else list(prompts)
-        alone, first = is_one(prompts), Sampling(**sampling)
+        alone, first = is_one(prompts), with_options(Sampling, sampling)
         ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)
-        samplings = [
-            Sampling(**(sampling | {"seed": (first.seed + i) % 2**64})) for i in range(len(ids))
-        ]
+        samplings = [replace(first, seed=(first.seed + i) % 2**64) for i in range(len(ids))]
         requests = self.engine.generate(ids, samplings)
         return requests[0] if alone else requests
 
@@ -79,18 +94,18 @@ class LLM:
         self, prompt: Prompt, *, raw: bool = False, system: str | None = None, **sampling
     ) -> Iterator[Event]:
         """Decode one prompt, yielding an `Event` with text and ids as tokens are accepted. See `generate`."""
-        ids = [self.encode(prompt, raw=raw, system=system)]
-        self._warm_up(Sampling(**sampling))
-        yield from self.engine.run(ids, [Sampling(**sampling)], [])
+        ids, options = [self.encode(prompt, raw=raw, system=system)], with_options(Sampling, sampling)
+        self._warm_up(options)
+        yield from self.engine.run(ids, [options], [])
 
     def chat(self, messages: list[dict], *, variables: dict | None = None, **sampling) -> Request:
         """Answer a conversation, a list of {"role", "content"}. Only tokens after the earlier turns are read.
 
         variables: for the chat template, such as {"enable_thinking": False}. See `generate`.
         """
-        ids = self.encode(messages, variables=variables)
-        self._warm_up(Sampling(**sampling))
-        return self.engine.generate([ids], Sampling(**sampling))[0]
+        ids, options = self.encode(messages, variables=variables), with_options(Sampling, sampling)
+        self._warm_up(options)
+        return self.engine.generate([ids], options)[0]
 
     def _warm_up(self, sampling: Sampling) -> None:
         """Time the trees to choose from, and compile, before the first text of a kind: greedy or sampled."""
@@ -100,19 +115,8 @@ class LLM:
             self.engine.warm_up(Sampling(temperature=sampling.temperature))
 
 
-def is_one(prompts: Prompt | list[Prompt]) -> bool:
-    """Return whether this is one prompt: a text, token ids or chat messages, and not a list of prompts.
-
-    Raises TypeError on anything else.
-    """
-    if isinstance(prompts, str):
+def is_one(prompts: Prompt | Iterable[Prompt]) -> bool:
+    """Return whether this is one prompt, maybe a wrong one, and not several."""
+    if isinstance(prompts, (str, bytes, dict)) or not isinstance(prompts, Iterable):
         return True
-    kinds = {type(x) for x in prompts}
-    if kinds in ({int}, {dict}):
-        return True
-    if kinds <= {str, list, tuple} and not any(is_one(x) is False for x in prompts if x):
-        return False
-    raise TypeError(
-        "a prompt is a text, a list of token ids or a list of chat messages; several are a list of these; got"
-        f" a list of {', '.join(sorted(kind.__name__ for kind in kinds))}"
-    )
+    return isinstance(prompts, (list, tuple)) and isinstance(next(iter(prompts), None), (int, dict))

@@ -252,15 +252,10 @@ class KVCaches(nn.ModuleList):
             cache.k.index_put_((rows, target), k)
             cache.v.index_put_((rows, target), v)
 
-    def take(self, place: int, slots: int) -> list[Tensor]:
-        """Return copies of the first `slots` slots of one sequence."""
+    def sequence(self, place: int, slots: int) -> list[Tensor]:
+        """Return views of the first `slots` slots of one sequence."""
         entries = self.entries(slots)
-        return [x[place, :entries].clone() for x in self.buffers()]
-
-    def put(self, place: int, taken: list[Tensor]) -> None:
-        """Write what `take` copied of one sequence to another's place."""
-        for x, entries in zip(self.buffers(), taken):
-            x[place, : len(entries)] = entries
+        return [x[place, :entries] for x in self.buffers()]
 
     def entries(self, slots: int) -> int:
         """Return how many entries of a buffer's second dimension hold `slots` slots."""

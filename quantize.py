@@ -18,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+from checkpoint.convert import converted_folder
 from checkpoint.folder import CONFIG, HEAD_KINDS, WEIGHTS, check_exact, check_out, read_config
 from checkpoint.quantizing import check_source, compare, quantize_folder, quantized_module, text_ids
 from checkpoint.writer import staging
@@ -36,51 +37,34 @@ PIECE = 256  # tokens of a --calibrate text that are read together
 def parser() -> Options:
     """The options of the command line."""
     p = Options(__doc__)
-    add = p.add_argument
-    add("--checkpoint", required=True, metavar="DIR", help="a converted target or head")
+    add, refuse = p.add_argument, p.refuse
+    add("--checkpoint", required=True, metavar="DIR",
+        help="a converted target or head; a target's Hugging Face folder, hub id or .gguf is converted first")
     add("--out", metavar="DIR", help="default: DIR-MODE")
     add("--mode", choices=MODES, default="int8")
-    add(
-        "--group", type=int, choices=GROUPS,
-        help=f"int4, w4a8: inputs that share a scale (default {GROUP})"
-    )
-    add(
-        "--method", choices=("gptq", "nearest"),
-        help="int4, w4a8: gptq, calibrated (default for a target), or each weight to the nearest value"
-    )
-    add(
-        "--calibrate", metavar="FILE",
-        help="gptq: a text to calibrate on (default: one that the target writes); never that of --text"
-    )
-    add(
-        "--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
-        help="the lm_head's mode (default: --mode's; int8 for int4, w8a8 for w4a8)"
-    )
+    add("--group", type=int, choices=GROUPS,
+        help=f"int4, w4a8: inputs that share a scale (default {GROUP})")
+    add("--method", choices=("gptq", "nearest"),
+        help="int4, w4a8: gptq, calibrated (default for a target), or each weight to the nearest value")
+    add("--calibrate", metavar="FILE",
+        help="gptq: a text to calibrate on (default: one that the target writes); never that of --text")
+    add("--lm-head", choices=("int8", "w8a8", "int4", "w4a8"),
+        help="the lm_head's mode (default: --mode's; int8 for int4, w8a8 for w4a8)")
     add("--keep-lm-head", action="store_true", help="leave the lm_head in 16 bits")
-    add(
-        "--text", metavar="FILE",
-        help="compare with the original on this text: perplexity, next-token agreement"
-    )
+    add("--text", metavar="FILE",
+        help="compare with the original on this text: perplexity, next-token agreement")
     add("--force", action="store_true", help="replace an existing output folder")
     add("--allow-nonfinite", action="store_true", help="take weights that are nan or infinite as they are")
-    p.refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
-    p.refuse(
-        lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
-        lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out"
-    )
-    p.refuse(
-        lambda o: o.method == "gptq" and o.mode not in FOUR_BITS,
-        lambda o: f"--method gptq: not for --mode {o.mode}"
-    )
-    p.refuse(
-        lambda o: o.calibrate and (o.mode not in FOUR_BITS or o.method == "nearest"),
-        lambda o: "--calibrate: only for --mode int4 or w4a8 with --method gptq"
-    )
-    p.refuse(
-        lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
-        lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
-        " others; name two files"
-    )
+    refuse(lambda o: o.keep_lm_head and o.lm_head, lambda o: "--keep-lm-head and --lm-head: choose one")
+    refuse(lambda o: o.group and not {o.mode, o.lm_head} & {*FOUR_BITS},
+           lambda o: f"--group {o.group}: is for int4 and w4a8; --mode {o.mode} has no groups, leave it out")
+    refuse(lambda o: o.method == "gptq" and o.mode not in FOUR_BITS,
+           lambda o: f"--method gptq: not for --mode {o.mode}")
+    refuse(lambda o: o.calibrate and (o.mode not in FOUR_BITS or o.method == "nearest"),
+           lambda o: "--calibrate: only for --mode int4 or w4a8 with --method gptq")
+    refuse(lambda o: o.calibrate and o.text and Path(o.calibrate).resolve() == Path(o.text).resolve(),
+           lambda o: "--calibrate and --text: a model reads the text that it was calibrated on better than"
+                     " others; name two files")
     return p
 
 
@@ -136,7 +120,13 @@ class Asked(NamedTuple):
 
 def judge(o) -> Asked:
     """Judge what the options name, before anything is loaded. Raises InputError."""
-    source = Path(o.checkpoint)
+    text, calibrate = (
+        read_text(file, what=flag) if file else None
+        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
+    )
+    if o.out:
+        check_replaceable("--out", o.out)
+    source = Path(converted_folder(o.checkpoint, note))
     out = Path(o.out or f"{str(source).rstrip('/')}-{o.mode}")
     kind = read_config(source)["kind"]
     is_target = kind == "target"
@@ -159,10 +149,6 @@ def judge(o) -> Asked:
         )
     for name, kind in kinds.items():
         check_out(out / name, kind, o.force)
-    text, calibrate = (
-        read_text(file, what=flag) if file else None
-        for flag, file in (("--text", o.text), ("--calibrate", o.calibrate))
-    )
     return Asked(source, out, kinds, text, calibrate)
 
 

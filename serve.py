@@ -11,7 +11,6 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 # Imports of torch wait until options have been read: --help answers at once.
 from common.cli import Options, command, count, note
@@ -27,7 +26,7 @@ def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p = Options(__doc__)
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
-    add("--checkpoint", required=True,
+    add("-m", "--checkpoint", required=True,
         help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,
         help="check first that weights have the sha256 of their config.json (default: where it has one)")
@@ -35,10 +34,14 @@ def parser() -> Options:
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
     add("--queue", type=count, default=64, help="requests that may wait (default 64)")
-    add("--max-seq-len", type=int, help="prompt and output together (default 2048, or the model's maximum)")
+    add("--max-seq-len", type=int,
+        help="prompt and output together (default: the model's maximum, less if memory is short)")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")
     add("--max-body", type=int, default=4 << 20, metavar="BYTES", help="of a request (default 4 MB)")
+    add("--per-request-metrics", action="store_true",
+        help="add acceptance length and histogram of drafting to every response, as vLLM does")
+    add("--quiet", action="store_true", help="print no line per request")
 
     add = p.add_argument_group("network").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)")
@@ -101,7 +104,7 @@ def run(o) -> None:
 
     Raises InputError, ValueError and OSError on bad input.
     """
-    from checkpoint.folder import known_config, read_config
+    from checkpoint.folder import known_config
     from common.threads import use_threads
     from engine.runtime import Runtime
 
@@ -115,7 +118,6 @@ def run(o) -> None:
         return
     from kernels.tp import joined, own_device
 
-    read_config(o.checkpoint, "target")  # ranks do not convert: they would all write one folder
     device = own_device(runtime.device_name)
     with joined(runtime.device_name, o.shard_head) as ranks:
         ranks.agree_on(command_in_words(o, drafting.tree), device)
@@ -124,9 +126,8 @@ def run(o) -> None:
 
 def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> None:
     """Load and serve. listener: None on all ranks but the first. Errors are those of `run`."""
-    from checkpoint.convert import converted_folder
     from checkpoint.folder import verify
-    from engine.target import load_target
+    from engine.target import converted, load_target
     from sampling.options import Sampling
     from server.app import Server, make_app
     from server.metrics import Metrics
@@ -134,10 +135,11 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
     from server.run import serve
     from server.worker import Worker
 
-    checkpoint = converted_folder(o.checkpoint, note)
-    drafting.folders(Path(checkpoint))  # a head that is missing is refused before weights are read
+    checkpoint, drafting = converted(o.checkpoint, drafting, note)
+    if line := drafting.unused(checkpoint):
+        note(line)
     if o.verify is not False:
-        verify(checkpoint, o.draft, bool(o.verify), note)
+        verify(checkpoint, drafting.draft, bool(o.verify), note)
     target = load_target(checkpoint, runtime, note, ranks)
     if target.tokenizer is None:
         raise InputError(f"{checkpoint}: has no tokenizer, which serving needs; copy its files there")
@@ -153,15 +155,16 @@ def start(o, runtime, drafting, listener: socket.socket | None, ranks=None) -> N
             follow(engine, channel)
             return
         engine = Leader(engine, channel)
-    names = tuple(o.model_name) or (Path(checkpoint).resolve().name,)
+    names = tuple(o.model_name) or (checkpoint.resolve().name,)
     worker = Worker(engine, Metrics(names[0], batch, engine.window), o.queue)
     if ranks:
         worker.is_lost = channel.is_lost
-    server = Server(worker, target.tokenizer, names, o.time_limit)
+    server = Server(worker, target.tokenizer, names, o.time_limit, o.per_request_metrics)
     host, port = listener.getsockname()[:2]
     where = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     note(f"ready {time.perf_counter() - STARTED:.1f} s after the start: {where}")
-    serve(make_app(server, key_of(o), o.cors, o.max_body), worker, listener, o.grace)
+    app = make_app(server, key_of(o), o.cors, o.max_body, None if o.quiet else note)
+    serve(app, worker, listener, o.grace)
     if ranks:
         engine.end()
 

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 8 train.py --checkpoint DIR --prompts prompts.jsonl --out runs/my-head
 
 1. Text. The target answers the prompts of a file (--prompts) or user turns that it writes itself
-   (--synthesize), or conversations are copied (--conversations). All may be given. Shards go to
+   (--synthesize), or conversations are copied (--conversations). All may be given. The text goes to
    OUT-work/data, and only the answers are learnt.
 2. Training. EAGLE-3 by training-time test over the most frequent answer tokens (arXiv 2503.01840). With
    --kind p-eagle, dflash or dspark, heads that draft a block in one pass (arXiv 2602.01469, 2602.06036,
@@ -20,12 +20,14 @@ from __future__ import annotations
 import argparse
 import sys
 
+import torch
+
 from common.cli import Options, check_folder, check_replaceable, command, count, positive, seed
 from common.errors import InputError
 from common.threads import use_threads
 from common.torchrun import one_voice
-from engine.runtime import Runtime, check_device
-from kernels.tp import is_loss
+from engine.runtime import Runtime, check_device, use_device
+from kernels.tp import is_loss, own_device
 from training.data import SHORTEST
 from training.heads import DRAFTS, KINDS, MARKOV_RANK
 from training.losses import STEPS
@@ -38,7 +40,7 @@ def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p, plan = Options(__doc__), Plan()
     add = p.add_argument
-    add("--checkpoint", required=True, help="converted target")
+    add("--checkpoint", required=True, help="target: a folder, hub id or .gguf")
     add("--out", required=True, help="folder for the head; OUT-work holds text, state, log and curves")
     add("--kind", choices=KINDS, default="eagle3", help="default eagle3; eagle is EAGLE-1/2")
     add("--device", help="default: cuda if there is one, else cpu")
@@ -69,7 +71,7 @@ def parser() -> Options:
 
     add = p.add_argument_group("head").add_argument
     add("--start", metavar="HEAD",
-        help="a converted head to begin as, of the same kind, or EAGLE-3 for p-eagle: its sizes, its weights")
+        help="a head to begin as, of the same kind, or EAGLE-3 for p-eagle: its sizes, its weights")
     add("--draft-vocab", type=positive, metavar="N",
         help=f"ids it drafts, the most frequent (default {DRAFT_VOCAB}, or those of --start; EAGLE-1: all)")
     add("--layers", type=positive, metavar="N", help="default 1")
@@ -82,8 +84,8 @@ def parser() -> Options:
     add = p.add_argument_group("training").add_argument
     add("--steps", type=positive, metavar="N", help=f"EAGLE-3: unrolled draft steps (default {STEPS})")
     add("--loss", choices=("ce", "lk"),
-        help="ce: cross-entropy with the target's distribution (default). lk: how often a draft is accepted")
-    add("--ce-share", type=float, default=0.1, help="weight of cross-entropy beside lk (default 0.1)")
+        help="ce: cross-entropy with the target's distribution (default). lk: half of it how often a draft is"
+        " accepted")
     add("--epochs", type=positive, default=plan.epochs, help="passes over the text (default 4)")
     add("--minutes", type=float, default=plan.minutes, metavar="M",
         help="end after M minutes of training, if the epochs take longer (0: never)")
@@ -114,7 +116,6 @@ def add_rules(p: Options) -> None:
         ("--limit belongs to --prompts", lambda o: o.limit and not o.prompts),
         ("--turns belongs to --synthesize", lambda o: o.turns != 1 and not o.synthesize),
         ("--openings belongs to --synthesize", lambda o: o.openings and not o.synthesize),
-        ("--ce-share belongs to --loss lk", lambda o: o.ce_share != 0.1 and o.loss != "lk"),
         ("--states belongs to heads from nothing, --start has its own", lambda o: o.states and o.start),
     ):
         refuse(unused, lambda o, flag=flag: f"{flag}; leave it out")
@@ -127,7 +128,7 @@ def add_rules(p: Options) -> None:
     for flag, low, high in (
         ("--turns", 1, 1000), ("--temperature", 0, 1e6), ("--max-new-tokens", SHORTEST, float("inf")),
         ("--max-len", SHORTEST + 1, float("inf")), ("--decode-batch", 1, 4096), ("--layers", 1, 10_000),
-        ("--drafts", 1, 64), ("--markov-rank", 0, 4096), ("--steps", 1, 64), ("--ce-share", 0, 1),
+        ("--drafts", 1, 64), ("--markov-rank", 0, 4096), ("--steps", 1, 64),
         ("--minutes", 0, 1e6), ("--ema", 0, 0.99999),
     ):
         within(flag, low, high)
@@ -138,13 +139,15 @@ def run(o: argparse.Namespace, words: list[str]) -> None:
 
     Raises InputError, ValueError, OSError and RuntimeError on bad input.
     """
-    device = o.device or Runtime().device_name
+    device = own_device(o.device or Runtime().device_name)
     check_device(device)
+    if device.startswith("cuda"):
+        use_device(torch.device(device))
     session = Session(o, words)
     use_threads()
     processes = Processes.from_environment(device)
     try:
-        session.run(processes, processes.own_device(device))
+        session.run(processes, device)
     except RuntimeError as e:
         if processes.count == 1 or not is_loss(e):
             raise

@@ -19,20 +19,14 @@ RESULTS = Path(os.environ.get("OUT") or ROOT / "benchmarks" / "results")
 WARM_UP = 16  # tokens that a contender decodes before it is timed
 sys.path.insert(0, str(ROOT))  # the project, for this file and for those that import it
 
-from common.cli import note, run_command  # noqa: E402
+from common.cli import note, positive, run_command  # noqa: E402
 from common.errors import InputError  # noqa: E402
 from common.threads import use_threads  # noqa: E402
+from evaluation.sets import rotated  # noqa: E402
 from kernels.cpu import CpuBackend  # noqa: E402
 from kernels.isa import processor_name  # noqa: E402
 
 CUDA = torch.cuda.is_available()
-
-
-def positive(value: str) -> int:
-    """Return a whole number of at least 1, as an argparse type."""
-    if (n := int(value)) < 1:
-        raise ValueError(value)
-    return n
 
 
 def options(description: str, name: str, threads: int = 2) -> argparse.ArgumentParser:
@@ -93,13 +87,6 @@ def table(record: dict, heads: Iterable[str], rows: Iterable[Iterable], digits: 
     lines = [f"{about}, torch {record['torch']}, {record['date']}", "", f"| {' | '.join(heads)} |"]
     lines.append("|---" * lines[-1].count(" | ") + "|---|")
     return "\n".join(lines + [f"| {' | '.join(map(cell, row))} |" for row in rows])
-
-
-def rotated(items: Iterable, turn: int) -> list:
-    """Return the same items in the same circle. A different one begins at every turn."""
-    items = [*items]
-    first = turn % len(items)
-    return items[first:] + items[:first]
 
 
 def settle(device: torch.device | str) -> None:

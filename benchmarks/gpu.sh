@@ -94,13 +94,13 @@ sanitize() {
 correct() {
     rm -f "${OUT:-$notes}"/tests-*.log
     beside kernels tests/kernels/gpu tests/kernels/test_parts.py -k gpu
-    beside captured tests/engine/test_cuda.py
+    beside quantised tests/engine/test_cuda.py -k quantised
     for dtype in float32 bfloat16; do
-        beside "eagle-$dtype" tests/engine/test_cuda_drafters.py -k "tiny and $dtype and eagle"
-        beside "$dtype" tests/engine/test_cuda_drafters.py -k "tiny and $dtype and not eagle"
+        beside "eagle-$dtype" tests/engine/test_cuda.py -k "tiny and $dtype and eagle"
+        beside "$dtype" tests/engine/test_cuda.py -k "tiny and $dtype and not eagle"
     done
     have_checkpoint "text of the checkpoint" &&
-        beside checkpoint tests/engine/test_cuda_drafters.py -k smollm2
+        beside checkpoint tests/engine/test_cuda.py -k smollm2
     wait
     cat "${OUT:-$notes}"/tests-*.log
     PATH=$PATH:/usr/local/cuda/bin

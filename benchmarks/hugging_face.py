@@ -14,6 +14,7 @@ import torch
 from bench import Decoded
 
 from checkpoint.loading import load_model
+from checkpoint.writer import staging
 from common.errors import InputError
 from common.files import read_json
 from model import Transformer, blank
@@ -112,16 +113,15 @@ def write_folder(o) -> None:
     model, stop_ids = as_llama(target), config["stop_ids"]
     model.generation_config.eos_token_id = stop_ids
     model.config.eos_token_id, model.config.bos_token_id = stop_ids[0], config["bos_id"]
-    part = out.with_name(f"{out.name}.partial")
-    model.save_pretrained(part)
-    copy_files(checkpoint, part)
-    if (part / "tokenizer.json").exists():
-        # Else transformers takes any LLaMA's tokenizer for SentencePiece and adds tokens to it.
-        file = part / "tokenizer_config.json"
-        settings = read_json(file) if file.exists() else {}
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        file.write_text(json.dumps(settings, indent=1) + "\n")
-    part.rename(out)
+    with staging(out, sum(t.nbytes for t in model.parameters())) as part:
+        model.save_pretrained(part)
+        copy_files(checkpoint, part)
+        if (part / "tokenizer.json").exists():
+            # Else transformers takes any LLaMA's tokenizer for SentencePiece and adds tokens to it.
+            file = part / "tokenizer_config.json"
+            settings = read_json(file) if file.exists() else {}
+            settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+            file.write_text(json.dumps(settings, indent=1) + "\n")
     print(f"wrote {out}")
 
 

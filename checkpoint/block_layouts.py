@@ -82,12 +82,9 @@ def _aux_layers(source: Source, flags: dict, target: ModelArgs) -> list[int]:
     ids = flags.get(key)
     if not ids:
         raise InputError(f"{source.path}: config: {key} must be a list of layer numbers, found {ids!r}")
-    if max(ids) + shift >= target.num_layers:
-        raise InputError(
-            f"{source.path}: config: {key} {ids}: the output of the target's last layer is normed where this"
-            " head was trained, and not here; it is not supported"
-        )
-    return [i + shift for i in ids]
+    inputs = [i + shift for i in ids]
+    layouts.refuse_last(source.path, f"{key} {ids}", inputs, target)
+    return inputs
 
 
 def write_block(head: BlockHead, kind: str, layout: str, target: dict) -> WrittenHead:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import Tensor
@@ -37,14 +38,17 @@ from checkpoint.huggingface import open_folder
 from checkpoint.layouts import Answers
 from checkpoint.loading import build_module, check_head_fits
 from checkpoint.medusa_layouts import target_inside
-from checkpoint.source import Entry, Source, resolve_source
+from checkpoint.source import Entry, Source, resolve_source, unique_ids
 from checkpoint.weights import check_shapes, opened
 from checkpoint.writer import Planned, fill, staging
+from common.cli import note
 from common.dtypes import DTYPES, short_dtype
 from common.errors import InputError, printable
 from common.files import read_json
-from common.schema import Wrong
+from common.schema import named
+from common.torchrun import several
 from model import ModelArgs
+from tokens.files import ENCODERS, MERGES
 from tokens.templates import find_template
 from tokens.tokenizer import Tokenizer
 
@@ -82,8 +86,11 @@ def convert(
         kind, source = None, inside
     if kind and target is None:
         raise InputError(
-            f"{source.path}: is a draft head and needs --target DIR, the converted model it is for"
+            f"{source.path}: is a draft head; to convert it, run python convert_checkpoint.py --checkpoint"
+            f" {quote(str(checkpoint))} --target DIR, the converted model that it is for"
         )
+    if target and not kind:
+        raise InputError(f"{source.path}: is no draft head, which alone belongs to a target")
     if kind:
         out = Path(out or Path(target) / kind)
         config, plan = plan_head(source, Path(target), cast_to, answers or Answers())
@@ -100,13 +107,17 @@ def convert(
         if kind and (file := source.path / CALIBRATION).exists():
             MEASURED.require(read_json(file), file)
             shutil.copyfile(file, folder / CALIBRATION)
-        has_tokenizer = not kind and source.tokenizer(folder)
-        if has_tokenizer and added and (template != "auto" or not Tokenizer.load(folder).has_template):
+        tokenizer = Tokenizer.load(folder) if not kind and source.tokenizer(folder) else None
+        if tokenizer:
+            ends = unique_ids(config["stop_ids"], tokenizer.stop_ids)
+            config["stop_ids"] = [i for i in ends if i < config["vocab_size"]]
+        if tokenizer and added and (template != "auto" or not tokenizer.has_template):
             (folder / "chat_template.jinja").write_text(added, encoding="utf-8")
+            (folder / "tool_use.jinja").unlink(missing_ok=True)  # the chosen one is for tools too
         fill(folder, config, plan, quiet=quiet, allow_nonfinite=allow_nonfinite, where=str(source.path),
              title=out.name)
     if not kind:
-        _warn(checkpoint, out, config)
+        _warn(checkpoint, tokenizer, config)
     if not quiet:
         params = sum(math.prod(t.shape) for t in plan if t.dtype.is_floating_point)
         seconds = time.perf_counter() - started
@@ -114,20 +125,17 @@ def convert(
     return out
 
 
-def _warn(checkpoint: str | Path, out: Path, config: dict) -> None:
+def _warn(checkpoint: str | Path, tokenizer: Tokenizer | None, config: dict) -> None:
     """Print what a converted target lacks."""
-    tokenizer, last = Tokenizer.load(out), config["vocab_size"] - 1
+    last = config["vocab_size"] - 1
     if tokenizer is None:
-        print(f"warning: {checkpoint} has no tokenizer files; run it with --prompt-ids", file=sys.stderr)
+        note(f"warning: {checkpoint} has no tokenizer files ({', '.join(ENCODERS)} with {MERGES}); run it"
+             " with --prompt-ids")
     elif tokenizer.highest > last:
-        print(
-            f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
-            f" {last:,}; prompts with others are refused", file=sys.stderr,
-        )
+        note(f"warning: {checkpoint}: its tokenizer has ids up to {tokenizer.highest:,}, the model up to"
+             f" {last:,}; prompts with others are refused")
     if not config["stop_ids"]:
-        print(
-            f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only", file=sys.stderr
-        )
+        note(f"warning: {checkpoint} names no end token; texts end at --max-new-tokens only")
 
 
 def default_folder(checkpoint: str | Path) -> Path:
@@ -135,24 +143,28 @@ def default_folder(checkpoint: str | Path) -> Path:
     return Path("checkpoints") / _name(checkpoint).lower()
 
 
-def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
-    """Return the converted folder of any checkpoint: itself, or checkpoints/NAME.
+def converted_folder(
+    checkpoint: str | Path, say: Callable[[str], None], target: str | Path | None = None
+) -> str:
+    """Return the converted folder of any checkpoint: itself, or checkpoints/NAME, of a head TARGET/NAME.
 
-    The latter is written now if it is missing or older than the checkpoint. Raises InputError if another
-    checkpoint of the same name has been converted there.
+    The latter is written now if it is missing or older than the checkpoint. target: the converted folder of
+    the model that a head belongs to. Raises InputError if another checkpoint of the same name has been
+    converted there, and in one of several processes, which would all write one folder.
     """
-    config = Path(checkpoint, CONFIG)
-    if config.is_file() and is_ours(read_json(config)):
+    checkpoint, config = str(checkpoint), Path(checkpoint, CONFIG)
+    if several() or (config.is_file() and is_ours(read_json(config))):
         read_config(checkpoint)
         return checkpoint
     out, path = default_folder(checkpoint), Path(checkpoint)
+    out = Path(target) / out.name if target else out
     stale = False
     if out.is_dir():
-        other = read_config(out).get("source")
+        other, of_target = read_config(out).get("source"), f" --target {quote(str(target))}" if target else ""
         if other != origin(checkpoint):
             raise InputError(
-                f"{out}: was converted from {other}; convert {checkpoint} with convert_checkpoint.py --out"
-                " DIR and use DIR"
+                f"{out}: was converted from {other}; run python convert_checkpoint.py --checkpoint"
+                f" {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}, and name {out}-2"
             )
         files = path.iterdir() if path.is_dir() else [path]
         written = (out / WEIGHTS).stat().st_mtime
@@ -161,7 +173,7 @@ def converted_folder(checkpoint: str, say: Callable[[str], None]) -> str:
         resolve_source(checkpoint)
         say(f"converting {checkpoint} into {out}")
         with contextlib.redirect_stdout(sys.stderr):  # stdout is for the answer
-            convert(checkpoint, out, force=stale)
+            convert(checkpoint, out, target, force=stale)
     return str(out)
 
 
@@ -223,13 +235,20 @@ def plan_head(
         config["own_lm_head"] = False  # vLLM's copies of heads carry the target's
         del tensors["lm_head.weight"]
     check_head_fits(_args(source, config), target_args, str(path))
-    maps = {name: tensors.pop(name) for name in ("d2t", "t2d") if name in tensors}
-    plan = _plan(source, config, layout.names, tensors, dtype)
-    ids = layout.draft_ids
-    if ids is None:
-        ids = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
+    maps = {name: tensors.pop(name) for name in ("d2t", "t2d", "token_map") if name in tensors}
+    ids, order = _draft_ids(path, maps, config["draft_vocab_size"], config["vocab_size"])
+    for name, sources in layout.names.items():
+        if name.startswith(("lm_head", "markov_out.")):  # they have a row for each draft id
+            tensors |= {s: _in_order(tensors[s], order) for s in sources if s in tensors}
     entry = Entry.of(ids.shape, ids.dtype, lambda: ids)
-    return config, [Planned("draft_ids", entry.shape, torch.int64, [entry]), *plan]
+    plan = [Planned("draft_ids", entry.shape, torch.int64, [entry])]
+    return config, plan + _plan(source, config, layout.names, tensors, dtype)
+
+
+def _in_order(entry: Entry, order: Tensor) -> Entry:
+    """Return a tensor with its rows in this order."""
+    in_order = torch.equal(order, torch.arange(len(order)))
+    return entry if in_order else Entry.of(entry.shape, entry.dtype, lambda: entry.read()[order])
 
 
 def _is_targets(entry: Entry, target: Path, name: str) -> bool:
@@ -244,33 +263,30 @@ def _is_targets(entry: Entry, target: Path, name: str) -> bool:
     return torch.equal(own.to(matrix.dtype), matrix) or torch.equal(own, matrix.to(own.dtype))
 
 
-def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> Tensor:
-    """Return the target id of each draft id, [Vd] int64.
+def _draft_ids(path: Path, maps: dict[str, Entry], draft_vocab: int, vocab: int) -> tuple[Tensor, Tensor]:
+    """Return the target id of each draft id in ascending order, and the file's place of each: [Vd] int64.
 
-    They come from the offsets `d2t` or from `t2d`, the mask of the same ids. If both are there, they must
-    agree.
+    They come from the offsets `d2t`, from `token_map` (vLLM's, the ids), or from `t2d`, the mask of the same
+    ids. If `t2d` is beside one of the others, they must agree.
     """
-    marked = None
-    if "t2d" in maps:
-        check_shapes({"t2d": maps["t2d"].shape}, {"t2d": (vocab,)}, str(path))
-        marked = maps["t2d"].read().bool().nonzero()[:, 0]
-    ids = torch.arange(draft_vocab)
-    if "d2t" in maps:
-        check_shapes({"d2t": maps["d2t"].shape}, {"d2t": (draft_vocab,)}, str(path))
-        ids = ids + maps["d2t"].read().to(torch.int64)
-    elif marked is not None:
-        ids = marked
-        if len(ids) != draft_vocab:
-            raise InputError(f"{path}: t2d marks {len(ids)} ids, the draft vocabulary has {draft_vocab}")
-    elif draft_vocab != vocab:
+    shapes = {"d2t": (draft_vocab,), "token_map": (draft_vocab,), "t2d": (vocab,)}
+    check_shapes({n: m.shape for n, m in maps.items()}, {n: shapes[n] for n in maps}, str(path))
+    read = {name: entry.read() for name, entry in maps.items()}
+    marked = read["t2d"].bool().nonzero()[:, 0] if "t2d" in read else None
+    name = next((name for name in ("d2t", "token_map", "t2d") if name in read), "d2t")
+    if name == "t2d" and len(marked) != draft_vocab:
+        raise InputError(f"{path}: t2d marks {len(marked)} ids, the draft vocabulary has {draft_vocab}")
+    if not read and draft_vocab != vocab:
         raise InputError(
             f"{path}: tensor d2t is missing, which maps the {draft_vocab} draft ids to {vocab} ids"
         )
-    if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() <= 0).any()):
-        raise InputError(f"{path}: d2t does not give ascending ids of the target's vocabulary 0..{vocab - 1}")
+    ids = marked if name == "t2d" else read.get(name, torch.zeros(draft_vocab)).long()
+    ids, order = (ids + torch.arange(draft_vocab) if name == "d2t" else ids).sort()
+    if ids[0] < 0 or ids[-1] >= vocab or bool((ids.diff() == 0).any()):
+        raise InputError(f"{path}: {name} gives ids twice, or outside the target's vocabulary 0..{vocab - 1}")
     if marked is not None and not torch.equal(marked, ids):
-        raise InputError(f"{path}: t2d and d2t contradict each other")
-    return ids
+        raise InputError(f"{path}: t2d and {name} contradict each other")
+    return ids, order
 
 
 def _plan(
@@ -278,7 +294,7 @@ def _plan(
 ) -> list[Planned]:
     """Match every tensor of the model with its sources, in both directions.
 
-    Raises InputError naming the first tensor that does not match.
+    Raises InputError named the first tensor that does not match.
     """
     path, args = source.path, _args(source, config)
     tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}
@@ -302,10 +318,8 @@ def _plan(
 
 def _args(source: Source, config: dict) -> ModelArgs:
     """Return the model's shape in a config. Raises InputError, which names the source."""
-    try:
+    with named(source.path if is_gguf(source.path) else source.path / CONFIG):
         return check_config(config)
-    except Wrong as e:
-        raise InputError(f"{source.path if is_gguf(source.path) else source.path / CONFIG}: {e}") from None
 
 
 def _prevailing_dtype(tensors: dict[str, Entry]) -> torch.dtype:

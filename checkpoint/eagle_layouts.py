@@ -248,12 +248,10 @@ def _aux_layers(
     """
     in_config = [nested.get(AUX_KEY), head_config.get(AUX_KEY)]
     if outputs := head_config.get("target_layer_ids"):  # DeepSpec's
-        if max(outputs) + 1 == target.num_layers and not any(in_config):
-            raise InputError(
-                f"{path}: config: target_layer_ids {outputs}: the output of the target's last layer is normed"
-                " where this head was trained, and not here; it is not supported"
-            )
-        return tuple(i + 1 for i in outputs)
+        inputs = [i + 1 for i in outputs]
+        if not any(in_config):
+            layouts.refuse_last(path, f"target_layer_ids {outputs}", inputs, target)
+        return tuple(inputs)
     readings = {_as_inputs(path, ids, target) for ids in in_config if ids}
     if len(readings) > 1:
         options = " or ".join("--aux-layers " + ",".join(map(str, ids)) for ids in sorted(readings))

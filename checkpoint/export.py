@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from checkpoint.folder import CONFIG, WEIGHTS, is_ours, read_config
+from checkpoint.folder import CONFIG, WEIGHTS, check_exact, is_ours, read_config
 from checkpoint.heads import LAYOUTS, export
 from checkpoint.loading import load_head, load_model
 from common.cli import Options, check_replaceable, command
@@ -46,8 +46,7 @@ def run(o) -> None:
     head = read_config(o.head, what="--head")
     if head["kind"] == "target":
         raise InputError(f"--head {o.head}: holds a target, no draft head")
-    if "quantization" in head:
-        raise InputError(f"{o.head}: quantised; export the head before quantisation")
+    check_exact(o.head, head)
     target, target_config = load_model(o.checkpoint)
     print(f"wrote {export(load_head(o.head, target), o.out, o.layout, target_config)}")
 

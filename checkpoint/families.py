@@ -12,7 +12,7 @@ from pathlib import Path
 from checkpoint.folder import CONFIG, ROPE, check_rope, is_gguf
 from checkpoint.source import Source
 from common.errors import InputError, printable
-from common.schema import ABSENT, Wrong
+from common.schema import ABSENT, Wrong, named
 from model import ModelArgs
 
 # Our tensor: the source tensors that it is made of, stacked along the output dimension in this order. In the
@@ -154,7 +154,7 @@ FAMILIES = {
 
 
 def family_of(source: Source) -> Family:
-    """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
+    """The entry of `FAMILIES` for a source. Raises InputError named the known ones."""
     if source.family not in FAMILIES:
         found, known = printable(str(source.family)), ", ".join(FAMILIES)
         raise InputError(f"{source.path}: unknown architecture {found} (known: {known})")
@@ -250,17 +250,13 @@ def _rope_scaling(path: Path, config: dict, rope: dict, longest: int) -> tuple[d
     original = None
     # Configs stretched linearly or by yarn often leave the length as it was before (Vicuna-16k, Qwen2.5's
     # instructions).
-    if kind == "linear":
-        original = longest
-    elif kind == "yarn":
+    if kind in ("linear", "yarn"):
         original = scaling.setdefault(
             "original_max_position_embeddings", config.get("original_max_position_embeddings", longest)
         )
     scaling = {"rope_type": kind, **scaling}
-    try:
+    with named(path):
         check_rope(scaling)
-    except Wrong as e:
-        raise InputError(f"{path}: {e}") from None
     if original is not None:
         longest = max(longest, int(original * scaling["factor"]))
     return {name: value for name, value in scaling.items() if name in {"rope_type", *ROPE[kind]}}, longest

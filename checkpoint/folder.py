@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -25,19 +26,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from common.errors import InputError
 from common.files import check_file, read_json
-from common.schema import (
-    ABSENT,
-    Flag,
-    Schema,
-    Sha256,
-    Text,
-    Whole,
-    Wrong,
-    in_words,
-    number,
-    schema_of,
-    whole,
-)
+from common.schema import ABSENT, Flag, Schema, Sha256, Text, Wrong, in_words, named, number, schema_of, whole
 from kernels.quantized import Scheme
 from model import ModelArgs
 from networks.block import BlockHead, DSparkHead
@@ -60,14 +49,14 @@ HEAD_KINDS = tuple(HEADS)
 FOLDER = Schema(TypedDict("Folder", {
     "kind": Literal[("target", *HEAD_KINDS)], "format": NotRequired[whole(1, 1000)],
     "name": NotRequired[Text], "source": NotRequired[Text], "sha256": NotRequired[Sha256],
-    "stop_ids": NotRequired[list[Whole]], "bos_id": NotRequired[Whole | None],
+    "stop_ids": NotRequired[list[whole()]], "bos_id": NotRequired[whole() | None],
     "quantization": NotRequired[dict],
 }))
 _Taus = dict[str, number(1, 1e6)]
 _Pair = Annotated[list[number(-100, 100)], Field(min_length=2, max_length=2)]
 _Kept = TypedDict("Kept", {"0": number(above=0, high=1e6), "1": number(above=0, high=1e6)})
 MEASURED = Schema(TypedDict("Measured", {  # calibration.json, see `engine.calibration`
-    "format": Whole, "ease": Annotated[list[number(0, 1e6)], Field(min_length=1)],
+    "format": whole(), "ease": Annotated[list[number(0, 1e6)], Field(min_length=1)],
     "tau": TypedDict("Tau", {"0": _Taus, "1": _Taus}),
     "far": NotRequired[TypedDict("Far", {"context": whole(1), "kept": _Kept})],
     "confidence": NotRequired[TypedDict("Confidence", {
@@ -196,19 +185,18 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
     config = read_json(folder / CONFIG)
     if not is_ours(config):
         raise InputError(
-            f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {folder} --out DIR"
+            f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {quote(str(folder))}"
+            + (" --target DIR, the converted model that it is for" if kind in HEADS else "")
         )
     if config["format"] != FORMAT or isinstance(config["format"], float):
         raise InputError(
             f"{name}: format {in_words(config['format'])} is not the {FORMAT} this version reads; convert it"
             " again"
         )
-    try:
+    with named(folder / CONFIG, ADVICE):
         check_config(config)
         if config["kind"] == "target" and "stop_ids" not in config:
             raise Wrong("stop_ids", ABSENT, "a list")
-    except Wrong as e:
-        raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
     if kind and config["kind"] != kind:
         raise InputError(f"{name}: holds a {config['kind']} checkpoint where a {kind} was expected")
     return config

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,14 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import Factor, Length
-from checkpoint.source import END_TOKENS, Entry, Source, unique_ids
-from common.errors import InputError, first_line, printable
+from checkpoint.source import Entry, Source, unique_ids
+from common.cli import library_errors
+from common.errors import InputError, printable
 from common.files import check_file
 from common.schema import Flag, Ids, Layers, Many, Name, Schema, Text, Whole, Width, number, text, whole
+from tokens.gguf_tokenizer import from_gguf
 
 BLOCK_BYTES = 64 << 20  # of float32, per dequantised block
-CONTROL = 3  # the type of a control token
 Token, Short = whole(0, 2**32 - 1), text(64)
 TOKENIZER = {
     "model": Short, "pre": Short, "tokens": list[text(2**16)], "merges": list[Text], "scores": list[number()],
@@ -35,15 +37,18 @@ OWN = {  # of the architecture, under its name and a dot
     "feed_forward_length": Width, "expert_feed_forward_length": Width, "expert_count": whole(0, 10_000),
     "expert_used_count": whole(0, 10_000), "block_count": Layers, "context_length": whole(1),
     "rope.freq_base": number(above=1, high=1e15), "attention.sliding_window": Whole,
-    "rope.scaling.type": Short, "rope.scaling.factor": Factor,
+    "rope.scaling.type": Short,
+    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(0, 1e6)),  # 0: none
     "rope.scaling.original_context_length": Length, "rope.scaling.yarn_beta_fast": Factor,
     "rope.scaling.yarn_beta_slow": Factor, "rope.scaling.attn_factor": Factor,
+    "rope.scaling.yarn_attn_factor": Factor,
 }
 
 
 def metadata(arch: str) -> Schema:
     """Return what the metadata of a file of this architecture may hold."""
-    keys = {"general.architecture": Name, "split.count": Whole, "tokenizer.chat_template": Text}
+    keys = {"general.architecture": Name, "split.count": Whole}
+    keys |= dict.fromkeys(("tokenizer.chat_template", "tokenizer.chat_template.tool_use"), Text)
     keys |= {f"tokenizer.ggml.{name}": kind for name, kind in TOKENIZER.items()}
     keys |= {f"{arch}.{name}": kind for name, kind in OWN.items()}
     return Schema(TypedDict("Metadata", {key: NotRequired[kind] for key, kind in keys.items()}))
@@ -78,22 +83,10 @@ def open_gguf(path: Path) -> Source:
             tensors[name] = _entry(path, tensor, config["head_dim"] if interleaved.fullmatch(name) else None)
 
     stop_ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = fields.get("tokenizer.ggml.tokens") or [], fields.get("tokenizer.ggml.token_type") or []
-    control = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == CONTROL}
-
-    def tokenizer(folder: Path) -> bool:
-        if not tokens:
-            return False
-        from tokens.gguf_tokenizer import from_gguf
-
-        from_gguf(fields, folder, str(path))
-        return True
-
     family = f"gguf:{arch}" + ("+experts" if config["num_experts"] else "")
     return Source(
-        path, family, config, tensors,
-        stop_ids=unique_ids(*stop_ids, *(control.get(token) for token in END_TOKENS)),
-        bos_id=fields.get("tokenizer.ggml.bos_token_id"), tokenizer=tokenizer,
+        path, family, config, tensors, unique_ids(*stop_ids), fields.get("tokenizer.ggml.bos_token_id"),
+        tokenizer=partial(from_gguf, fields, where=str(path)),
     )
 
 
@@ -105,11 +98,10 @@ def _read(path: Path) -> tuple[dict, dict]:
     except ImportError:
         raise InputError(f"{path}: reading a GGUF needs the package gguf (pip install gguf)") from None
     check_file(path)
-    try:  # the reader maps the file, and takes no memory for a length that a damaged one pretends
+    # The reader maps the file, and takes no memory for a length that a damaged one pretends.
+    with library_errors(f"{path}: truncated or damaged"):
         reader = gguf.GGUFReader(path)
         fields = {key: field.contents() for key, field in reader.fields.items()}
-    except Exception as e:  # numpy's and Python's errors are as various as the damage
-        raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for tensor in {t.tensor_type: t for t in tensors.values()}.values():
         try:
@@ -160,23 +152,26 @@ def _shortest_decimal(value: float) -> float:
 
 
 def _rope_scaling(path: Path, get: Callable, divisors) -> dict | None:
-    kind = get("rope.scaling.type") or "none"
+    # As llama.cpp: a factor without a type is a linear one, and files of 2023 have an older key.
+    factor = get("rope.scaling.factor") or get("rope.scale_linear")
+    kind = get("rope.scaling.type") or "linear"
+    if kind == "linear" and factor in (None, 1):
+        kind = "none"
     if kind not in ("none", "linear", "yarn") or (kind != "none" and divisors is not None):
         raise InputError(f"{path}: rope scaling of type {kind!r} is not supported")
-    if kind == "yarn":
-        keys = {
-            "factor": "factor", "original_max_position_embeddings": "original_context_length",
-            "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow",
-        }
-        values = {name: get(f"rope.scaling.{key}") for name, key in keys.items()}
-        scaling = {name: value for name, value in values.items() if value is not None}
-        if extra := get("rope.scaling.attn_factor"):  # llama.cpp multiplies the usual factor by it
-            scaling["attention_factor"] = extra * (0.1 * math.log(scaling["factor"]) + 1)
-        return {"rope_type": "yarn", **scaling}
     if divisors is not None:  # llama3 scaling is stored as one divisor per frequency
         numbers = _numbers(divisors.data, divisors).flatten().tolist()
         return {"rope_type": "divisors", "divisors": numbers}
-    return {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
+    if kind == "none":
+        return None
+    keys = {"original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
+    values = {name: get(f"rope.scaling.{key}") for name, key in keys.items()}
+    # llama.cpp multiplies the usual factor of yarn by these, and writes one of them.
+    extra = get("rope.scaling.attn_factor") or get("rope.scaling.yarn_attn_factor")
+    if kind == "yarn" and extra and factor:
+        values["attention_factor"] = extra * (0.1 * math.log(factor) + 1)
+    return {"rope_type": kind, "factor": factor, **values}
 
 
 def _numbers(data, tensor) -> Tensor:

@@ -5,6 +5,7 @@ import pickle
 import re
 import warnings
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,12 +13,13 @@ from torch import Tensor
 from typing_extensions import NotRequired, TypedDict
 
 from checkpoint.folder import CONFIG, Length, is_ours
-from checkpoint.source import END_TOKENS, WEIGHT_FILES, Entry, Source, shards, unique_ids
-from checkpoint.weights import Stored, listed, opened
-from common.errors import InputError, first_line, printable
+from checkpoint.source import WEIGHT_FILES, Entry, Source, shards, unique_ids
+from checkpoint.weights import listed, opened
+from common.cli import library_errors
+from common.errors import InputError, printable
 from common.files import check_file, read_json
-from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, text, whole
-from tokens.files import special_tokens_map, tokenizer_settings
+from common.schema import Flag, Ids, Layers, Many, Schema, Text, Whole, Width, number, whole
+from tokens.tokenizer import copy_files
 
 READABLE_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -61,13 +63,6 @@ NESTED = dict.fromkeys(
 )
 PUBLISHED = Schema(optional("Published", CONFIG_KEYS | NESTED))
 GENERATION = Schema(optional("Generation", {"eos_token_id": Token, "bos_token_id": Token}))
-class _Added(TypedDict):
-    id: whole(0, 2 ** 24)
-    content: text(2 ** 16)
-    special: NotRequired[Flag]
-TOKENIZER = Schema(optional("Tokenizer", {
-    "added_tokens": list[_Added], "model": optional("Model", {"vocab": dict[str, Whole] | list}),
-}))
 
 
 def open_folder(path: Path) -> Source:
@@ -80,43 +75,16 @@ def open_folder(path: Path) -> Source:
     if name is None:
         raise InputError(f"{path}: no weights (looked for {', '.join(WEIGHT_FILES)})")
     tensors = _sharded(path / name) if name.endswith(".json") else _one_file(path / name, {})
-    generation = _read_if_there(path / "generation_config.json", GENERATION)
+    file = path / "generation_config.json"
+    generation = GENERATION.require(read_json(file), file) if file.exists() else {}
     stop_ids = generation.get("eos_token_id", config.get("eos_token_id"))
     bos_id = config.get("bos_token_id", generation.get("bos_token_id"))
-    eos_token, special = _special_tokens(path)
-
-    def tokenizer(folder: Path) -> bool:
-        from tokens.tokenizer import copy_files
-
-        return copy_files(path, folder)
-
+    family = (config.get("architectures") or [MODEL_TYPES.get(config.get("model_type"))])[0]
     return Source(
-        path, _architecture(config), config, tensors,
-        stop_ids=unique_ids(stop_ids, *(special.get(token) for token in (eos_token, *END_TOKENS))),
-        bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None, tokenizer=tokenizer,
+        path, family, config, tensors,
+        stop_ids=unique_ids(stop_ids), bos_id=bos_id if isinstance(bos_id, int) and bos_id >= 0 else None,
+        tokenizer=partial(copy_files, path),
     )
-
-
-def _read_if_there(file: Path, schema: Schema) -> dict:
-    return schema.require(read_json(file), file) if file.exists() else {}
-
-
-def _architecture(config: dict) -> str | None:
-    return (config.get("architectures") or [MODEL_TYPES.get(config.get("model_type"))])[0]
-
-
-def _special_tokens(path: Path) -> tuple[str | None, dict[str, int]]:
-    """Return the tokenizer's own end token, and the ids of that token and of all special tokens."""
-    config = tokenizer_settings(path)
-    eos = special_tokens_map(config).get("eos_token")
-    decoder = config.get("added_tokens_decoder") or {}
-    added = [{"id": int(i), **token} for i, token in decoder.items()]
-    tokenizer = _read_if_there(path / "tokenizer.json", TOKENIZER)
-    added += tokenizer.get("added_tokens") or []
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    if isinstance(vocab, dict) and eos in vocab:
-        added.append({"content": eos, "id": vocab[eos]})
-    return eos, {t["content"]: t["id"] for t in added if t.get("special") or t["content"] == eos}
 
 
 def _sharded(index: Path) -> dict[str, Entry]:
@@ -147,10 +115,8 @@ def _safetensors(path: Path) -> dict[str, Entry]:
         with opened(path, AGAIN) as file:
             return file.get_tensor(name)
 
-    def entry(name: str, stored: Stored) -> Entry:
-        return Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), lambda: read(name))
-
-    return {name: entry(name, stored) for name, stored in listed(path, AGAIN).items()}
+    return {name: Entry.of(stored.shape, READABLE_DTYPES.get(stored.dtype), partial(read, name))
+            for name, stored in listed(path, AGAIN).items()}
 
 
 def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
@@ -161,31 +127,24 @@ def _pickle(path: Path, last: dict[Path, dict]) -> dict[str, Entry]:
             last[path] = _load_pickle(path)
         return last[path]
 
-    def entry(name: str, tensor: Tensor) -> Entry:
-        dtype = tensor.dtype if tensor.dtype in READABLE_DTYPES.values() else None
-        return Entry.of(tensor.shape, dtype, lambda: load()[name])
-
-    return {name: entry(name, tensor) for name, tensor in load().items()}
+    known = READABLE_DTYPES.values()
+    return {name: Entry.of(tensor.shape, tensor.dtype if tensor.dtype in known else None,
+                           lambda name=name: load()[name]) for name, tensor in load().items()}
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
     size = check_file(path)
-    try:
+    with library_errors(f"{path}: truncated or damaged"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with the file is reported once, here
         _refuse_packed(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is wrong with the file is reported once, below
+        try:
             # Files from before torch 1.6 are no zip archives and cannot be mapped: they are read into memory.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except pickle.UnpicklingError as e:
-        unsupported = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # the class or function named
-        reason = "not a pickle of tensors"
-        if unsupported:
-            reason = printable(unsupported[0].partition(". ")[0].rstrip("."))
-        raise InputError(f"{path}: unsafe pickle or damaged file, not loaded ({reason})") from None
-    except InputError:
-        raise
-    except Exception as e:  # whatever a damaged file makes of pickle, zip and torch
-        raise InputError(f"{path}: truncated or damaged ({first_line(e)})") from None
+        except pickle.UnpicklingError as e:
+            why = re.search(r"unsupported [^\n]*", str(e), re.IGNORECASE)  # it names a class or a function
+            reason = why[0].partition(". ")[0].rstrip(".") if why else "not a pickle of tensors"
+            raise InputError(
+                f"{path}: unsafe pickle or damaged file, not loaded ({printable(reason)})") from None
     dense = isinstance(state, dict) and all(
         isinstance(n, str) and isinstance(t, Tensor) and t.layout == torch.strided for n, t in state.items()
     )

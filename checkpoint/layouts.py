@@ -5,6 +5,7 @@ A layout is a table of names that is read in both directions. `checkpoint.heads`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from checkpoint.families import ATTENTION, DENSE, KEYS, NameTable, parts_of
 from checkpoint.source import Entry, Source
 from common.errors import InputError
+from model import ModelArgs
 from networks.head import Head
 from networks.markov import MarkovArgs
 
@@ -40,13 +42,12 @@ class ReadHead:
     """A head as read from its source.
 
     config: the config.json that it becomes. names: the table of its tensors. tensors: the source's, under the
-    names of that table. draft_ids: the target id of each draft id, if no `d2t` or `t2d` gives them.
+    names of that table, and `d2t`, `t2d` or `token_map`.
     """
 
     config: dict
     names: NameTable
     tensors: dict[str, Entry]
-    draft_ids: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,15 @@ def flat_config(config: dict) -> dict:
 def first_of(config: dict, *keys: str):
     """Return the first value in a config under these keys that is not null."""
     return next((config[key] for key in keys if config.get(key) is not None), None)
+
+
+def refuse_last(path: Path, said: str, inputs: list[int], target: ModelArgs) -> None:
+    """Raise InputError if one of these layers' inputs is the last layer's output. said: in the config."""
+    if max(inputs) >= target.num_layers:
+        raise InputError(
+            f"{path}: config: {said}: the output of the target's last layer is normed where this head was"
+            " trained, and not here; it is not supported"
+        )
 
 
 def read_layer_flags(tensors: dict[str, Entry]) -> dict:

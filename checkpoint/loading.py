@@ -10,7 +10,7 @@ import torch
 from checkpoint.folder import ADVICE, CONFIG, HEADS, WEIGHTS, check_config, read_config
 from checkpoint.weights import Stored, bytes_of, check_shapes, listed, opened
 from common.errors import InputError
-from common.schema import Wrong
+from common.schema import named
 from kernels.quantized import Scheme, replace_all
 from kernels.tp import Ranks, Share, deal
 from model import Linear, ModelArgs, Transformer, blank, inverse_frequencies
@@ -114,10 +114,8 @@ def described(folder: Path, config: dict, stored: dict[str, Stored]) -> Transfor
 
     Raises InputError if the weights are not those of the config.
     """
-    try:
+    with named(folder / CONFIG, ADVICE):
         module = build_module(config)
-    except Wrong as e:
-        raise InputError(f"{folder / CONFIG}: {e}; {ADVICE}") from None
     check_shapes({name: s.shape for name, s in stored.items()}, state_shapes(module), str(folder / WEIGHTS))
     return module
 

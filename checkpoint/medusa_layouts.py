@@ -96,11 +96,10 @@ def target_inside(source: Source) -> Source | None:
 
 def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> ReadHead:
     """Read Medusa or Hydra heads. Raises InputError if tensors are missing or make no sense."""
-    path, kind, tensors = source.path, medusa_kind(source), dict(source.tensors)
+    kind, tensors = medusa_kind(source), dict(source.tensors)
     if any(name.startswith(MEDUSA2) for name in tensors):  # the other tensors are the target
         tensors = {n.removeprefix(MEDUSA2): t for n, t in tensors.items() if n.startswith(MEDUSA2)}
     tensors = {name: entry for name, entry in tensors.items() if name not in TARGETS_TABLE}
-    token_map = tensors.pop("token_map", None)
     guesses, form = _form(source, kind, tensors)
     if form.block.startswith("blocks."):  # vLLM's copies have biases only if medusa_fc_bias says so
         for name in [n for n in tensors if n.startswith("blocks.") and n.endswith(".weight")]:
@@ -120,12 +119,7 @@ def read_medusa(source: Source, target: ModelArgs, answers: Answers) -> ReadHead
     config |= _lm_heads(form, config, tensors) | _prefix_layer(config, tensors)
     names, copies = table(form, config)
     tensors = {name: entry for name, entry in tensors.items() if name not in copies}
-    if token_map is None:
-        return ReadHead(config, names, tensors)
-    ids = token_map.read().long()
-    if len(ids.unique()) != len(ids) or ids.min() < 0 or ids.max() >= target.vocab_size:
-        raise InputError(f"{path}: token_map holds ids twice, or outside the target's vocabulary")
-    return ReadHead(config, names, tensors, ids)
+    return ReadHead(config, names, tensors)
 
 
 def _form(source: Source, kind: str, tensors: dict[str, Entry]) -> tuple[int, Form]:

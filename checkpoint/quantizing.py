@@ -24,7 +24,7 @@ from checkpoint.source import Entry
 from checkpoint.weights import count_nonfinite, listed, opened
 from checkpoint.writer import WRITTEN_DTYPES, Planned, fill, judge_nonfinite
 from common.errors import InputError, printable
-from common.schema import Wrong
+from common.schema import named
 from kernels.quantized import QuantizedLinear, QuantizedStack, Scheme, dequantize, scales, to_stored
 from tokens.tokenizer import Tokenizer
 
@@ -55,10 +55,8 @@ def quantized_module(config: dict, source: Path, scheme: Scheme) -> tuple[dict, 
     config = {**config, "quantization": asdict(scheme)}
     if config["kind"] == "target" and config.get("tie_embeddings") and scheme.lm_head:
         config["tie_embeddings"] = False  # the lm_head becomes a quantised matrix beside the embedding
-    try:
+    with named(source / CONFIG, "choose another --group"):
         return config, build_module(config)
-    except Wrong as e:
-        raise InputError(f"{source / CONFIG}: {e}; choose another --group") from None
 
 
 class LayerError(NamedTuple):

@@ -16,20 +16,18 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from checkpoint.folder import CONFIG, is_gguf
-from common.errors import InputError, first_line
+from common.cli import library_errors
+from common.errors import InputError, did_you_mean
 from common.files import read_json
 from common.schema import Schema, in_words, text
 from tokens.files import TOKENIZER_FILES
-
-# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
-# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
-END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
 
 # Weights of a Hugging Face folder, best first: safetensors before pickles, one file before shards.
 WEIGHT_FILES = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )
 INDEX = Schema(TypedDict("Index", {"weight_map": dict[str, text(255)]}))
+MOST_LISTED = 12  # names of a folder in a message
 SMALL_FILES = (CONFIG, "generation_config.json", *TOKENIZER_FILES)
 
 
@@ -47,11 +45,7 @@ class Entry:
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: torch.dtype | None, read: Callable[[], Tensor]) -> Entry:
         """A tensor that is read in one block, by calling `read`."""
-
-        def blocks() -> Iterator[Tensor]:
-            yield read()
-
-        return cls(tuple(shape), dtype, blocks)
+        return cls(tuple(shape), dtype, lambda: iter([read()]))
 
     def read(self) -> Tensor:
         """The complete tensor."""
@@ -66,7 +60,7 @@ class Source:
     family: str | None  # an `architectures` entry, or "gguf:ARCH"
     config: dict  # with the keys of Hugging Face's config.json, whatever the container
     tensors: dict[str, Entry]
-    stop_ids: list[int]
+    stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
     tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
 
@@ -89,19 +83,26 @@ def resolve_source(checkpoint: str | Path) -> Path:
         return path
     if path.exists():
         raise InputError(f"{path}: not a folder (nor a .gguf file)")
-    name = str(checkpoint)
+    name, place = str(checkpoint), path.parent
+    known = sorted(map(str, [*Path("checkpoints").glob("*"), *place.glob("*")]))
+    guess = did_you_mean(name, known)
+    missing = f"{path}: no such file or folder{guess}"
     if is_gguf(path) or name.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise InputError(
-            f"{path}: no such file or folder; name a converted folder, a Hugging Face folder, a .gguf file or"
-            " a hub id (org/name)"
+            f"{missing}; name a converted folder, a Hugging Face folder, a .gguf file or a hub id (org/name)"
         )
-    return _download(name)
+    if place.is_dir():  # a mistyped path is no hub id
+        found = ", ".join(sorted(p.name for p in place.iterdir())[:MOST_LISTED]) or "nothing"
+        raise InputError(
+            f"{missing}; not looked up on the hub, as {place} is a folder here, which holds {found}"
+        )
+    return _download(name, guess)
 
 
-def _download(repo: str) -> Path:
+def _download(repo: str, guess: str) -> Path:
     """Download the files that we need of a hub repository into the hub's cache -> the local folder.
 
-    An interrupted download is resumed. Raises InputError.
+    An interrupted download is resumed. Raises InputError, which has the guess of a local name.
     """
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -109,32 +110,31 @@ def _download(repo: str) -> Path:
     def fetch(*names: str) -> Path:
         return Path(hub.snapshot_download(repo, allow_patterns=list(names)))
 
-    try:
-        try:  # one request with a time limit: listing the files page by page retries for half a minute
-            files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
-        except (errors.RepositoryNotFoundError, errors.HFValidationError):
-            raise
-        except Exception:
-            with contextlib.suppress(Exception):  # an earlier download may have left all that is needed
-                return Path(hub.snapshot_download(repo, local_files_only=True))
-            raise
-        weights = next((name for name in WEIGHT_FILES if name in files), None)
-        if weights is None or CONFIG not in files:
-            lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
-            raise InputError(f"{repo}: the hub repository has no {lacks}")
-        small = [name for name in SMALL_FILES if name in files]
-        folder = fetch(*small, weights)
-        if not weights.endswith(".json"):
-            return folder
-        return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
-    except InputError:
-        raise
-    except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
-        raise InputError(f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
-    except errors.RepositoryNotFoundError:
-        raise InputError(f"{repo}: no such folder, and no such public repository on the hub") from None
-    except Exception as e:  # the hub client raises its own, its HTTP library's and the system's errors
-        raise InputError(f"{repo}: no such folder, and the hub did not send it ({first_line(e)})") from None
+    with library_errors(f"{repo}: no such folder{guess}, and the hub did not send it"):
+        try:
+            try:  # one request with a time limit: listing the files page by page retries for half a minute
+                files = [file.rfilename for file in hub.HfApi().model_info(repo, timeout=20).siblings or ()]
+            except (errors.RepositoryNotFoundError, errors.HFValidationError):
+                raise
+            except Exception:  # whatever it is, an earlier download may have left all that is needed
+                with contextlib.suppress(Exception):
+                    return Path(hub.snapshot_download(repo, local_files_only=True))
+                raise
+            weights = next((name for name in WEIGHT_FILES if name in files), None)
+            if weights is None or CONFIG not in files:
+                lacks = CONFIG if weights else "weights we read (" + ", ".join(WEIGHT_FILES) + ")"
+                raise InputError(f"{repo}: the hub repository has no {lacks}")
+            small = [name for name in SMALL_FILES if name in files]
+            folder = fetch(*small, weights)
+            if not weights.endswith(".json"):
+                return folder
+            return fetch(*small, weights, *dict.fromkeys(shards(folder / weights).values()))
+        except errors.GatedRepoError:  # a kind of RepositoryNotFoundError, hence first
+            raise InputError(
+                f"{repo}: gated; accept its licence on the hub, then run `hf auth login`") from None
+        except errors.RepositoryNotFoundError:
+            raise InputError(
+                f"{repo}: no such folder{guess}, and no such public repository on the hub") from None
 
 
 def shards(index: Path) -> dict[str, str]:

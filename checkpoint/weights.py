@@ -12,10 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from common.errors import InputError, first_line, printable
-from common.files import check_file
+from common.files import check_readable
 
 Shapes = dict[str, tuple[int, ...]]
-MOST_HEADER = 32 << 20  # bytes; a header of a hundred thousand tensors is a third of it
 
 
 class Stored(NamedTuple):
@@ -29,29 +28,14 @@ class Stored(NamedTuple):
 def opened(path: Path, advice: str, device: torch.device | str = "cpu") -> Iterator:
     """Open a file for the time of a context. Raises InputError, which ends in the advice, if that fails."""
     try:
-        _check_header(path)
-        file = safe_open(path, framework="pt", device=str(device)).__enter__()
+        check_readable("", path)
     except InputError as e:
         raise InputError(f"{e}; {advice}") from None
-    except OSError as e:
-        raise InputError(f"{path}: cannot be read ({e.strerror or first_line(e)})") from None
-    except SafetensorError as e:
-        raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
     try:
-        yield file
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            yield file
     except SafetensorError as e:
         raise InputError(f"{path}: damaged ({first_line(e)}); {advice}") from None
-    finally:
-        file.__exit__(None, None, None)
-
-
-def _check_header(path: Path) -> None:
-    """Raise InputError unless this is a file whose header is of a sensible size."""
-    check_file(path)
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > MOST_HEADER:
-        raise InputError(f"{path}: damaged: a header of {size:,} bytes; expected at most {MOST_HEADER:,}")
 
 
 def listed(path: Path, advice: str) -> dict[str, Stored]:
@@ -69,7 +53,7 @@ def bytes_of(name: str, stored: Stored, dtype: torch.dtype | None) -> int:
 
 
 def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
-    """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
+    """Compare tensor names and shapes both ways. Raises InputError named the first difference."""
     for name, shape in expected.items():
         if name not in shapes:
             raise InputError(f"{where}: tensor {name} {list(shape)} is missing")

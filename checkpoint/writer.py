@@ -26,7 +26,7 @@ from checkpoint.weights import count_nonfinite
 from common.dtypes import DTYPES
 from common.errors import InputError
 from common.files import exchange, held, left_behind, sync
-from common.schema import Wrong
+from common.schema import named
 
 WRITTEN_DTYPES = {  # with safetensors' names for them
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64",
@@ -103,10 +103,8 @@ def fill(
     OSError, and InputError on a config that is not right, and on numbers that are not finite unless they are
     allowed.
     """
-    try:
+    with named(where):
         check_config(config)
-    except Wrong as e:
-        raise InputError(f"{where}: {e}") from None
     folder.mkdir(exist_ok=True)
     hidden, total = quiet or not sys.stderr.isatty(), sum(t.nbytes for t in plan)
     with tqdm(total=total, unit="B", unit_scale=True, desc=title or folder.name, disable=hidden) as progress:

@@ -8,11 +8,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from common import VERSION
 from common.dtypes import KV_DTYPES, short_dtype
-from common.errors import InputError, escaped, is_panic, not_utf8
+from common.errors import InputError, did_you_mean, escaped, is_panic, not_utf8
 from common.torchrun import several
 
 MOST_THREADS = 1024
@@ -41,6 +42,17 @@ def on_one_line(text: str) -> str:
     if len(line) > MOST_SHOWN:
         line = f"{line[: MOST_SHOWN * 2 // 3]} ... {line[-MOST_SHOWN // 3 :]}"
     return escaped(line)
+
+
+@contextlib.contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
+    try:
+        yield
+    except BaseException as e:  # a panic is no Exception
+        if isinstance(e, InputError) or not (isinstance(e, Exception) or is_panic(e)):
+            raise
+        raise InputError(f"{what} ({one_line(e)})") from None
 
 
 def no_memory(error: BaseException) -> bool:
@@ -110,6 +122,7 @@ class Options(argparse.ArgumentParser):
     def __init__(self, description: str | None = None, **more):
         how = argparse.RawDescriptionHelpFormatter
         super().__init__(description=description, formatter_class=how, **more)
+        self.add_argument("--version", action="version", version=f"%(prog)s {VERSION}")
         self._rules: list[tuple[Callable, Callable[[argparse.Namespace], str]]] = []
 
     def refuse(
@@ -155,7 +168,12 @@ class Options(argparse.ArgumentParser):
         for word in words:
             if not_utf8(word):
                 self.error(f"argument {word}: is no UTF-8")
-        o = super().parse_args(words, namespace)
+        o, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            guess = did_you_mean(unknown[0].partition("=")[0], flags)
+            guess = guess if unknown[0].startswith("-") else " (quote texts with spaces)"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
         for action in self._actions:
             value = getattr(o, action.dest, None)
             empty = value == "" or (isinstance(value, list) and "" in value)
@@ -239,7 +257,7 @@ class Options(argparse.ArgumentParser):
         """Add the options of `sampling.options.Sampling`. Returns their group."""
         group = self.add_argument_group("sampling")
         add = group.add_argument
-        add("--max-new-tokens", type=int, default=256)
+        add("-n", "--max-new-tokens", type=int, default=256, help="the output ends there (default 256)")
         add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
         add("--top-p", type=float, default=1.0)
         add("--top-k", type=int, default=0, help="0 is off (default)")

@@ -1,9 +1,18 @@
 """The error that a user sees, and texts of others in its message."""
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class InputError(Exception):
     """A file, a flag or a request cannot be used. The message is one line: what, where, what to do."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean NAME?)" with the nearest known name, nothing if none is near."""
+    near = difflib.get_close_matches(word, [*known], 1)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def is_panic(error: BaseException) -> bool:

@@ -5,14 +5,17 @@ belong to others.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import reprlib
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field, Strict, TypeAdapter, ValidationError
 
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 
 ABSENT = object()
 SHORT = reprlib.Repr()
@@ -50,10 +53,12 @@ Layers = whole(1, 10_000)
 EXPECTED = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "string": "a text",
     "list": "a list", "tuple": "a list", "dict": "an object", "dataclass": "an object",
+    "path": "a path", "callable": "a function",
     "none_required": "null",
     "greater_than_equal": "at least {ge:,}", "less_than_equal": "at most {le:,}",
     "greater_than": "above {gt:,g}",
     "too_short": "at least {min_length} in it", "too_long": "at most {max_length:,} in it",
+    "string_too_short": "at least {min_length} character",
     "string_too_long": "at most {max_length:,} characters", "finite_number": "a finite number",
 }
 
@@ -65,6 +70,15 @@ class Wrong(ValueError):
         self.key, self.found, self.expected = key, found, expected
         what = "is missing" if found is ABSENT else f"is {in_words(found)}"
         super().__init__(f"{key} {what}; expected {expected}")
+
+
+@contextlib.contextmanager
+def named(where: str | Path, advice: str = "") -> Iterator[None]:
+    """Turn Wrong in this context into an InputError that names the file and ends in the advice."""
+    try:
+        yield
+    except Wrong as e:
+        raise InputError(f"{where}: {e}{advice and '; ' + advice}") from None
 
 
 def in_words(value: Any) -> str:
@@ -89,14 +103,22 @@ class Schema:
 
     def require(self, value: Any, where: str | Path, advice: str = "") -> Any:
         """Return the value. Raise InputError, which names the file and ends in the advice, if it is wrong."""
-        try:
+        with named(where, advice):
             self.check(value)
-        except Wrong as e:
-            raise InputError(f"{where}: {e}{advice and '; ' + advice}") from None
         return value
 
 
 schema_of = functools.cache(Schema)
+
+
+def with_options(kind: type, options: dict) -> Any:
+    """Return an object of a dataclass from named options. Raises TypeError, a sentence, on another name."""
+    known = [field.name for field in fields(kind)]
+    for name in options:
+        if name not in known:
+            guess = did_you_mean(name, known)
+            raise TypeError(f"{name}: no such option{guess}; choose from {', '.join(known)}")
+    return kind(**options)
 
 
 def _wrong(error: ValidationError, value: Any, key: str) -> Wrong:

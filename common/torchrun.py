@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -16,7 +15,6 @@ from common.errors import InputError
 
 PATIENCE = timedelta(seconds=5)  # for the store that torchrun keeps
 PR_SET_PDEATHSIG = 1  # prctl(2)
-QUIET = 15.0  # seconds: torchrun's processes find each other sooner
 
 
 def several() -> bool:
@@ -43,40 +41,17 @@ def command_in_words(o: argparse.Namespace, *read: object) -> str:
 
 
 def check_group() -> None:
-    """Raise InputError if the environment numbers this process as torchrun never would.
+    """Raise InputError unless the environment numbers this process as torchrun does.
 
-    torch would wait for a process that does not exist, or print a dump of its own.
+    torch would wait for a process that does not exist.
     """
-    last = (_number("WORLD_SIZE") or 1) - 1
-    for name, low, high in (("WORLD_SIZE", 1, 2**20), ("RANK", 0, last), ("MASTER_PORT", 1, 65535)):
-        number = _number(name)
-        if name in os.environ and (number is None or not low <= number <= high):
-            raise InputError(
-                f"{name}={os.environ[name][:40]!r} in the environment: must be {low} to {high}; torchrun sets"
-                " it"
-            )
-
-
-@contextlib.contextmanager
-def waiting_for_others(patience: timedelta) -> Iterator[None]:
-    """Print, after some seconds in this context, that this process waits for the others of its group.
-
-    A process started by hand with another port or size would wait in silence. patience: torch's timeout.
-    """
-    env = os.environ
-    line = (
-        f"rank {env.get('RANK')} of {env.get('WORLD_SIZE')} waits for the others at {env.get('MASTER_ADDR')}:"
-        f"{env.get('MASTER_PORT')}, {patience.seconds // 60} minutes at most; all need the same WORLD_SIZE,"
-        " MASTER_ADDR and MASTER_PORT"
-    )
-    # Not to sys.stderr, which is muted in all but the first.
-    timer = threading.Timer(QUIET, lambda: print(line, file=sys.__stderr__, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+    found = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "MASTER_ADDR")}
+    size, rank, port, address = found.values()
+    numbered = all(map(str.isdecimal, (size, rank, port))) and int(rank) < int(size)
+    if not (numbered and address):
+        words = " ".join(f"{name}={value[:40]}" for name, value in found.items())
+        raise InputError(f"{words} in the environment: these describe no process of a group; start several"
+                         " with torchrun, or unset WORLD_SIZE")
 
 
 def end_with_torchrun() -> None:
@@ -86,12 +61,6 @@ def end_with_torchrun() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def _number(name: str) -> int | None:
-    """Return a whole number of the environment, if it is one."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 @contextlib.contextmanager

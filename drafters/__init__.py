@@ -9,12 +9,12 @@ import argparse
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from common.cli import Options
-from common.errors import InputError
+from common.errors import InputError, did_you_mean
 from common.files import parse_json, read_text
 from common.tree_shapes import PAPER_TREE, PathTree, TreeShape
 from sampling.options import RULES
@@ -23,6 +23,7 @@ MOST = 1024  # of a method's own number: nodes, columns, n-grams
 MOST_NODES = 1024  # of any tree: masks and caches grow with it
 MOST_TREE = 1 << 20  # bytes of a tree's file
 TARGET = "target"  # what a draft model is, as a checkpoint
+AUTO = "auto"  # the method that stands for another, see `Drafting.at`
 TreeSpec = TreeShape | PathTree | str | None  # numbers, paths, "auto" or "paper", nothing
 
 
@@ -70,17 +71,20 @@ METHODS: dict[str, Method | None] = {
         "datastore": Flag(None, "folder that python -m drafters.rest build made"),
         "draft-tokens": Flag(64, "nodes of the tree", 2),
     }),
+    AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
 }
+# Of several heads of a target, the first one here is taken.
+BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "eagle2", "hydra", "medusa"
 
 
 def methods_of(name: str) -> dict[str, Method]:
     """Return the methods that a value of --speculate joins: none, one, or two with a plus. Raises InputError.
     """
     parts = name.split("+")
-    if not METHODS.keys() >= {*parts}:
-        raise InputError(f"--speculate {name}: unknown; choose from {', '.join(METHODS)}, or two of them,"
-                         " such as lookup+eagle3")
-    if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or "none" in parts)):
+    if unknown := [part for part in parts if part not in METHODS]:
+        raise InputError(f"--speculate {name}: unknown{did_you_mean(unknown[0], METHODS)}; choose from"
+                         f" {', '.join(METHODS)}, or two of them, such as lookup+eagle3")
+    if len(parts) > 2 or (len(parts) == 2 and (parts[0] == parts[1] or {"none", AUTO} & {*parts})):
         raise InputError(f"--speculate {name}: two different methods that draft can be joined, such as"
                          " lookup+eagle3")
     return {part: METHODS[part] for part in parts if METHODS[part]}
@@ -246,6 +250,7 @@ class Drafting:
     # Prompts as ids to measure --tree auto on, where there is no tokenizer.
     tune_on: tuple[list[int], ...] = ()
     window: int = 0  # the last tokens of a text that a head attends to; 0: all. See `drafters.kept`
+    chosen: bool = False  # stands for "auto": what cannot be built is left out
 
     def __post_init__(self):
         methods, name = methods_of(self.method), self.method
@@ -277,6 +282,42 @@ class Drafting:
             o.speculate, o.draft, o.tree, getattr(o, "accept", "equal"), o.coupled, o.draft_int8,
             read_flags(o, [o.speculate])[o.speculate], window=o.draft_window, **more,
         )
+
+    def at(self, checkpoint: Path, say: Callable[[str], None]) -> Drafting:
+        """Return what this means for the target in a folder: "auto" stands for a head there, or the one that
+        --draft names, joined with prompt lookup; without one for prompt lookup.
+
+        say: is told what was chosen. Raises InputError as `folders` does, not for "auto".
+        """
+        if self.method != AUTO:
+            self.folders(checkpoint)
+            return self
+        for name in BEST_FIRST:
+            folder = Path(self.draft or checkpoint / METHODS[name].draft)
+            if (folder / "config.json").is_file():
+                found = replace(self, method=f"lookup+{name}", chosen=True)
+                try:
+                    found.folders(checkpoint)
+                except InputError as e:
+                    if not self.draft:  # else it is of another kind
+                        say(f"--speculate auto: {e}")
+                    continue
+                say(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
+                return found
+        where = f"{self.draft} holds no head" if self.draft else f"no head in {checkpoint}"
+        say(f"--speculate auto: {where}; the text drafts where it repeats itself (prompt lookup)")
+        return replace(self, method="lookup", draft=None, tree=None, window=0, chosen=True)
+
+    @property
+    def names_model(self) -> bool:
+        """True if `draft` is a draft model, not a head: it has no default."""
+        return TARGET in {method.draft for method in methods_of(self.method).values()}
+
+    def unused(self, checkpoint: Path) -> str:
+        """Return a line about the heads in a target's folder, empty if there are none or something drafts."""
+        heads = (name for name in BEST_FIRST if (checkpoint / METHODS[name].draft / "config.json").is_file())
+        names = "" if methods_of(self.method) else " or ".join(heads)
+        return f"{checkpoint}: has a head that is not used; --speculate {names} uses it" if names else ""
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:
         """Return the folder that each method drafts with, None for those without one.

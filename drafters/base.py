@@ -15,7 +15,7 @@ from checkpoint.loading import load_head
 from model import KVCaches, ModelArgs, Transformer
 from networks.head import Head
 from tokens.tokenizer import Tokenizer
-from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape, chain
+from tree import PAPER_TREE, Level, PathTree, Tree, TreeShape
 
 
 @dataclass(frozen=True)
@@ -208,23 +208,16 @@ class Drafter(nn.Module):
             some.caches = self.caches.rows(first, count)
         return some
 
-    def take(self, place: int, slots: int) -> list[Tensor]:
-        """Return copies of all that it keeps of a sequence, in the first `slots` cache slots."""
-        own = [self._buffers[name][place].clone() for name in self.per_sequence]
-        return own if self.caches is None else own + self.caches.take(place, slots)
-
-    def put(self, place: int, taken: list[Tensor]) -> None:
-        """Write what `take` returned over another sequence."""
-        for name, kept in zip(self.per_sequence, taken):
-            self._buffers[name][place] = kept
-        if self.caches is not None:
-            self.caches.put(place, taken[len(self.per_sequence) :])
+    def sequence(self, place: int, slots: int) -> list[Tensor]:
+        """Return views of all that it keeps of a sequence, in the first `slots` cache slots."""
+        own = [self._buffers[name][place] for name in self.per_sequence]
+        return own if self.caches is None else own + self.caches.sequence(place, slots)
 
     def begin(self, place: int, prompt: list[int]) -> None:
         """A new text is started in this place of the batch: forget the last one. Not part of the step."""
 
-    def has_guess(self, state, slots: Tensor) -> Tensor:
-        """Return whether there is anything to propose [] bool.
+    def has_guess(self, state, slots: Tensor) -> bool:
+        """Return whether there is anything worth proposing.
 
         Called if the drafter `may_pass`, where that is cheap (on a CPU). Without a guess the step is plain.
         """
@@ -244,4 +237,4 @@ class Drafter(nn.Module):
         noise [B, W, V] is temperature * Gumbel noise for positions length+1 ... length+W, or None when
         greedy.
         """
-        return Proposal(chain(state.root()[:, None]))
+        return Proposal(state.bare_tree())

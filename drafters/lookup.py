@@ -9,6 +9,8 @@ to nothing, and looking would cost a synchronisation.
 """
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ LONGEST = 4  # tokens of context that are compared, the root included
 FIRST = (0.05, 0.15, 0.34, 0.43, 0.74)
 FURTHER = (0.50, 0.60, 0.70, 0.74, 0.90)
 SAMPLED = 1.8  # factor of the logarithms of these shares at temperature 1
+WORTH = math.log(0.2)  # of the first token of a guess that is worth the rows of its tree on a CPU
 
 
 class Lookup(Drafter):
@@ -60,10 +63,14 @@ class Lookup(Drafter):
             matched = matched + equal
         return matched
 
-    def has_guess(self, state, slots: Tensor) -> Tensor:
-        """Return whether any sequence that still moves has a match []."""
+    def has_guess(self, state, slots: Tensor) -> bool:
+        """Return whether any sequence that still moves has a match that is worth a tree."""
         _, likely = state.backend.follow(self, state, slots)
-        return ((likely[:, 1] > float("-inf")) & ~state.done).any()
+        of_texts = zip(likely[:, 1].tolist(), state.temperature.tolist(), state.done.tolist())
+        return any(
+            first * (1 + (SAMPLED - 1) * min(temperature, 1)) > WORTH and not done
+            for first, temperature, done in of_texts
+        )
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         return Proposal(self.static.of(*state.backend.follow(self, state, slots)))

@@ -113,21 +113,15 @@ class Mixed(Drafter):
         some._modules["parts"] = nn.ModuleList(part.rows(first, count) for part in self.parts)
         return some
 
-    def take(self, place: int, slots: int) -> list[Tensor]:
-        return [tensor for part in self.parts for tensor in part.take(place, slots)]
-
-    def put(self, place: int, taken: list[Tensor]) -> None:
-        for part in self.parts:
-            count = len(part.take(place, 0))
-            part.put(place, taken[:count])
-            taken = taken[count:]
+    def sequence(self, place: int, slots: int) -> list[Tensor]:
+        return [tensor for part in self.parts for tensor in part.sequence(place, slots)]
 
     def begin(self, place: int, prompt: list[int]) -> None:
         for part in self.parts:
             part.begin(place, prompt)
 
-    def has_guess(self, state, slots: Tensor) -> Tensor:
-        return torch.stack([part.has_guess(state, slots) for part in self.parts]).any()
+    def has_guess(self, state, slots: Tensor) -> bool:
+        return any(part.has_guess(state, slots) for part in self.parts)
 
     def _own(self, part: Drafter, features: Tensor) -> Tensor:
         """Select the features of a drafter's layers from those of all [..., F]."""

@@ -57,9 +57,7 @@ class NetworkDrafter(Drafter):
         self.coupled, self.passes, self.kept = coupled, shape.window - 1, EveryToken()
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
-        last = self.catch_up(state, slots)
-        grown = self.grow(last, state, slots, self.draft_noise(noise), self.shape)
-        return Proposal(state.backend.prune(grown, state.root()))
+        return Proposal(state.backend.draft(self, state, slots, noise))
 
     def grow(
         self, last: Tensor, state, slots: Tensor, noise: Tensor | None, shape: TreeShape,

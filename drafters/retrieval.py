@@ -98,7 +98,7 @@ class Rest(Drafter):
         # Two bounds [B, S, 2] are searched for: the first suffix not below the context, the first above it.
         low = torch.zeros(length.shape[0], len(sizes), 2, dtype=torch.int64, device=device)
         high = torch.full_like(low, last + 1)
-        equal_is_below = torch.tensor([[False], [True]], device=device)
+        equal_is_below = torch.arange(2, device=device)[:, None] > 0
         steps = torch.arange(1, PIVOTS + 1, device=device)
         for _ in range(self.rounds):
             pivots = low[..., None] + (high - low)[..., None] * steps // (PIVOTS + 1)  # [B, S, 2, P]
@@ -117,9 +117,9 @@ class Rest(Drafter):
         fits = sizes <= length[:, None] + 1
         return torch.where(fits, low[..., 0], 0), torch.where(fits, low[..., 1], 0)
 
-    def has_guess(self, state, slots: Tensor) -> Tensor:
+    def has_guess(self, state, slots: Tensor) -> bool:
         begin, end = self.search(state)
-        return ((end > begin) & ~state.done[:, None]).any()
+        return bool(((end > begin) & ~state.done[:, None]).any())
 
     def propose(self, state, slots: Tensor, noise: Tensor | None) -> Proposal:
         root, T, D = state.root()[:, None], self.shape.nodes, self.depth

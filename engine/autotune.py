@@ -420,7 +420,7 @@ class Tuner:
         self._usual = usual
 
     def explain(self, count: int, noisy: bool) -> str:
-        """Say in words which trees were chosen and what was measured for the first of them."""
+        """Return a line about the trees that were chosen, and the time of a step with the first of them."""
         seconds, _ = self.times.of(count, noisy, (None, *self.shapes), SHORT)
         trees = self.trees(count, noisy)
         if len(seconds) < 2:
@@ -428,6 +428,6 @@ class Tuner:
         best = max((s for s in seconds if s), key=lambda s: self.tau(s, float(noisy), SHORT) / seconds[s])
         shape = trees[0] if trees else best
         names = " or ".join(tree.name for tree in trees)
-        ratio, tau = seconds[shape] / seconds[None], self.tau(shape, float(noisy), SHORT)
-        what = f"a step with {shape.name} takes {ratio:.2f} x a plain one here and gives {tau:.2f} tokens"
+        ratio = seconds[shape] / seconds[None]
+        what = f"just timed: a step with {shape.name} takes {ratio:.2f} x a plain one"
         return f"tree {names} ({what})" if trees else f"plain decoding ({what})"

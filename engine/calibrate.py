@@ -73,11 +73,8 @@ class Recorder(Drafter):
         some._modules["drafter"] = self.drafter.rows(first, count)
         return some
 
-    def take(self, place: int, slots: int) -> list[Tensor]:
-        return self.drafter.take(place, slots)
-
-    def put(self, place: int, taken: list[Tensor]) -> None:
-        self.drafter.put(place, taken)
+    def sequence(self, place: int, slots: int) -> list[Tensor]:
+        return self.drafter.sequence(place, slots)
 
     def read(self, state, features: Tensor, positions: Tensor, visible: Tensor) -> None:
         self.drafter.read(state, features, positions, visible)

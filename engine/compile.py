@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import json
 import os
@@ -79,9 +80,19 @@ class CompiledFunction:
         if key in self.variants:
             return self.variants[key](args)
         places = saved_places(self.function, args)
-        if graph := next(filter(None, map(SavedGraph.find, places)), None):
-            self.variants[key] = graph
-            return graph(args)
+        for place in places:
+            if graph := SavedGraph.find(place):
+                try:
+                    result = graph(args)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as e:  # made on a machine that seemed the same
+                    self.say(f"a saved graph of the {self.what} fails ({first_line(e)}) and is made again")
+                    with contextlib.suppress(OSError):
+                        place.unlink()
+                    continue
+                self.variants[key] = graph
+                return result
         self.say(f"compiling the {self.what} ...")
         began = time.perf_counter()
         graph = retry_broken_library(lambda: SavedGraph.make(self.function, args, places[0]))
@@ -270,7 +281,9 @@ def _described(args: tuple) -> Iterator[tuple]:
     first: dict[int, tuple] = {}
     for path, tensor in _tensors(args).items():
         same_as, strides = first.setdefault(id(tensor), path), path[1] and tensor.stride()
-        yield path, same_as, variant_of(tensor), str(tensor.device), strides
+        # Compiled code reads 16 bytes at once where a tensor begins at a multiple of them.
+        begins = tensor.data_ptr() % 16 if tensor.nbytes >= 16 else 0
+        yield path, same_as, variant_of(tensor), str(tensor.device), strides, begins
 
 
 def variant_of(arg) -> object:
@@ -305,40 +318,51 @@ def _name(value) -> str:
 # -- CUDA graphs -----------------------------------------------------------------------------------
 
 
-def capture(call: Callable, pool: tuple | None = None) -> tuple[torch.cuda.CUDAGraph, object]:
-    """A call over static buffers as a graph of the current GPU, and what the call returns.
-
-    It is called twice before, for whatever is compiled, tuned or allocated the first time.
-    """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        result = call()
-    return graph, result
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep garbage collection out of this context: what it frees on a GPU would invalidate a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CapturedCalls:
     """Calls over static buffers as CUDA graphs: captured when first needed, then replayed.
 
-    One memory pool serves them all; what a call returns is overwritten by the next. `still` gives a context
-    that keeps a call from changing any sequence. device: the GPU that the buffers are on.
+    One memory pool and one stream serve them all; what a call returns is overwritten by the next. `still`
+    gives a context that keeps a call from changing any sequence. device: the GPU that the buffers are on.
     """
 
     def __init__(self, device: torch.device, still: Callable[[], contextlib.AbstractContextManager]):
         self.device, self.still, self.graphs = device, still, {}
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     def __call__(self, key: tuple, call: Callable):
         """Call or replay, and return the result of `call`; `key` tells calls of different shapes apart."""
         with torch.cuda.device(self.device):
             if key not in self.graphs:
                 with self.still():
-                    self.graphs[key] = capture(call, self.pool)
-            graph, result = self.graphs[key]
+                    self.graphs[key] = self._capture(call)
+            graph, result, _ = self.graphs[key]
             graph.replay()
         return result
+
+    def _capture(self, call: Callable) -> tuple[torch.cuda.CUDAGraph, object, Callable]:
+        """Return a call as a graph, what it returns, and the call itself: a replay reads its inputs.
+
+        It is called twice before, for whatever is compiled, tuned or allocated the first time.
+        """
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(self.stream)
+        graph = torch.cuda.CUDAGraph()
+        with _no_collection(), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            result = call()
+        return graph, result, call

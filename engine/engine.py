@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -145,21 +145,21 @@ class Engine:
 
     def admit(
         self, prompt: list[int], sampling: Sampling = Sampling(), *, guide: Guide | None = None,
-        watch: bool = False, plain: bool = False, score_prompt: bool = False,
+        watch: bool = False, plain: bool = False, score_prompt: bool = False, shown: Collection[int] = (),
     ) -> Request:
         """Give a request a free place.
 
         guide: of its JSON schema, if that has been made already. watch: its events carry the drafted trees.
         plain: decode it without drafts. score_prompt: collect `Request.prompt_scores`; the whole prompt is
-        read for that. Raises ValueError, with the numbers, if the request cannot be decoded; RuntimeError if
-        no place is free.
+        read for that. shown: control tokens that are part of the text. Raises ValueError, with the numbers,
+        if the request cannot be decoded; RuntimeError if no place is free.
         """
         if not self.free:
             raise RuntimeError(f"all {self.batch} places are taken")
         self.check(prompt, sampling)
         if sampling.json_schema is not None and guide is None:
             guide = self.guide(sampling.json_schema)
-        stream = StopStream(self.tokenizer.stream(), sampling.stop) if self.tokenizer else None
+        stream = StopStream(self.tokenizer.stream(shown), sampling.stop) if self.tokenizer else None
         request = Request(prompt, sampling, guide, stream, watch, plain, [] if score_prompt else None)
         request.place, same = self._place_for(prompt)
         # One token back: the drafter's last row was read together with the token that followed it then.
@@ -201,10 +201,11 @@ class Engine:
         elif same[source] < same[target] + WORTH_COPYING:
             source = target
         self._let_read(source, same[source])
-        taken = None if source == target else self._take(source, same[source])
         self._exchange(target, first)
-        if taken:
-            self._put(first, taken)
+        if source != target:
+            now = target if source == first else source
+            for here, there in zip(*(self._sequence(place, same[source]) for place in (first, now))):
+                here.copy_(there)
         return first, same[source]
 
     def _let_read(self, place: int, tokens: int) -> None:
@@ -264,9 +265,10 @@ class Engine:
         if one == other:
             return
         if slots := max(self._live(one), self._live(other)):
-            a, b = self._take(one, slots), self._take(other, slots)
-            self._put(one, b)
-            self._put(other, a)
+            for a, b in zip(self._sequence(one, slots), self._sequence(other, slots)):
+                kept = a.clone()  # of one layer at a time: all of a long text's would take gigabytes
+                a.copy_(b)
+                b.copy_(kept)
         self.state.exchange(one, other)
         for of_place in (self._requests, self._kept, self._unread, self._used):
             of_place[one], of_place[other] = of_place[other], of_place[one]
@@ -280,14 +282,9 @@ class Engine:
             return min(request.length + (self.lag + 1) * self.window, self.slots)
         return len(self._kept[place])
 
-    def _take(self, place: int, slots: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        caches = self.passes.caches
-        return caches.take(place, slots), self.drafter.take(place, slots)
-
-    def _put(self, place: int, taken: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
-        caches = self.passes.caches
-        caches.put(place, taken[0])
-        self.drafter.put(place, taken[1])
+    def _sequence(self, place: int, slots: int) -> list[torch.Tensor]:
+        """Return views of all that is in the caches of a place."""
+        return self.passes.caches.sequence(place, slots) + self.drafter.sequence(place, slots)
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -451,17 +448,19 @@ class Engine:
         """Hold the requests of the other group still that are among these rows: steps exist for few numbers
         of sequences only.
         """
-        others = [r.place - rows.first for r in self._members(PLAIN if group == DRAFTED else DRAFTED)]
-        others = [place for place in others if 0 <= place < rows.count]
-        if not others:
+        other = PLAIN if group == DRAFTED else DRAFTED
+        first = sum(self._sizes[:other])
+        places = range(max(first - rows.first, 0), min(first + self._sizes[other] - rows.first, rows.count))
+        if not places:
             yield
             return
-        before = rows.state.done[others]
-        rows.state.done[others] = True
+        done = rows.state.done[places.start : places.stop]
+        before = done.clone()
+        done.fill_(True)
         try:
             yield
         finally:
-            rows.state.done[others] = before
+            done.copy_(before)
 
     def _choose(
         self, group: int, rows: Rows, span: torch.Tensor, requests: list[Request]
@@ -473,15 +472,15 @@ class Engine:
             drafter = passes.plain
         elif self.tuner and group == DRAFTED:
             shape = self.tuner.next(requests, rows.count)
-            drafter = passes.trees[shape] if shape else self._headless(rows, span)
+            headless = passes.headless
+            guesses = headless is not None and headless.has_guess(rows.state, span)
+            if shape:
+                drafter = (passes.trees if guesses or not headless else passes.alone)[shape]
+            else:
+                drafter = headless if guesses else passes.plain
         if passes.unread:
             self._keep_up(rows, span, drafter, requests)
         return shape, drafter
-
-    def _headless(self, rows: Rows, span: torch.Tensor) -> Drafter:
-        """Without the head: prompt lookup beside it, if it has a guess, else plain decoding."""
-        headless = self.passes.headless
-        return headless if headless and headless.has_guess(rows.state, span) else self.passes.plain
 
     def _keep_up(self, rows: Rows, span: torch.Tensor, drafter: Drafter, requests: list[Request]) -> None:
         """Let the head read what it must of each request: where a call costs little, no more than that."""

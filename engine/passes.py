@@ -34,9 +34,12 @@ UNREAD = 512  # most tokens of plain decoding that a head reads later
 
 
 class Emission(NamedTuple):
-    """Tokens that a pass emitted, on their way to the host: `State.out` and, if asked for, the scores."""
+    """Tokens that a pass emitted, on their way to the host: `State.out` and, if asked for, the scores.
 
-    parts: tuple[Tensor, ...]
+    parts: tensors, or lists where they have arrived.
+    """
+
+    parts: tuple[Tensor | list, ...]
     copied: torch.cuda.Event | None  # that it has arrived; None: it has
 
     def wait(self) -> None:
@@ -111,8 +114,10 @@ class Passes:
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, room, dtype, self.device)
         self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
+        # Where prompt lookup has no guess, joining its trees would cost time and bring nothing.
+        self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
         self.state = State(
-            batch, self.slots + self.chunks[-1] + 1, self.window, width, stop_ids, dtype, self.device,
+            batch, self.slots + self.chunks[-1] + 2, self.window, width, stop_ids, dtype, self.device,
             room=self.unread, vocabulary=target.args.vocab_size,
             backend=self.backend,
             nodes=max(one.shape.nodes for one in drafters),
@@ -259,7 +264,7 @@ class Passes:
         if scored:
             parts += state.logprob, state.top_logprobs, state.top_ids
         if not self.on_cuda:
-            return Emission(tuple(x.clone() for x in parts), None)
+            return Emission(tuple(x.tolist() for x in parts), None)
         host = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in parts)
         for x, there in zip(parts, host):
             there.copy_(x, non_blocking=True)
@@ -274,7 +279,7 @@ def arrived(emission: Emission, logprobs: list[int | None]) -> Iterator[Emitted]
     logprobs: `Sampling.logprobs` of each.
     """
     emission.wait()
-    out, *scores = (x[: len(logprobs)].tolist() for x in emission.parts)
+    out, *scores = (x if isinstance(x, list) else x.tolist() for x in emission.parts)
     for i, ((*tokens, count, drafted, done), most) in enumerate(zip(out, logprobs)):
         of_tokens = zip(*(x[i][:count] for x in scores)) if most is not None else ()
         scored = [Score(own, list(zip(ids, top))[:most]) for own, top, ids in of_tokens]

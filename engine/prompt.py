@@ -1,25 +1,50 @@
 """Prompts as callers give them, and as token ids that fit."""
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Strict
+from typing_extensions import TypedDict
+
 from common.errors import InputError
+from common.schema import Schema
 from tokens.tokenizer import Tokenizer, TooLong
 
 Prompt = str | list[int] | list[dict]  # text, token ids, or chat messages
+Exact, Id = Annotated[str, Strict()], Annotated[int, Strict()]
+
+
+class _Message(TypedDict):
+    role: Exact
+    content: Exact | list | None
+
+
+class _Asked(TypedDict):
+    prompt: Exact | list[Id] | list[_Message]
+    system: Exact | None
+    variables: dict | None
+
+
+ASKED = Schema(_Asked)
 
 
 def encode(
     tokenizer: Tokenizer | None, prompt: Prompt, *, raw: bool = False, system: str | None = None,
     room: int | None = None, name: str = "the prompt", variables: dict | None = None,
+    parse_special: bool = True,
 ) -> list[int]:
     """Turn a prompt into token ids.
 
     Chat messages and (unless `raw`) text go through the chat template, with `variables`; ids stay
-    unchanged. Raises InputError for text without a tokenizer, or a system message without a chat template;
-    TooLong, with the numbers and without the work, if it certainly does not fit in a cache of `room` tokens.
-    name: what to call the prompt then.
+    unchanged. In text that does not, control tokens spelled out count as such, unless `parse_special` is
+    false. Raises Wrong for a prompt of another type; InputError for text without a tokenizer, or a system
+    message without a chat template; TooLong, with the numbers and without the work, if it certainly does not
+    fit in a cache of `room` tokens. name: what to call the prompt then.
     """
+    ASKED.check({"prompt": prompt, "system": system, "variables": variables})
     try:
-        return _encode(tokenizer, prompt, raw, system, None if room is None else room - 1, variables or {})
+        most = None if room is None else room - 1
+        return _encode(tokenizer, prompt, raw, system, most, variables or {}, parse_special)
     except TooLong as e:
         raise TooLong(
             f"{name} {e} and needs room for one more, the cache holds {room}: shorten it or raise"
@@ -29,7 +54,7 @@ def encode(
 
 def _encode(
     tokenizer: Tokenizer | None, prompt: Prompt, raw: bool, system: str | None, most: int | None,
-    variables: dict,
+    variables: dict, parse_special: bool,
 ) -> list[int]:
     if isinstance(prompt, list) and (not prompt or isinstance(prompt[0], int)):
         return prompt
@@ -39,13 +64,12 @@ def _encode(
         raise InputError(
             "a system message (--system) needs the chat template, which is left out by --raw or missing here"
         )
-    if isinstance(prompt, str):
-        if raw or not tokenizer.has_template:
-            return tokenizer.encode(prompt, at_most=most)
-        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, str) and (raw or not tokenizer.has_template):
+        return tokenizer.encode(prompt, parse_special=parse_special, at_most=most)
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None:
-        prompt = [{"role": "system", "content": system}, *prompt]
-    return tokenizer.chat(prompt, at_most=most, **variables)
+        turns = [{"role": "system", "content": system}, *turns]
+    return tokenizer.chat(turns, at_most=most, **variables)
 
 
 def check_prompt(prompt: list[int], name: str, room: int, vocab_size: int) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from common.dtypes import DTYPES, KV_DTYPES, NO_FP8, short_dtype
 from common.errors import InputError, first_line
+from common.schema import Flag, schema_of
 from common.threads import use_threads
 from engine.compile import READ_ONLY
 from kernels.build import COMPILED, writable
@@ -28,9 +29,9 @@ class Runtime:
 
     device: str | None = None  # None: cuda if there is one, else cpu
     dtype: str | None = None  # a name of `common.dtypes`; None: as stored
-    compile: bool = True  # run through torch.compile
-    kernels: bool = True  # when compiling: our own kernels, see kernels/
-    autotune: bool = False  # torch.compile times several kernels for every product; for the whole process
+    compile: Flag = True  # run through torch.compile
+    kernels: Flag = True  # when compiling: our own kernels, see kernels/
+    autotune: Flag = False  # torch.compile times several kernels for every product; for the whole process
     isa: str | None = None  # of the kernels, a name of `kernels.isa`; None: the environment's, or the best
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
@@ -66,6 +67,7 @@ class Runtime:
         The number of threads is that of `common.threads.use_threads`. Raises InputError if something is
         missing.
         """
+        schema_of(Runtime).check(vars(self))
         use_threads()
         check_device(self.device_name)
         if torch.device(self.device_name).type == "cuda":

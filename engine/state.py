@@ -11,6 +11,7 @@ from kernels.backend import TORCH, TorchBackend
 from sampling.adjust import Adjustments, scores
 from sampling.noise import seed_keys
 from sampling.options import MOST_LOGPROBS, Sampling
+from tree import Tree
 
 
 class State(nn.Module):
@@ -26,7 +27,8 @@ class State(nn.Module):
     stop_ids [n]       any of them ends a text
     key [B, 2], temperature, top_k, top_p, min_p [B]   how each request samples
     counts, prompted, bias [B, V], presence, frequency, repetition [B]   see `sampling.adjust.Adjustments`
-    out [B, W+3]       what the last step emitted, how many of the W are valid, how many of those were drafted
+    zero [B, 1], one [B, 1, 1]   of the tree of plain decoding
+    out [B, >=W+3]     what the last step emitted, how many of the W are valid, how many of those were drafted
                        (all but the last, unless the text was cut), and whether the sequence is done
     allowed [B, T, V/32]  int32: a bit for each token that a grammar allows after each node
     logprob [B, W], top_logprobs, top_ids [B, W, 20]   of what it emitted, if a request asks for them
@@ -54,7 +56,9 @@ class State(nn.Module):
         buffer("reading", batch, dtype=torch.bool)
         buffer("features", batch, max(window, room), feature_width, dtype=dtype)
         buffer("n_new", batch)
-        buffer("out", batch, window + 3)
+        buffer("out", batch, window + 3 + (window + 1) % 2)  # so that rows begin at multiples of 16 bytes
+        buffer("zero", batch, 1)
+        buffer("one", batch, 1, 1, dtype=torch.bool, fill=True)
         buffer("key", batch, 2)
         buffer("temperature", batch, dtype=torch.float32)
         buffer("top_p", batch, dtype=torch.float32, fill=1)
@@ -87,7 +91,9 @@ class State(nn.Module):
         """Exchange the places of two sequences."""
         for name, buffer in self._buffers.items():
             if name != "stop_ids":
-                buffer[[one, other]] = buffer[[other, one]]
+                kept = buffer[one].clone()
+                buffer[one] = buffer[other]
+                buffer[other] = kept
 
     def begin(self, place: int, prompt: list[int], request: Sampling, most: int) -> None:
         """Begin a text of at most `most` tokens with a prompt, in a place of the batch."""
@@ -133,6 +139,10 @@ class State(nn.Module):
     def root(self) -> Tensor:
         """Return the root token of each sequence [B]."""
         return self.tokens.gather(1, self.length[:, None])[:, 0]
+
+    def bare_tree(self) -> Tree:
+        """Return the root alone as a tree."""
+        return Tree(self.tokens.gather(1, self.length[:, None]), self.zero, self.zero, self.one)
 
     def keep_last_unread(self) -> None:
         """Keep the last unread token: the drafter has read the others."""

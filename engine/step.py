@@ -79,15 +79,14 @@ def verify(
     tree, distribution, extra = drafter.propose(state, slots, noise)
     tree, distribution = agreed(target, tree, distribution)
 
-    T = drafter.shape.nodes
-    tokens, depth, sees = tree.tokens, tree.depth, tree.ancestors
+    T, nodes = drafter.shape.nodes, (tree.tokens, tree.depth, tree.ancestors)
     if extra is not None:
-        tokens, depth = torch.cat((tokens, extra.tokens), 1), torch.cat((depth, extra.depth), 1)
-        sees = torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1)
-    own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
-    visible = state.backend.visible_slots(slots, state.length, sees)
-    positions = state.length[:, None] + depth
-    x, features = target(tokens, positions, own, visible, caches, drafter.aux_layers)
+        tokens, depth, sees = nodes
+        nodes = (
+            torch.cat((tokens, extra.tokens), 1), torch.cat((depth, extra.depth), 1),
+            torch.cat((F.pad(sees, (0, extra.tokens.shape[1])), extra.sees), 1),
+        )
+    x, features = state.backend.verify(target, nodes, state, slots, caches, drafter.aux_layers)
     if extra is not None:
         extra.learn(target.logits(x[:, -extra.heard :]).argmax(-1))
         x, features = x[:, :T], None if features is None else features[:, :T]
@@ -112,18 +111,14 @@ def commit(
         noise = pick(noise, tree.depth)
         path, count, tokens = accept_residual(tree, distribution, logits, noise, chosen, state)
     else:
-        path, count = backend.accept(tree, chosen, window)
-        tokens = chosen.gather(1, path)
-    if tree.tokens.shape[1] > 1:  # the root, the only node of plain decoding, is where it belongs already
-        goal = state.length[:, None] + torch.arange(window, device=path.device)
-        caches.move(state.length[:, None] + path, goal)
-    moving = ~state.done
+        path, count, tokens = backend.accept(tree, chosen, window)
     if modes.scored:
         state.score(pick(raw, path), tokens)
-    count = backend.emit(state, tokens, count)
+    # The root, the only node of plain decoding, is where it belongs already.
+    moved = caches if tree.tokens.shape[1] > 1 else None
+    count = backend.commit(state, tokens, count, path, features, moved, more=not drafter.reads)
     if modes.adjusted:
         state.count(tokens, count)
-    backend.hand_over(state, features, path, count, where=moving, more=not drafter.reads)
     return tree, path
 
 
@@ -154,8 +149,7 @@ def prefill(
     state.reading.logical_and_(~ends)
     if modes.scored:
         state.score(raw, chosen)
-    count = backend.emit(state, chosen, ends.long())
+    count = backend.commit(state, chosen, ends.long(), row, features, where=ends)
     if modes.adjusted:
         state.count(chosen, count)
-    backend.hand_over(state, features, row, count, where=ends)
     return x

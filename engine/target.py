@@ -5,11 +5,12 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 
+from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, check_length, read_config
 from checkpoint.loading import load_model, shares_of, weigh
 from common.errors import InputError
@@ -33,21 +34,21 @@ from networks.head import Head
 from tokens.grammar import Grammars, Guide
 from tokens.tokenizer import Tokenizer
 
+COMFORTABLE = 0.25  # share of the free memory that caches take by default, at most
+
 
 def load_target(
     checkpoint: str | Path, runtime: Runtime = Runtime(), say: Callable[[str], None] | None = None,
-    ranks: Ranks | None = None, draftings: Iterable[Drafting] = (),
+    ranks: Ranks | None = None,
 ) -> Target:
     """Load a converted target. say: called with one line when something slow starts or ends.
 
-    draftings: their heads are looked up before the weights are read. If our kernels cannot be compiled or
-    loaded, it runs without `Runtime.compile`, and `say` gets the reason. ranks: deal it among these
-    processes, which all call this. Raises InputError, one line, if anything is missing, damaged or too large.
+    If our kernels cannot be compiled or loaded, it runs without `Runtime.compile`, and `say` gets the reason.
+    ranks: deal it among these processes, which all call this. Raises InputError, one line, if anything is
+    missing, damaged or too large.
     """
     checkpoint, say = Path(checkpoint), say or (lambda line: None)
     runtime.prepare()
-    for drafting in draftings:
-        drafting.folders(checkpoint)
     if ranks is not None:
         check_ranks(checkpoint, runtime, say, ranks)
     model, config = load_model(checkpoint, runtime.device_name, runtime.torch_dtype, ranks)
@@ -90,9 +91,7 @@ def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], 
         f"{ranks.count} ranks: each holds at most {most / 1e9:.2f} GB of the target's {total / 1e9:.2f} GB"
         f" ({whole / 1e9:.2f} GB are whole on each), and caches {cached:,} numbers a token"
     )
-    # GPUs have a memory each; the ranks of a machine share that of its processors.
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
-    free = free_memory(device)
+    free, sharing = free_memory(device), ranks_sharing(device)
     if free is not None and most * sharing > free:
         raise InputError(
             f"{line}; {free / 1e9:.2f} GB are free for {sharing} of them here: take more ranks or"
@@ -101,12 +100,23 @@ def check_ranks(checkpoint: Path, runtime: Runtime, say: Callable[[str], None], 
     say(line)
 
 
-def longest_text(longest: int, max_seq_len: int | None) -> int:
-    """Return the most tokens of a text. Raises InputError if a model that takes `longest` cannot have them.
+def ranks_sharing(device: torch.device) -> int:
+    """Return how many ranks share a memory: those of a machine share its processors', GPUs have their own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if device.type == "cpu" else 1
+
+
+def converted(
+    checkpoint: str | Path, drafting: Drafting, say: Callable[[str], None]
+) -> tuple[Path, Drafting]:
+    """Return the folder of a target, and what drafts for it; what is not ours is converted.
+
+    say: as for `load_target`. Raises InputError if one of them is missing or of another kind.
     """
-    if max_seq_len is not None:
-        check_length(max_seq_len, longest)
-    return max_seq_len or min(2048, longest)
+    folder = Path(converted_folder(checkpoint, say))
+    if drafting.draft:
+        of = None if drafting.names_model else folder
+        drafting = replace(drafting, draft=converted_folder(drafting.draft, say, of))
+    return folder, drafting.at(folder, say)
 
 
 def check_prompts(
@@ -116,7 +126,9 @@ def check_prompts(
     """Raise InputError or ValueError if a prompt cannot be decoded, before a target is loaded."""
     config, prompts = read_config(checkpoint, "target"), list(prompts)
     longest, tokenizer = ModelArgs.from_config(config).max_seq_len, Tokenizer.load(checkpoint)
-    room = longest_text(longest, max_seq_len)
+    if max_seq_len is not None:
+        check_length(max_seq_len, longest)
+    room = max_seq_len or longest
     for i, prompt in enumerate(prompts):
         name = f"prompt {i + 1}" if len(prompts) > 1 else "the prompt"
         ids = encode(tokenizer, prompt, raw=raw, system=system, room=room, name=name)
@@ -141,14 +153,16 @@ class Target:
     ) -> Engine:
         """Make an engine for up to `batch` requests at a time, whose trees shrink as they become more.
 
-        max_seq_len: most tokens of a text, prompt included (default 2048, or the model's maximum if smaller).
-        serves: requests come and go, so that steps for few of them are worth compiling. Raises InputError,
-        one line, if what drafts is missing, damaged or does not fit; ValueError, with the numbers, if the
-        caches do not fit in memory.
+        max_seq_len: most tokens of a text, prompt included (default: see `room`). serves: requests come and
+        go, so that steps for few of them are worth compiling. Raises InputError, one line, if what drafts is
+        missing, damaged or does not fit; ValueError, with the numbers, if the caches do not fit in memory.
         """
         if batch < 1:
             raise ValueError(f"batch {batch}: must be at least 1")
-        max_seq_len = longest_text(self.model.args.max_seq_len, max_seq_len)
+        if max_seq_len is not None:
+            check_length(max_seq_len, self.model.args.max_seq_len)
+        drafting = drafting.at(self.checkpoint, self.say)
+        max_seq_len = max_seq_len or self.room(drafting, batch)
         drafter = self._drafter(drafting, max_seq_len, batch)
         tuner = self._tuner(drafter, drafting)
         if tuner:
@@ -159,6 +173,21 @@ class Target:
             counts=(batch,) if self._compiles and not serves else None,
             tokenizer=self.tokenizer, guide=self.guide if self.tokenizer else None,
         )
+
+    def room(self, drafting: Drafting, batch: int) -> int:
+        """Return the default of the most tokens of a text: the maximum of the target and of a draft model.
+
+        The caches of `batch` such texts take at most `COMFORTABLE` of the free memory. A shorter text has a
+        power of two tokens, 2,048 or more: compiled graphs are kept by the size of the caches.
+        """
+        device, longest = self.model.embed.weight.device, self.model.args.max_seq_len
+        if drafting.names_model and drafting.draft:
+            longest = min(longest, read_config(drafting.draft, "target")["max_seq_len"])
+        most = COMFORTABLE * (free_memory(device) or 0) / ranks_sharing(device)
+        fits = int(most / self.model.cache_bytes(batch, 1024) * 1024)
+        if self.model.ranks is not None:  # one length for all
+            fits = int(self.model.ranks.every(torch.tensor([fits], device=device)).min())
+        return longest if fits >= longest else min(longest, max(1 << fits.bit_length() >> 1, 2048))
 
     @property
     def _compiles(self) -> bool:
@@ -190,10 +219,18 @@ class Target:
         usual = default_tree(
             self.runtime.device_name, "quantization" in self.config, self.runtime.isa_name, batch
         )
-        drafter = build_drafter(
-            drafting, self.checkpoint, max_seq_len, target=self.model, tokenizer=self.tokenizer,
-            default_tree=usual, prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+        build = partial(
+            build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
+            tokenizer=self.tokenizer, default_tree=usual,
+            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
         )
+        try:
+            drafter = build(drafting)
+        except InputError as e:
+            if not drafting.chosen:
+                raise
+            self.say(f"--speculate auto: {e}; prompt lookup drafts alone")
+            drafter = build(Drafting("lookup"))
         if isinstance(drafter, Mixed):
             known = (Calibration.read(part.folder) if part.folder else None for part in drafter.parts)
             drafter.believe([

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
-from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -140,29 +138,3 @@ class Book:
         self.answers[answer.key] = answer
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
-
-    def write_fastchat(self, answers: Iterable[Answer]) -> None:
-        """Write FOLDER/answers/SET/METHOD-tT.jsonl in FastChat's answer format.
-
-        `idxs`, `decoding_steps`, `new_tokens`, `wall_time` and `accept_lengths` are what EAGLE and Spec-Bench
-        add to that format.
-        """
-        files: dict[Path, list[str]] = {}
-        for a in answers:
-            model_id = f"{a.method}-t{a.temperature:g}"
-            steps = [len(t.lengths) for t in a.turns]
-            choice = {
-                "index": 0, "turns": [t.text for t in a.turns], "idxs": steps, "decoding_steps": steps,
-                "new_tokens": [len(t.ids) for t in a.turns], "accept_lengths": a.lengths,
-                "wall_time": [t.prefill_seconds + t.seconds for t in a.turns],
-            }
-            row = {
-                "question_id": a.question, "category": a.category,
-                "answer_id": hashlib.sha256(repr(a.key).encode()).hexdigest()[:22],
-                "model_id": model_id, "choices": [choice], "tstamp": time.time(),
-            }
-            path = self.folder / "answers" / a.set / f"{model_id}.jsonl"
-            files.setdefault(path, []).append(json.dumps(row, ensure_ascii=False))
-        for path, lines in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, "\n".join(lines) + "\n")

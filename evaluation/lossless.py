@@ -13,6 +13,7 @@ import torch
 
 from checkpoint.folder import read_config
 from checkpoint.loading import load_model
+from common.cli import no_memory
 from evaluation.answers import Answer
 from kernels.tp import Ranks
 from model import Transformer
@@ -70,7 +71,10 @@ def first_difference(plain: Answer, other: Answer) -> tuple[int, int] | None:
 
 
 class Judge:
-    """Scores differences. The target in float32 is loaded when the first one is met."""
+    """Scores differences. The target in float32 is loaded when the first one is met.
+
+    It is loaded on the CPU where the device has no memory left beside the target that answered.
+    """
 
     def __init__(
         self, checkpoint: str, dtype: torch.dtype, device: str, exact: bool = False,
@@ -112,8 +116,8 @@ class Judge:
         if self._target is None:
             try:
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32, self.ranks)
-            except RuntimeError:  # no memory left beside the target that answered
-                if self.ranks:
+            except RuntimeError as e:
+                if self.ranks or not no_memory(e):
                     raise
                 self.device = "cpu"
                 self._target, _ = load_model(self.checkpoint, self.device, torch.float32)

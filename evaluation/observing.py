@@ -1,11 +1,14 @@
-"""Statistics of drafted trees: how often nodes are accepted, by depth, by rank and by confidence."""
+"""Drafted trees: how often their nodes are accepted, by depth and by rank, and one of them as text."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 
+from common.plots import picture
 from engine.request import Draft
 
-BINS = 10  # of the drafter's confidence
+LEAST_COUNTED = 20  # shares of fewer are noise
 
 
 def probabilities(draft: Draft) -> list[float]:
@@ -23,44 +26,69 @@ def children_of(draft: Draft) -> dict[int, list[int]]:
     return children
 
 
-def depths(draft: Draft) -> list[int]:
-    """Return the depth of each node, the root's is 0. A parent stands before its children."""
-    depth = [0]
-    for parent in draft.parent[1:]:
-        depth.append(depth[parent] + 1)
-    return depth
-
-
 class TreeStatistics:
-    """Counts over the steps of one method by depth, by rank among siblings, by tenth of the confidence.
+    """Counts over the steps of one method by depth and by rank among siblings: [tried, accepted].
 
-    A count is [tried, accepted, sum of the depths, ranks or confidences]. Only children of accepted nodes are
-    tried: nodes below a rejected one had no chance. An accepted node without children tries nothing either.
-    So deep levels count only the steps whose trees reached them.
+    Only children of accepted nodes are tried: nodes below a rejected one had no chance. An accepted node
+    without children tries nothing either. So deep levels count only the steps whose trees reached them.
     """
 
     def __init__(self):
-        self.depth: dict[int, list] = {}
-        self.rank: dict[int, list] = {}
-        self.confidence: dict[int, list] = {}
+        self.depth: dict[int, list[int]] = {}
+        self.rank: dict[int, list[int]] = {}
         self.best: Draft | None = None  # with most accepted nodes; None: nothing was drafted
 
     def add(self, draft: Draft) -> None:
         """Count the tree of one step."""
-        accepted, depth, likely = {0, *draft.path}, depths(draft), probabilities(draft)
+        accepted, depth = {0, *draft.path}, [0]
+        for parent in draft.parent[1:]:  # a parent stands before its children
+            depth.append(depth[parent] + 1)
         for node, children in children_of(draft).items():
             if node not in accepted:
                 continue
-            _count(self.depth, depth[node] + 1, depth[node] + 1, not accepted.isdisjoint(children))
+            _count(self.depth, depth[node] + 1, not accepted.isdisjoint(children))
             for rank, child in enumerate(children, 1):
-                _count(self.rank, rank, rank, child in accepted)
-                if draft.scores:
-                    tenth = min(BINS - 1, int(likely[child] * BINS))
-                    _count(self.confidence, tenth, likely[child], child in accepted)
+                _count(self.rank, rank, child in accepted)
         if len(depth) > 1 and (self.best is None or len(accepted) > len({0, *self.best.path})):
             self.best = draft
 
 
-def _count(table: dict[int, list], key: int, value: float, accepted: bool) -> None:
-    tried, hits, total = table.get(key, (0, 0, 0))
-    table[key] = [tried + 1, hits + accepted, total + value]
+def _count(table: dict[int, list[int]], key: int, accepted: bool) -> None:
+    tried, hits = table.get(key, (0, 0))
+    table[key] = [tried + 1, hits + accepted]
+
+
+def draw_acceptance(statistics: dict[str, TreeStatistics], path: Path) -> None:
+    """Draw as a PNG the acceptance of each method by draft depth, and by rank among siblings."""
+    with picture(path, 9, 3.6) as figure:
+        panels = figure.subplots(1, 2)
+        for axes, of, title in zip(panels, ("depth", "rank"), ("draft depth", "rank among siblings")):
+            for number, (name, counts) in enumerate(statistics.items()):
+                table = getattr(counts, of)
+                shares = {x: hits / tried for x, (tried, hits) in table.items() if tried >= LEAST_COUNTED}
+                points = sorted(shares.items())
+                axes.plot(*zip(*points or [(1, math.nan)]), "o-", color=f"C{number}", label=name)
+            axes.set(title=f"accepted, by {title}", xlabel=of, ylabel="share accepted, greedy", ylim=(0, 1))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+
+
+def text_tree(draft: Draft, word: Callable[[int], str]) -> str:
+    """Draw a tree for the terminal: ● accepted, ○ rejected, each with the drafter's probability.
+
+    word: gives the text of a token id.
+    """
+    children, likely = children_of(draft), probabilities(draft)
+    lines = [f"● {word(draft.tokens[0])!r}"]
+
+    def add_children(parent: int, indent: str) -> None:
+        *others, last = children[parent]
+        for node in (*others, last):
+            branch, below = ("└─", "   ") if node == last else ("├─", "│  ")
+            mark, share = "●" if node in draft.path else "○", f" {likely[node]:.2f}" if draft.scores else ""
+            lines.append(f"{indent}{branch}{mark} {word(draft.tokens[node])!r}{share}")
+            if node in children:
+                add_children(node, indent + below)
+
+    add_children(0, "")
+    return "\n".join(lines)

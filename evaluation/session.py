@@ -1,4 +1,4 @@
-"""One run of evaluate.py: load the methods, ask the questions, judge the texts, write tables and pictures."""
+"""One run of evaluate.py: load the methods, ask the questions, judge the texts, write the table."""
 from __future__ import annotations
 
 import json
@@ -11,22 +11,21 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint.folder import read_config
+from checkpoint.convert import converted_folder
+from checkpoint.folder import check_length, read_config
 from common.files import write_text
 from common.threads import use_threads
 from drafters import Drafting, grows
 from engine.runtime import Runtime
-from engine.target import load_target, longest_text
-from evaluation import pictures
+from engine.target import converted, load_target
 from evaluation.answers import PLAIN, Answer, Book, check_out, digest
 from evaluation.lossless import Difference, Judge, bound_to_be_plain
 from evaluation.methods import ask, load_contenders
-from evaluation.observing import TreeStatistics
+from evaluation.observing import TreeStatistics, draw_acceptance, text_tree
 from evaluation.sets import MEAN, rounds
-from evaluation.table import as_csv, for_screen, markdown, summarise
+from evaluation.table import for_screen, markdown, summarise
 from kernels.backend import backend_of
 from kernels.tp import Ranks
-from model import ModelArgs
 from sampling.noise import seed_of
 from sampling.options import Sampling
 
@@ -47,17 +46,19 @@ class Evaluation:
         """
         self.o, self.sets, self.say = o, sets, say
         use_threads(o.threads, say)
-        longest = ModelArgs.from_config(read_config(o.checkpoint, "target")).max_seq_len
+        o.checkpoint = converted_folder(o.checkpoint, say)
+        longest = read_config(o.checkpoint, "target")["max_seq_len"]
+        check_length(o.max_seq_len or longest, longest)
+        o.max_seq_len = o.max_seq_len or min(2048, longest)  # not what memory allows: a run may go on later
         options = {  # all that answers and figures depend on, beside methods and questions
             "figures": FIGURES, "checkpoint": os.path.abspath(o.checkpoint), "seed": o.seed,
-            "max_new_tokens": o.max_new_tokens, "max_seq_len": longest_text(longest, o.max_seq_len),
+            "max_new_tokens": o.max_new_tokens, "max_seq_len": o.max_seq_len,
             "dtype": o.dtype, "kernels": o.kernels, "compile": o.compile, "kv": o.kv,
             "device": torch.device(runtime.device_name).type, "threads": torch.get_num_threads(),
             "ranks": ranks.count if ranks else 1, "torch": torch.__version__,
         }
         check_out(Path(o.out), options)
-        for drafting in draftings.values():
-            drafting.folders(Path(o.checkpoint))  # refused before the target's weights are read
+        draftings = {name: converted(o.checkpoint, drafting, say)[1] for name, drafting in draftings.items()}
         target = load_target(o.checkpoint, runtime, say, ranks)
         if o.calibrate:
             prompts = [question["turns"][0] for group in sets.values() for question in group]
@@ -127,7 +128,6 @@ class Evaluation:
         """Write and print the figures so far. Returns the number of texts that differ by more than rounding.
         """
         answers = [*self._answers()]
-        self.book.write_fastchat(answers)  # first: it needs nothing that may fail
         plain = {(a.set, a.question, a.temperature): a for a in answers if a.method == PLAIN}
         pairs = ((plain.get((a.set, a.question, a.temperature)), a) for a in answers)
         judged = ((p, a) for p, a in pairs if p and bound_to_be_plain(a.method, a.temperature))
@@ -137,7 +137,6 @@ class Evaluation:
             self.say("no answers yet")
             return 0
         self._write_tables(rows, differences, len({key[:2] for key in plain}))
-        self._draw_tables(rows, answers)
         errors = [d for d in differences if not d.tie]
         for d in errors[:MOST_PRINTED]:
             self.say(
@@ -158,27 +157,14 @@ class Evaluation:
         ]
         write_text(out / "table.md", markdown(rows, sets) + rest)
         write_text(out / "table.json", json.dumps(rows, indent=1) + "\n")
-        write_text(out / "table.csv", as_csv(rows))
         write_text(out / "differences.json", json.dumps(listed, indent=1) + "\n")
-        print(for_screen(rows, sets) + rest + f"all figures: {out / 'table.md'}, table.json, table.csv")
-
-    def _draw_tables(self, rows: list[dict], answers: list[Answer]) -> None:
-        """Draw the bars of the table, and how many tokens the steps of each method emitted."""
-        lengths: dict[str, list[int]] = {}
-        for a in answers:
-            if a.method != PLAIN and a.lengths:
-                name = a.method if len(self.o.temperature) == 1 else f"{a.method}, T = {a.temperature:g}"
-                lengths.setdefault(name, []).extend(a.lengths)
-        if any(row["method"] != PLAIN for row in rows):
-            pictures.draw_table(rows, [*self.sets], self.book.folder / "sets.png")
-        if lengths:
-            pictures.draw_lengths(lengths, self.book.folder / "lengths.png")
+        print(for_screen(rows, sets) + rest + f"all figures: {out / 'table.md'}, table.json")
 
     def observe(self, questions: int, show_tree: bool) -> None:
-        """Draw what the drafted trees look like, from a few questions of every set answered again, untimed.
+        """Draw how often drafted nodes are accepted in a few questions of every set, answered again, untimed.
 
         They are answered greedily: with noise, the drafter's confidence is not its probability. show_tree:
-        draw, and print, the tree with most accepted nodes.
+        print the tree with most accepted nodes.
         """
         statistics = {name: TreeStatistics() for name in self.contenders if name != PLAIN}
         sampling = Sampling(min(128, self.o.max_new_tokens), seed=self.o.seed)
@@ -186,10 +172,9 @@ class Evaluation:
             for question in (q for group in self.sets.values() for q in group[: max(1, questions)]):
                 first_turn = question | {"turns": question["turns"][:1]}
                 ask(self.contenders[name].engine, first_turn, sampling, counts.add)
-        drafted, out = {name: s.best for name, s in statistics.items() if s.best}, self.book.folder
+        drafted = {name: s.best for name, s in statistics.items() if s.best}
         if drafted:
-            pictures.draw_acceptance(statistics, out / "acceptance.png")
-            pictures.draw_calibration(statistics, out / "calibration.png")
+            draw_acceptance(statistics, self.book.folder / "acceptance.png")
         if show_tree and not drafted:
             self.say("--show-tree: nothing was drafted")
         elif show_tree:
@@ -199,5 +184,4 @@ class Evaluation:
             def word(token: int) -> str:
                 return tokenizer.piece(token).decode("utf-8", "replace")
 
-            print(f"a tree of {method}, greedy; ● accepted:\n{pictures.text_tree(drafted[method], word)}")
-            pictures.draw_tree(drafted[method], word, method, out / "tree.png")
+            print(f"a tree of {method}, greedy; ● accepted:\n{text_tree(drafted[method], word)}")

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from common.errors import InputError, printable
@@ -46,6 +46,13 @@ def read_sets(path: str | None, limit: int | None) -> dict[str, list[dict]]:
     return sets
 
 
+def rotated(items: Iterable, turn: int) -> list:
+    """Return the same items in the same circle. A different one begins at every turn."""
+    items = [*items]
+    first = turn % len(items)
+    return items[first:] + items[:first]
+
+
 def rounds(
     sets: dict[str, list[dict]], temperatures: list[float], methods: list[str]
 ) -> Iterator[tuple[str, dict, float, list[str]]]:
@@ -58,5 +65,4 @@ def rounds(
         for name, questions in sets.items():
             if i < len(questions):
                 for temperature in temperatures:
-                    first = i % len(methods)
-                    yield name, questions[i], temperature, methods[first:] + methods[:first]
+                    yield name, questions[i], temperature, rotated(methods, i)

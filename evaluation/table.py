@@ -1,8 +1,6 @@
 """The papers' table: speedup over plain decoding and acceptance length, per question set and temperature."""
 from __future__ import annotations
 
-import csv
-import io
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -147,12 +145,3 @@ def _line(cells: list[str]) -> str:
 
 def _number(value: float | None, unit: str = "") -> str:
     return "–" if value is None else f"{value:.2f}{unit}"
-
-
-def as_csv(rows: list[dict]) -> str:
-    """Write all rows with all columns."""
-    out = io.StringIO()
-    writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [])
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()

@@ -115,6 +115,12 @@ class TorchBackend:
         """Make the best children the beam, as `Growth.advance`."""
         return growth.advance()
 
+    def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        """Draft the tree of a `drafters.network.NetworkDrafter`; arguments as for its `propose`."""
+        last = drafter.catch_up(state, slots)
+        grown = drafter.grow(last, state, slots, drafter.draft_noise(noise), drafter.shape)
+        return self.prune(grown, state.root())
+
     def prune(self, growth: Growth, root: Tensor) -> Tree:
         """Keep the best candidates below root [B], as `Growth.prune`."""
         return growth.prune(root)
@@ -126,6 +132,21 @@ class TorchBackend:
     def follow(self, lookup, state, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Return what followed earlier matches, as `drafters.lookup.Lookup.follow`."""
         return lookup.follow(state, slots)
+
+    # -- verifying ----------------------------------------------------------------------------
+
+    def verify(
+        self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor, caches: KVCaches,
+        aux_layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Let a target read nodes: tokens and depth [B, T], the nodes that each sees [B, T, T].
+
+        Returns its last states [B, T, H] and its features, see `Transformer.forward`.
+        """
+        tokens, depth, sees = nodes
+        own = state.length[:, None] + torch.arange(tokens.shape[1], device=slots.device)
+        visible = self.visible_slots(slots, state.length, sees)
+        return target(tokens, state.length[:, None] + depth, own, visible, caches, aux_layers)
 
     # -- drawing ------------------------------------------------------------------------------
 
@@ -163,9 +184,27 @@ class TorchBackend:
 
     # -- committing ---------------------------------------------------------------------------
 
-    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        """Return the accepted path and its length, as `tree.accept`."""
-        return tree.accept(drafted, chosen, window)
+    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the accepted path and its length, as `tree.accept`, and what was chosen on it [B, W]."""
+        path, count = tree.accept(drafted, chosen, window)
+        return path, count, chosen.gather(1, path)
+
+    def commit(
+        self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
+        caches: KVCaches | None = None, *, where: Tensor | None = None, more: bool = False,
+    ) -> Tensor:
+        """Emit the first `count` [B] of tokens [B, W], and hand the rows `path` [B, W] of a pass over.
+
+        caches: of the target, in which the path is moved to where committed tokens stand; None: it is there.
+        where: None: the sequences that are not done. See `emit`, whose result this returns, and `hand_over`.
+        """
+        where = ~state.done if where is None else where
+        if caches is not None:
+            goal = state.length[:, None] + torch.arange(path.shape[1], device=path.device)
+            caches.move(state.length[:, None] + path, goal)
+        count = self.emit(state, tokens, count)
+        self.hand_over(state, features, path, count, where=where, more=more)
+        return count
 
     def emit(self, state, tokens: Tensor, count: Tensor) -> Tensor:
         """Append the first `count` [B] of tokens [B, W] to a state, cut at the first stop id and at the

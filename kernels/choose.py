@@ -24,6 +24,8 @@ def choose_backend(
     given.
     """
     device = torch.device(device)
+    # cuBLAS may else add parts of a sum in 16 bits.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if kernels and device.type == "cpu":
         try:
             return CpuBackend.load(isa, say)

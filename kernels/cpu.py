@@ -2,8 +2,8 @@
 
 Every operator is row-invariant: a row's result does not depend, by a single bit, on the rows computed with
 it. That makes speculative text equal plain text in bfloat16 too. Operators do so much at once that a step
-calls few of them: it needs no torch.compile. They have no gradient. csrc/operators.cpp says what each takes
-and returns; `kernels.packed` has the modules that call those of the networks.
+calls a handful of them: it needs no torch.compile. They have no gradient. csrc/operators.cpp says what each
+takes and returns; `kernels.packed` has the modules that call those of the networks.
 """
 from __future__ import annotations
 
@@ -118,6 +118,20 @@ class CpuBackend(TorchBackend):
     def prune(self, growth: Growth, root: Tensor) -> Tree:
         return Tree(*self.ops.prune(*growth.candidates, root, growth.shape.nodes))
 
+    def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> Tree:
+        head = drafter.network
+        if isinstance(head, packed.PackedEagle3Head) and head.at_once:
+            return Tree(*head.draft(drafter, state, slots, noise))
+        return super().draft(drafter, state, slots, noise)
+
+    def verify(
+        self, target: nn.Module, nodes: tuple[Tensor, Tensor, Tensor], state, slots: Tensor,
+        caches: packed.CpuCaches, aux_layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        if isinstance(target, packed.PackedTransformer):
+            return target.verify(nodes, state.length, len(slots), caches, aux_layers)
+        return super().verify(target, nodes, state, slots, caches, aux_layers)
+
     def join(self, one: Tree, other: Tree, nodes: int, levels: int) -> Tree:
         fields = (x for t in (one, other) for x in (t.tokens, t.parent, t.scores))
         return Tree(*self.ops.join(*fields, nodes))
@@ -135,19 +149,18 @@ class CpuBackend(TorchBackend):
     def largest(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
         return self.ops.draw(logits, noise, depth)
 
-    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.ops.accept(drafted.tokens, drafted.parent, drafted.depth, chosen, window)
 
-    def emit(self, state, tokens: Tensor, count: Tensor) -> Tensor:
-        return self.ops.emit(
-            tokens, count, state.tokens, state.length, state.done, state.out, state.limit, state.stop_ids
+    def commit(
+        self, state, tokens: Tensor, count: Tensor, path: Tensor, features: Tensor | None,
+        caches: packed.CpuCaches | None = None, *, where: Tensor | None = None, more: bool = False,
+    ) -> Tensor:
+        moved = ([], [], 0) if caches is None else (*caches.lists, caches.head_dim)
+        return self.ops.commit(
+            tokens, count, path, features, *moved, state.tokens, state.length, state.done, state.out,
+            state.limit, state.stop_ids, where, more, state.features, state.n_new,
         )
-
-    def hand_over(
-        self, state, features: Tensor | None, path: Tensor, count: Tensor, *, where: Tensor,
-        more: bool = False,
-    ) -> None:
-        self.ops.hand_over(features, path, count, where, more, state.features, state.n_new)
 
 
 # A model of which not all is on the kernels (experts, fp8) runs through torch.compile, which needs the shapes
@@ -162,6 +175,10 @@ SHAPES = {
     "rms_norm": lambda x, weight, eps: x.new_empty(x.shape),
     "layers": lambda x, cos, sin, weights, parts, k, v, slots, visible, eps, aux, read: (
         x.new_empty(x.shape), x.new_empty((*x.shape[:2], len(aux) * x.shape[2]))
+    ),
+    "target": lambda tokens, table, *others: (
+        table.new_empty((*tokens.shape, table.shape[1])),
+        table.new_empty((*tokens.shape, len(others[-1]) * table.shape[1])),
     ),
     "head": lambda tokens, table, table_norm, feature, *others: feature.new_empty(feature.shape),
     "normed_linear": lambda x, norm, eps, packed, scale, bias, columns: x.new_empty(

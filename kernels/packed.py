@@ -195,44 +195,93 @@ class PackedEagle3Block(PackedBlock, Eagle3Block):
 
 
 class PackedTransformer(Transformer):
-    """A target whose layers are one operator."""
+    """A target whose pass is one operator, and so are its logits."""
 
-    def run_layers(
-        self, x: Tensor, caches: CpuCaches, shared: Pass, aux_layers: tuple[int, ...]
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches: CpuCaches,
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor | None]:
-        ops = self.backend.ops
-        x, features = ops.layers(
-            x, *shared.angles(partial(_angles, ops)), *self.packed_weights, *caches.lists, shared.slots,
-            shared.visible, self.args.norm_eps, aux_layers, None,
+        x, features = self.backend.ops.target(
+            tokens, self.embed.weight, positions, self.inv_freq.float(), self.args.rope_factor,
+            *self.packed_weights, *caches.lists, slots, visible, self.args.norm_eps, aux_layers,
         )
         return x, features if aux_layers else None
 
+    def verify(
+        self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int, caches: CpuCaches,
+        aux_layers: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor | None]:
+        """`TorchBackend.verify`, its pass and what that is told in one operator. slots: how many are live."""
+        x, features = self.backend.ops.verify(
+            *nodes, length, slots, self.embed.weight, self.inv_freq.float(), self.args.rope_factor,
+            *self.packed_weights, *caches.lists, self.args.norm_eps, aux_layers,
+        )
+        return x, features if aux_layers else None
+
+    def logits(self, x: Tensor) -> Tensor:
+        return _scored(self, x) if _scores_at_once(self) else super().logits(x)
+
+
+def _scores_at_once(model: Transformer | Eagle3Head) -> bool:
+    return isinstance(model.norm, PackedNorm) and isinstance(model.lm_head, PackedLinear)
+
+
+def _scored(model: Transformer | Eagle3Head, x: Tensor) -> Tensor:
+    return model.backend.ops.normed_linear(x, *_scoring(model))
+
+
+def _scoring(model: Transformer | Eagle3Head) -> tuple:
+    """Return what `ops.normed_linear` takes of a model beside x."""
+    head = model.lm_head
+    return model.norm.weight, model.norm.eps, head.packed, head.scale, head.bias, head.columns
+
 
 class PackedEagle3Head(Eagle3Head):
-    """An EAGLE-3 head whose layers are one operator, as far as that has its variants, and so are its
-    scores."""
+    """An EAGLE-3 head whose pass is one operator, as far as that has its variants, and so are its scores, and
+    all that it grows.
+
+    at_once: so is a whole tree of its.
+    """
 
     packed_weights = None
-    scores_at_once = False
+    scores_at_once = at_once = False
+
 
     def run_layers(
         self, tokens: Tensor, feature: Tensor, positions: Tensor, slots: Tensor, visible: Tensor, caches
     ) -> Tensor:
         if self.packed_weights is None:
             return super().run_layers(tokens, feature, positions, slots, visible, caches)
-        first = self.layer
+        table, table_norm, feature_norm, *rest = self._pass(caches)
         return self.backend.ops.head(
-            tokens, self.embed.weight, first.embed_norm.weight, feature, first.feature_norm.weight, positions,
-            self.inv_freq, self.args.rope_factor, *self.packed_weights, *caches.lists, slots, visible,
-            first.mlp_norm.eps,
+            tokens, table, table_norm, feature, feature_norm, positions, *rest[:-1], slots, visible, rest[-1]
+        )
+
+    def _pass(self, caches: CpuCaches) -> tuple:
+        """Return what operators take of this head for a pass."""
+        first = self.layer
+        return (
+            self.embed.weight, first.embed_norm.weight, first.feature_norm.weight, self.inv_freq,
+            self.args.rope_factor, *self.packed_weights, *caches.lists, self.args.norm_eps,
         )
 
     def score(self, x: Tensor) -> Tensor:
-        if not self.scores_at_once:
-            return super().score(x)
-        norm, lm_head = self.norm, self.lm_head
-        return self.backend.ops.normed_linear(
-            x, norm.weight, norm.eps, lm_head.packed, lm_head.scale, lm_head.bias, lm_head.columns
+        return _scored(self, x) if self.scores_at_once else super().score(x)
+
+    def draft(self, drafter, state, slots: Tensor, noise: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the fields of the tree that `TorchBackend.draft` grows with this head."""
+        ops, shape, kept, fc = self.backend.ops, drafter.shape, drafter.kept, self.fc
+        text, own = (state.tokens, state.length), self._pass(drafter.caches)
+        if kept.reach or self.fc_norms or not isinstance(fc, PackedLinear):
+            last = drafter.catch_up(state, slots)
+        else:
+            fuse = fc.packed, fc.scale, fc.bias, fc.columns
+            last = ops.catch_up(*text, state.n_new, state.features, state.window, len(slots), *fuse, *own)
+        norm, _, *scoring = _scoring(self)
+        sizes = len(kept.live(slots)), shape.nodes, shape.depth, shape.width
+        return ops.grow(
+            last, *text, kept.first(state.length), *sizes, norm, *scoring,
+            noise if drafter.coupled else None, self.draft_ids, *own,
         )
 
 
@@ -304,7 +353,9 @@ def _pack_head(head: Eagle3Head, attends: bool) -> None:
     if attends and plain and normed and all(map(_is_packed, layers)):
         head.packed_weights = _together(layers)
         head.inv_freq = head.inv_freq.float()
-    head.scores_at_once = isinstance(head.norm, PackedNorm) and isinstance(head.lm_head, PackedLinear)
+    head.scores_at_once = _scores_at_once(head)
+    whole = head.packed_weights is not None and head.scores_at_once
+    head.at_once = whole and not head.args.recycle_normed
 
 
 def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group, end_with_torchrun, waiting_for_others
+from common.torchrun import check_group, end_with_torchrun
 from kernels.quantized import INPUTS as ROUNDED_TOGETHER
 from kernels.quantized import Scheme
 from model import Block, Linear, ModelArgs, Transformer
@@ -152,20 +152,16 @@ def is_loss(error: RuntimeError) -> bool:
 def joined(device: str, heads: bool = False) -> Iterator[Ranks]:
     """Join the ranks that torchrun's environment describes, within this context. heads: see `Ranks`.
 
-    Raises InputError if it describes a part of them only, if they do not find each other, or, out of the
-    context, if one of them is lost or torchrun ends this one.
+    Raises InputError if it describes no rank, if they do not find each other, or, out of the context, if one
+    of them is lost or torchrun ends this one.
     """
-    missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if n not in os.environ]
-    if missing:
-        raise InputError(f"{', '.join(missing)}: not set; start several processes with torchrun")
     check_group()
     end_with_torchrun()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(torch.device(own_device(device)))
     try:
-        with waiting_for_others(PATIENCE):
-            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE)
     except (RuntimeError, ValueError) as e:
         raise InputError(f"the ranks do not find each other: {first_line(e)}") from None
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name, heads)

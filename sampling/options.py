@@ -5,14 +5,20 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from common.schema import Schema, Text, number, whole
 
 # The rules by which drafted nodes are accepted at temperature > 0; at 0 both are `equal`.
 RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
 MOST_BIAS = 100.0
-MOST_PENALTY = 2.0
 MOST_STOPS = 16
+Stop = Annotated[str, Field(min_length=1)]
+Stops = Annotated[tuple[Stop, ...], Field(max_length=MOST_STOPS)]
 
 
 @dataclass(frozen=True)
@@ -32,43 +38,24 @@ class Sampling:
     Raises ValueError on values that cannot be.
     """
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # a mapping is taken too
-    stop: tuple[str, ...] = ()  # one text is taken too
-    logprobs: int | None = None
-    json_schema: str | None = None
+    max_new_tokens: whole(1) = 256
+    temperature: number(0, 1e6) = 0.0
+    top_p: number(above=0, high=1) = 1.0
+    top_k: whole() = 0
+    seed: whole(-(2**63), 2**64 - 1) = 0
+    min_p: number(0, 1) = 0.0
+    presence_penalty: number(-2, 2) = 0.0
+    frequency_penalty: number(-2, 2) = 0.0
+    repetition_penalty: number(0.01, 100) = 1.0
+    logit_bias: Any = ()  # pairs of a token id and a number; a mapping is taken too
+    stop: Stop | Stops = ()  # one text is taken too
+    logprobs: whole(0, MOST_LOGPROBS) | None = None
+    json_schema: Text | None = None
 
     def __post_init__(self):
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0 <= self.temperature <= 1e6:
-            raise ValueError(f"temperature must be 0 to 1,000,000, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (off) or more, and below 2^31, got {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be 0 to 1, got {self.min_p}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -MOST_PENALTY <= getattr(self, name) <= MOST_PENALTY:
-                raise ValueError(f"{name} must be -2 to 2, got {getattr(self, name)}")
-        if not 0.01 <= self.repetition_penalty <= 100:
-            raise ValueError(f"repetition_penalty must be 0.01 to 100, got {self.repetition_penalty}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LOGPROBS:
-            raise ValueError(f"logprobs must be 0 to {MOST_LOGPROBS}, got {self.logprobs}")
+        FIELDS.check(vars(self))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stop) > MOST_STOPS or not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be at most {MOST_STOPS} texts, none of them empty")
-        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
 
     @property
     def restricts(self) -> bool:
@@ -79,6 +66,9 @@ class Sampling:
     def penalises(self) -> bool:
         """True if the text so far changes the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+FIELDS = Schema(TypedDict("Fields", get_type_hints(Sampling, include_extras=True)))
 
 
 def _token_id(token: int | str) -> int:

@@ -6,12 +6,13 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from html import escape
 from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
@@ -19,25 +20,31 @@ from engine.prompt import encode
 from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
-from server.replies import ChatReply, CompletionReply, Reply, TokenTexts, form_of
+from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
 from server.worker import Job, Worker
+from tokens.calls import BARE, TAGS, form_of
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 SCRIPT = "text/javascript"
 FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
-OPEN = ("/health", "/metrics", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
+OPEN = ("/health", "/metrics", "/docs", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
 
 class Server:
     """Turns bodies of requests into jobs, and their events into responses.
 
-    models: the names that it answers to, its own first. seconds: time limit of a request.
+    models: the names that it answers to, its own first. seconds: time limit of a request. measures: every
+    reply has `Reply.metrics`, not only those that ask for them.
     """
 
-    def __init__(self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], seconds: float = 600.0):
-        self.worker, self.tokenizer, self.models, self.seconds = worker, tokenizer, models, seconds
+    def __init__(
+        self, worker: Worker, tokenizer: Tokenizer, models: tuple[str, ...], seconds: float = 600.0,
+        measures: bool = False,
+    ):
+        self.worker, self.tokenizer, self.models = worker, tokenizer, models
+        self.seconds, self.measures = seconds, measures
         self.tokens, self.max_seq_len = TokenTexts(tokenizer), worker.engine.max_seq_len
 
     def model(self, name: str | None) -> str:
@@ -49,25 +56,28 @@ class Server:
 
     def chat(self, body: ChatBody) -> ChatReply:
         """Prepare the reply to a chat. Raises InputError, ValueError or Refusal."""
-        model, variables, form = self.model(body.model), dict(body.chat_template_kwargs), None
-        if body.tools and body.tool_choice == "auto":
-            form = form_of(self.tokenizer.template)
-            variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        if not self.tokenizer.has_template:
+        model, tokenizer = self.model(body.model), self.tokenizer
+        if not tokenizer.has_template:
             raise InputError("this checkpoint has no chat template: use /v1/completions")
-        jobs = self._jobs(body, [[message.as_dict() for message in body.messages]], variables=variables)
+        form = None
+        if body.tools:
+            form = BARE if body.is_forced else form_of(tokenizer.tool_template)
+        shown = [tokenizer.control[tag] for tag in TAGS if tag in tokenizer.control] if form else []
+        jobs = self._jobs(body, [body.dicts], {"shown": shown}, variables=body.variables)
         return ChatReply(model, self.tokens, body, jobs, form=form)
 
     def completion(self, body: CompletionBody) -> CompletionReply:
         """Prepare the reply to a completion. Raises InputError, ValueError or Refusal."""
         model, score_prompt = self.model(body.model), body.echo and body.scored is not None
-        jobs = self._jobs(body, body.prompts, score_prompt=score_prompt, raw=True)
+        encoding = {"raw": True, "parse_special": body.parse_special}
+        jobs = self._jobs(body, body.prompts, {"score_prompt": score_prompt}, **encoding)
         return CompletionReply(model, self.tokens, body, jobs)
 
-    def _jobs(
-        self, body: GenerationBody, prompts: list, *, score_prompt: bool = False, **encoding
-    ) -> list[Job]:
-        """Make a job for each choice of each prompt. Raises InputError or ValueError."""
+    def _jobs(self, body: GenerationBody, prompts: list, options: dict, **encoding) -> list[Job]:
+        """Make a job for each choice of each prompt. Raises InputError or ValueError.
+
+        options: of `Engine.admit`. encoding: of `encode`.
+        """
         count, most, engine = len(prompts) * body.n, self.worker.capacity, self.worker.engine
         if count > most:  # before prompts are read
             raise InputError(
@@ -75,7 +85,7 @@ class Server:
                 " start the server with a larger --queue"
             )
         samplings, jobs = body.samplings(self.max_seq_len), []
-        same = {"watch": body.return_speculation, "plain": not body.speculate, "score_prompt": score_prompt}
+        same = {"watch": body.return_speculation, "plain": not body.speculate, **options}
         for prompt in prompts:
             ids = encode(self.tokenizer, prompt, room=self.max_seq_len, **encoding)
             engine.check(ids, samplings[0])
@@ -86,7 +96,9 @@ class Server:
 
     async def respond(self, http: HttpRequest, body: GenerationBody, prepare: Callable) -> Response:
         """Send the reply that `prepare` makes of a body, whole or as a stream. Raises Refusal."""
-        reply: Reply = await in_thread(partial(prepare, body))
+        http.state.reply = reply = await in_thread(partial(prepare, body))
+        if self.measures or body.return_speculation:
+            reply.window = self.worker.engine.window
         events, cancel = self._events(http, reply.jobs), partial(self.worker.cancel, *reply.jobs)
         if body.stream:
             return EventStream(_stream(reply, events, body.stream_options.include_usage), cancel)
@@ -164,24 +176,44 @@ class EventStream(StreamingResponse):
 
 
 async def in_thread(work: Callable):
-    """Do slow work beside other requests. Raises Refusal if it raises InputError or ValueError."""
+    """Do slow work beside other requests. Raises Refusal for an InputError, ValueError or RecursionError."""
     try:
         return await to_thread.run_sync(work)
     except (InputError, ValueError) as e:
         code = "context_length_exceeded" if "needs room for one more" in str(e) else None
         raise Refusal(400, str(e), code) from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply", "invalid_value") from None
+
+
+def reference(spec: dict) -> str:
+    """Return a page with the routes of an OpenAPI specification, and the fields of their bodies."""
+    def row(name: str, field: dict) -> str:
+        rules = {key: rule for key, rule in field.items() if key not in ("title", "description")}
+        cells = name, json.dumps(rules).replace("#/components/schemas/", ""), field.get("description", "")
+        return "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
+
+    def table(name: str, schema: dict) -> str:
+        rows = "".join(row(*field) for field in schema.get("properties", {}).items())
+        return f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>{rows}</table>"
+
+    routes = (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
+    tables = (table(*named) for named in spec["components"]["schemas"].items())
+    return "".join(("<!doctype html><meta charset=utf-8><title>Routes</title>", *routes, *tables))
 
 
 def make_app(
-    server: Server, key: str | None = None, origins: Sequence[str] = (), most_bytes: int = 4 << 20
+    server: Server, key: str | None = None, origins: Sequence[str] = (), most_bytes: int = 4 << 20,
+    log: Callable[[str], None] | None = None,
 ) -> FastAPI:
     """Make the application.
 
     key: needed by requests. origins: of pages that may call it from a browser. most_bytes: of a request.
+    log: gets a line per request.
     """
     tokenizer, worker = server.tokenizer, server.worker
     app = FastAPI(title="EAGLE", docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN)
+    app.add_middleware(Gate, key=key, most_bytes=most_bytes, open_paths=OPEN, log=log)
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     add_handlers(app)
@@ -214,9 +246,11 @@ def make_app(
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody):
         def work() -> list[int]:
-            if body.messages is not None:
-                return tokenizer.chat([message.as_dict() for message in body.messages])
-            return tokenizer.encode(body.prompt, bos=body.add_special_tokens)
+            if body.messages is None:
+                bos, parse_special = body.add_special_tokens, body.parse_special
+                return tokenizer.encode(body.prompt, bos, parse_special=parse_special)
+            variables = {"add_generation_prompt": body.add_generation_prompt, **body.variables}
+            return tokenizer.chat(body.dicts, **variables)
 
         ids = await in_thread(work)
         return {"tokens": ids, "count": len(ids), "max_model_len": server.max_seq_len}
@@ -231,6 +265,10 @@ def make_app(
     async def tokenizer_info():
         names = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if token}
         return {"chat_template": tokenizer.template, **names}
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs():
+        return HTMLResponse(reference(app.openapi()))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")

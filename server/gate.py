@@ -1,4 +1,4 @@
-"""The gate before the routes: it refuses requests without the key, and bodies too long or too slow."""
+"""The gate before the routes: it refuses requests without the key, bodies too long or too slow, and logs."""
 from __future__ import annotations
 
 import asyncio
@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from common.errors import printable
 from server.protocol import Refusal, refusal_of_body
 
 SLOWEST = 60.0  # seconds until a body has to be complete
@@ -17,16 +18,36 @@ MOST_HELD = 256 << 20  # bytes of all incomplete bodies together; a single one i
 
 
 class Gate:
-    """ASGI middleware. most_bytes: of a body. open_paths: they need no key."""
+    """ASGI middleware. most_bytes: of a body. open_paths: they need no key.
 
-    def __init__(self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...]):
-        self.app, self.key, self.most, self.open_paths = app, key, most_bytes, open_paths
+    log: called with a line for every POST request and every error.
+    """
+
+    def __init__(self, app, key: str | None, most_bytes: int, open_paths: tuple[str, ...], log=None):
+        self.app, self.key, self.most, self.open_paths, self.log = app, key, most_bytes, open_paths, log
         self.held = 0  # bytes of incomplete bodies
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        status = 499  # as nginx has it: the client has gone
+
+        async def sent(message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, sent)
+        finally:
+            # Pages and probes of health would hide what people ask.
+            if self.log and (scope["method"] == "POST" or status >= 400):
+                reply = scope.get("state", {}).get("reply")
+                words = f" {reply.summary()}" if reply else ""
+                self.log(f"{scope['method']} {printable(scope['path'])} {status}{words}")
+
+    async def _pass(self, scope, receive, send) -> None:
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             if self.key and scope["path"] not in self.open_paths and scope["method"] != "OPTIONS":

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field, Json, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
 from sampling.options import MOST_LOGPROBS, MOST_STOPS, Sampling
+from tokens.calls import arguments_of, schema_of_calls
 from tokens.schema import ANY_OBJECT
+from tokens.templates import thoughts_of
 
 RETRY_AFTER = "2"  # seconds
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -23,6 +25,7 @@ TokenCount = Annotated[int, Field(ge=1, le=1 << 20)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Share = Annotated[float, Field(ge=0, le=1)]
+ParseSpecial = Annotated[bool, Field(description="false: control tokens spelled out in a prompt are text")]
 
 
 class Refusal(Exception):
@@ -77,13 +80,10 @@ class ContentPart(Body):
 
 
 class FunctionCall(Body):
-    """A function's name, and its arguments: an object, or its JSON."""
+    """A function's name, and its arguments: an object, or its JSON. Chat templates expect an object."""
 
     name: str
-    # Chat templates expect an object.
-    arguments: Annotated[
-        Json[dict[str, Any]] | dict[str, Any] | str, Field(union_mode="left_to_right")
-    ] = {}
+    arguments: Annotated[dict[str, Any] | str, BeforeValidator(arguments_of)] = {}
 
 
 class ToolCall(Body):
@@ -94,22 +94,20 @@ class ToolCall(Body):
     function: FunctionCall
 
 
-class Message(Body):
-    """One message of a conversation."""
+class Message(Body, extra="allow"):
+    """One message of a conversation. Its other fields are for the chat template."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] = ""
-    name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
 
     def as_dict(self) -> dict:
         """Return the message as chat templates take it."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
-        found = self.model_dump(exclude_none=True) | {"role": role, "content": text}
-        return found if self.tool_calls else {k: v for k, v in found.items() if k != "tool_calls"}
+        given = self.model_dump(exclude_none=True, exclude=None if self.tool_calls else {"tool_calls"})
+        return given | thoughts_of(given) | {"role": role, "content": text}
 
 
 class Function(Body, extra="allow"):
@@ -134,22 +132,20 @@ class StreamOptions(Body):
 
 
 class ResponseFormat(Body):
-    """The form of the output."""
+    """The form of the output. The schema stands in `json_schema`, or beside it as llama.cpp has it."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: dict[str, Any] = {}
-
-    @model_validator(mode="after")
-    def _check(self) -> ResponseFormat:
-        if self.type == "json_schema" and not isinstance(self.json_schema.get("schema"), dict):
-            raise ValueError("json_schema needs a schema")
-        return self
+    beside: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
     @property
     def text(self) -> str | None:
-        """The JSON schema as text, None if the output is free."""
-        schemas = {"json_object": ANY_OBJECT, "json_schema": json.dumps(self.json_schema.get("schema"))}
-        return schemas.get(self.type)
+        """The JSON schema as text, None if the output is free. Raises ValueError if it is missing."""
+        schema = self.json_schema.get("schema", self.beside)
+        if self.type == "json_schema" and not isinstance(schema, dict):
+            raise ValueError("response_format: json_schema needs a schema")
+        any_object = self.type == "json_object" and not schema
+        return None if self.type == "text" else ANY_OBJECT if any_object else json.dumps(schema)
 
 
 class GenerationBody(Body):
@@ -170,8 +166,17 @@ class GenerationBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     response_format: ResponseFormat = ResponseFormat()
+    json_schema: Annotated[dict[str, Any], Field(description="as llama.cpp has it")] = {}
+    guided_json: Annotated[dict[str, Any], Field(description="as vLLM had it")] = {}
+    structured_outputs: Annotated[dict[str, Any], Field(description="as vLLM has it: json, a schema")] = {}
     speculate: Annotated[bool, Field(description="false: decode this request without drafts")] = True
     return_speculation: Annotated[bool, Field(description="add each step's drafted tree to a stream")] = False
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema that the output has to fit, None if it is free. Raises ValueError."""
+        elsewhere = self.json_schema or self.guided_json or self.structured_outputs.get("json")
+        return json.dumps(elsewhere) if elsewhere else self.response_format.text
 
     def samplings(self, room: int) -> list[Sampling]:
         """Return how each of `n` choices is sampled; seeds count up from `seed`, or from a random one.
@@ -181,24 +186,48 @@ class GenerationBody(Body):
         first = random.getrandbits(48) if self.seed is None else self.seed
         same = self.model_dump(include=SAMPLED) | {
             "max_new_tokens": self.most_tokens or room, "top_k": max(0, self.top_k), "stop": self.stop or (),
-            "logprobs": self.scored, "json_schema": self.response_format.text,
+            "logprobs": self.scored, "json_schema": self.schema_text,
         }
         return [Sampling(seed=first + i, **same) for i in range(self.n)]
 
 
-class ChatBody(GenerationBody):
-    """POST /v1/chat/completions."""
+class Conversation(Body):
+    """The fields that a chat template gets."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(description="variables of the chat template, such as enable_thinking")
+    ] = {}
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check(cls, variables: dict) -> dict:
+        if taken := RESERVED & variables.keys():
+            raise ValueError(f"{', '.join(sorted(taken))} cannot be set there")
+        return variables
+
+    @property
+    def dicts(self) -> list[dict]:
+        """The messages as chat templates take them."""
+        return [message.as_dict() for message in self.messages or ()]
+
+    @property
+    def variables(self) -> dict:
+        """The variables of the chat template, with the tools if there are some."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return self.chat_template_kwargs | ({"tools": tools} if tools else {})
+
+
+class ChatBody(GenerationBody, Conversation):
+    """POST /v1/chat/completions."""
+
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] = []
-    tool_choice: Literal["auto", "none"] = "auto"
-    chat_template_kwargs: Annotated[
-        dict[str, Any], Field(description="variables of the chat template, such as enable_thinking")
-    ] = {}
+    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    parallel_tool_calls: bool = True
 
     @property
     def most_tokens(self) -> int | None:
@@ -210,18 +239,38 @@ class ChatBody(GenerationBody):
         """Number of likeliest tokens with each token's log-probability; None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else self.top_logprobs
 
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _check(cls, variables: dict) -> dict:
-        if taken := RESERVED & variables.keys():
-            raise ValueError(f"{', '.join(sorted(taken))} cannot be set there")
-        return variables
+    @model_validator(mode="after")
+    def _choose(self) -> ChatBody:
+        """Keep the tools that may be called."""
+        if self.tool_choice == "none":
+            self.tools = []
+        elif self.tool_choice != "auto" and not self.callable:
+            raise ValueError("tool_choice: names no function of tools")
+        return self
+
+    @property
+    def callable(self) -> dict[str, dict]:
+        """The functions that may be called, with the JSON schemas of their parameters."""
+        name = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+        named = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+        return named if name is None else {name: named[name]} if name in named else {}
+
+    @property
+    def is_forced(self) -> bool:
+        """True if the output has to be a call."""
+        return self.tool_choice not in ("auto", "none")
+
+    @property
+    def schema_text(self) -> str | None:
+        """As `GenerationBody.schema_text`."""
+        return schema_of_calls(self.callable) if self.is_forced else super().schema_text
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: str | Annotated[list[str] | list[TokenId] | list[list[TokenId]], Field(min_length=1)]
+    parse_special: ParseSpecial = True
     max_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 16
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -252,15 +301,17 @@ class CompletionBody(GenerationBody):
         return [self.prompt] if one else self.prompt
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Conversation):
     """POST /tokenize: a text, or a conversation."""
 
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    parse_special: ParseSpecial = True
 
     @model_validator(mode="after")
-    def _check(self) -> TokenizeBody:
+    def _check_one(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give prompt or messages")
         return self

@@ -1,20 +1,14 @@
-"""Replies in OpenAI's form: whole ones, and the chunks of a stream. Function calls are found in the text."""
+"""Replies in OpenAI's form: whole ones, and the chunks of a stream."""
 from __future__ import annotations
 
-import json
 import time
 import uuid
 
-from common.errors import InputError
 from engine.request import Event, Score
 from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
-from tokens.tokenizer import Tokenizer
-
-# Forms of calls. TAGGED (Qwen and others): <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
-# BARE (Llama 3): {"name": ..., "parameters": {...}} as the whole text.
-TAGGED, BARE = "tagged", "bare"
-OPENS, CLOSES = "<tool_call>", "</tool_call>"
+from tokens.calls import THINKS, CallStream
+from tokens.tokenizer import TextStream, Tokenizer
 
 
 class TokenTexts:
@@ -63,8 +57,8 @@ class Offsets:
     A token that is no part of the text begins where the next one does.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: int):
-        self._stream, self._at = tokenizer.stream(), before
+    def __init__(self, stream: TextStream, before: int = 0):
+        self._stream, self._at = stream, before
 
     def push(self, ids: list[int]) -> list[int]:
         """Return where each of the next tokens begins."""
@@ -88,22 +82,26 @@ class Reply:
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self.model, self.tokens, self.jobs, self.body = model, tokens, jobs, body
         self._begun = [False] * len(jobs)
+        self.window: int | None = None  # most tokens of a step; None: `metrics` are not asked for
 
     def whole(self) -> dict:
         """Return the reply, after all jobs have ended."""
         choices = [{"index": i} | self.choice(i, job) for i, job in enumerate(self.jobs)]
-        return self._object(self.kind, choices) | {"usage": self.usage()}
+        return self._object(self.kind, choices) | {"usage": self.usage()} | self.metrics()
 
     def chunks(self, i: int, event: Event) -> list[dict]:
         """Return the chunks for an event of job i; often one, or none."""
         first, self._begun[i] = not self._begun[i], True
         finish = self.jobs[i].finish if event.finish else None
         parts = self.parts(i, event, finish, first)
-        return [self._object(self.chunk_kind, [{"index": i} | part]) for part in parts]
+        found = [self._object(self.chunk_kind, [{"index": i} | part]) for part in parts]
+        if finish and not self.body.stream_options.include_usage:
+            found[-1] |= self.metrics()
+        return found
 
     def last_chunk(self) -> dict:
         """Return the chunk with the usage."""
-        return self._object(self.chunk_kind, []) | {"usage": self.usage()}
+        return self._object(self.chunk_kind, []) | {"usage": self.usage()} | self.metrics()
 
     def usage(self) -> dict:
         """Return the number of tokens; a prompt counts once for all its choices."""
@@ -115,9 +113,34 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": sum(job.request.cached for job in first)},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": sum(job.accepted for job in self.jobs),
-                "rejected_prediction_tokens": sum(job.rejected for job in self.jobs),
+                "rejected_prediction_tokens": sum(job.drafted - job.accepted for job in self.jobs),
             },
         }
+
+    def metrics(self) -> dict:
+        """Return figures of drafting as vLLM has them: under "metrics", of a single job."""
+        if self.window is None:
+            return {}
+        (job, *others), most = self.jobs, self.window - 1
+        if others or not most:
+            return {"metrics": None}
+        steps, accepted = job.steps.total(), job.accepted
+        return {"metrics": {"speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / max(1, steps),
+            "draft_acceptance_rate": accepted / max(1, job.drafted),
+            "acceptance_histogram": [job.steps[n] for n in range(most + 1)], "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted, "num_draft_tokens": job.drafted, "num_spec_tokens": most,
+        }}}
+
+    def summary(self) -> str:
+        """Return in words how the jobs ended, their tokens, speed and acceptance length, for the log."""
+        words = ", ".join(sorted({job.finish or "abort" for job in self.jobs}))
+        requests = [job.request for job in self.jobs if job.request]
+        if len(requests) < len(self.jobs):
+            return words
+        usage, speed = self.usage(), sum(request.tokens_per_second for request in requests)
+        words += f", {usage['prompt_tokens']} + {usage['completion_tokens']} tokens, {speed:.1f} tokens/s"
+        return f"{words}, tau {sum(request.tau for request in requests) / len(requests):.2f}"
 
     def speculation(self, event: Event) -> dict:
         """Return the drafted tokens of a step, if the request asks for them, and their tree."""
@@ -141,17 +164,20 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """A chat completion. form: how the model writes calls, see `form_of`; None: there are none."""
+    """A chat completion. form: how the model writes calls, see `form_of`; None: there are no calls."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, *args, form: str | None = None):
+    def __init__(self, *args, form: tuple[str, ...] | None = None):
         super().__init__(*args)
-        self._calls = [CallStream(form) for _ in self.jobs]
+        opening = "".join(map(self.tokens.text, self.jobs[0].prompt[-8:])).rstrip()
+        self._streams = [
+            CallStream(form, self.body.callable, opening.endswith(THINKS)) for _ in self.jobs
+        ]
 
     def choice(self, i: int, job: Job) -> dict:
-        text = self._calls[i].push(job.request.text)
-        rest, calls = self._calls[i].finish()
+        text = self._streams[i].push(job.request.text)
+        rest, calls = self._finish(i)
         message = {"role": "assistant", "content": (text + rest) or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = calls
@@ -168,9 +194,9 @@ class ChatReply(Reply):
 
         if first:
             part({"role": "assistant", "content": ""})
-        text, calls = self._calls[i].push(event.text), []
+        text, calls = self._streams[i].push(event.text), []
         if finish:
-            rest, calls = self._calls[i].finish()
+            rest, calls = self._finish(i)
             text += rest
         if text or event.ids:
             logprobs = self._logprobs(event.ids, event.scores)
@@ -180,6 +206,10 @@ class ChatReply(Reply):
         if finish:
             part({}, finish_reason="tool_calls" if calls else finish)
         return found
+
+    def _finish(self, i: int) -> tuple[str, list[dict]]:
+        rest, calls = self._streams[i].finish()
+        return rest, calls if self.body.parallel_tool_calls else calls[:1]
 
     def _logprobs(self, ids: list[int], scores: list[Score]) -> dict | None:
         return None if self.body.scored is None else self.tokens.chat_logprobs(ids, scores)
@@ -194,8 +224,10 @@ class CompletionReply(Reply):
     def __init__(self, *args):
         super().__init__(*args)
         tokenizer, echo = self.tokens.tokenizer, self.body.echo
-        self._echoes = [tokenizer.decode(job.prompt) if echo else "" for job in self.jobs]
-        self._offsets = [Offsets(tokenizer, len(echo)) for echo in self._echoes]
+        typed = tokenizer.control.values() if isinstance(self.body.prompts[0], str) else ()
+        self._shown = {i for i in typed if not tokenizer.adds_bos or i != tokenizer.bos_id}
+        self._echoes = [tokenizer.decode(job.prompt, self._shown) if echo else "" for job in self.jobs]
+        self._offsets = [Offsets(tokenizer.stream(), len(echo)) for echo in self._echoes]
 
     def choice(self, i: int, job: Job) -> dict:
         request = job.request
@@ -216,76 +248,8 @@ class CompletionReply(Reply):
             offsets = self._offsets[i].push(ids)
             if first and self.body.echo:
                 request = self.jobs[i].request
-                offsets = Offsets(self.tokens.tokenizer, 0).push(request.prompt) + offsets
+                stream = self.tokens.tokenizer.stream(self._shown)
+                offsets = Offsets(stream).push(request.prompt) + offsets
                 ids, scores = request.prompt + ids, [None, *request.prompt_scores, *scores]
             logprobs = self.tokens.logprobs(ids, scores, offsets)
         return {"text": self._echoes[i] * first + text, "logprobs": logprobs}
-
-
-def form_of(template: str | None) -> str:
-    """Return how a model with this chat template writes calls. Raises InputError if it defines none."""
-    if template and "tools" in template:
-        if OPENS in template:
-            return TAGGED
-        if '"parameters"' in template and ("ipython" in template or "python_tag" in template):
-            return BARE
-    raise InputError(
-        "tools: this model's chat template defines no calls that are known here (those of Qwen and of Llama 3"
-        " are); leave tools out"
-    )
-
-
-class CallStream:
-    """Text in; out what certainly is no call, as early as possible. The calls are known at the end.
-
-    form: see `form_of`; None: all is text.
-    """
-
-    def __init__(self, form: str | None):
-        self._form, self._held, self._is_text = form, "", form is None
-
-    def push(self, text: str) -> str:
-        """Return the text that certainly belongs to no call."""
-        self._held += text
-        beginning = self._held.lstrip()
-        if self._form == BARE and beginning and beginning[0] != "{":
-            self._is_text = True
-        if self._is_text:
-            at = len(self._held)
-        elif self._form == BARE:
-            at = 0
-        else:
-            at = self._held.find(OPENS)
-            if at < 0:
-                partial = (n for n in range(len(OPENS), 0, -1) if self._held.endswith(OPENS[:n]))
-                at = len(self._held) - next(partial, 0)
-        certain, self._held = self._held[:at], self._held[at:]
-        return certain
-
-    def finish(self) -> tuple[str, list[dict]]:
-        """Return the rest of the text, and the calls."""
-        held, self._held = self._held, ""
-        if self._form == BARE:
-            call = _call(held, "parameters")
-            return ("", [call]) if call else (held, [])
-        rest, calls = "", []
-        while held:
-            before, opens, after = held.partition(OPENS)
-            inner, closes, held = after.partition(CLOSES)
-            call = _call(inner, "arguments") if opens else None
-            rest += before if call else before + opens + inner + closes
-            calls += [call] if call else []
-        return (rest.strip("\n") if calls else rest), calls
-
-
-def _call(text: str, key: str) -> dict | None:
-    """Return a call that a model wrote, None if it is none. key: the name of its arguments."""
-    try:
-        found = json.loads(text.strip())
-        name, arguments = found["name"], found[key]
-    except (ValueError, KeyError, TypeError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
 import socket
 import threading
+from collections.abc import Callable
 
 import uvicorn
 
@@ -26,17 +28,26 @@ class Uvicorn(uvicorn.Server):
         self.worker, self.grace = worker, grace
 
     def handle_exit(self, sig: int, frame) -> None:
-        if self.should_exit:  # a second signal: at once
+        if self.should_exit:  # a second signal: requests end with an error, which clients get if they read
             self.worker.stop()
-        else:
-            if not self.worker.failed:
-                note("going down: requests that run are ended first")
-            self.worker.close()
-            for seconds, end in ((NOTICE, self.worker.stop_if_lost), (self.grace, self.worker.stop)):
-                timer = threading.Timer(seconds, end)
-                timer.daemon = True
-                timer.start()
+            _after(LAST_WORDS, self._leave)
+            return
+        if not self.worker.failed:
+            note("going down: requests that run are ended first; Ctrl-C again ends at once")
+        self.worker.close()
+        _after(NOTICE, self.worker.stop_if_lost)
+        _after(self.grace, self.worker.stop)
         super().handle_exit(sig, frame)
+
+    def _leave(self) -> None:
+        logging.disable()  # uvicorn shows where each request was cut off
+        self.force_exit = True
+
+
+def _after(seconds: float, do: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, do)
+    timer.daemon = True
+    timer.start()
 
 
 def serve(app, worker: Worker, listener: socket.socket, grace: float) -> None:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -45,9 +45,14 @@ class Job:
     request: Request | None = None  # from admission on
     arrived: float = field(default_factory=time.perf_counter)
     last: float | None = None  # time of the last token
-    accepted: int = 0  # drafted tokens
-    rejected: int = 0
+    drafted: int = 0  # tokens
+    steps: Counter[int] = field(default_factory=Counter)  # with a draft: number of accepted tokens -> steps
     finish: str | None = None
+
+    @property
+    def accepted(self) -> int:
+        """Number of accepted drafted tokens."""
+        return sum(accepted * steps for accepted, steps in self.steps.items())
 
 
 class Worker(threading.Thread):
@@ -183,8 +188,8 @@ class Worker(threading.Thread):
             return
         self.metrics.emitted(job, event)
         job.last = job.request.last
-        job.accepted += event.drafted
-        job.rejected += event.nodes - event.drafted
+        job.drafted += event.nodes
+        job.steps[event.drafted] += event.nodes > 0
         if event.finish:
             self._end(job, "length" if event.finish == "cache" else event.finish)
         job.on_event(event)

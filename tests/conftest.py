@@ -16,12 +16,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that compile come first, then those with other slow tests: workers take file after file, so the
     quick ones fill the end.
     """
-    dear: dict[Path, int] = {}
+    weights, dearest = {"compile": 2, "kernels": 2, "dear": 2, "slow": 1}, {}
     for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        weight = 2 if {"compile", "slow"} <= marks else 1 if "slow" in marks else 0
-        dear[item.path] = max(weight, dear.get(item.path, 0))
-    items.sort(key=lambda item: -dear[item.path])
+        weight = max((weights.get(mark.name, 0) for mark in item.iter_markers()), default=0)
+        dearest[item.path] = max(weight, dearest.get(item.path, 0))
+    items.sort(key=lambda item: -dearest[item.path])
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Print the command that runs each failed test again, alone."""
+    for report in terminalreporter.stats.get("failed", []):
+        terminalreporter.write_line(f"again: {sys.executable} -m pytest -n 0 '{report.nodeid}'")
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 A backend gets a text cut into parts: plain text as str, control tokens as ids. Both backends have
 
-    size: the number of ids that stand for something
+    size: one more than the highest id
     ids: the ids of the vocabulary
     added: id -> `AddedToken`, tokens beside the vocabulary; those with `special` are control tokens
     unmatched: added tokens that the library does not find in a text
@@ -13,21 +13,21 @@ A backend gets a text cut into parts: plain text as str, control tokens as ids. 
 """
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken
 
-from common.cli import one_line
-from common.errors import InputError, is_panic
-from common.files import read_bytes
-from tokens.files import TOKEN_FLAGS, special_tokens_map
+from common.cli import library_errors
+from common.errors import InputError
+from common.files import check_file, read_bytes, read_json
+from common.schema import in_words
+from tokens.files import ENDS, MERGES, extra_tokens, special_tokens_map
+from tokens.word_rules import WORD_RULES, byte_level_bpe
 
 # Texts come one at a time. A thread pool would take cores from decoding, and does not survive a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -35,6 +35,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 LARGEST_FILE = 256 << 20  # bytes of a file
 LARGEST_GAP = 1 << 16  # ids that stand for nothing, below the highest
 SPACE = "▁"  # how sentencepiece spells a space
+WORDS_OF_CLASS = {"qwen2": "qwen2", "qwen3": "qwen2", "gpt2": "gpt-2"}  # part of its name: the rule
 # Steps of tokenizer.json that neither drop nor merge visible ASCII characters. NFC and NFKC merge some with
 # the character that follows, which must not be ASCII.
 KEEPING = (
@@ -60,21 +61,29 @@ def fallback_byte(piece: str) -> bytes:
     return bytes([int(piece[3:5], 16)]) if re.fullmatch("<0x[0-9A-F]{2}>", piece) else b""
 
 
-@contextlib.contextmanager
-def library_errors(what: str) -> Iterator[None]:
-    """Turn any error of a library, a panic of Rust code too, into an InputError that starts with `what`."""
-    try:
-        yield
-    except InputError:
-        raise
-    except BaseException as e:  # a panic is no Exception
-        if not isinstance(e, Exception) and not is_panic(e):
-            raise
-        raise InputError(f"{what} ({one_line(e)})") from None
+def open_library(path: Path, settings: dict) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a tokenizer.json, or of a vocab.json and the merges.txt beside it.
+
+    The latter two do not say how a text is cut into words: the class of the tokenizer does, or the model's
+    type. Raises InputError on one that is not in `WORDS_OF_CLASS`, and the library's errors.
+    """
+    if path.name == "tokenizer.json":
+        return tokenizers.Tokenizer.from_buffer(read_bytes(path, LARGEST_FILE))
+    config = path.with_name("config.json")
+    kind = settings.get("tokenizer_class")
+    known = f"{kind} {(read_json(config) if config.exists() else {}).get('model_type')}".lower()
+    words = next((words for name, words in WORDS_OF_CLASS.items() if name in known), None)
+    if words is None:
+        raise InputError(
+            f"{path}: tokenizer_class {in_words(kind)} of tokenizer_config.json is not known"
+            " (Qwen2Tokenizer and GPT2Tokenizer are); save the tokenizer as tokenizer.json"
+        )
+    vocab, merges = tokenizers.models.BPE.read_file(str(path), str(path.with_name(MERGES)))
+    return byte_level_bpe(vocab, merges, WORD_RULES[words])
 
 
 class JsonBackend:
-    """A tokenizer.json, run by the `tokenizers` library.
+    """A tokenizer.json, or vocab.json with merges.txt, run by the `tokenizers` library.
 
     The library is set to take control tokens in a text for plain text. A control token that is meant goes
     in as a stand-in, a string that no text contains. So the library treats the text around it as it does
@@ -82,9 +91,9 @@ class JsonBackend:
     """
 
     def __init__(self, path: Path, settings: dict):
-        content = read_bytes(path, LARGEST_FILE)
+        check_file(path)
         with library_errors(f"{path}: cannot be read as a tokenizer"):
-            self._path, self._model = path, tokenizers.Tokenizer.from_buffer(content)
+            self._path, self._model = path, open_library(path, settings)
             self._prepare(settings)
 
     def _prepare(self, settings: dict) -> None:
@@ -92,28 +101,59 @@ class JsonBackend:
         model.no_truncation()  # some files carry the settings of their training
         model.no_padding()
         model.encode_special_tokens = True
-        control = {token.content for token in model.get_added_tokens_decoder().values() if token.special}
-        ends = map(special_tokens_map(settings).get, ("bos_token", "eos_token"))
-        model.add_special_tokens([t for t in ends if t and t not in control and self.id_of(t) is not None])
-        self._tokens = {i: token for token, i in model.get_vocab().items()}
-        self.size, self.ids, self.special_tokens_map = len(self._tokens), self._tokens.keys(), {}
+        new = self._take_settings(settings)
         self.added, self.unmatched = model.get_added_tokens_decoder(), frozenset()
+        self._tokens = {i: token for token, i in model.get_vocab().items()}
         probe = model.encode("a")
         self.adds_bos = bool(probe.special_tokens_mask[:1] == [1])
         self.bos_id = probe.ids[0] if self.adds_bos else None
         self._read_decoder()
         self.keeps_text = self._keeps_text()
 
-        # The library numbers new tokens from their count on. Fillers take the ids up to the highest.
-        highest = max(self.ids, default=-1)
-        if (gap := highest + 1 - self.size) > LARGEST_GAP:
-            found = f"{self.size:,} tokens have ids up to {highest:,}"
-            raise InputError(f"{self._path}: {found}; expected at most {LARGEST_GAP:,} gaps")
+        # The library numbers new tokens from here on, also where ids above are taken. Fillers go before
+        # those whose id is higher, and up to the highest id.
+        begin = max(model.get_vocab_size(with_added_tokens=False), 1 + max(self.added, default=-1))
+        free = {i: token for i, token in new if i >= begin and i not in self._tokens}
+        last = max([*self._tokens, *free])
+        late = [token for i, token in new if free.get(i) is not token]
+        free |= dict(enumerate(late, last + 1))
+        self.added |= free
+        self._tokens |= {i: token.content for i, token in free.items()}
+        self.ids, self.size, self.special_tokens_map = self._tokens.keys(), 1 + max(self._tokens), {}
+        if self.size - len(self._tokens) > LARGEST_GAP:
+            raise InputError(f"{self._path}: {len(self._tokens):,} tokens have ids up to {self.size - 1:,};"
+                             f" expected at most {LARGEST_GAP:,} gaps")
         nonce = secrets.token_hex(8)
+        fillers = (AddedToken(f"\ue000{nonce}-{i}\ue001", normalized=False) for i in range(begin, self.size))
         self._stand_ins = {i: f"\ue000{nonce}:{i}\ue001" for i, token in self.added.items() if token.special}
-        new = [*(f"\ue000{nonce}-{n}\ue001" for n in range(gap)), *self._stand_ins.values()]
-        model.add_tokens([AddedToken(text, normalized=False, special=False) for text in new])
+        model.add_tokens([
+            *(free.get(i, filler) for i, filler in enumerate(fillers, begin)),
+            *(AddedToken(text, normalized=False) for text in self._stand_ins.values()),
+        ])
         self._originals = {model.token_to_id(stand_in): i for i, stand_in in self._stand_ins.items()}
+
+    def _take_settings(self, settings: dict) -> list[tuple[int, AddedToken]]:
+        """Give tokens of the file the flags of the settings. Returns tokens that only the settings have.
+
+        A token that either makes special is special. The id of one that is only named is -1.
+        """
+        known, changed, new = self._model.get_added_tokens_decoder(), [], []
+        decoder = {token.content: (i, token) for i, token in settings["added_tokens_decoder"].items()}
+        ends = special_tokens_map(settings, ENDS[:2]).values()
+        for content in dict.fromkeys((*decoder, *ends, *extra_tokens(settings))):
+            i, given = decoder.get(content, (-1, None))
+            at = self.id_of(content)
+            old = known.get(at)
+            if not content or (given is None and at is not None and content not in ends):
+                continue
+            token = given or old or AddedToken(content, special=True)
+            token.special |= given is None or content in ends or bool(old and old.special)
+            if at is None:
+                new.append((i, token))
+            elif token is old or repr(token) != repr(old):
+                changed.append(token)
+        self._model.add_tokens(changed)
+        return sorted(new, key=lambda found: found[0])
 
     def _read_decoder(self) -> None:
         """Set how tokens spell bytes. Raises InputError on a decoder of another kind."""
@@ -168,12 +208,17 @@ class SentencePieceBackend:
     """A sentencepiece tokenizer.model. The library neither makes nor finds a control token in a text."""
 
     def __init__(self, path: Path, settings: dict):
-        content = read_bytes(path, LARGEST_FILE)
+        content, given = read_bytes(path, LARGEST_FILE), settings["added_tokens_decoder"]
         with library_errors(f"{path}: cannot be read as a sentencepiece model"):
             # Few checkpoints need the package.
             from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
             proto = sentencepiece_model_pb2.ModelProto.FromString(content)
+            control = {token.content for token in given.values() if token.special}
+            control.update(special_tokens_map(settings, ENDS[:2]).values())
+            for piece in proto.pieces:
+                if piece.piece in control and piece.type != piece.UNKNOWN:
+                    piece.type = piece.CONTROL
             self._model = SentencePieceProcessor(model_proto=proto.SerializeToString())
             self.strips_space = proto.normalizer_spec.add_dummy_prefix
             self.keeps_text = not proto.normalizer_spec.precompiled_charsmap
@@ -181,15 +226,15 @@ class SentencePieceBackend:
             proto.normalizer_spec.add_dummy_prefix &= settings.get("legacy", True)
             self._model_after_control = SentencePieceProcessor(model_proto=proto.SerializeToString())
         pieces = self._model.get_piece_size()
-        self.ids, self.added = range(pieces), {}
-        for key, token in settings.get("added_tokens_decoder", {}).items():
-            if int(key) >= pieces or token.get("special"):
-                flags = {flag: bool(token.get(flag)) for flag in TOKEN_FLAGS}
-                self.added[int(key)] = AddedToken(token["content"], **flags)
+        known = {piece.piece: i for i, piece in enumerate(proto.pieces)}
+        given = {known.get(token.content, i): token for i, token in given.items()}
+        self.ids = range(pieces)
+        self.added = {i: token for i, token in given.items() if i >= pieces or token.special}
         self.unmatched = frozenset(i for i, token in self.added.items() if i >= pieces and not token.special)
         for i in self.ids:
             if self._model.is_control(i) or self._model.is_unknown(i):
                 self.added.setdefault(i, AddedToken(self._model.id_to_piece(i), special=True))
+        self._id_of = known | {token.content: i for i, token in self.added.items()}
         self.size = max(pieces, 1 + max(self.added, default=0))
         ends = {"bos_token": self._model.bos_id(), "eos_token": self._model.eos_id()}  # -1: there is none
         self.bos_id = ends["bos_token"] if ends["bos_token"] >= 0 else None
@@ -198,11 +243,7 @@ class SentencePieceBackend:
 
     def id_of(self, token: str) -> int | None:
         """As `JsonBackend.id_of`."""
-        added = {a.content: i for i, a in self.added.items()}
-        if token in added:
-            return added[token]
-        piece = self._model.piece_to_id(token)
-        return None if piece == self._model.unk_id() else piece
+        return self._id_of.get(token)
 
     def encode(self, parts: list[str | int]) -> list[int]:
         """As `JsonBackend.encode`."""
@@ -214,7 +255,7 @@ class SentencePieceBackend:
 
     def bytes_of(self, i: int) -> bytes:
         """As `JsonBackend.bytes_of`."""
-        if i not in self.ids:
+        if i not in self.ids or self._model.is_unused(i):
             return b""
         piece = self._model.id_to_piece(i)
         return fallback_byte(piece) if self._model.is_byte(i) else piece.replace(SPACE, " ").encode()

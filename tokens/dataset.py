@@ -7,17 +7,19 @@ A file is JSON lines, or one JSON array (as ShareGPT is published). A row holds 
     {"messages": [{"role": "user", "content": "..."}, ...]}          OpenAI
 
 All readers raise InputError if the file cannot be read; the message names the first faulty row. Messages are
-dictionaries of "role" (system, user or assistant) and "content" (a text).
+dictionaries of "role" (system, user or assistant) and "content" (a text), and of thoughts if there are some.
 """
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 
 from common.errors import InputError
 from common.files import HALF, check_characters, read_lines, read_text
+from tokens.templates import thoughts_of
 
 # A file's name of a role: ours.
 ROLES = {
@@ -27,6 +29,10 @@ ROLES = {
 }
 TOOL_ROLES = ("tool", "function", "observation", "function_call")
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
+
+
+class LeftOut(Exception):
+    """A row holds no text to use. The message is the reason, such as "with tools"."""
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -42,8 +48,8 @@ def read_turns(path: str | Path) -> list[list[str]]:
 def read_chats(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
     """Return the user's messages of every row, after the system message if there is one.
 
-    Leaves out rows without a user's message, or with tools or images, and calls `say` with their number.
-    Raises InputError if no row is left.
+    Leaves out rows without a user's message, or with tools or images, and calls `say` with the number of each
+    reason. Raises InputError if no row is left.
     """
     def asked(where: str, row: dict) -> list[dict]:
         if "prompt" in row or "turns" in row:
@@ -52,37 +58,50 @@ def read_chats(path: str | Path, say: Callable[[str], None] | None = None) -> li
                 raise InputError(f"{where}: no user turns; prompt is a text, turns a list of them")
             return [{"role": "user", "content": turn} for turn in turns]
         messages = [m for m in _messages(where, row) if m["role"] != "assistant"]
-        return messages if any(m["role"] == "user" for m in messages) else []
+        if not any(m["role"] == "user" for m in messages):
+            raise LeftOut("without a user's message")
+        return messages
 
-    return _kept(path, asked, say, "no prompts", "no user speaks, or there are tools or images")
+    return _kept(path, asked, say, "no prompts")
 
 
 def read_conversations(path: str | Path, say: Callable[[str], None] | None = None) -> list[list[dict]]:
     """Return the messages of every row: the system message, then the first user turn to the last answer.
 
-    Leaves out rows without a user turn and an answer, or with tools or images, and calls `say` with their
-    number. Raises InputError if no row is left.
+    An answer of weight 0, which is not to be learnt, has "weight": 0. Leaves out rows without a user turn and
+    an answer to learn, or with tools or images, and calls `say` with the number of each reason. Raises
+    InputError if no row is left.
     """
     def talk(where: str, row: dict) -> list[dict]:
         messages = _messages(where, row)
         roles = [m["role"] for m in messages]
-        if "user" not in roles or "assistant" not in roles[roles.index("user") :]:
-            return []
-        end = len(roles) - roles[::-1].index("assistant")
+        first = roles.index("user") if "user" in roles else len(roles)
+        answers = [i for i, message in enumerate(messages) if i > first and is_answer(message)]
+        if not answers:
+            raise LeftOut("without an answer to a user")
         # ShareGPT has conversations cut in the middle.
-        return [m for m in messages[:1] if m["role"] == "system"] + messages[roles.index("user") : end]
+        return [m for m in messages[:1] if m["role"] == "system"] + messages[first : answers[-1] + 1]
 
-    none = "no conversation with an assistant's answer; prompts alone go to --prompts"
-    return _kept(path, talk, say, none, "no user turn with an answer, or tools or images")
+    return _kept(path, talk, say, "no conversation with an assistant's answer; prompts alone go to --prompts")
 
 
-def _kept(path: str | Path, messages_of: Callable[[str, dict], list[dict]], say, none: str, why: str) -> list:
-    found = [messages_of(where, row) for where, row in read_rows(path)]
-    kept = [messages for messages in found if messages]
+def is_answer(message: dict) -> bool:
+    """Return whether a message is an answer to learn."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
+def _kept(path: str | Path, messages_of: Callable[[str, dict], list[dict]], say, none: str) -> list:
+    kept, reasons = [], Counter()
+    for where, row in read_rows(path):
+        try:
+            kept.append(messages_of(where, row))
+        except LeftOut as e:
+            reasons[str(e)] += 1
+    counted = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items())
     if not kept:
-        raise InputError(f"{path}: holds {none}")
-    if len(kept) < len(found) and say:
-        say(f"{path}: {len(found) - len(kept):,} rows are left out: {why}")
+        raise InputError(f"{path}: holds {none}" + (f" (rows: {counted})" if counted else ""))
+    if counted and say:
+        say(f"{path}: rows that are left out: {counted}")
     return kept
 
 
@@ -126,7 +145,10 @@ def row_texts(where: str, row: dict) -> list[str]:
         prompts = [row["prompt"]] if "prompt" in row else row["turns"]
         texts = [*(prompts if isinstance(prompts, list) else []), *map(row.get, ANSWER_KEYS)]
         return [text for text in texts if isinstance(text, str)]
-    return [m["content"] for m in _messages(where, row)]
+    try:
+        return [m["content"] for m in _messages(where, row)]
+    except LeftOut:
+        return []
 
 
 def read_rows(path: str | Path) -> Iterator[tuple[str, dict]]:
@@ -157,7 +179,10 @@ def _parse(text: str, where: str, words: str) -> object:
 
 
 def _messages(where: str, row: dict) -> list[dict]:
-    """Return the messages of a row, its system messages joined in front; none if it holds tools or images."""
+    """Return the messages of a row, its system messages joined in front.
+
+    Raises LeftOut if it holds tools or images.
+    """
     entries = row.get("conversations") if row.get("conversations") is not None else row.get("messages")
     if not isinstance(entries, list):
         raise InputError(
@@ -172,11 +197,15 @@ def _messages(where: str, row: dict) -> list[dict]:
             isinstance(part, dict) and part.get("type") == "text" for part in content
         ):
             content = "".join(str(part.get("text", "")) for part in content)  # OpenAI's list of parts
-        if role in TOOL_ROLES or not isinstance(content, str):
-            return []
+        if role in TOOL_ROLES or entry.get("tool_calls") or entry.get("function_call"):
+            raise LeftOut("with tools")  # a call is no text: the words beside it would be learnt as an answer
+        if not isinstance(content, str):
+            raise LeftOut("with images or other content that is no text")
         if not isinstance(role, str) or role not in ROLES:
             raise InputError(f"{where}: unknown role {role!r} (known: {', '.join(ROLES)})")
-        messages.append({"role": ROLES[role], "content": content})
+        messages.append({"role": ROLES[role], "content": content, **thoughts_of(entry)})
+        if ROLES[role] == "assistant" and entry.get("weight") == 0:  # OpenAI's: it is not to be learnt
+            messages[-1]["weight"] = 0
     system = "\n\n".join(m["content"] for m in messages if m["role"] == "system")
     joined = [{"role": "system", "content": system}] if system else []
     return joined + [m for m in messages if m["role"] != "system"]

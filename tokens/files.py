@@ -8,25 +8,44 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tokenizers import AddedToken
 from typing_extensions import NotRequired, TypedDict
 
 from common.files import read_json
-from common.schema import Digits, Flag, Schema, Text, text
+from common.schema import Digits, Flag, Schema, Text, Whole, text
 
-ENCODERS = ("tokenizer.json", "tokenizer.model")  # the first that exists is used
-SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")  # a later file overrides an earlier one
-TOKENIZER_FILES = (*ENCODERS, *SETTINGS, "chat_template.jinja", "chat_template.json")
-ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")
-TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word")
-_Token = TypedDict("Token", {"content": text(2**16), **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
+ENCODERS = ("tokenizer.json", "tokenizer.model", "vocab.json")  # the first that exists is used
+MERGES = "merges.txt"  # beside vocab.json
+ADDED = "added_tokens.json"
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+# For conversations with tools: where transformers looks for it, and in converted folders, which are flat.
+TOOL_TEMPLATES = ("additional_chat_templates/tool_use.jinja", "tool_use.jinja")
+# vocab.json is copied as a tokenizer.json.
+COPIED = (*ENCODERS[:2], ADDED, *SETTINGS, *TEMPLATE_FILES, *TOOL_TEMPLATES)
+TOKENIZER_FILES = (*COPIED, ENCODERS[2], MERGES)
+# Tokens that end a turn or a text, in any model. A GGUF stores one eos id and some repositories declare only
+# one, yet a chat model may also emit the base model's end of text. Without that id the text never stops.
+END_TOKENS = (
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<|end|>", "<|eot|>",
+    "<|end_of_turn|>", "<end_of_turn>", "<EOT>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+ENDS = ("bos_token", "eos_token", "unk_token", "pad_token")  # the first two are always control tokens
+EXTRA = ("additional_special_tokens", "extra_special_tokens")
+TOKEN_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_Name = text(2**16)
+_Token = TypedDict("Token", {"content": _Name, **dict.fromkeys(TOKEN_FLAGS, NotRequired[Flag])})
 _Template = text(1 << 24)
 TOKENIZER_CONFIG = Schema(TypedDict("TokenizerConfig", {
-    **{name: NotRequired[text(2**16) | _Token | None] for name in ENDS},
+    **dict.fromkeys(ENDS, NotRequired[_Name | _Token | None]),
+    **dict.fromkeys(EXTRA, NotRequired[list[_Name | _Token] | dict[str, _Name | _Token] | None]),
     "added_tokens_decoder": NotRequired[dict[Digits, _Token] | None],
     "add_bos_token": NotRequired[Flag | None], "legacy": NotRequired[Flag | None],
+    "tokenizer_class": NotRequired[Text | None],
     "chat_template": NotRequired[
         _Template | list[TypedDict("Named", {"name": Text, "template": _Template})] | None],
 }))
+ADDED_TOKENS = Schema(dict[_Name, Whole])
 
 
 def has(folder: Path, name: str) -> bool:
@@ -36,20 +55,42 @@ def has(folder: Path, name: str) -> bool:
 
 def encoder_of(folder: Path) -> str | None:
     """Return the name of the file that text is encoded with, None if the folder has no tokenizer."""
-    return next((name for name in ENCODERS if has(folder, name)), None)
+    found = next((name for name in ENCODERS if has(folder, name)), None)
+    return found if found != "vocab.json" or has(folder, MERGES) else None
 
 
 def tokenizer_settings(folder: Path) -> dict:
-    """Return the merged keys of the settings files, without those that are null. Raises InputError."""
-    settings = {}
-    for name in SETTINGS:
-        if has(folder, name):
-            found = TOKENIZER_CONFIG.require(read_json(folder / name), folder / name)
-            settings |= {key: value for key, value in found.items() if value is not None}
-    return settings
+    """Return the merged keys of the settings files, without those that are null. Raises InputError.
+
+    A tokenizer_config.json that has `added_tokens_decoder` is complete, and special_tokens_map.json gives
+    what it lacks. Without that key it is older: special_tokens_map.json overrides it, and added_tokens.json
+    gives `added_tokens_decoder`, which is id -> token here.
+    """
+    def read(name: str, schema: Schema) -> dict:
+        found = schema.require(read_json(folder / name), folder / name) if has(folder, name) else {}
+        return {key: value for key, value in found.items() if value is not None}
+
+    special, config = (read(name, TOKENIZER_CONFIG) for name in SETTINGS)
+    decoder, settings = config.get("added_tokens_decoder"), config | special
+    if decoder is not None:
+        added = {int(i): AddedToken(t["content"], **{flag: t[flag] for flag in TOKEN_FLAGS if flag in t})
+                 for i, t in decoder.items()}
+        return special | config | {"added_tokens_decoder": added}
+    names = {*special_tokens_map(settings).values(), *extra_tokens(settings)}
+    added = {i: AddedToken(t, special=t in names) for t, i in read(ADDED, ADDED_TOKENS).items()}
+    return settings | {"added_tokens_decoder": added}
 
 
-def special_tokens_map(settings: dict) -> dict[str, str]:
+def special_tokens_map(settings: dict, names: tuple = ENDS) -> dict[str, str]:
     """Return name -> text of bos_token, eos_token, ...; files spell them "<s>" or {"content": "<s>", ...}."""
-    tokens = {name: settings.get(name) for name in ENDS}
-    return {name: t if isinstance(t, str) else t["content"] for name, t in tokens.items() if t}
+    return {name: _text(settings[name]) for name in names if settings.get(name)}
+
+
+def extra_tokens(settings: dict) -> list[str]:
+    """Return the texts of the special tokens that the settings name in lists."""
+    lists = (settings.get(name, ()) for name in EXTRA)
+    return [_text(t) for found in lists for t in (found.values() if isinstance(found, dict) else found)]
+
+
+def _text(token: str | dict) -> str:
+    return token if isinstance(token, str) else token["content"]

@@ -1,146 +1,94 @@
 """A checkpoint's tokenizer rebuilt from the metadata of a GGUF file.
 
-GGUF keeps the vocabulary, the merges or scores, the kind of every token and the chat template. It keeps only
-the *name* of the rule that cuts a text into words before the merges run. `WORD_RULES` says what each name
-stands for, as llama.cpp does (https://github.com/ggml-org/llama.cpp, src/llama-vocab.cpp). A wrong rule gives
-other ids without any error, so a name that is not listed is refused.
+GGUF keeps the vocabulary, the merges or scores, the type of every token, the chat template, and the name of
+the rule that cuts a text into words (`tokens.word_rules`).
 """
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import NamedTuple
 
-import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken
 
+from common.cli import library_errors
 from common.errors import InputError
 from common.schema import in_words
-from tokens.backends import library_errors
+from tokens.files import END_TOKENS
 from tokens.tokenizer import Tokenizer
+from tokens.word_rules import WORD_RULES, byte_level_bpe
 
-CONVERT_INSTEAD = "convert the Hugging Face folder instead"
 # The values of tokenizer.ggml.token_type. Sentencepiece numbers its pieces alike.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-# Words of Llama 3, Qwen 2 and Tekken. They differ in letters and in how many digits stay together.
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace("{1,3}", "")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# DeepSeek LLM spells out the letters that have case. Escaped: several change under Unicode normalisation.
-_CASED = (
-    "A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-"
-    "\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-"
-    "\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15"
-    "\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc"
-    "\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107"
-    "\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149"
-    "\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f"
-    "\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-"
-    "\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-"
-    "\U000118df\U0001e900-\U0001e943"
+# Names of control tokens in any model; and how others look, which a template writes. The tags of thoughts
+# and tool calls, such as <think>, look otherwise: they are text.
+CONTROL_NAMES = {*END_TOKENS, "<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>"}
+MARKER = re.compile(
+    r"<\|[^<>]+\|>|<\uff5c[^<>]+\uff5c>|\[/?[A-Z_]+\]"
+    r"|</?(s|bos|eos|pad|unk|user|assistant|system|human|bot|(start|end)_of_\w+)>"
 )
 
-_GPT2 = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
 
-
-def _split(*patterns: str) -> list:
-    """Return steps that cut at every match of each pattern in turn, then spell the bytes."""
-    cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
-    return [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-
-
-def _deepseek_llm() -> list:
-    *cuts, spell = _split(
-        r"[\r\n]",
-        rf"\s?[{_CASED}]+",
-        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-        r"\s+$",
-        "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
-    )
-    return [*cuts, pre_tokenizers.Digits(individual_digits=True), spell]
-
-
-def _deepseek_v3() -> list:
-    return _split(
-        r"\p{N}{1,3}",
-        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
-    )
-
-
-class WordRule(NamedTuple):
-    """A way to cut a text into words before the merges run.
-
-    steps: pre-tokenizers, in order.
-    nfc: whether the text is brought to Unicode's normal form C first.
-    ignore_merges: whether a word of the vocabulary is taken in one piece, whatever the merges say.
-    add_bos: whether a text starts with BOS unless the file says otherwise.
-    """
-
-    steps: list
-    nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-
-WORD_RULES = {
-    **dict.fromkeys(("gpt-2", "default"), WordRule(_GPT2)),
-    "smollm": WordRule([pre_tokenizers.Digits(individual_digits=True), *_GPT2]),
-    **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3"), WordRule(_split(_LLAMA3), ignore_merges=True, add_bos=True)),
-    "tekken": WordRule(_split(_TEKKEN), ignore_merges=True, add_bos=True),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WordRule(_split(_QWEN2), nfc=True)),
-    "deepseek-llm": WordRule(_deepseek_llm()),
-    "deepseek-v3": WordRule(_deepseek_v3()),
-}
-
-
-def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> None:
-    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat_template.jinja into `folder`.
+def from_gguf(fields: dict, folder: str | Path, where: str = "GGUF") -> bool:
+    """Write tokenizer.json or tokenizer.model, tokenizer_config.json and chat templates into `folder`.
 
     fields: metadata key -> plain value ("tokenizer.ggml.tokens" -> list of str, ...). where: the file, for
-    errors. Raises InputError if they are damaged, or of a kind that cannot be rebuilt faithfully.
+    errors. Returns False if there are no tokens. Raises InputError if they are damaged, or of a kind that
+    cannot be rebuilt faithfully.
     """
     folder, prefix = Path(folder), "tokenizer.ggml."
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
+    if not metadata.get("tokens"):
+        return False
     try:
         with library_errors("the tokenizer cannot be rebuilt"):
-            settings = _write(metadata, folder)
+            keys = {"chat_template.jinja": "chat_template", "tool_use.jinja": "chat_template.tool_use"}
+            templates = {name: fields.get(f"tokenizer.{key}") or "" for name, key in keys.items()}
+            settings = _write(metadata, "".join(templates.values()), folder)
             text = json.dumps(settings, ensure_ascii=False, indent=2)
             (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
-            if template := fields.get("tokenizer.chat_template"):
-                (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-            if Tokenizer.load(folder).vocab_size != len(metadata["tokens"]):
-                raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
+            for name, template in templates.items():
+                if template:
+                    (folder / name).write_text(template, encoding="utf-8")
+            Tokenizer.load(folder)
     except InputError as e:  # a file in the folder will not stay there
-        raise InputError(f"{where}: {str(e).replace(f'{folder}/', '')}; {CONVERT_INSTEAD}") from None
+        found = str(e).replace(f"{folder}/", "")
+        raise InputError(f"{where}: {found}; convert the Hugging Face folder instead") from None
+    return True
 
 
-def _write(metadata: dict, folder: Path) -> dict:
+def _types(metadata: dict, template: str) -> list[int]:
+    """Return the type of each token.
+
+    Writers give control tokens any type. A token is one, whatever its type, if it ends a text by the
+    metadata, has a well-known name, or looks like a marker and is in the template.
+    """
+    tokens, ends = metadata["tokens"], {metadata.get(f"{name}_token_id") for name in ("eos", "eot", "eom")}
+    names = {token for token in tokens if MARKER.fullmatch(token) and token in template}
+    names |= CONTROL_NAMES | {token for i, token in enumerate(tokens) if i in ends}
+    doubtful = NORMAL, USER_DEFINED, UNUSED
+    pairs = zip(tokens, metadata["token_type"])
+    return [CONTROL if token in names and kind in doubtful else kind for token, kind in pairs]
+
+
+def _write(metadata: dict, template: str, folder: Path) -> dict:
     """Write the file that text is encoded with. Returns the settings. Raises InputError without `where`."""
     kind = metadata.get("model")
     if kind not in WRITERS:
         raise InputError(f"tokenizer model {kind!r} is not supported ({' and '.join(WRITERS)} are)")
     rule, write = WRITERS[kind]
-    for key in ("tokens", rule):
-        if key not in metadata:
-            raise InputError(f"tokenizer.ggml.{key} is missing; expected a list")
+    if rule not in metadata:
+        raise InputError(f"tokenizer.ggml.{rule} is missing; expected a list")
     tokens = metadata["tokens"]
     metadata.setdefault("token_type", [NORMAL] * len(tokens))
     for key in ("token_type", "scores"):
         if len(metadata.get(key, tokens)) != len(tokens):
             expected = f"a list of {len(tokens):,}, as many as there are tokens"
             raise InputError(f"tokenizer.ggml.{key} is {in_words(metadata[key])}; expected {expected}")
+    if len({*tokens}) < len(tokens):
+        raise InputError("the tokenizer has repeated tokens and cannot be rebuilt")
+    metadata["token_type"] = _types(metadata, template)
     settings = {}
     for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
         i = metadata.get(f"{key}_token_id")
@@ -157,27 +105,16 @@ def _write_bpe(metadata: dict, folder: Path) -> bool:
     if name not in WORD_RULES:
         raise InputError(f"tokenizer.ggml.pre {name!r} is not known ({', '.join(WORD_RULES)} are)")
     rule = WORD_RULES[name]
-    vocab = {token: i for i, token in enumerate(tokens)}
+    kinds = list(zip(tokens, metadata["token_type"], strict=True))
+    vocab = {token: i for i, (token, kind) in enumerate(kinds) if kind != UNUSED}
     # The two halves of a merge are spelled in the byte alphabet, which has no space.
     merges = [tuple(merge.split(" ")) for merge in metadata["merges"]]
-    model = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rule.ignore_merges))
-    model.normalizer = normalizers.NFC() if rule.nfc else None
-    model.pre_tokenizer = pre_tokenizers.Sequence(rule.steps)
-    model.decoder = decoders.ByteLevel()
-    kinds = list(zip(tokens, metadata["token_type"], strict=True))
-    for special, wanted, add in (
-        (True, CONTROL, model.add_special_tokens), (False, USER_DEFINED, model.add_tokens)
-    ):  # all at once: the library goes through all that it has each time
-        add([AddedToken(token, special=special, normalized=False) for token, kind in kinds if kind == wanted])
-    add_bos = "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
-    if add_bos:
-        bos_id = metadata["bos_token_id"]
-        bos = tokens[bos_id]
-        model.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], pair=[bos, "$A", bos, "$B:1"], special_tokens=[(bos, bos_id)]
-        )
+    model = byte_level_bpe(vocab, merges, rule)
+    # All at once: the library goes through all that it has each time.
+    model.add_tokens([AddedToken(token, special=kind == CONTROL, normalized=False)
+                      for token, kind in kinds if kind in (CONTROL, USER_DEFINED)])
     model.save(str(folder / "tokenizer.json"))
-    return add_bos
+    return "bos_token_id" in metadata and bool(metadata.get("add_bos_token", rule.add_bos))
 
 
 def _write_sentencepiece(metadata: dict, folder: Path) -> bool:

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from common.cli import on_one_line
+from common.cli import library_errors, on_one_line
 from common.errors import InputError
-from tokens.backends import library_errors
 from tokens.schema import LONGEST_SCHEMA
 from tokens.tokenizer import Tokenizer
 

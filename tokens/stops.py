@@ -1,6 +1,8 @@
 """Texts that end an output: found across tokens, and cut out exactly."""
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 from tokens.tokenizer import TextStream
@@ -14,15 +16,30 @@ class Found(NamedTuple):
     stop: str | None = None
 
 
+def begun(text: str, words: Collection[str]) -> int:
+    """Return the number of characters at the end of a text that may begin one of these words."""
+    most = min(max(map(len, words), default=1) - 1, len(text))
+    return next((n for n in range(most, 0, -1) if any(word.startswith(text[-n:]) for word in words)), 0)
+
+
 class StopStream:
     """Ids in, text out, up to the first of some stop texts, which itself stays out.
 
     Text that may be the start of a stop text is held back until it is certain. If one token completes two
-    stop texts, the one that starts first counts, then the longer one. stops: without empty texts.
+    stop texts, the one that starts first counts, then the longer one. A control token has no text, but it
+    matches its name in a stop text. stops: without empty texts.
     """
 
     def __init__(self, stream: TextStream, stops: tuple[str, ...]):
-        self._stream, self._stops, self._held = stream, stops, ""
+        named = {name: i for name, i in stream.control.items() if any(name in stop for stop in stops)}
+        # Lone surrogates stand for control tokens: decoded text has none.
+        marks = {name: chr(0xD800 + n) for n, name in enumerate(sorted(named, key=len, reverse=True))}
+        names = re.compile("|".join(map(re.escape, marks)) or "(?!)")
+        spelled = {names.sub(lambda name: marks[name[0]], stop): stop for stop in stops}
+        self._stops = dict(zip(stops, stops)) | spelled  # a spelling: the stop text that it stands for
+        self._marks = {i: marks[name] for name, i in named.items()}
+        self._texts = {ord(mark): stream.piece(i).decode() for i, mark in self._marks.items()}
+        self._stream, self._held = stream, ""
 
     def push(self, ids: list[int]) -> Found:
         """Return what these ids give. Push nothing after a stop."""
@@ -30,7 +47,7 @@ class StopStream:
             return Found(self._stream.push(ids), len(ids))
         certain = ""
         for i, token in enumerate(ids):
-            text, stop = self._take(self._stream.push([token]))
+            text, stop = self._take(self._marks.get(token) or self._stream.push([token]))
             certain += text
             if stop is not None:
                 return Found(certain, i + 1, stop)
@@ -40,7 +57,7 @@ class StopStream:
         """Return the text that still waits, for an output that ended without a stop."""
         text, stop = self._take(self._stream.flush())
         held, self._held = self._held, ""
-        return text if stop is not None else text + held
+        return text if stop is not None else text + held.translate(self._texts)
 
     def _take(self, text: str) -> tuple[str, str | None]:
         self._held += text
@@ -48,9 +65,7 @@ class StopStream:
         if complete := [place for place in places if place[0] >= 0]:
             at, _, stop = min(complete)
             certain, self._held = self._held[:at], ""
-            return certain, stop
-        most = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        starts = (n for n in range(most, 0, -1) if any(s.startswith(self._held[-n:]) for s in self._stops))
-        end = len(self._held) - next(starts, 0)
+            return certain.translate(self._texts), self._stops[stop]
+        end = len(self._held) - begun(self._held, self._stops)
         certain, self._held = self._held[:end], self._held[end:]
-        return certain, None
+        return certain.translate(self._texts), None

@@ -17,6 +17,7 @@ from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 from jinja2.ext import Extension
@@ -25,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from common.cli import one_line
 from common.errors import InputError
 from common.files import read_json, read_text
-from tokens.files import TOKENIZER_CONFIG, has
+from tokens.files import TEMPLATE_FILES, TOKENIZER_CONFIG, TOOL_TEMPLATES, has
 
 LONGEST_TEMPLATE = 4 << 20  # bytes of a template's file
 _FOLDER = Path(__file__).parent / "chat_templates"
@@ -57,37 +58,49 @@ def find_template(choice: str, *names: str) -> str | None:
         ) from None
 
 
-def read_template(folder: Path, settings: dict) -> tuple[str | None, Path]:
-    """Return the chat template of a folder, None if it has none, and the file that it stands in.
+class Template(NamedTuple):
+    """A chat template, None if there is none, and the file that it stands in."""
+
+    text: str | None
+    file: Path
+
+
+def read_templates(folder: Path, settings: dict) -> tuple[Template, Template]:
+    """Return the chat templates of a folder without and with tools; they are one if it names none for tools.
 
     settings: of `tokens.files: tokenizer_settings`. Raises InputError if a file is damaged.
     """
-    file = folder / "chat_template.jinja"
-    if has(folder, file.name):
-        return read_text(file, LONGEST_TEMPLATE), file
-    file = folder / "chat_template.json"
-    if has(folder, file.name):
-        settings = TOKENIZER_CONFIG.require(read_json(file), file)
+    own = next((name for name in TEMPLATE_FILES if has(folder, name)), None)
+    file = folder / (own or "tokenizer_config.json")
+    if file.suffix == ".jinja":
+        found = read_text(file, LONGEST_TEMPLATE)
     else:
-        file = folder / "tokenizer_config.json"
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
-        by_name = {entry["name"]: entry["template"] for entry in template}
-        template = by_name.get("default", next(iter(by_name.values()), None))
-    return template, file
+        found = (TOKENIZER_CONFIG.require(read_json(file), file) if own else settings).get("chat_template")
+    # [{"name": "default", "template": ...}, {"name": "tool_use", ...}]
+    by_name = {x["name"]: x["template"] for x in found} if isinstance(found, list) else {"default": found}
+    text = by_name.get("default", next(iter(by_name.values()), None))
+    for_tools = Template(by_name.get("tool_use", text), file)
+    for name in TOOL_TEMPLATES:
+        if has(folder, name):
+            for_tools = Template(read_text(folder / name, LONGEST_TEMPLATE), folder / name)
+    return Template(text, file), for_tools
 
 
-def render_template(template: str, messages: list[dict], variables: dict, where: str | Path) -> str:
-    """Return the text of a conversation. where: the file of the template, for errors.
+def thoughts_of(message: dict) -> dict[str, str]:
+    """Return the thoughts of a message under every name that templates read; nothing if it has none."""
+    names = ("reasoning_content", "reasoning", "thinking")
+    found = next((message[name] for name in names if message.get(name)), None)
+    return dict.fromkeys(names, found) if isinstance(found, str) else {}
 
-    Raises InputError if the template is damaged or refuses the messages.
-    """
+
+def render_template(template: Template, messages: list[dict], variables: dict) -> str:
+    """Return the text of a conversation. Raises InputError if the template is damaged or refuses it."""
     # Templates test for tools and documents, so these must be defined.
     context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables}
     try:
-        return _compile(template).render({**context, "messages": messages})
+        return _compile(template.text).render({**context, "messages": messages})
     except Exception as e:  # a template can raise anything
-        raise InputError(f"{where}: chat template: {one_line(e)}") from None
+        raise InputError(f"{template.file}: chat template: {one_line(e)}") from None
 
 
 class _Generation(Extension):

@@ -1,8 +1,8 @@
 """The tokenizer of a checkpoint: text to token ids and back, and the ids of a conversation.
 
-Control tokens never come out of a user's text. The libraries (`tokens.backends`) are set not to search for
-them. In a rendered chat template we find them here; `ControlTokenMask` hides those that the messages
-contain.
+Control tokens never come out of messages of a chat. The libraries (`tokens.backends`) are set not to search
+for them. In a rendered chat template, or a raw prompt, we find them here; `ControlTokenMask` hides those that
+the messages contain.
 
 Decoding is a table. Every id stands for some bytes, a control token for none. A text is its bytes, joined
 and read as UTF-8. So a stream of ids needs only an incremental UTF-8 decoder: constant work per token, and
@@ -13,18 +13,19 @@ from __future__ import annotations
 import codecs
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 from tokenizers import AddedToken
 
+from common.cli import library_errors
 from common.errors import InputError
-from tokens.backends import JsonBackend, SentencePieceBackend, library_errors
-from tokens.files import TOKENIZER_FILES, encoder_of, has, special_tokens_map, tokenizer_settings
-from tokens.templates import ControlTokenMask, read_template, render_template
+from tokens import files
+from tokens.backends import JsonBackend, SentencePieceBackend, open_library
+from tokens.templates import ControlTokenMask, read_templates, render_template
 
-BACKENDS = {"tokenizer.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
+BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
 VISIBLE = bytes(range(33, 127))
 LETTERS = bytes(b for b in VISIBLE if chr(b).isalnum())
 
@@ -40,22 +41,27 @@ def copy_files(source: Path, target: Path) -> bool:
     """
     if Tokenizer.load(source) is None:
         return False
-    for name in TOKENIZER_FILES:
-        if has(source, name) and source.resolve() != target.resolve():
-            shutil.copyfile(source / name, target / name)
+    if source.resolve() == target.resolve():
+        return True
+    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
+        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
+    for name in files.COPIED:
+        if files.has(source, name):
+            shutil.copyfile(source / name, target / Path(name).name)
     return True
 
 
 class Tokenizer:
     """The tokenizer of a checkpoint folder; make it with `Tokenizer.load`.
 
-    vocab_size: the number of ids that stand for something; a model's embedding may have more rows.
-    highest: the highest id.
+    vocab_size: one more than the `highest` id; a model's embedding may have more rows. Ids below may stand
+    for nothing.
     bos_id: the id of BOS, None if there is no such token.
     adds_bos: whether plain text starts with BOS.
     strips_space: whether encoding puts a space before the first word, which decoding removes.
-    template: the chat template; has_template: whether `chat` works.
-    control: text -> id of every control token.
+    template, tool_template: the chat templates without and with tools, often one; has_template: whether
+    `chat` works.
+    control: text -> id of every control token. stop_ids: of those that end a text.
     special_tokens_map: "bos_token" -> "<s>", ...
     piece: id -> its bytes, b"" for control tokens and for ids past the vocabulary.
 
@@ -65,22 +71,25 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, encoder: str):
-        settings = tokenizer_settings(folder)
+        settings = files.tokenizer_settings(folder)
         self._file = folder / encoder
         with library_errors(f"{folder}: the tokenizer's files are damaged"):
             self._backend = backend = BACKENDS[encoder](self._file, settings)
-            self.template, self._template_file = read_template(folder, settings)
-            self.special_tokens_map = backend.special_tokens_map | special_tokens_map(settings)
+            self._templates = read_templates(folder, settings)
+            self.special_tokens_map = backend.special_tokens_map | files.special_tokens_map(settings)
             bos = self.special_tokens_map.get("bos_token")
             self.bos_id = backend.bos_id if bos is None else backend.id_of(bos)
+        self.template, self.tool_template = (template.text for template in self._templates)
         self.has_template = self.template is not None
         self.adds_bos = self.bos_id is not None and bool(settings.get("add_bos_token", backend.adds_bos))
-        self.strips_space, self.vocab_size = bool(backend.strips_space), backend.size
-        self.highest = max([*backend.ids, *backend.added], default=0)
+        self.strips_space = bool(backend.strips_space)
+        self.vocab_size, self.highest = backend.size, backend.size - 1
         self.piece = cache(self._bytes_of)
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
+        ends = map(self.control.get, (self.special_tokens_map.get("eos_token"), *files.END_TOKENS))
+        self.stop_ids = [*dict.fromkeys(i for i in ends if i is not None)]
         # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
         # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
         # kind. The backend itself finds those without an id here.
@@ -96,26 +105,27 @@ class Tokenizer:
         A folder is read once, as long as its files stay the same.
         """
         folder = Path(folder)
-        encoder = encoder_of(folder)
+        encoder = files.encoder_of(folder)
         if encoder is None:
             return None
-        stats = [(folder / name).stat() for name in TOKENIZER_FILES if (folder / name).exists()]
+        stats = [(folder / name).stat() for name in files.TOKENIZER_FILES if (folder / name).exists()]
         return _load(folder, encoder, tuple((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats))
 
     # -- text to ids --------------------------------------------------------------------------
 
     def encode(
-        self, text: str, bos: bool = True, special: bool = False, at_most: int | None = None
+        self, text: str, bos: bool = True, parse_special: bool = False, at_most: int | None = None
     ) -> list[int]:
         """Return the token ids of a text.
 
         bos: put BOS in front, if the model wants one and the text does not start with it.
-        special: control tokens spelled out in the text count as such; true for a rendered chat template.
+        parse_special: control tokens spelled out in the text count as such; true for texts that are written
+        for the model, such as a raw prompt or a rendered chat template.
         at_most: raise TooLong, before the work, if there are certainly more ids. Raises InputError if the
         library fails.
         """
         self._check_size(text, at_most)
-        ids = self._encode_parts(self._cut(text, special))
+        ids = self._encode_parts(self._cut(text, parse_special))
         return [self.bos_id, *ids] if bos and self.adds_bos and ids[:1] != [self.bos_id] else ids
 
     def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
@@ -129,7 +139,7 @@ class Tokenizer:
         (hidden, more), originals = self._mask.hide((messages, variables))
         rendered = self.render(hidden, **more)
         self._check_size(rendered, at_most)
-        parts = self._cut(rendered, special=True)
+        parts = self._cut(rendered, parse_special=True)
         return self._encode_parts([p if isinstance(p, int) else p.translate(originals) for p in parts])
 
     def render(self, messages: list[dict], **variables) -> str:
@@ -137,21 +147,21 @@ class Tokenizer:
         if self.template is None:
             raise InputError("this checkpoint has no chat template; pass the prompt as plain text")
         names = self.special_tokens_map | variables
-        return render_template(self.template, messages, names, self._template_file)
+        return render_template(self._templates[bool(variables.get("tools"))], messages, names)
 
     @cached_property
     def _mask(self) -> ControlTokenMask:
-        return ControlTokenMask(self.control, self.template or "")
+        return ControlTokenMask(self.control, f"{self.template}{self.tool_template}")
 
     def _encode_parts(self, parts: list[str | int]) -> list[int]:
         with library_errors(f"{self._file}: cannot encode this text"):
             return self._backend.encode(parts)
 
-    def _cut(self, text: str, special: bool) -> list[str | int]:
+    def _cut(self, text: str, parse_special: bool) -> list[str | int]:
         """Cut a text at the tokens that we match ourselves, into text between them (str) and ids (int)."""
         # Lone surrogates, from a terminal or from JSON, have no bytes.
         text = text.encode("utf-8", "replace").decode()
-        pattern, ids = self._cut_rendered if special else self._cut_plain
+        pattern, ids = self._cut_rendered if parse_special else self._cut_plain
         parts, start = [], 0
         for m in pattern.finditer(text):
             content = m[0] if m[0] in ids else m[0].rstrip()  # the pattern takes in the spaces of rstrip
@@ -189,14 +199,14 @@ class Tokenizer:
 
     # -- ids to text --------------------------------------------------------------------------
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of some ids. Control tokens are skipped; bytes that are no UTF-8 become U+FFFD."""
-        stream = self.stream()
+    def decode(self, ids: Iterable[int], shown: Collection[int] = ()) -> str:
+        """Return the text of some ids; bytes that are no UTF-8 become U+FFFD. shown: see `stream`."""
+        stream = self.stream(shown)
         return stream.push(ids) + stream.flush()
 
-    def stream(self) -> TextStream:
-        """Return a decoder that takes ids as they come."""
-        return TextStream(self)
+    def stream(self, shown: Collection[int] = ()) -> TextStream:
+        """Return a decoder that takes ids as they come. shown: the control tokens that have a text."""
+        return TextStream(self, shown)
 
     def same_ids(self, other: Tokenizer) -> bool:
         """Return whether every id stands for the same bytes, or the same control token, in both."""
@@ -211,19 +221,21 @@ class Tokenizer:
 
 
 class TextStream:
-    """Ids in, text out, as soon as it is certain.
+    """A decoder: ids in, text out once it is certain.
 
-    The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`.
+    The texts of all pushes and of the flush, joined, equal `Tokenizer.decode`. control, piece: see
+    `Tokenizer`; but the bytes of control tokens that are `shown` are their names.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._piece = tokenizer.piece
+    def __init__(self, tokenizer: Tokenizer, shown: Collection[int] = ()):
+        names = {i: text.encode() for text, i in tokenizer.control.items() if i in shown}
+        self.control, self.piece = tokenizer.control, lambda i: names.get(i) or tokenizer.piece(i)
         self._strip = tokenizer.strips_space  # the space that encoding put before the first word
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, ids: Iterable[int]) -> str:
         """Return the text that these ids complete. A character waits for its missing bytes."""
-        data = b"".join(map(self._piece, ids))
+        data = b"".join(map(self.piece, ids))
         if data and self._strip:
             data, self._strip = data.removeprefix(b" "), False
         return self._utf8.decode(data)
@@ -234,7 +246,7 @@ class TextStream:
 
 
 @lru_cache(maxsize=8)
-def _load(folder: Path, encoder: str, files: tuple) -> Tokenizer:
+def _load(folder: Path, encoder: str, stats: tuple) -> Tokenizer:
     return Tokenizer(folder, encoder)
 
 

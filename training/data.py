@@ -2,8 +2,8 @@
 
 A row is {"ids": [...], "answers": [[begin, end], ...], "source": "...", "chat": "...", "target": "..."}.
 ids[begin:end] is an answer of the target; a head learns to draft only these. `chat` identifies the first
-prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line. Its last
-line may count the prompts that were left out.
+prompt of the conversation, `target` the model. A shard is a file with one row in JSON per line, or the reason
+why a conversation has none.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from common.errors import InputError
 from common.files import read_text
+from tokens.dataset import is_answer
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer
 
@@ -30,18 +31,23 @@ Count = Annotated[int, Field(strict=True, ge=0)]
 
 
 class Line(BaseModel):
-    """A line of a shard: a row, or the number of prompts that were left out."""
+    """A line of a shard: a row, or a conversation that was left out.
+
+    talk, ended: the conversation's digest in `training.writing`, and whether this is its last line. left_out:
+    the reason; in text of earlier versions a number of prompts.
+    """
 
     ids: list[Count] = []
     answers: list[tuple[Count, Count]] = []
     source: str = "shards"
     chat: str = ""
     target: str = ""
-    left_out: Count = 0
+    talk: str = ""
+    ended: bool = False
+    left_out: Count | str = 0
 
     def fits(self, vocab_size: int) -> bool:
-        """Return whether the line counts prompts, or its answers follow each other within ids of the target.
-        """
+        """Return whether this is no row, or its answers follow each other within ids of the target."""
         edges = [0, *(edge for answer in self.answers for edge in answer), len(self.ids)]
         return bool(self.left_out) or (
             bool(self.ids and self.answers) and max(self.ids) < vocab_size and edges == sorted(edges)
@@ -73,12 +79,12 @@ def extend(row: dict | None, ids: list[int], begin: int, end: int, source: str) 
 def of_conversation(tokenizer: Tokenizer, messages: list[dict], stop_ids: Iterable[int]) -> Iterator[dict]:
     """Yield the rows of a conversation of another author. An answer includes its stop id.
 
-    Raises InputError if the template refuses it, or moves text so that an answer has no prompt before it.
-    Some templates write the system message into the last user turn.
+    Answers with "weight": 0 are only read. Raises InputError if the template refuses it, or moves text so
+    that an answer has no prompt before it. Some templates write the system message into the last user turn.
     """
     stop_ids, row = set(stop_ids), None
     for i, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if not is_answer(message):
             continue
         ids = tokenizer.chat(messages[: i + 1], add_generation_prompt=False)
         begin = common_prefix(tokenizer.chat(messages[:i]), ids)
@@ -122,13 +128,12 @@ def shards_in(folder: Path) -> list[Path]:
     return shards
 
 
-def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -> tuple[list[dict], int, int]:
-    """Read the shards of a target, given by its `checkpoint.loading.identity`.
+def read_shards(paths: list[Path], vocab_size: int, target: str) -> list[Line]:
+    """Read the lines of shards of a target, given by its `checkpoint.loading.identity`.
 
-    Returns (all usable rows in order, without exact repeats; prompts left out when they were written; rows
-    longer than `max_len`, which are cut). Raises InputError on a damaged line, and on one of another target.
+    Raises InputError on a damaged line, and on one of another target.
     """
-    known, rows, left_out, cut = set(), [], 0, 0
+    lines = []
     for path in paths:
         for number, text in enumerate(read_text(path, most=1 << 40).splitlines(), 1):
             try:
@@ -138,14 +143,27 @@ def load_shards(paths: list[Path], max_len: int, vocab_size: int, target: str) -
             if not line.fits(vocab_size):
                 raise InputError(f"{path}: line {number} is no row of this target's token ids and answers;"
                                  " --shards takes the data folder of a run")
-            left_out += line.left_out
             if line.target not in ("", target):
                 raise InputError(f"{path}: line {number} was written by another target, or in another dtype")
-            row = usable(dict(line), max_len)
-            cut += len(line.ids) > max_len
-            if row and (key := row_key(row["ids"])) not in known:
-                known.add(key)
-                rows.append(row)
+            lines.append(line)
+    return lines
+
+
+def rows_of(lines: list[Line], max_len: int) -> tuple[list[dict], Counter, int]:
+    """Return the usable rows without exact repeats, how often each reason left prompts out, and the number
+    of rows longer than `max_len`, which are cut.
+    """
+    known, rows, left_out, cut = set(), [], Counter(), 0
+    for line in lines:
+        if isinstance(line.left_out, str):
+            left_out[line.left_out] += 1
+        elif line.left_out:
+            left_out["for a reason that older text does not name"] += line.left_out
+        row = usable(line.model_dump(include={"ids", "answers", "source", "chat"}), max_len)
+        cut += len(line.ids) > max_len
+        if row and (key := row_key(row["ids"])) not in known:
+            known.add(key)
+            rows.append(row)
     return rows, left_out, cut
 
 
@@ -174,27 +192,19 @@ def unused(rows: list[dict], vocab_size: int) -> int:
     return int((counts == counts.min()).nonzero()[-1])
 
 
-def count_text(rows: list[dict], vocab_size: int) -> dict:
-    """Count rows, tokens and answers of the text, and the answer tokens that draft vocabularies cover."""
-    lengths, counts = [len(r["ids"]) for r in rows], counts_of(rows)
-    sizes = [n for n in COVERAGE if n < vocab_size]
-    return {
-        "rows": len(rows), "by_source": dict(Counter(r["source"] for r in rows)),
-        "answers": sum(len(r["answers"]) for r in rows),
-        "several_answers": sum(len(r["answers"]) > 1 for r in rows), "tokens": sum(lengths),
-        "answer_tokens": counts.total(), "longest": max(lengths), "distinct_answer_tokens": len(counts),
-        "coverage": {n: covered(counts, draft_vocabulary(counts, n, vocab_size).tolist()) for n in sizes},
-    }
+def text_report(rows: list[dict], counts: Counter, vocab_size: int) -> str:
+    """Describe the text: its rows, tokens and answers, and the answer tokens that draft vocabularies cover.
 
-
-def text_report(d: dict) -> str:
-    """Format the result of `count_text` for people."""
-    sources = ", ".join(f"{name} {n:,}" for name, n in d["by_source"].items())
-    coverage = ", ".join(f"{size:,}: {share:.2%}" for size, share in d["coverage"].items())
+    counts: those of `counts_of`.
+    """
+    sources = ", ".join(f"{name} {n:,}" for name, n in Counter(row["source"] for row in rows).items())
+    lengths, answers = [len(row["ids"]) for row in rows], [len(row["answers"]) for row in rows]
+    vocabularies = {n: draft_vocabulary(counts, n, vocab_size).tolist() for n in COVERAGE if n < vocab_size}
+    coverage = ", ".join(f"{n:,}: {covered(counts, ids):.2%}" for n, ids in vocabularies.items())
     return "\n".join([
-        f"{d['rows']:,} conversations ({sources}), {d['several_answers']:,} with several answers",
-        f"{d['tokens']:,} tokens, {d['answer_tokens']:,} of them in {d['answers']:,} answers;"
-        f" the longest row has {d['longest']:,}",
-        f"{d['distinct_answer_tokens']:,} distinct answer tokens"
+        f"{len(rows):,} conversations ({sources}), {sum(n > 1 for n in answers):,} with several answers",
+        f"{sum(lengths):,} tokens, {counts.total():,} of them in {sum(answers):,} answers;"
+        f" the longest row has {max(lengths):,}",
+        f"{len(counts):,} distinct answer tokens"
         + (f"; a draft vocabulary covers {coverage}" if coverage else ""),
     ])

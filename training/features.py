@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
 from checkpoint.loading import identity
 from common.cli import note
@@ -33,6 +32,7 @@ from model import Transformer
 from training.batches import batches
 from training.data import row_key
 from training.processes import Processes
+from training.report import LiveBar
 
 SPARE = 2**28  # bytes of the disk that stay free
 FILE = 2**28  # bytes of a stored file, about: a kill costs one of them
@@ -178,18 +178,16 @@ class StoredFeatures(Features):
     def _check_room(self, need: int, rows: int) -> None:
         existing = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free = shutil.disk_usage(existing).free
-        if self.processes.first:
-            note(f"features of {rows:,} rows need {need / 1e9:.2f} GB in {self.folder};"
-                 f" {free / 1e9:.1f} GB are free")
+        note(f"features of {rows:,} rows need {need / 1e9:.2f} GB in {self.folder};"
+             f" {free / 1e9:.1f} GB are free")
         if need > free - SPARE:
             raise InputError(f"--cache-features needs {need / 1e9:.2f} GB in {self.folder},"
                              f" {free / 1e9:.2f} GB are free; make room, or leave it out")
 
     def _write(self, missing: list[dict], budget: int) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        bar = tqdm(total=len(missing), unit="row", desc="features", disable=not self.processes.first)
         tensors: dict[str, Tensor] = {}
-        with bar:
+        with LiveBar(total=sum(len(row["ids"]) for row in missing), unit="token", desc="features") as bar:
             for number, batch in enumerate(batches(missing, budget)):
                 if self.processes.mine(number):
                     rows = [missing[i]["ids"] for i in batch]
@@ -199,7 +197,7 @@ class StoredFeatures(Features):
                             tensors[f"{row_key(ids)}.{name}"] = x[: len(ids)].to("cpu", copy=True)
                 if sum(x.nbytes for x in tensors.values()) > FILE:
                     self._save(tensors)
-                bar.update(len(batch))
+                bar.update(sum(len(missing[i]["ids"]) for i in batch))
         self._save(tensors)
 
     def _save(self, tensors: dict[str, Tensor]) -> None:

@@ -25,6 +25,7 @@ STEPS = 7  # draft steps that EAGLE-3 unrolls
 DECAY = 0.8  # weight of draft step i is DECAY**i (SafeAILab/EAGLE traineagle3)
 Losses = tuple[tuple[str, float], ...]  # names of `row_loss` with their weights
 CROSS_ENTROPY: Losses = (("ce", 1.0),)
+ACCEPTANCE: Losses = (("ce", 0.5), ("lk", 0.5))
 TOKEN_LOSS = 0.1  # weight of EAGLE-1's token loss beside its regression (arXiv 2401.15077, section 4.2)
 NOISE = 0.1  # half-width of the noise on EAGLE-1's features, by their root mean square (same section)
 

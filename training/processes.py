@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import InputError, first_line
-from common.torchrun import check_group, end_with_torchrun, waiting_for_others
-from engine.runtime import use_device
+from common.torchrun import check_group, end_with_torchrun, several
 
+START = timedelta(minutes=10)  # for all processes to come up
 # A process may wait long for another one that decodes its share of the text.
 PATIENCE = timedelta(days=2)
 
@@ -30,42 +30,27 @@ class Processes:
     def from_environment(cls, device: str) -> Processes:
         """Join the group that torchrun describes (gloo on CPU, NCCL on CUDA); without one, a single process.
 
-        Raises InputError if the environment describes a part of a group only, or none that can be, or if its
-        processes do not find each other.
+        Raises InputError if the environment describes no process of a group, or if they do not find each
+        other.
         """
-        check_group()
-        if os.environ.get("WORLD_SIZE", "1") == "1":
+        if not several():
             return cls()
-        if not all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT")):
-            raise InputError("WORLD_SIZE is set but not what belongs to it: start several processes with"
-                             " torchrun, or unset it")
+        check_group()
         end_with_torchrun()
         backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
         try:
-            with waiting_for_others(PATIENCE):
-                store, rank, count = next(dist.rendezvous("env://", timeout=PATIENCE))
-                # The store may outlive processes that torchrun starts again (--max-restarts).
-                store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-                group = dist.PrefixStore("group", store)
-                dist.init_process_group(backend, store=group, rank=rank, world_size=count, timeout=PATIENCE)
+            store, rank, count = next(dist.rendezvous("env://", timeout=START))
+            # The store may outlive processes that torchrun starts again (--max-restarts).
+            store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+            group = dist.PrefixStore("group", store)
+            dist.init_process_group(backend, store=group, rank=rank, world_size=count, timeout=PATIENCE)
         except (RuntimeError, ValueError) as e:
             raise InputError(f"the processes do not find each other: {first_line(e)}") from None
         return cls(rank, count, dist.PrefixStore("queue", store))
 
-    def own_device(self, device: str) -> str:
-        """Return the device of this process and make it the current one.
-
-        Processes that share "cuda" take a GPU each.
-        """
-        if self.count > 1 and device == "cuda":
-            device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        if device.startswith("cuda"):
-            use_device(torch.device(device))
-        return device
-
     @property
     def first(self) -> bool:
-        """Whether this process prints, logs and writes files."""
+        """True if this process prints, logs and writes files."""
         return self.rank == 0
 
     def mine(self, number: int) -> bool:

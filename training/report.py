@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +14,28 @@ from tqdm import tqdm
 from common.files import read_text, write_text, writing
 from common.plots import picture
 
+FEW_STEPS = 200  # optimizer steps after which too little text is no reason to have learnt nothing
 DOTS = {"marker": "o", "markersize": 3}
+
+
+class LiveBar(tqdm):
+    """A live line on stderr. It is drawn on a timer, also while a long piece of work moves nothing."""
+
+    def __init__(self, **how):
+        every = 0.5 if sys.stderr.isatty() else 15  # seconds
+        self.ended = threading.Event()
+        super().__init__(mininterval=math.inf, **how)
+
+        def draw() -> None:
+            while not self.ended.wait(every):
+                self.refresh()
+
+        threading.Thread(target=draw, daemon=True).start()
+
+    def close(self) -> None:
+        """Draw the line once more and end it."""
+        self.ended.set()
+        super().close()
 
 
 def chain_tau(accuracy: list[float]) -> float:
@@ -38,28 +61,29 @@ class TrainingLog:
         self.entries = [entry for entry in read_log(self.path) if entry["step"] <= step] if step else []
         write_text(self.path, "".join(json.dumps(entry) + "\n" for entry in self.entries))
         self.file = open(self.path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-        every = 0.5 if sys.stderr.isatty() else 15  # seconds
-        self.bar = tqdm(
-            total=total, initial=step, desc="training", mininterval=every, maxinterval=every,
-            bar_format="{desc} |{bar:12}| {n}/{total} [{elapsed}<{remaining}]",
+        self.bar = LiveBar(
+            total=total, initial=step, desc="training",
+            bar_format="{desc} |{bar:12}| {percentage:.1f}% [{elapsed}<{remaining}{postfix}]",
         )
         self.began, self.tokens = time.time(), 0
 
-    def step(self, entry: dict, tokens: int, progress: float) -> None:
-        """Add an optimizer step over `tokens` tokens. progress: see `Plan.progress`."""
+    def move(self, tokens: int, progress: float) -> None:
+        """Move the live line by `tokens` tokens of this process, to `progress` (see `Plan.progress`)."""
         self.tokens += tokens
-        hits = " ".join(f"{a:.2f}" for a in entry["accuracy"])
+        self.bar.n = min(progress, self.bar.total)
         speed = self.tokens / (time.time() - self.began)
-        line = f"loss {entry['loss']:.3f} right {hits} chain tau {chain_tau(entry['accuracy']):.2f}"
-        self.bar.set_description_str(f"{line} {speed:.0f} tok/s", False)
-        self.bar.update(min(int(progress), self.bar.total) - self.bar.n)
+        self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:.0f} tok/s", refresh=False)
+
+    def step(self, entry: dict) -> None:
+        """Add an optimizer step."""
+        line = f"loss {entry['loss']:.3f}, {_figures(entry['accuracy'], 2)}"
+        self.bar.set_description_str(line, refresh=False)
         self._write(entry)
 
     def validation(self, entry: dict) -> None:
         """Add and print a validation."""
-        hits = " ".join(f"{a:.3f}" for a in entry["held_out"])
-        line = f"epoch {entry['epoch']} held-out right {hits} chain tau {chain_tau(entry['held_out']):.2f}"
-        tqdm.write(line + (f" tau {entry['tau']:.3f}" if "tau" in entry else ""), file=sys.stderr)
+        line = f"epoch {entry['epoch']}: held-out {_figures(entry['held_out'], 3)}"
+        tqdm.write(line + (f", tree τ {entry['tau']:.2f}" if "tau" in entry else ""), file=sys.stderr)
         self._write(entry)
 
     def _write(self, entry: dict) -> None:
@@ -73,6 +97,12 @@ class TrainingLog:
         self.file.close()
 
 
+def _figures(accuracy: list[float], digits: int) -> str:
+    """Name the accuracy by draft step, and the chain τ that follows from it, as docs/training.md does."""
+    shares = " ".join(f"{a:.{digits}f}" for a in accuracy)
+    return f"accuracy {shares}, chain τ {chain_tau(accuracy):.2f}"
+
+
 def read_log(path: Path) -> list[dict]:
     """Return the entries of a log, without a last line that a kill cut off."""
     entries = []
@@ -82,6 +112,16 @@ def read_log(path: Path) -> list[dict]:
         except json.JSONDecodeError:
             continue
     return entries
+
+
+def doubt_of(log: list[dict]) -> str:
+    """Return a warning about a head whose last held-out accuracy is next to nothing, else ""."""
+    last = next((entry for entry in reversed(log) if entry.get("held_out")), None)
+    if last is None or last["held_out"][0] >= 0.01:
+        return ""
+    advice = "give it more text" if last["step"] < FEW_STEPS else "try a smaller --lr"
+    return (f"warning: held-out accuracy is {last['held_out'][0]:.1%}: the head has learnt next to nothing in"
+            f" {last['step']:,} optimizer steps; {advice}")
 
 
 def draw_curves(entries: list[dict], path: Path) -> None:
@@ -98,11 +138,11 @@ def draw_curves(entries: list[dict], path: Path) -> None:
             _plot(right, some, lambda e, i=i: e["accuracy"][i], smooth=True, color=f"C{i}", alpha=0.6)
             some = [e for e in validations if len(e["held_out"]) > i]
             _plot(right, some, lambda e, i=i: e["held_out"][i], color=f"C{i}", label=f"step {i + 1}", **DOTS)
-        _plot(taus, validations, lambda e: chain_tau(e["held_out"]), label="chain, from accuracy", **DOTS)
+        _plot(taus, validations, lambda e: chain_tau(e["held_out"]), label="chain τ", **DOTS)
         decoded = [e for e in validations if "tau" in e]
-        _plot(taus, decoded, lambda e: e["tau"], label="tree, decoded held-out prompts", **DOTS)
+        _plot(taus, decoded, lambda e: e["tau"], label="tree τ", **DOTS)
         for axes, title in (
-            (loss, "training loss"), (right, "first choice right (line: training, dots: held out)"),
+            (loss, "training loss"), (right, "accuracy (line: training, dots: held out)"),
             (taus, "acceptance length τ"),
         ):
             axes.set(title=title, xlabel="optimizer step")
@@ -134,9 +174,10 @@ def write_card(
         "## Text", "", *(f"    {line}" for line in text.splitlines()), "",
         "## Training", "", "```", command, "```", "",
         *_held_out([e for e in log if "held_out" in e]),
-        "## Use", "", "```", "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET",
-        f"python generate.py --checkpoint TARGET --speculate {speculate} --prompt ...", "```", "",
-        "TARGET is the converted target.", "",
+        "## Use", "", "```",
+        "python convert_checkpoint.py --checkpoint THIS_FOLDER --target TARGET --out CONVERTED",
+        f"python generate.py --checkpoint TARGET --speculate {speculate} --draft CONVERTED --prompt ...",
+        "```", "", "TARGET is the converted target, CONVERTED a folder to make.", "",
     ]))
 
 
@@ -150,8 +191,8 @@ def _held_out(validations: list[dict]) -> list[str]:
         accuracy = [f"{a:.3f}" for a in e["held_out"]]
         tau = f"{e['tau']:.2f}" if "tau" in e else ""
         rows.append([str(e["epoch"]), *accuracy, f"{chain_tau(e['held_out']):.2f}", tau])
-    caption = ("How often the head's first choice is the target's, by draft step; the acceptance length τ of"
-               " a greedy chain that follows; τ of the real decoder on held-out prompts, greedy, on trees.")
+    caption = ("Held-out accuracy by draft step: how often the head's first choice is the target's. Chain τ"
+               " follows from it; tree τ is that of the real decoder on held-out prompts, greedy.")
     table = ["| " + " | ".join(cells) + " |" for cells in rows]
     return ["## Held-out text", "", caption, "", *table, "",
             "![loss, accuracy and τ over the run](curves.png)", ""]

@@ -9,7 +9,6 @@ import argparse
 import json
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -18,13 +17,14 @@ import torch
 from torch import Tensor
 
 from checkpoint import heads as layouts
+from checkpoint.convert import converted_folder
 from checkpoint.folder import CALIBRATION, CONFIG, WEIGHTS, read_config
 from checkpoint.heads import write_head
 from checkpoint.loading import identity, load_model
 from checkpoint.writer import staging
 from common.cli import note
 from common.errors import InputError
-from common.files import read_json, write_text
+from common.files import read_json
 from kernels.backend import TORCH
 from kernels.choose import choose_backend
 from model import Transformer
@@ -35,14 +35,15 @@ from tokens.tokenizer import Tokenizer
 from training import data
 from training.features import Features, Reader, StoredFeatures, training_copy
 from training.heads import KINDS, HeadShape, begun_args, begun_head, head_args, load_start, new_head
-from training.losses import CROSS_ENTROPY
+from training.losses import ACCEPTANCE, CROSS_ENTROPY
 from training.processes import Processes
-from training.report import write_card
+from training.report import doubt_of, write_card
 from training.trainer import CURVES, STATE, Plan, Trainer
 from training.validate import TOKENS, Validator, decoding_copy
 from training.writing import Collector, open_engine
 
 DRAFT_VOCAB = 8192  # ids that heads draft, if the target has as many
+MOST_REASONS = 9  # printed: a template may give a reason of its own for every conversation
 MEMORY = 6 * 2**30  # bytes of features that are kept without --cache-features
 CARD = "README.md"
 WRITTEN = CONFIG, WEIGHTS, CURVES, CARD, CALIBRATION  # to OUT
@@ -91,6 +92,8 @@ class Session:
         """Check what the options name, without loading a model. Raises InputError."""
         self.o, self.command, self.out, self.work = o, command, Path(o.out), Path(o.out.rstrip("/") + "-work")
         check_head_folder(self.out, o.kind, self.work)
+        o.checkpoint = converted_folder(o.checkpoint, note)
+        o.start = o.start and converted_folder(o.start, note, o.checkpoint)
         self.config = read_config(o.checkpoint, "target")
         if "quantization" in self.config:
             raise InputError(f"{o.checkpoint}: is quantised already; name the checkpoint before quantisation")
@@ -128,25 +131,19 @@ class Session:
         self.work.mkdir(parents=True, exist_ok=True)
         backend = choose_backend("cpu", say=note) if torch.device(device).type == "cpu" else TORCH
         self.compiled = torch.device(device).type != "cpu" or backend is not TORCH
-        self.decoding = decoding_copy(self.target, self.compiled)
+        self.decoding = decoding_copy(self.target, backend)
         self.copy, self.copy_name = self._load_copy() if o.copy else (None, None)
         text = self.collect()
         if o.collect_only:
             return
         trainer = self.prepare(text)
-        complete, began = trainer.step == 0, time.time()
         log = trainer.run()
         head = trainer.trained()
         if not all(bool(p.isfinite().all()) for p in head.parameters()):
             raise InputError("the last update left weights that are not finite: use a smaller --lr and"
                              " another --out")
         if processes.first:
-            self.export(text, trainer, head, log, time.time() - began if complete else None)
-
-    def say(self, line: str) -> None:
-        """Print a line, in the first process."""
-        if self.processes.first:
-            note(line)
+            self.export(text, trainer, head, log)
 
     def _load_copy(self) -> tuple[Transformer, str]:
         """Load the quantised copy of the target and its identity. Raises InputError if it is no copy."""
@@ -169,7 +166,7 @@ class Session:
         if not rows:
             raise InputError("fewer than two different prompts with usable answers: one is held out,"
                              " none is left to train on")
-        described, counts = data.count_text(rows, vocab_size), data.counts_of(rows)
+        counts = data.counts_of(rows)
         if self.start and not o.draft_vocab:
             draft_ids = self.start.head.draft_ids.cpu()
         elif "draft_vocab" in KINDS[o.kind].options:
@@ -177,18 +174,17 @@ class Session:
             draft_ids = data.draft_vocabulary(counts, size, vocab_size)
         else:
             draft_ids = torch.arange(vocab_size)
-        if self.processes.first:
-            write_text(self.work / "data.json", json.dumps(described, indent=1) + "\n")
         report = "\n".join([
-            data.text_report(described), f"{len(held_out)} more conversations are held out",
+            data.text_report(rows, counts, vocab_size), f"{len(held_out)} more conversations are held out",
             f"{len(draft_ids):,} draft ids cover {data.covered(counts, draft_ids.tolist()):.2%}",
         ])
-        self.say(report)
+        note(report)
         return TrainingText(rows, held_out, report, draft_ids, data.unused(rows + held_out, vocab_size))
 
     def _rows(self) -> list[dict]:
-        """Write the missing shards and read all. Raises InputError if there are no usable answers."""
-        o, paths, refusal = self.o, list(self.shards), ""
+        """Write the missing text and read all. Raises InputError if there are no usable answers."""
+        o, args = self.o, self.target.args
+        lines = data.read_shards(self.shards, args.vocab_size, identity(self.target))
         if self.prompts or o.synthesize or self.conversations:
             collector = self._collector()
             collector.from_prompts(self.prompts)
@@ -196,36 +192,31 @@ class Session:
             collector.from_conversations(self.conversations)
             collector.write()
             self.processes.wait()
-            if missing := [piece.path for piece in collector.pieces if not piece.path.exists()]:
-                raise InputError(f"{missing[0]}: was written by another process and is not here; --out must"
-                                 " lie on a disk that all machines share")
-            paths += [piece.path for piece in collector.pieces]
-            refusal = f" ({collector.refusal})" if collector.refusal else ""
-        most, name = min(o.max_len, self.target.args.max_seq_len), identity(self.target)
-        rows, left_out, cut = data.load_shards(paths, most, self.target.args.vocab_size, name)
-        lost = (f"{left_out} prompts or conversations were left out: empty, longer than --max-prompt-tokens"
-                f" {o.max_prompt_tokens}, refused by the chat template{refusal}, or without an end of the"
-                " user's turn")
+            lines += collector.read(args.vocab_size)
+        most = min(o.max_len, args.max_seq_len)
+        rows, left_out, cut = data.rows_of(lines, most)
+        reasons = (f"{count:,} {reason}" for reason, count in left_out.most_common(MOST_REASONS))
+        lost = f"prompts or conversations that are left out: {', '.join(reasons) or 'none'}"
         if not rows:
             raise InputError(f"no usable answers: all are shorter than {data.SHORTEST} tokens or after"
                              f" --max-len {o.max_len}; {lost}")
         if left_out:
-            self.say(lost)
+            note(lost)
         if cut:
-            self.say(f"{cut} conversations are cut to {most} tokens (--max-len)")
+            note(f"{cut} conversations are cut to {most} tokens (--max-len)")
         return rows
 
     def _collector(self) -> Collector:
-        """Return the collector that writes shards with the target, or with its copy."""
+        """Return the collector that writes text with the target, or with its copy."""
         o, stop_ids, target = self.o, self.config["stop_ids"], self.copy or self.decoding
         tokenizer = Tokenizer.load(o.checkpoint)
         if tokenizer is None or not tokenizer.has_template:
             raise InputError(f"{o.checkpoint}: chats need a tokenizer and a chat template; it lacks them")
         batch = o.decode_batch if self.prompts or o.synthesize else 1
         longest = min(self.longest, target.args.max_seq_len)
-        engine = open_engine(target, stop_ids, batch, longest, self.compiled, self.say)
+        engine = open_engine(target, stop_ids, batch, longest, self.compiled, note)
         return Collector(
-            engine, tokenizer, self.work / "data", batch=batch, stop_ids=stop_ids, seed=o.seed,
+            engine, tokenizer, self.work / "data", stop_ids=stop_ids, seed=o.seed,
             target=identity(self.target), copy=self.copy_name, max_new_tokens=o.max_new_tokens,
             temperature=o.temperature, max_prompt_tokens=o.max_prompt_tokens, processes=self.processes,
         )
@@ -240,10 +231,10 @@ class Session:
         if self.start:
             head, taken = begun_head(learning, o.kind, self.start, text.draft_ids, shape, o.seed)
             begun = {"start": identity(self.start.head), "taken": taken}
-            self.say(f"{len(taken)} tensors begin as those of {o.start}")
+            note(f"{len(taken)} tensors begin as those of {o.start}")
         else:
             head = new_head(learning, o.kind, text.draft_ids, shape, o.seed)
-        losses = (("ce", o.ce_share), (o.loss, 1 - o.ce_share)) if o.loss == "lk" else CROSS_ENTROPY
+        losses = ACCEPTANCE if o.loss == "lk" else CROSS_ENTROPY
         # On a CPU the products are nearly all of the time, and compiling takes minutes.
         compiled = torch.device(self.device).type != "cpu"
         objective = kind.objective(learning, head, o.steps, losses=losses, compiled=compiled, **begun)
@@ -263,7 +254,7 @@ class Session:
             validator=self._validator(text.held_out),
         )
         if trainer.resume():
-            self.say(f"resumed at step {trainer.step} of {trainer.total}")
+            note(f"resumed at step {trainer.step} of {trainer.total}")
         return trainer
 
     def _validator(self, held_out: list[dict]) -> Validator | None:
@@ -272,23 +263,16 @@ class Session:
         prompts = [list(ids) for ids in prompts][: self.o.validate_prompts]
         prompts = [ids for ids in prompts if len(ids) + TOKENS <= self.target.args.max_seq_len]
         if self.o.validate_prompts and not prompts:
-            self.say(f"no held-out prompt leaves room for {TOKENS} tokens: tau is not measured")
+            note(f"no held-out prompt leaves room for {TOKENS} tokens: tree τ is not measured")
         return Validator(self.decoding, prompts, self.config["stop_ids"]) if prompts else None
 
     # -- export ----------------------------------------------------------------------------------------------
 
-    def export(
-        self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict], seconds: float | None
-    ) -> None:
-        """Write the head, its calibration, its model card and its curves to OUT.
-
-        seconds: of the training, None if it was interrupted.
-        """
+    def export(self, text: TrainingText, trainer: Trainer, head: Head, log: list[dict]) -> None:
+        """Write the head, its calibration, its model card and its curves to OUT."""
         o, kind, calibration = self.o, KINDS[self.o.kind], None
-        accuracy = next((e["held_out"][0] for e in reversed(log) if e.get("held_out")), 1)
-        if accuracy < 0.01:
-            note(f"warning: the head guesses {accuracy:.1%} of the target's choices in held-out text:"
-                 " it has learnt nothing; try a smaller --lr")
+        if doubt := doubt_of(log):
+            note(doubt)
         if trainer.validator:
             try:
                 calibration = trainer.validator.calibration(head, note)
@@ -304,8 +288,8 @@ class Session:
             f"{weights / 1e6:.1f} million weights of its own in bfloat16, {args.draft_vocab_size:,} draft ids"
             f" of {args.vocab_size:,}",
             f"{kind.method}, {trainer.objective.steps} draft steps, {trainer.epoch} epochs, {trainer.step:,}"
-            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g}"
-            + (f", {seconds / 60:.0f} minutes" if seconds else ""),
+            f" optimizer steps of up to {o.batch_tokens:,} tokens, AdamW {o.lr:g},"
+            f" {trainer.seconds / 60:.0f} minutes",
         ]
         with staging(self.out, 2 * weights, kept=lambda old: old.name not in WRITTEN) as folder:
             write_head(head, folder, "speculators" if wide else "sglang", self.config)
@@ -316,6 +300,10 @@ class Session:
                 shutil.copyfile(self.work / CURVES, folder / CURVES)
             if calibration:
                 calibration.write(folder)
-        force = " --force" if (Path(o.checkpoint) / o.kind).exists() else ""
-        print(f"wrote {o.out}; next: python convert_checkpoint.py --checkpoint {o.out}"
-              f" --target {o.checkpoint}{force}")
+        # Not into the target's folder, whose own head may be the better one.
+        converted = f"{o.out.rstrip('/')}-converted"
+        force = " --force" if Path(converted).exists() else ""
+        where = f"--checkpoint {shlex.quote(o.checkpoint)} --speculate {kind.speculate}"
+        print(f"wrote {o.out}; next:\npython convert_checkpoint.py --checkpoint {shlex.quote(o.out)}"
+              f" --target {shlex.quote(o.checkpoint)} --out {shlex.quote(converted)}{force}"
+              f"\npython generate.py {where} --draft {shlex.quote(converted)} --compare --prompt \"Hello!\"")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from checkpoint.loading import identity
+from common.cli import no_memory
 from common.errors import InputError, first_line
 from common.files import atomic_path, check_file
 from networks.head import Head
@@ -81,29 +82,6 @@ def save_state(folder: Path, state: dict) -> None:
                          " command to go on") from None
 
 
-def load_state(folder: Path, options: dict, device: torch.device) -> dict | None:
-    """Read FOLDER/state.pt; None if there is none.
-
-    Raises InputError if it is damaged, or if its "options" differ from the given ones.
-    """
-    path = folder / STATE
-    if not path.exists():
-        return None
-    check_file(path)
-    try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except Exception:  # torch raises many kinds of errors on damaged files; none helps a user
-        raise InputError(f"{path}: cut off or damaged; delete it to start again") from None
-    saved = state.get("options") if isinstance(state, dict) else None
-    if not isinstance(saved, dict):
-        raise InputError(f"{path}: holds no state of a training; delete it to start again")
-    differs = sorted(name for name in options.keys() | saved.keys() if options.get(name) != saved.get(name))
-    if differs:
-        raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
-                         " use another --out, or delete it")
-    return state
-
-
 class Trainer:
     """Trains `objective.head` on rows.
 
@@ -133,6 +111,7 @@ class Trainer:
         self.seconds = 0.0  # of the steps, see `_count_time`
         self.updating = False
         self.saved = time.time()
+        self.log: TrainingLog | None = None  # in the first process, while it runs
         self._learn_scale()
 
     @torch.no_grad()
@@ -160,12 +139,15 @@ class Trainer:
         objective = self.objective
         complete = objective.batch([self.rows[p] for p in places], steps, self._seeds(places))
         loss, hits = torch.zeros((), device=objective.device), torch.zeros(steps, device=objective.device)
-        for micro in self.micro_batches(places):
+        micros = self.micro_batches(places)
+        for done, micro in enumerate(micros, 1):
             rows, seeds = [self.rows[p] for p in micro], self._seeds(micro)
             batch = complete if micro == places else objective.batch(rows, steps, seeds)
             micro_loss, micro_hits = objective.loss(batch, self.features.read(rows), complete.scored, seeds)
             micro_loss.backward()
             loss, hits = loss + micro_loss.detach(), hits + micro_hits
+            if self.log:
+                self.log.move(sum(len(row["ids"]) for row in rows), self._progress() + done / len(micros))
         for p in self.parameters.values():
             if p.grad is None:  # a process without rows in this batch
                 p.grad = torch.zeros_like(p)
@@ -211,26 +193,26 @@ class Trainer:
 
         Raises InputError if the loss is not finite; the last good state stays.
         """
-        log = TrainingLog(self.work, self.step, self.total) if self.processes.first else None
+        self.log = TrainingLog(self.work, self.step, self.total) if self.processes.first else None
         self.saved = time.time()
         try:
             if self.epoch and not self.in_epoch:  # killed between the end of an epoch and its validation
-                self._validate(log)
+                self._validate()
             while self.epoch < len(self.batches) and (self.in_epoch or self._progress() < self.total):
-                self._run_epoch(log)
+                self._run_epoch()
                 self.epoch, self.in_epoch = self.epoch + 1, 0
                 self.save()  # first: an error in validation must not lose the epoch
-                self._validate(log)
+                self._validate()
         except KeyboardInterrupt:
             if not self.updating:
                 self.save()
             raise
         finally:
-            if log:
-                log.close()
-        return log.entries if log else []
+            if self.log:
+                self.log.close()
+        return self.log.entries if self.log else []
 
-    def _run_epoch(self, log: TrainingLog | None) -> None:
+    def _run_epoch(self) -> None:
         """Run the rest of the current epoch."""
         epoch, steps = self.batches[self.epoch], self.plan.unrolled(self.epoch, self.objective.steps)
         counted = time.monotonic()
@@ -245,10 +227,9 @@ class Trainer:
             lr = self.update()
             self.step, self.in_epoch = self.step + 1, self.in_epoch + 1
             self.updating = False
-            if log:
+            if self.log:
                 accuracy = [round(a, 4) for a in accuracy]
-                entry = {"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr}
-                log.step(entry, sum(len(self.rows[p]["ids"]) for p in places), self._progress())
+                self.log.step({"step": self.step, "loss": loss, "accuracy": accuracy, "norm": norm, "lr": lr})
             if time.time() - self.saved > SAVE_SECONDS and self.in_epoch < len(epoch):
                 self.save()
 
@@ -269,9 +250,9 @@ class Trainer:
     # -- validation ------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _validate(self, log: TrainingLog | None) -> None:
+    def _validate(self) -> None:
         """Validate the epochs so far in the first process, while the others wait for it."""
-        if log:
+        if log := self.log:
             if not any(entry.get("epoch") == self.epoch for entry in log.entries):
                 entry = {"step": self.step, "epoch": self.epoch, "held_out": self._held_out_accuracy()}
                 if self.validator and (tau := self.validator.tau(self.trained())):
@@ -340,20 +321,35 @@ class Trainer:
     def resume(self) -> bool:
         """Go on from the saved state if there is one.
 
-        Raises InputError if it is damaged, or was made with other settings or data.
+        Raises InputError if it is damaged, or was made with other settings or data; OSError if it cannot be
+        read.
         """
-        state = load_state(self.work, self.fingerprint, self.objective.device)
-        if state is None:
+        path, options = self.work / STATE, self.fingerprint
+        if not path.exists():
             return False
+        check_file(path)
         try:
-            for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
-                for name, tensor in tensors.items():
-                    tensor.data.copy_(saved[name])
-            self.optimizer.load_state_dict(state["optimizer"])
-            self.objective.scale = state["scale"]
-            self.step, self.epoch, self.in_epoch = map(int, state["at"])
-            self.seconds = float(state["seconds"])
-        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
-            message = f"{self.work / STATE}: holds no state of this head; delete it to start again"
-            raise InputError(message) from None
+            state = torch.load(path, map_location=self.objective.device, weights_only=True)
+            saved = state["options"]
+            differs = sorted(n for n in options.keys() | saved.keys() if options.get(n) != saved.get(n))
+            if not differs:
+                self._restore(state)
+        except OSError:
+            raise
+        except Exception as e:  # torch raises many kinds of errors on damaged files; none helps a user
+            if no_memory(e):
+                raise
+            raise InputError(f"{path}: damaged, or no state of this head; delete it to start again") from None
+        if differs:
+            raise InputError(f"{path} was made with other settings or data ({', '.join(differs)});"
+                             " use another --out, or delete it")
         return True
+
+    def _restore(self, state: dict) -> None:
+        for tensors, saved in ((self.parameters, state["head"]), (self.average, state["average"])):
+            for name, tensor in tensors.items():
+                tensor.data.copy_(saved[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.objective.scale = state["scale"]
+        self.step, self.epoch, self.in_epoch = map(int, state["at"])
+        self.seconds = float(state["seconds"])

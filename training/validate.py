@@ -1,13 +1,8 @@
-"""The acceptance length of a head in training: the real decoder decodes held-out prompts with it.
-
-All use of the engine by validation is in `acceptance` and `Validator.calibration`.
-"""
+"""The acceptance length of a head in training: the real decoder decodes held-out prompts with it."""
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-
-import torch
 
 from drafters.base import Drafter
 from drafters.dflash import DFlash
@@ -16,7 +11,7 @@ from drafters.p_eagle import PEagle
 from engine.autotune import Calibration
 from engine.calibrate import calibrate
 from engine.engine import Engine
-from kernels.choose import choose_backend
+from kernels.backend import TORCH, TorchBackend
 from model import Transformer
 from networks.block import BlockHead
 from networks.eagle import PEagleHead
@@ -26,17 +21,18 @@ from tree import TreeShape
 
 SHAPE = TreeShape(60, 7, 10)  # of the trees that are drafted, as in the papers
 TOKENS = 64  # of an answer
+BATCH = 16  # answers that are decoded together
 
 
-def decoding_copy(target: Transformer, kernels: bool) -> Transformer:
-    """Return the target for decoding: on a CPU with `kernels` a packed copy, elsewhere the target itself.
+def decoding_copy(target: Transformer, backend: TorchBackend) -> Transformer:
+    """Return the target for decoding: a copy packed for our CPU kernels, on PyTorch the target itself.
 
     Training needs unpacked weights.
     """
-    if not kernels or target.embed.weight.device.type != "cpu":
+    if backend is TORCH:
         return target
     twin = copy.deepcopy(target)
-    choose_backend("cpu").prepare(twin)
+    backend.prepare(twin)
     return twin
 
 
@@ -49,25 +45,6 @@ def drafter_of(head: Head, shape: TreeShape) -> Drafter:
     return drafter(head, TreeShape(min(shape.nodes, width + depth * width**2 + 1), depth, width))
 
 
-@torch.no_grad()
-def acceptance(
-    target: Transformer, head: Head, prompts: list[list[int]], stop_ids: list[int], shape: TreeShape,
-    tokens: int, temperature: float = 0.0,
-) -> float | None:
-    """Return the acceptance length tau: mean tokens emitted per step, over `tokens` tokens after each prompt.
-
-    prompts: lists of ids; each answer has a seed of its own. The pass over the prompt does not count. None if
-    every answer ended with its first token.
-    """
-    batch, longest = min(16, len(prompts)), max(map(len, prompts)) + tokens
-    engine = Engine(
-        target, drafter_of(head, shape), batch=batch, max_seq_len=longest, stop_ids=stop_ids, compile=False
-    )
-    sampling = [Sampling(tokens, temperature, seed=i) for i in range(len(prompts))]
-    lengths = [n for output in engine.generate(prompts, sampling) for n in output.accept_lengths]
-    return sum(lengths) / len(lengths) if lengths else None
-
-
 class Validator:
     """Decodes prompts (lists of ids) greedily with the current head. target: that of `decoding_copy`."""
 
@@ -75,8 +52,16 @@ class Validator:
         self.target, self.prompts, self.stop_ids = target, prompts, stop_ids
 
     def tau(self, head: Head) -> float | None:
-        """Return the `acceptance` of a copy of the head."""
-        return acceptance(self.target, self._twin(head), self.prompts, self.stop_ids, SHAPE, TOKENS)
+        """Return the acceptance length: mean tokens emitted per step, the passes over the prompts apart.
+
+        None if every answer ended with its first token.
+        """
+        engine = Engine(
+            self.target, drafter_of(self._twin(head), SHAPE), batch=min(BATCH, len(self.prompts)),
+            max_seq_len=max(map(len, self.prompts)) + TOKENS, stop_ids=self.stop_ids, compile=False,
+        )
+        lengths = [n for r in engine.generate(self.prompts, Sampling(TOKENS)) for n in r.accept_lengths]
+        return sum(lengths) / len(lengths) if lengths else None
 
     def calibration(self, head: Head, say: Callable[[str], None]) -> Calibration:
         """Measure how many tokens every tree of the head gets accepted. Raises InputError as `calibrate`."""

@@ -1,35 +1,46 @@
 """Writing the training text: the target answers prompts, writes user turns, or conversations are taken over.
 
-The name of a shard ends in a digest of all that it was made from: another run with the same prompts, settings
-and target finds it again, and no other run does. An answer depends on its place among the prompts, never on
-the process: several processes take shards from one queue, and a later run completes what a killed one left.
+Conversations are decoded side by side, and each is appended to a file of this process when it ends. The file
+is named by a digest of the target and the settings, a conversation in it by a digest of all that it was made
+from: another run with the same prompts, settings and target finds it again, and no other run does. An answer
+depends on its place among the prompts, never on the process: several processes take conversations from one
+queue, and a later run writes those that a killed one did not end.
 """
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
 from common.errors import InputError
-from common.files import atomic_path, read_text
+from common.files import writing
 from engine.engine import Engine
+from engine.request import Request
 from model import Transformer
 from sampling.noise import seed_of
 from sampling.options import Sampling
 from tokens.ids import common_prefix
 from tokens.tokenizer import Tokenizer, TooLong
-from training.data import extend, of_conversation
+from training.data import Line, extend, of_conversation, read_shards
 from training.processes import Processes
+from training.report import LiveBar, read_log
 
 TURN_TOKENS = 96  # most tokens of a user turn that the model writes
-SHARD = 16  # conversations for each that is decoded at a time: few slots are empty while the last ones end
-Written = tuple[list[int], str]  # ids of an answer, and the finish reason
+
+
+class Written(NamedTuple):
+    """The rows of a conversation (see `training.data`). left_out: the reason if there are none."""
+
+    rows: list[dict]
+    left_out: str = ""
+
+
+# A conversation on its way yields what is to be decoded, and receives the request when that has ended.
+Steps = Generator[tuple[list[int], Sampling], Request, Written]
 
 
 def open_engine(
@@ -46,95 +57,38 @@ def open_engine(
         raise InputError(f"--decode-batch {batch} answers of up to {longest} tokens: {e}") from None
 
 
-def decode_answers(
-    engine: Engine, prompts: list[list[int]], sampling: list[Sampling], ended: Callable[[int, Written], None]
-) -> list[Written]:
-    """Decode prompts to the end. Call `ended` with the number of a prompt and its answer when it is there."""
-    outputs = engine.generate(prompts, sampling, lambda i, output: ended(i, (output.ids, output.finish)))
-    return [(output.ids, output.finish) for output in outputs]
-
-
-class Journal:
-    """The answers of a shard that is not complete yet, in a file beside it as they end. known: by key."""
-
-    def __init__(self, shard: Path):
-        self.path, self.file = shard.with_suffix(".answers"), None
-        self.known: dict[str, Written] = {}
-        for line in read_text(self.path).splitlines() if self.path.exists() else ():
-            with contextlib.suppress(ValueError):  # a line that a kill cut off
-                key, *answer = json.loads(line)
-                self.known[key] = tuple(answer)
-
-    @staticmethod
-    def key(prompt: list[int], sampling: Sampling) -> str:
-        """Return a digest that identifies an answer within its shard."""
-        return hashlib.sha256(json.dumps([prompt, sampling.seed]).encode()).hexdigest()[:24]
-
-    def add(self, key: str, answer: Written) -> None:
-        """Append an answer."""
-        self.file = self.file or self.path.open("a")
-        self.file.write("\n" + json.dumps([key, *answer]))  # the last line may be cut off
-        self.file.flush()
-
-    def remove(self) -> None:
-        """Remove the file: the shard is there."""
-        if self.file:
-            self.file.close()
-        self.path.unlink(missing_ok=True)
-
-
-class Piece(NamedTuple):
-    """A planned shard. rows: yields its rows. end: number of conversations up to its last one."""
-
-    path: Path
-    rows: Callable[[], Iterator[dict]]
-    end: int
-
-
 class Collector:
-    """Plans shards (`from_prompts`, `synthesize`, `from_conversations`) and writes those that are missing.
+    """Plans conversations (`from_prompts`, `synthesize`, `from_conversations`) and writes the missing ones.
 
-    target: its `checkpoint.loading.identity`; copy: that of a copy which writes. `pieces` are all planned
-    shards, in order. `refusal` is the last error of the chat template.
+    target: its `checkpoint.loading.identity`; copy: that of a copy which writes. `planned` are the digests of
+    the conversations of this run, in order, each with a function that begins it.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, folder: Path, *, batch: int, stop_ids: list[int],
-        target: str, seed: int, max_new_tokens: int, temperature: float, max_prompt_tokens: int,
+        self, engine: Engine, tokenizer: Tokenizer, folder: Path, *, stop_ids: list[int], target: str,
+        seed: int, max_new_tokens: int, temperature: float, max_prompt_tokens: int,
         processes: Processes | None = None, copy: str | None = None,
     ):
         self.engine, self.tokenizer, self.folder, self.target = engine, tokenizer, folder, target
-        self.batch, self.stop_ids, self.seed = batch, stop_ids, seed
-        self.max_new_tokens, self.temperature = max_new_tokens, temperature
-        self.max_prompt_tokens, self.processes = max_prompt_tokens, processes or Processes()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.pieces: list[Piece] = []
-        self.left_out = 0  # of the current shard
-        self.journal: Journal | None = None  # of the current shard
-        self.refusal = ""
+        self.stop_ids, self.seed, self.max_new_tokens = stop_ids, seed, max_new_tokens
+        self.temperature, self.max_prompt_tokens = temperature, max_prompt_tokens
+        self.processes = processes or Processes()
+        self.planned: dict[str, Callable[[], Steps]] = {}
         probe = tokenizer.chat([{"role": "user", "content": "Probe: 1 + 1 = äß?"}])
-        self.made_by = [
+        self.made_by = digest([
             target, tokenizer.template, probe, stop_ids, seed, max_new_tokens, temperature, max_prompt_tokens,
-            TURN_TOKENS, *([copy] if copy else []),
-        ]
+            TURN_TOKENS, copy,
+        ])
 
     def from_prompts(self, prompts: list[list[dict]]) -> None:
         """Plan to answer the user messages of conversations, which may begin with a system message.
 
         A conversation ends where its text no longer fits in `max_prompt_tokens`.
         """
-        def rows(begin: int, end: int) -> Iterator[dict]:
-            part = prompts[begin:end]
-            turns = [[m["content"] for m in messages if m["role"] == "user"] for messages in part]
-
-            def next_turns(number: int, places: list[int], chats: list[list[dict]]) -> list[str | None]:
-                return [turns[i][number] if number < len(turns[i]) else None for i in places]
-
-            self.left_out += sum(not turn[0] for turn in turns)
-            system = [[m for m in messages if m["role"] == "system"] for messages in part]
-            return self._converse("prompts", begin, system, next_turns)
-
-        self._plan("prompts", len(prompts), rows, lambda begin, end: prompts[begin:end])
+        for i, messages in enumerate(prompts):
+            system = [m for m in messages if m["role"] == "system"]
+            turns = [m["content"] for m in messages if m["role"] == "user"]
+            self._plan(["prompts", i, messages], self._converse, "prompts", i, system, turns)
 
     def synthesize(self, count: int, turns: int = 1, openings: tuple[str, ...] = ()) -> None:
         """Plan to let the model write both parts of `count` conversations of `turns` user turns.
@@ -145,34 +99,79 @@ class Collector:
         if count and not self.user_header([]):
             raise InputError("--synthesize: the chat template puts nothing before a user's turn; the model"
                              " cannot write one")
-
-        def rows(begin: int, end: int) -> Iterator[dict]:
-            def next_turns(number: int, places: list[int], chats: list[list[dict]]) -> list[str | None]:
-                if number == turns:
-                    return [None] * len(places)
-                first = openings if number == 0 else ()
-                starts = [first[(begin + i) % len(first)] if first else "" for i in places]
-                seeds = [seed_of(self.seed, "user", number, begin + i) for i in places]
-                written = self._user_turns(chats, starts, seeds)
-                self.left_out += written.count(None) if number == 0 else 0
-                return written
-
-            return self._converse("synthesized", begin, [[] for _ in range(begin, end)], next_turns)
-
-        self._plan("synthesized", count, rows, lambda begin, end: [begin, end, turns, *openings])
+        self.end = self.user_end()
+        for i in range(count):
+            opening, unknown = openings[i % len(openings)] if openings else "", [None] * turns
+            made_of = ["synthesized", i, turns, opening]
+            self._plan(made_of, self._converse, "synthesized", i, [], unknown, opening)
 
     def from_conversations(self, conversations: list[list[dict]]) -> None:
         """Plan to take over conversations of another author."""
-        def rows(begin: int, end: int) -> Iterator[dict]:
-            for messages in conversations[begin:end]:
-                try:
-                    yield from list(of_conversation(self.tokenizer, messages, self.stop_ids))
-                except InputError as e:
-                    self.left_out, self.refusal = self.left_out + 1, str(e)
+        for messages in conversations:
+            self._plan(["conversations", messages], self._take_over, messages)
 
-        self._plan(
-            "conversations", len(conversations), rows, lambda begin, end: conversations[begin:end], 1000
-        )
+    def _plan(self, made_of: list, steps: Callable[..., Steps], *arguments) -> None:
+        self.planned[digest([self.made_by, *made_of])] = partial(steps, *arguments)
+
+    # -- conversations ---------------------------------------------------------------------------------------
+
+    def _take_over(self, messages: list[dict]) -> Steps:
+        """Return the rows of a conversation of another author."""
+        yield from ()  # nothing is decoded
+        try:
+            rows = list(of_conversation(self.tokenizer, messages, self.stop_ids))
+        except InputError as e:
+            return Written([], refused(e))
+        return Written(rows, "" if rows else "without an answer")
+
+    def _converse(
+        self, source: str, number: int, chat: list[dict], turns: list[str | None], opening: str = ""
+    ) -> Steps:
+        """Answer the user's turns one by one, after the messages of `chat`.
+
+        The target writes turns that are None; the first of them begins with `opening`.
+        """
+        rows, row, left_out = [], None, ""
+        for i, turn in enumerate(turns):
+            try:
+                if turn is None:
+                    seed = seed_of(self.seed, "user", i, number)
+                    turn = yield from self._user_turn(chat, "" if i else opening, seed)
+                if not turn:
+                    unended = turns[i] is None
+                    left_out = "without an end of the user's turn" if unended else "with an empty prompt"
+                    break
+                chat = [*chat, {"role": "user", "content": turn}]
+                prompt = self._short(self.tokenizer.chat(chat, at_most=self.max_prompt_tokens))
+            except TooLong:
+                left_out = f"longer than --max-prompt-tokens {self.max_prompt_tokens}"
+                break
+            except InputError as e:
+                left_out = refused(e)
+                break
+            seed = seed_of(self.seed, source, i, number)
+            answer = (yield prompt, Sampling(self.max_new_tokens, self.temperature, seed=seed)).ids
+            chat = [*chat, {"role": "assistant", "content": self.tokenizer.decode(answer)}]
+            finished, row = extend(row, prompt + answer, len(prompt), len(prompt + answer), source)
+            rows += [finished] if finished else []
+        rows += [row] if row else []
+        return Written(rows, "" if rows else left_out)
+
+    def _user_turn(self, chat: list[dict], start: str, seed: int) -> Generator[tuple, Request, str]:
+        """Let the target write the next user turn, which begins with `start`. Return "" if it did not end."""
+        header = self._short(self.user_header(chat) + self.tokenizer.encode(start, bos=False))
+        # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
+        written = yield header, Sampling(TURN_TOKENS, temperature=0.8, seed=seed)
+        turn = start + self.tokenizer.decode(written.ids)
+        if self.end and self.end in turn:
+            return turn.split(self.end, 1)[0].strip()
+        return turn.strip() if written.finish == "stop" else ""  # a cut turn is no question
+
+    def _short(self, prompt: list[int]) -> list[int]:
+        """Return a prompt. Raises TooLong if it is."""
+        if len(prompt) > self.max_prompt_tokens:
+            raise TooLong(f"has {len(prompt):,} tokens")
+        return prompt
 
     def user_header(self, messages: list[dict]) -> list[int]:
         """Return the token ids before the text of the user's next turn: the prefix of two different turns."""
@@ -189,102 +188,80 @@ class Collector:
         ids = a[: common_prefix(a, b)][::-1]
         return "" if set(ids) & set(self.stop_ids) else self.tokenizer.decode(ids).strip()
 
-    def _user_turns(self, chats: list[list[dict]], starts: list[str], seeds: list[int]) -> list[str | None]:
-        """Return the next user turn of each chat, which begins with its start; None if it did not end."""
-        headers = [self.user_header(chat) + self.tokenizer.encode(start, bos=False)
-                   for chat, start in zip(chats, starts)]
-        # Temperature 0.8 is as sane as 1 with top-p, and needs no search over the vocabulary at every step.
-        answers = self._answers(headers, [Sampling(TURN_TOKENS, temperature=0.8, seed=s) for s in seeds])
-        end, turns = self.user_end(), []
-        for start, answer in zip(starts, answers):
-            ids, finish = answer or ([], "")
-            turn, complete = start + self.tokenizer.decode(ids), finish == "stop"  # a cut turn is no question
-            if ids and end and end in turn:
-                turn, complete = turn.split(end, 1)[0], True
-            turns.append(turn.strip() if complete else None)
-        return turns
+    # -- files -----------------------------------------------------------------------------------------------
 
-    def _converse(
-        self, source: str, begin: int, chats: list[list[dict]], next_turns: Callable
-    ) -> Iterator[dict]:
-        """Yield the rows of conversations side by side.
-
-        chats: their messages so far; begin: number of the first. next_turns(number of the turn, places in
-        `chats`, their messages) returns the user's turns, None where the conversation is over.
-        """
-        rows: list[dict | None] = [None] * len(chats)
-        number, live = 0, list(range(len(chats)))
-        while live:
-            prompts = {}
-            for i, turn in zip(live, next_turns(number, live, [chats[i] for i in live])):
-                if turn:
-                    chats[i] = [*chats[i], {"role": "user", "content": turn}]
-                    try:
-                        prompts[i] = self.tokenizer.chat(chats[i], at_most=self.max_prompt_tokens)
-                    except TooLong:
-                        self.left_out += 1
-                    except InputError as e:
-                        self.left_out, self.refusal = self.left_out + 1, str(e)
-            seeds = [seed_of(self.seed, source, number, begin + i) for i in prompts]
-            sampling = [Sampling(self.max_new_tokens, self.temperature, seed=seed) for seed in seeds]
-            live = []
-            for i, answer in zip(prompts, self._answers(list(prompts.values()), sampling)):
-                if answer is None:
-                    self.left_out += 1
-                    continue
-                live.append(i)
-                chats[i] = [*chats[i], {"role": "assistant", "content": self.tokenizer.decode(answer[0])}]
-                ids = prompts[i] + answer[0]
-                finished, rows[i] = extend(rows[i], ids, len(prompts[i]), len(ids), source)
-                if finished:
-                    yield finished
-            number += 1
-        yield from filter(None, rows)
-
-    def _answers(self, prompts: list[list[int]], sampling: list[Sampling]) -> list[Written | None]:
-        """Return the answers to prompts, decoding missing ones. A prompt that is too long has none."""
-        keys, known = list(map(Journal.key, prompts, sampling)), self.journal.known
-        missing = [i for i, prompt in enumerate(prompts)
-                   if keys[i] not in known and len(prompt) <= self.max_prompt_tokens]
-        if missing:
-            written = decode_answers(
-                self.engine, [prompts[i] for i in missing], [sampling[i] for i in missing],
-                lambda number, answer: self.journal.add(keys[missing[number]], answer),
-            )
-            known.update(zip((keys[i] for i in missing), written))
-        return [known.get(key) for key in keys]
-
-    def _plan(
-        self, source: str, count: int, rows: Callable, made_of: Callable, size: int | None = None
-    ) -> None:
-        """Plan `count` conversations as shards of `size` (default: `SHARD` for each decoded at a time).
-
-        rows(begin, end) yields the rows of a shard; made_of(begin, end) returns all that they depend on.
-        """
-        size, before = size or SHARD * self.batch, self.pieces[-1].end if self.pieces else 0
-        for begin in range(0, count, size):
-            end = min(begin + size, count)
-            made_by = json.dumps([self.made_by, made_of(begin, end)])
-            digest = hashlib.sha256(made_by.encode()).hexdigest()[:8]
-            path = self.folder / f"{source}-{begin:06d}-{digest}.jsonl"
-            self.pieces.append(Piece(path, partial(rows, begin, end), before + end))
+    @property
+    def files(self) -> list[Path]:
+        """The files of all processes, of this run and of earlier ones with its settings."""
+        return sorted(self.folder.glob(f"{self.made_by}-*.jsonl"))
 
     def write(self) -> None:
-        """Write the missing shards that this process takes from the queue."""
-        total = self.pieces[-1].end if self.pieces else 0
-        with tqdm(total=total, unit="prompt", desc="text", disable=not self.processes.first) as bar:
-            for number in self.processes.queue("text", len(self.pieces)):
-                self.write_piece(number)
-                bar.update(self.pieces[number].end - bar.n)  # those before it are taken
-            bar.update(total - bar.n)
+        """Write the missing conversations that this process takes from the queue."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.processes.first:
+            for path in self.files:  # a line without its end, as a kill leaves it
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self.processes.wait()
+        known = {line["talk"] for path in self.files for line in read_log(path) if line.get("ended")}
+        self.processes.wait()  # all have read before any writes
+        path = self.folder / f"{self.made_by}-{self.processes.rank}.jsonl"
+        plan, live, tokens = list(self.planned.items()), {}, 0
+        with LiveBar(total=len(plan), unit="conversation", desc="text") as bar, open(path, "a") as file:
 
-    def write_piece(self, number: int) -> None:
-        """Write a shard unless it is there."""
-        piece = self.pieces[number]
-        self.journal, self.left_out = Journal(piece.path), 0
-        if not piece.path.exists():
-            lines = [json.dumps({**row, "target": self.target}) for row in piece.rows()]
-            lines += [json.dumps({"left_out": self.left_out})] if self.left_out else []
-            with atomic_path(piece.path) as part:
-                part.write_text("".join(line + "\n" for line in lines))
-        self.journal.remove()
+            def go_on(talk: str, steps: Steps, answer: Request | None = None) -> None:
+                """Let a conversation go on to what it decodes next, or write it."""
+                try:
+                    live[self.engine.admit(*steps.send(answer))] = talk, steps
+                except StopIteration as end:
+                    with writing(path):
+                        file.write(self._lines(talk, end.value))
+                        file.flush()
+                    bar.update()
+
+            def step() -> None:
+                nonlocal tokens
+                for event in self.engine.step():
+                    tokens += len(event.ids)
+                    if event.finish:
+                        go_on(*live.pop(event.request), event.request)
+                bar.set_postfix_str(f"{tokens:,} tokens", refresh=False)
+
+            for number in self.processes.queue("text", len(plan)):
+                talk, begin = plan[number]
+                if talk in known:
+                    bar.initial += 1  # it takes no time
+                else:
+                    go_on(talk, begin())
+                bar.n = max(bar.n, number + 1 - len(live))  # other processes have taken some of those before
+                while not self.engine.free:
+                    step()
+            while live:
+                step()
+            bar.n = len(plan)
+
+    def _lines(self, talk: str, written: Written) -> str:
+        """Return a conversation as lines of a file. The last one is marked."""
+        rows = written.rows or [{"ids": [], "left_out": written.left_out}]
+        marked = [row | {"target": self.target, "talk": talk} for row in rows]
+        marked[-1]["ended"] = True
+        return "".join(json.dumps(row) + "\n" for row in marked)
+
+    def read(self, vocab_size: int) -> list[Line]:
+        """Read the planned conversations, in order. Raises InputError if one is not there."""
+        place = {talk: i for i, talk in enumerate(self.planned)}
+        found = read_shards(self.files, vocab_size, self.target)
+        lines = sorted((x for x in found if x.talk in place), key=lambda line: place[line.talk])
+        if place.keys() - {line.talk for line in lines if line.ended}:
+            raise InputError(f"{self.folder}: conversations that another process has written are not here;"
+                             " --out must lie on a disk that all machines share")
+        return lines
+
+
+def digest(made_of: list) -> str:
+    """Return a digest of what a conversation is made of."""
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:24]
+
+
+def refused(error: InputError) -> str:
+    """Return the reason why a conversation that a template refuses is left out."""
+    return f"refused by the chat template ({error})"

@@ -171,10 +171,117 @@ Tensor head(const Tensor& tokens, const Tensor& table, const Tensor& table_norm,
   return stream;
 }
 
+// A pass of a target over tokens [B, T], rows of table [V, H]. The rest is that of `head` and `layers`.
+std::tuple<Tensor, Tensor> target(const Tensor& tokens, const Tensor& table, const Tensor& positions,
+                                  const Tensor& inverse, double factor, const Tensors& weights,
+                                  const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v,
+                                  const Tensor& slots, const Tensor& visible, double eps,
+                                  const std::vector<int64_t>& aux) {
+  const Longs ids(tokens);
+  const Tensor x = rows_of(table, ids.size(0), ids.size(1), [&](int64_t i) { return ids[i]; });
+  const auto angles = angles_(positions, inverse, factor);
+  return layers(x, std::get<0>(angles), std::get<1>(angles), weights, parts, k, v, slots,
+                visible, eps, aux, {});
+}
+
+// `target` over the nodes of a tree, see kernels/backend.py: verify. tokens, depth [B, T], sees [B, T, T]; length [B],
+// n live slots.
+std::tuple<Tensor, Tensor> verify(const Tensor& tokens, const Tensor& depth, const Tensor& sees, const Tensor& length,
+                                  int64_t n, const Tensor& table, const Tensor& inverse, double factor,
+                                  const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k,
+                                  const Tensors& v, double eps, const std::vector<int64_t>& aux) {
+  const Longs below(depth), at(length);
+  const int64_t B = below.size(0), T = below.size(1);
+  New<int64_t> positions({B, T}), slots({B, T});
+  for (int64_t i = 0; i < B * T; i++) positions[i] = at[i / T] + below[i], slots[i] = at[i / T] + i % T;
+  return target(tokens, table, positions, inverse, factor, weights, parts, k, v, slots, see(length, sees, n), eps, aux);
+}
+
 // x [..., K], each row as `rms_norm` has it, times a packed weight -> float32 [..., N].
 Tensor normed_linear(const Tensor& x, const Tensor& norm, double eps, const Tensor& packed, const Maybe& scale,
                      const Maybe& bias, int64_t columns) {
   return linear(rms_norm(x, norm, eps), packed, scale, bias, {}, columns, FLOAT32);
+}
+
+std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64_t k, const Maybe& names) {
+  const Tensor in = whole(logits);
+  const Maybe n = whole(noise);
+  Tensor scores = empty({in.size(0), in.size(1), k}, in.scalar_type());
+  Tensor ids = empty(scores.sizes().vec(), ScalarType::Long);
+  const int64_t rows = in.size(0) * in.size(1), shared = n ? rows / (n->size(0) * n->size(1)) : 1;
+  rank(threads(), floats(in), floats(n), longs(names), rows, shared, in.size(2), k,
+       scores.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
+  return {scores, ids};
+}
+
+// The head's output at the last committed token [B, 1, H] after it has read the n_new [B] tokens, at most W, whose
+// features are unread [B, R, F]: drafters/eagle.py: catch_up. text [B, S], length [B], n live slots; fuse, ...: of the
+// layer over features. The rest is that of `head`.
+Tensor catch_up(const Tensor& text, const Tensor& length, const Tensor& n_new, const Tensor& unread, int64_t W,
+                int64_t n, const Tensor& fuse, const Maybe& fuse_scale, const Maybe& fuse_bias, int64_t columns,
+                const Tensor& table, const Tensor& table_norm, const Tensor& feature_norm, const Tensor& inverse,
+                double factor, const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k,
+                const Tensors& v, double eps) {
+  const Longs in(text), at(length), count(n_new);
+  const int64_t B = at.size(0), S = in.size(1);
+  const int64_t T = std::clamp<int64_t>(*std::max_element(&count[0], &count[0] + B), 1, W);
+  New<int64_t> tokens({B, T}), positions({B, T}), last({B, 1});
+  New<bool> visible({B, T, n});
+  for (int64_t b = 0; b < B; b++) {
+    // A sequence that is held still may have more unread tokens than W.
+    last[b] = std::clamp<int64_t>(count[b] - 1, 0, T - 1);
+    for (int64_t i = b * T; i < b * T + T; i++) {
+      positions[i] = at[b] - count[b] + i % T;
+      tokens[i] = in[b * S + std::min(positions[i] + 1, S - 1)];
+      const int64_t seen = std::clamp<int64_t>(positions[i] + 1, 0, n);
+      std::fill(std::fill_n(&visible[i * n], seen, true), &visible[i * n] + n, false);
+    }
+  }
+  const Tensor fused = linear(narrow(unread, T), fuse, fuse_scale, fuse_bias, {}, columns, SAME);
+  return picked(head(tokens, table, table_norm, fused, feature_norm, positions, inverse, factor, weights, parts, k, v,
+                     positions, visible, eps), last);
+}
+
+// The tree of T nodes that an EAGLE-3 head grows below the root, which stands at length [B] of text [B, S], on `depth`
+// levels of `width` nodes: drafters/network.py: grow. last [B, 1, H]: see `catch_up`. first [B]: where the drafted rows
+// begin, of n live slots. score_norm, ...: of the head's scores, see `normed_linear`; noise [B, > depth, V] at all ids;
+// names [Vd]: the ids that the head knows. The rest is that of `head`.
+Beam grow(const Tensor& last, const Tensor& text, const Tensor& length, const Tensor& first, int64_t n, int64_t T,
+          int64_t depth, int64_t width, const Tensor& score_norm, const Tensor& packed, const Maybe& scale,
+          const Maybe& bias, int64_t columns, const Maybe& noise, const Tensor& names, const Tensor& table,
+          const Tensor& table_norm, const Tensor& feature_norm, const Tensor& inverse, double factor,
+          const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v, double eps) {
+  const Longs in(text), at(length), own(first);
+  const int64_t B = last.size(0), count = width + depth * width * width;
+  New<float> scores({B, count}), of_root({B, 1});  // of all candidates
+  New<int64_t> tokens({B, count}), parents({B, count}), above({B, 1}), root({B});
+  for (int64_t b = 0; b < B; b++)
+    of_root[b] = 0, above[b] = -1, root[b] = in[b * in.size(1) + at[b]];
+  // The beam: at first the root alone, which has no row among the drafted ones.
+  Tensor feature = last, beam_scores = of_root, beam_flat = above, sees = New<bool>({B, 1, 0});
+  for (int64_t level = 0, size = 0;; level++) {
+    const int64_t rows = feature.size(1), more = rows * width;
+    const Tensor logits = normed_linear(feature, score_norm, eps, packed, scale, bias, columns);
+    const auto [likely, ids] = rank_(logits, noise ? Maybe(gathered(*noise, level, names)) : Maybe(), width, names);
+    const Of<float> given(likely), before(beam_scores);
+    const Longs id(ids), flat(beam_flat);
+    New<float> children({B, more});
+    for (int64_t b = 0; b < B; b++)
+      for (int64_t i = 0; i < more; i++) {
+        const int64_t to = b * count + size + i, from = b * rows + i / width;
+        scores[to] = children[b * more + i] = before[from] + given[b * more + i];
+        tokens[to] = id[b * more + i], parents[to] = flat[from];
+      }
+    if (level == depth) break;
+    const auto [best, token, places, now, row] = advance(children, ids, sees, size);
+    New<int64_t> positions({B, width}), slots({B, width});
+    for (int64_t i = 0; i < B * width; i++)
+      positions[i] = at[i / width] + level, slots[i] = own[i / width] + level * width + i % width;
+    feature = head(token, table, table_norm, picked(feature, row), feature_norm, positions, inverse, factor, weights,
+                   parts, k, v, slots, see(first, now, n), eps);
+    beam_scores = best, beam_flat = places, sees = now, size += more;
+  }
+  return prune(scores, tokens, parents, root, T);
 }
 
 // Copy entries `source` [B, W] of every cache to `target` [B, W]. A row's are read before any is written. hd: the
@@ -190,13 +297,39 @@ void move(const Tensors& k, const Tensors& v, int64_t hd, const Tensor& source, 
     for (int64_t b = 0; b < B; b++)
       for (int64_t h = 0; h < cache.size(2); h++) {
         char* head = base + (b * cache.stride(0) + h * cache.stride(2)) * item;
-        for (int64_t i = 0; i < W; i++) std::memcpy(&kept[i * size], head + f[b * W + i] * slot, size);
-        for (int64_t i = 0; i < W; i++) std::memcpy(head + t[b * W + i] * slot, &kept[i * size], size);
+        for (int64_t i = b * W; i < b * W + W; i++)
+          if (f[i] != t[i]) std::memcpy(&kept[i % W * size], head + f[i] * slot, size);
+        for (int64_t i = b * W; i < b * W + W; i++)
+          if (f[i] != t[i]) std::memcpy(head + t[i] * slot, &kept[i % W * size], size);
       }
   };
   for (size_t l = 0; l < k.size(); l++)
     if (cache(k[l]).in_bytes) move_bytes(cache(k[l]), cache(v[l]), k[l].size(2), hd, f, t, B, W);
     else move_one(k[l]), move_one(v[l]);
+}
+
+// Commit what a step or a prompt's end gives, see kernels/backend.py: commit. The caches k and v are moved to the path,
+// none if it is where it belongs. The rest is that of `emit` and `hand_over`.
+Tensor commit(const Tensor& tokens, const Tensor& count, const Tensor& path, const Maybe& features, const Tensors& k,
+              const Tensors& v, int64_t hd, Tensor& text, Tensor& length, Tensor& done, Tensor& out,
+              const Tensor& limit, const Tensor& stop_ids, const Maybe& where, bool more, Tensor& unread,
+              Tensor& unread_count) {
+  const Longs c(count), p(path), at(length);
+  const Of<bool> over(done);
+  const int64_t B = p.size(0), W = p.size(1);
+  New<bool> moving({B});
+  for (int64_t b = 0; b < B; b++) moving[b] = !over[b];
+  if (!k.empty()) {
+    New<int64_t> from({B, W}), to({B, W});
+    for (int64_t i = 0; i < B * W; i++) {
+      const int64_t b = i / W;
+      to[i] = at[b] + i % W, from[i] = i % W < c[b] ? at[b] + p[i] : to[i];
+    }
+    move(k, v, hd, from, to);
+  }
+  const Tensor appended = emit(tokens, count, text, length, done, out, limit, stop_ids);
+  hand_over(features, path, appended, where ? *where : moving, more, unread, unread_count);
+  return appended;
 }
 
 // Logits [B, T, V] (float32) restricted to top-k and top-p, see `restrict_logits`.
@@ -240,17 +373,6 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64_t k, const Maybe& names) {
-  const Tensor in = whole(logits);
-  const Maybe n = whole(noise);
-  Tensor scores = empty({in.size(0), in.size(1), k}, in.scalar_type());
-  Tensor ids = empty(scores.sizes().vec(), ScalarType::Long);
-  const int64_t rows = in.size(0) * in.size(1), shared = n ? rows / (n->size(0) * n->size(1)) : 1;
-  rank(threads(), floats(in), floats(n), longs(names), rows, shared, in.size(2), k,
-       scores.mutable_data_ptr<float>(), ids.mutable_data_ptr<int64_t>());
-  return {scores, ids};
-}
-
 }  // namespace eagle
 
 // Of each operator, the function and its schema.
@@ -265,6 +387,20 @@ std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64
   X(head, "head(Tensor tokens, Tensor table, Tensor table_norm, Tensor feature, Tensor feature_norm, Tensor" \
     " positions, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k, Tensor(b!)[] v," \
     " Tensor slots, Tensor visible, float eps) -> Tensor") \
+  X(target, "target(Tensor tokens, Tensor table, Tensor positions, Tensor inverse, float factor, Tensor[] weights," \
+    " int[] parts, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux) -> (Tensor," \
+    " Tensor)") \
+  X(verify, "verify(Tensor tokens, Tensor depth, Tensor sees, Tensor length, int n, Tensor table, Tensor inverse," \
+    " float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k, Tensor(b!)[] v, float eps, int[] aux) -> (Tensor," \
+    " Tensor)") \
+  X(catch_up, "catch_up(Tensor text, Tensor length, Tensor n_new, Tensor unread, int window, int n, Tensor fuse," \
+    " Tensor? fuse_scale, Tensor? fuse_bias, int columns, Tensor table, Tensor table_norm, Tensor feature_norm," \
+    " Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k, Tensor(b!)[] v, float eps)" \
+    " -> Tensor") \
+  X(grow, "grow(Tensor last, Tensor text, Tensor length, Tensor first, int n, int nodes, int depth, int width," \
+    " Tensor score_norm, Tensor packed, Tensor? scale, Tensor? bias, int columns, Tensor? noise, Tensor names," \
+    " Tensor table, Tensor table_norm, Tensor feature_norm, Tensor inverse, float factor, Tensor[] weights, int[]" \
+    " parts, Tensor(a!)[] k, Tensor(b!)[] v, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)") \
   X(normed_linear, "normed_linear(Tensor x, Tensor norm, float eps, Tensor packed, Tensor? scale, Tensor? bias," \
     " int columns) -> Tensor") \
   X(move, "move(Tensor(a!)[] k, Tensor(b!)[] v, int head_dim, Tensor source, Tensor target) -> ()") \
@@ -283,11 +419,11 @@ std::tuple<Tensor, Tensor> rank_(const Tensor& logits, const Maybe& noise, int64
     " other_scores, int nodes) -> (Tensor, Tensor, Tensor, Tensor, Tensor)") \
   X(follow, "follow(Tensor text, Tensor length, int slots, Tensor chain, Tensor ahead, Tensor first, Tensor" \
     " further, int shortest) -> (Tensor, Tensor)") \
-  X(accept, "accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor, Tensor)") \
-  X(emit, "emit(Tensor tokens, Tensor count, Tensor(a!) text, Tensor(b!) length, Tensor(c!) done, Tensor(d!)" \
-    " out, Tensor limit, Tensor stop_ids) -> Tensor") \
-  X(hand_over, "hand_over(Tensor? features, Tensor path, Tensor count, Tensor moving, bool more, Tensor(a!)" \
-    " unread, Tensor(b!) unread_count) -> ()") \
+  X(accept, "accept(Tensor tokens, Tensor parent, Tensor depth, Tensor chosen, int window) -> (Tensor," \
+    " Tensor, Tensor)") \
+  X(commit, "commit(Tensor tokens, Tensor count, Tensor path, Tensor? features, Tensor(a!)[] k, Tensor(b!)[] v, int" \
+    " head_dim, Tensor(c!) text, Tensor(d!) length, Tensor(e!) done, Tensor(f!) out, Tensor limit, Tensor stop_ids," \
+    " Tensor? moving, bool more, Tensor(g!) unread, Tensor(h!) unread_count) -> Tensor") \
   X(angles_, "angles(Tensor positions, Tensor inverse, float factor) -> (Tensor, Tensor)")
 #define OF_NUMBERS(X) \
   X(layout, "layout() -> int[]") \

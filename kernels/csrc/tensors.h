@@ -48,6 +48,22 @@ inline Tensor copy(const Tensor& x) {
   return out;
 }
 
+// Rows of x [N, H] -> [B, T, H]: row(i) is the i-th.
+template <class Row>
+inline Tensor rows_of(const Tensor& x, int64_t B, int64_t T, const Row& row) {
+  const Tensor from = whole(x);
+  const int64_t H = from.size(-1), size = H * int64_t(from.element_size());
+  Tensor out = empty({B, T, H}, from.scalar_type());
+  const auto* source = static_cast<const char*>(data(from));
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  for (int64_t i = 0; i < B * T; i++) std::memcpy(to + i * size, source + row(i) * size, size);
+  return out;
+}
+// The first T rows of each x [B, R, F].
+inline Tensor narrow(const Tensor& x, int64_t T) {
+  Tensor all = x;
+  return torch::stable::narrow(all, 1, 0, T);
+}
 // The contiguous values of an input, copied if they are not.
 template <class T>
 struct Of {
@@ -72,5 +88,24 @@ struct New {
   T& operator[](int64_t i) { return values[i]; }
   operator Tensor() const { return tensor; }
 };
+
+// Rows `index` [B, K] of each x [B, T, H] -> [B, K, H].
+inline Tensor picked(const Tensor& x, const Tensor& index) {
+  const Longs at(index);
+  const int64_t T = x.size(1), K = at.size(1);
+  return rows_of(x, at.size(0), K, [&](int64_t i) { return i / K * T + at[i]; });
+}
+// Values `names` [N] of row `index` of each x [B, T, V] -> [B, 1, N].
+inline Tensor gathered(const Tensor& x, int64_t index, const Tensor& names) {
+  const Of<float> from(x);
+  const Longs of(names);
+  const int64_t B = from.size(0), N = of.size(0);
+  New<float> out({B, 1, N});
+  for (int64_t b = 0; b < B; b++) {
+    const float* row = &from[(b * from.size(1) + index) * from.size(2)];
+    for (int64_t i = 0; i < N; i++) out[b * N + i] = row[of[i]];
+  }
+  return out;
+}
 
 }  // namespace eagle

@@ -16,7 +16,7 @@
 
 namespace eagle {
 
-// The k best children of a beam, whose scores and tokens are [B, k * k] and which saw [B, k, seen], become the next:
+// The k best children of a beam, whose scores and tokens are [B, R * k] and which saw [B, R, seen], become the next:
 // scores, tokens, places among all candidates [B, k], what they see [B, k, seen + k], the row each came from [B, k].
 // `size` candidates came before the children.
 using Beam = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -24,19 +24,19 @@ Beam advance(const Tensor& scores, const Tensor& tokens, const Tensor& sees, int
   const Longs t(tokens);
   const Of<float> s(scores);
   const Of<bool> before(sees);
-  const int64_t B = before.size(0), k = before.size(1), seen = before.size(2);
+  const int64_t B = before.size(0), R = before.size(1), seen = before.size(2), count = s.size(1), k = count / R;
   New<float> best({B, k});
   New<int64_t> token({B, k}), flat({B, k}), row({B, k});
   New<bool> now({B, k, seen + k});
-  std::vector<Best> order(k * k);
+  std::vector<Best> order(count);
   for (int64_t b = 0; b < B; b++) {
-    for (int64_t i = 0; i < k * k; i++) order[i] = {s[b * k * k + i], i};
+    for (int64_t i = 0; i < count; i++) order[i] = {s[b * count + i], i};
     std::partial_sort(order.begin(), order.begin() + k, order.end(), Best::first);
     for (int64_t i = 0; i < k; i++) {
       const int64_t at = b * k + i, child = order[i].id;
-      best[at] = order[i].value, token[at] = t[b * k * k + child], flat[at] = size + child, row[at] = child / k;
+      best[at] = order[i].value, token[at] = t[b * count + child], flat[at] = size + child, row[at] = child / k;
       bool* mine = &now[at * (seen + k)];
-      std::memcpy(mine, &before[(b * k + child / k) * seen], seen);
+      std::memcpy(mine, &before[(b * R + child / k) * seen], seen);
       std::memset(mine + seen, 0, k);
       mine[seen + i] = true;
     }
@@ -205,12 +205,12 @@ std::tuple<Tensor, Tensor> follow(const Tensor& texts, const Tensor& length, int
   return {tokens, likely};
 }
 
-// The deepest path [B, W] on which chosen [B, T] agrees with the tree, and its count [B].
-std::tuple<Tensor, Tensor> accept(const Tensor& tokens, const Tensor& parents, const Tensor& depths,
+// The deepest path [B, W] on which chosen [B, T] agrees with the tree, its count [B], and what was chosen on it [B, W].
+std::tuple<Tensor, Tensor, Tensor> accept(const Tensor& tokens, const Tensor& parents, const Tensor& depths,
                                   const Tensor& chosen, int64_t W) {
   const Longs token(tokens), parent(parents), depth(depths), drawn(chosen);
   const int64_t B = token.size(0), T = token.size(1);
-  New<int64_t> path({B, W}), count({B});
+  New<int64_t> path({B, W}), count({B}), taken({B, W});
   std::vector<char> accepted(T);
   for (int64_t b = 0; b < B; b++) {
     const int64_t at = b * T;
@@ -224,8 +224,9 @@ std::tuple<Tensor, Tensor> accept(const Tensor& tokens, const Tensor& parents, c
     count[b] = depth[at + last] + 1;
     std::fill(&path[b * W], &path[b * W] + W, 0);
     for (int64_t d = count[b] - 1; d > 0; d--, last = parent[at + last]) path[b * W + d] = last;
+    for (int64_t i = 0; i < W; i++) taken[b * W + i] = drawn[at + path[b * W + i]];
   }
-  return {path, count};
+  return {path, count, taken};
 }
 
 // Append the first `count` [B] of tokens [B, W] to a state's buffers, cut at stop ids and the limit; how many were

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.gpu.float8 import converts, loaded, stored
-from kernels.gpu.here import INTERPRETED, programs_at_once, shared_memory
+from kernels.gpu.here import INTERPRETED, is_blackwell, programs_at_once, shared_memory
 from kernels.gpu.launch import begin, counters, options
 
 PLENTY = 128 * 1024  # bytes of shared memory
@@ -37,12 +37,17 @@ def turned(a, b, norm_a, norm_b, eps, cos, sin, HEAD: tl.constexpr, NORM: tl.con
 
 
 @triton.jit
-def take_in(qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION: tl.constexpr):
+def take_in(qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION: tl.constexpr,
+            APART: tl.constexpr):
     """One tile of keys and values [KEYS, ...] more in the softmax of rows: their largest score so far, the
-    sum of their weights, and of weighted values. seen [ROWS or 1, KEYS]: who sees which.
+    sum of their weights, and of weighted values. seen [ROWS or 1, KEYS]: who sees which. APART: two products
+    that add to one accumulator are miscompiled on Blackwell (triton-lang/triton#10821).
     """
     scores = tl.dot(qa, tl.trans(ka), input_precision=PRECISION)
-    scores = tl.dot(qb, tl.trans(kb), scores, input_precision=PRECISION)
+    if APART:
+        scores += tl.dot(qb, tl.trans(kb), input_precision=PRECISION)
+    else:
+        scores = tl.dot(qb, tl.trans(kb), scores, input_precision=PRECISION)
     scores = tl.where(seen, scores * scale, float("-inf"))
     higher = tl.maximum(most, tl.max(scores, 1))
     kept, p = tl.exp2(most - higher), tl.exp2(scores - higher[:, None])
@@ -56,7 +61,7 @@ def attend_kernel(
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, VALUES: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, NEW: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
     NORM: tl.constexpr, OLD: tl.constexpr, PRECISION: tl.constexpr, CONVERTS: tl.constexpr,
-    EARLY: tl.constexpr,
+    APART: tl.constexpr, EARLY: tl.constexpr,
 ):
     """One block of ROWS rows of one key/value head of one sequence, over one split of the keys.
 
@@ -124,7 +129,7 @@ def attend_kernel(
                 allowed = tl.load(sees + (n - committed)[None], mask=drafted, other=0) != 0
                 seen = seen & ((n < committed)[None] | allowed)
             most, weight, sums = take_in(
-                qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION
+                qa, qb, ka, kb, values, seen, most, weight, sums, scale, PRECISION, APART
             )
 
         fresh = tl.arange(0, NEW)
@@ -156,7 +161,7 @@ def attend_kernel(
             ) != 0)
             most, weight, sums = take_in(
                 qa, qb, loaded(held_ka, qa.dtype, CONVERTS), loaded(held_kb, qa.dtype, CONVERTS),
-                loaded(held, qa.dtype, CONVERTS), visible, most, weight, sums, scale, PRECISION,
+                loaded(held, qa.dtype, CONVERTS), visible, most, weight, sums, scale, PRECISION, APART,
             )
 
         group = pair * tl.num_programs(0) + block
@@ -245,7 +250,8 @@ def attend(
         HEADS=nkv, GROUP=nh // nkv, HEAD=hd, HALF=max(16, triton.next_power_of_2(hd // 2)), VALUES=values,
         ROWS=rows, KEYS=keys, NEW=min(keys, 32), SPLITS=splits, LEAST=keys if rows == 16 else 2 * keys,
         NORM=q_norm is not None, OLD=M > T, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
-        CONVERTS=converts(qkv.device), num_warps=warps, num_stages=stages, **options(qkv.device),
+        CONVERTS=converts(qkv.device), APART=is_blackwell(qkv.device), num_warps=warps, num_stages=stages,
+        **options(qkv.device),
     )
     return out
 

@@ -70,8 +70,9 @@ class CudaBackend(TorchBackend):
     def largest(self, logits: Tensor, noise: Tensor | None, depth: Tensor | None) -> Tensor:
         return ranking.draw(logits, noise, depth)
 
-    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor]:
-        return growing.accept(drafted.tokens, drafted.parent, drafted.depth, chosen, window)
+    def accept(self, drafted: Tree, chosen: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        path, count = growing.accept(drafted.tokens, drafted.parent, drafted.depth, chosen, window)
+        return path, count, chosen.gather(1, path)
 
     def emit(self, state, tokens: Tensor, count: Tensor) -> Tensor:
         return growing.emit(

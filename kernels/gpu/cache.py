@@ -70,11 +70,8 @@ class LayerCaches(KVCaches):
     def move(self, source: Tensor, target: Tensor) -> None:
         move_slots(self[0].kv, source, target)
 
-    def take(self, place: int, slots: int) -> list[Tensor]:
-        return [self[0].kv[:, :, place, :, :slots].clone()]
-
-    def put(self, place: int, taken: list[Tensor]) -> None:
-        self[0].kv[:, :, place, :, : taken[0].shape[3]] = taken[0]
+    def sequence(self, place: int, slots: int) -> list[Tensor]:
+        return [layer[:, place, :, :slots] for layer in self[0].kv]
 
 
 class Float8LayerCache(Float8Cache, LayerCache):

@@ -26,6 +26,12 @@ def capable(device: torch.device) -> bool:
 
 
 @cache
+def is_blackwell(device: torch.device) -> bool:
+    """Return whether a device is of compute capability 10.0 or later."""
+    return not INTERPRETED and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may have."""
     return 1 << 30 if INTERPRETED else torch.cuda.get_device_properties(device).shared_memory_per_block_optin

@@ -121,6 +121,8 @@ def product_kernel(
         in_columns = column < N
         of_column = weight + column.to(tl.int64)[:, None] * WIDTH + element[None]
         scales = scale + column.to(tl.int64) * (K // GROUP if GROUP else 1)
+        if not GROUP:
+            unit = tl.load(scales, mask=in_columns, other=0.0)
         sums = tl.zeros((COLUMNS, ROWS), tl.float32)
         for step in range(start, stop):
             for i in tl.static_range(DEPTH // PART):
@@ -140,10 +142,10 @@ def product_kernel(
                 if GROUP:
                     # Past the last input are zeros, in any unit.
                     unit = tl.load(scales + tl.minimum(k, K - 1) // GROUP, mask=in_columns, other=0.0)
-                    product = tl.dot(w, tl.trans(a), input_precision=PRECISION)
-                    sums += product * unit.to(tl.float32)[:, None]
-                else:
-                    sums = tl.dot(w, tl.trans(a), sums, input_precision=PRECISION)
+                # Each product is used before the next one starts: of several in flight, Triton overwrites
+                # the inputs (triton-lang/triton#9433).
+                product = tl.dot(w, tl.trans(a), input_precision=PRECISION)
+                sums += product * unit.to(tl.float32)[:, None]
 
         last = stop - start == steps
         if stop - start < steps:
@@ -162,8 +164,6 @@ def product_kernel(
                     written = parts + tile_of.to(tl.int64) * ROWS * COLUMNS
                     sums += tl.load(written + inside, mask=in_rows[None], other=0.0, cache_modifier=".cg")
         if last:
-            if not GROUP:
-                sums *= tl.load(scales, mask=in_columns, other=0.0)[:, None]
             if BIASED:
                 sums += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[:, None]
             y = tl.trans(sums).to(out.dtype.element_ty)
@@ -217,7 +217,8 @@ def _tuned(rows: int, group: int):
         return triton.testing.do_bench(call, warmup=5, rep=20, quantiles=quantiles)
 
     choices = tiles(rows, torch.bfloat16, group)
-    return triton.autotune(choices, ["N", "K"], do_bench=milliseconds, cache_results=True)(product_kernel)
+    named = ["N", "K", "ROWS", "GROUP"]  # of a result on disk too
+    return triton.autotune(choices, named, do_bench=milliseconds, cache_results=True)(product_kernel)
 
 
 @torch.library.custom_op("eagle_gpu::linear", mutates_args=())

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -73,21 +72,44 @@ def test_gguf_quantised(tmp_path, monkeypatch):
         assert (state[name].float() - tensor).abs().max() < bound, name
 
 
-def test_gguf_rope_and_stop_ids(tmp_path):
-    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+def test_gguf_stop_ids(tmp_path):
+    """Those of the metadata, and well-known end tokens, of whatever type."""
+    def extra(w):
+        w.add_tokenizer_model("llama"), w.add_unk_token_id(0)
+        w.add_token_list(["<unk>", "<s>", "b", "<eos>", "<|im_end|>", "<|x|>", "<|eot_id|>", "<|y|>"])
+        w.add_token_types([2, 3, 1, 3, 1, 4, 5, 4])
+        w.add_token_scores([0.0] * 8)
+
+    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
+    assert read_config(out)["stop_ids"] == [3, 5, 4, 6] and read_config(out)["bos_id"] == 1
+
+
+@pytest.mark.parametrize("keys, scaling, longest", [
+    # As llama.cpp reads them: the factor alone is a linear one.
+    ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0, 512),
+    ({"scaling.factor": 4.0}, 4.0, 512), ({"scale_linear": 4.0}, 4.0, 512),
+    ({"scaling.type": "linear", "scale_linear": 4.0, "scaling.factor": 2.0}, 2.0, 256),
+    ({"scaling.factor": 4.0, "scaling.original_context_length": 32}, 4.0, 128),  # of 128 that are stretched
+    ({"scaling.type": "none", "scaling.factor": 4.0}, None, 128), ({"scaling.type": "linear"}, None, 128),
+    ({"scaling.factor": 1.0}, None, 128), ({"scaling.factor": 0.0}, None, 128),
+])
+def test_gguf_linear_rope(tmp_path, keys, scaling, longest):
+    adders = {str: "add_string", float: "add_float32", int: "add_uint32"}
 
     def extra(w):
-        w.add_tensor("rope_freqs.weight", divisors)
-        w.add_token_list(["<s>", "a", "b", "<eos>", "<|im_end|>", "<|eot_id|>"])
-        w.add_token_types([3, 1, 1, 3, 1, 3])  # <|im_end|> is no control token here: just text
+        for key, value in keys.items():
+            getattr(w, adders[type(value)])(f"llama.rope.{key}", value)
 
-    source = open_source(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra))
+    out = convert(write_gguf(tmp_path / "m.gguf", target_state(), extra=extra), tmp_path / "out", quiet=True)
+    written, expected = read_config(out), scaling and {"rope_type": "linear", "factor": scaling}
+    assert (written["rope_scaling"], written["max_seq_len"]) == (expected, longest)
+
+
+def test_gguf_rope_divisors(tmp_path):
+    divisors = np.linspace(1, 8, 8, dtype=np.float32)
+    source = open_source(write_gguf(tmp_path / "m.gguf", target_state(), extra=lambda w: w.add_tensor(
+        "rope_freqs.weight", divisors)))
     assert source.config["rope_scaling"] == {"rope_type": "divisors", "divisors": divisors.tolist()}
-    assert source.stop_ids == [3, 5] and source.bos_id == 1
-    linear = write_gguf(tmp_path / "l.gguf", target_state(), extra=lambda w: (
-        w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), w.add_rope_scaling_factor(4.0)))
-    assert read_config(convert(linear, tmp_path / "out", quiet=True))["rope_scaling"] == {
-        "rope_type": "linear", "factor": 4.0}
 
 
 @pytest.mark.parametrize("dtype, expected", [
@@ -109,7 +131,7 @@ def test_stop_ids_are_all_of_them(tmp_path):
     (source / "tokenizer_config.json").write_text(json.dumps({
         "eos_token": {"content": "<|end|>"},
         "added_tokens_decoder": {
-            "8": {"content": "<|end|>", "special": True}, "9": {"content": "<|user|>", "special": True}
+            "12": {"content": "<|end|>", "special": True}, "13": {"content": "<|user|>", "special": True}
         },
     }))
     vocab = {chr(ord("a") + i): i for i in range(10)}
@@ -124,14 +146,15 @@ def test_stop_ids_are_all_of_them(tmp_path):
             {"id": 11, "content": "<|im_end|>", "special": False, **flags},
         ],
     }))
-    assert read_config(convert(source, tmp_path / "out", quiet=True))["stop_ids"] == [7, 8, 10]
+    assert read_config(convert(source, tmp_path / "out", quiet=True))["stop_ids"] == [7, 12, 10]
 
 
 def test_tokenizer_files_come_along(tmp_path, capsys):
     source = write_source(tmp_path / "in", target_state())
     assert not run(capsys, "--checkpoint", source, "--out", tmp_path / "bare")[0]
     assert run(capsys, "--checkpoint", source, "--out", tmp_path / "bare2")[1] == [
-        f"warning: {source} has no tokenizer files; run it with --prompt-ids"
+        f"warning: {source} has no tokenizer files (tokenizer.json, tokenizer.model, vocab.json with"
+        " merges.txt); run it with --prompt-ids"
     ]
     write_byte_tokenizer(source)
     (source / "chat_template.jinja").write_text("hello")

@@ -62,4 +62,4 @@ def test_a_quantised_head_is_not_exported(golden, tmp_path, capsys):
     config["quantization"] = {"mode": "int8", "group": 0, "lm_head": True}
     (head / "config.json").write_text(json.dumps(config))
     assert main(["--head", str(head), "--checkpoint", str(golden), "--out", str(tmp_path / "out")]) == 1
-    assert "export the head before quantisation" in capsys.readouterr().err
+    assert "name the checkpoint before quantisation" in capsys.readouterr().err

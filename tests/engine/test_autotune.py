@@ -1,22 +1,18 @@
 """The choice of the tree: by tokens a step over seconds a step, both as they are now."""
-import itertools
 import random
 
 import pytest
-from helpers.decoding import prompts
 
 from drafters.eagle import Eagle
 from engine.autotune import (
     FIRST_REST,
     FRESH,
     REHEARSED,
-    SHORT,
     TEMPERATURES,
     Calibration,
     Far,
     Times,
     Tuner,
-    between,
 )
 from engine.engine import Engine
 from engine.request import Request
@@ -71,10 +67,10 @@ SLOW_TREES = {None: 10e-3, SMALL: 19e-3, MIDDLE: 26e-3, LARGE: 60e-3}
     (FAST_TREES, MIDDLE), (SLOW_TREES, None), (FAST_TREES | {MIDDLE: 20e-3}, SMALL),
     (dict.fromkeys(FAST_TREES, 0.01), LARGE),
 ], ids=("middle", "plain", "small", "large"))
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-def test_the_fastest_kind_is_taken(seconds, best, temperature):
-    taken = Machine(seconds, temperature=temperature).run(200)
-    assert taken.count(best) > 150
+def test_the_fastest_kind_is_taken(seconds, best):
+    for temperature in (0.0, 1.0):
+        taken = Machine(seconds, temperature=temperature).run(200)
+        assert taken.count(best) > 150, (temperature, [(kind, taken.count(kind)) for kind in seconds])
 
 
 def test_a_hard_text_is_decoded_plainly_and_an_easy_one_with_large_trees():
@@ -108,13 +104,6 @@ def test_a_machine_that_changes_is_noticed():
     assert machine.run(100)[20:].count(None) > 70
     machine.seconds = FAST_TREES
     assert machine.run(8 * FIRST_REST)[-40:].count(MIDDLE) > 20
-
-
-def test_a_machine_that_is_slower_for_all_changes_nothing():
-    machine = Machine(FAST_TREES)
-    machine.run(60)
-    machine.seconds = {shape: 5 * seconds for shape, seconds in FAST_TREES.items()}
-    assert machine.run(100).count(MIDDLE) > 85
 
 
 def test_what_a_request_taught_serves_the_next_one():
@@ -166,11 +155,6 @@ def test_a_kind_that_may_be_faster_is_tried():
     assert machine.run(4 * FRESH)[-20:].count(LARGE) > 10
 
 
-@pytest.mark.parametrize("at, expected", ((1, 1.0), (3, 2.0), (9, 4.0), (17, 6.0), (0, 1.0)))
-def test_costs_between_measured_sizes(at, expected):
-    assert between({1: 1.0, 5: 3.0, 13: 5.0}, at) == pytest.approx(expected)
-
-
 def test_tau_between_temperatures_and_contexts():
     known = Calibration({0.0: {SMALL: 2.0}, 1.0: {SMALL: 1.5}}, (1.0,), Far(1128, {0.0: 0.5, 1.0: 1.0}))
     assert known.tau(SMALL, 0.5) == pytest.approx(1.75)
@@ -178,7 +162,7 @@ def test_tau_between_temperatures_and_contexts():
     assert known.tau(SMALL, 0.0, 99_999) == pytest.approx(1.5)
 
 
-@pytest.mark.parametrize("longest", (2, 3, 8, 20))
+@pytest.mark.parametrize("longest", (2, 20))
 def test_short_sequences(models, longest):
     """Warm-up times no more steps than the longest sequence has."""
     target, head = models
@@ -189,22 +173,3 @@ def test_short_sequences(models, longest):
     engine.warm_up(Sampling(), Sampling(temperature=1.0))
     plain = Engine(target, max_seq_len=longest, compile=False)
     assert engine.generate([[5]])[0].ids == plain.generate([[5]])[0].ids and engine.free == 2
-
-
-def test_an_engine_rehearses_and_decodes_the_same_text(models):
-    """For real: every kind is timed at warm-up, no state is left behind, and texts are plain ones."""
-    target, head = models
-    tuner = Tuner(KNOWN, TAUS)
-    engine = Engine(target, Eagle(head, SMALL), batch=2, max_seq_len=300, compile=False, tuner=tuner)
-    engine.warm_up(Sampling(), Sampling(temperature=1.0))
-    assert not engine.busy and engine.free == 2 and not engine._pending
-    seconds, stale = tuner.times.of(1, False, (None, SMALL), SHORT)
-    assert not stale and all(0 < t < 60 for t in seconds.values())
-    assert tuner.explain(1, False) and tuner.explain(1, True)
-    kinds = itertools.cycle((None, SMALL, MIDDLE, LARGE))
-    tuner.next = lambda requests, count: next(kinds)
-    texts, samplings = prompts(4, seed=2), [Sampling(50, i % 2, seed=i) for i in range(4)]
-    plain = Engine(target, max_seq_len=300, compile=False)
-    found = engine.generate(texts, samplings)
-    assert [r.ids for r in found] == [plain.generate([t], s)[0].ids for t, s in zip(texts, samplings)]
-    assert set().union(*(r.trees for r in found)) == {"plain", "4/1/2", "8/2/4", "24/5/6"}

@@ -52,29 +52,14 @@ def known(models):
     return calibrate(models[0], Eagle(models[1], TreeShape(8, 2, 4)), PROMPTS, [], tokens=120)
 
 
-def test_predicted_tau_is_close_to_decoding(models, known):
+@pytest.mark.parametrize("temperature, shape", ((0.0, TreeShape(24, 4, 6)), (1.0, TreeShape(8, 2, 4))))
+def test_predicted_tau_is_close_to_decoding(models, known, temperature, shape):
     """Statistical, fixed prompts: the steps are not the same ones, their mean is. Within 15 %."""
-    target, head = models
-    taus = known.taus[0.0]
-    for shape in (TreeShape(8, 2, 4), TreeShape(24, 4, 6)):
-        outputs = Engine(
-            target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False
-        ).generate(PROMPTS, Sampling(120))
-        lengths = [n for o in outputs for n in o.accept_lengths]
-        assert sum(lengths) / len(lengths) == pytest.approx(taus[shape], rel=0.15)
-
-
-def test_sampled_acceptance_is_that_of_decoding(models, known):
-    """As above at temperature 1, where draft and target share their noise."""
-    target, head = models
-    shape = TreeShape(8, 2, 4)
-    outputs = Engine(target, Eagle(head, shape), batch=3, max_seq_len=200, compile=False).generate(
-        PROMPTS, [Sampling(120, 1.0, seed=i) for i in range(3)]
-    )
+    engine = Engine(models[0], Eagle(models[1], shape), batch=3, max_seq_len=200, compile=False)
+    outputs = engine.generate(PROMPTS, [Sampling(120, temperature, seed=i) for i in range(3)])
     lengths = [n for o in outputs for n in o.accept_lengths]
-    assert sum(lengths) / len(lengths) == pytest.approx(known.taus[1.0][shape], rel=0.15)
+    assert sum(lengths) / len(lengths) == pytest.approx(known.taus[temperature][shape], rel=0.15)
     assert known.tau(shape, 0.5) == pytest.approx((known.tau(shape, 0) + known.tau(shape, 1)) / 2)
-    assert known.tau(shape, 2.0) == known.taus[1.0][shape]
 
 
 def test_a_calibration_is_written_and_read(models, tmp_path):
@@ -90,14 +75,10 @@ def test_a_calibration_is_written_and_read(models, tmp_path):
 
 
 @pytest.mark.parametrize("change", (
-    lambda r: r.pop("tau"), lambda r: r["tau"].pop("1"), lambda r: r.update(format=2),
-    lambda r: r.update(ease=[]), lambda r: r.update(tau=[]),
-    lambda r: r["tau"]["0"].update({"8/2/4": "x"}), lambda r: r["tau"]["0"].update({"8/2": 1.0}),
-    lambda r: r["tau"]["0"].pop("8/2/4"), lambda r: r["far"].pop("kept"),
+    lambda r: r["tau"].pop("1"), lambda r: r.update(format=2), lambda r: r.update(ease=[]),
+    lambda r: r["tau"]["0"].update({"8/2": 1.0}), lambda r: r["tau"]["0"].pop("8/2/4"),
     lambda r: r["far"].update(context=100), lambda r: r["far"]["kept"].update({"0": 0.0}),
-    lambda r: r.update(tau={"0": {}, "1": {}}), lambda r: r.update(ease=[float("nan")]),
-    lambda r: r.update(ease=[-1.0]), lambda r: r["far"]["kept"].update({"1": float("nan")}),
-    lambda r: r["tau"]["0"].update({"8/2/4": float("nan")}),
+    lambda r: r.update(tau={"0": {}, "1": {}}), lambda r: r["tau"]["0"].update({"8/2/4": float("nan")}),
 ))
 def test_a_damaged_calibration_is_refused(change, tmp_path):
     record = {"format": 1, "ease": [1.0], "tau": {t: {"8/2/4": 1.5, "4/2/2": 1.4} for t in "01"}}

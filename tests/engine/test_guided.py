@@ -1,12 +1,10 @@
-"""Outputs that fit a JSON schema: with every drafter the text of plain decoding, masked node by node."""
+"""Outputs that fit a JSON schema. That drafted text is plain text then too: drafters/test_text.py."""
 import json
 
 import pytest
-from helpers.decoding import load, plain, prompts
-from helpers.drafters import NAMES, make_drafter
+from helpers.decoding import load, plain
 
 from common.errors import InputError
-from engine.engine import Engine
 from engine.runtime import Runtime
 from engine.target import load_target
 from sampling.options import Sampling
@@ -20,12 +18,6 @@ SCHEMA = json.dumps({
         "more": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
     },
 })
-ALL = {
-    "min_p": 0.01, "presence_penalty": 0.3, "frequency_penalty": 0.1, "repetition_penalty": 1.1, "top_k": 60,
-    "logit_bias": {101: 1}, "logprobs": 2, "top_p": 0.98,
-}
-
-
 @pytest.fixture(scope="module")
 def guide(golden):
     return load_target(golden, Runtime(compile=False)).guide
@@ -37,29 +29,6 @@ def fits(text: str) -> bool:
         value.keys() == {"word", "count", "more"} and len(value["word"]) <= 8 and 0 <= value["count"] <= 99
         and len(value["more"]) <= 3 and set(value["more"]) <= {"red", "green", "blue"}
     )
-
-
-CASES = [(name, {}) for name in NAMES if name not in ("plain", "residual")]
-CASES += [("eagle3", ALL), ("lookahead", ALL)]
-
-
-@pytest.mark.parametrize("name, more", CASES, ids=lambda x: x if isinstance(x, str) else len(x))
-def test_text_is_plain_text(golden, models, models1, guide, name, more):
-    """Three texts at once: one free, two guided, at temperature 0 and above."""
-    target, stop_ids = models[0], json.loads((golden / "config.json").read_text())["stop_ids"]
-    options = {"batch": 3, "max_seq_len": 300, "compile": False, "guide": guide, "stop_ids": stop_ids}
-    requests = [
-        Sampling(230, 0.0, json_schema=SCHEMA, **more), Sampling(30, 0.9, seed=1),
-        Sampling(230, 1.0, seed=2, json_schema=SCHEMA, **more),
-    ]
-    given = prompts(3, seed=31)
-    drafter = make_drafter(name, target, models[1], models1[1], lambda heads: None)
-    wanted = Engine(target, **options).generate(given, requests)
-    found = Engine(target, drafter, **options).generate(given, requests)
-    assert [o.ids for o in found] == [o.ids for o in wanted]
-    assert found[1].ids == plain(models, stop_ids=stop_ids).generate([given[1]], requests[1])[0].ids
-    for i in (0, 2):
-        assert found[i].finish == "stop"
 
 
 @pytest.mark.parametrize("temperature", (0.0, 1.5))

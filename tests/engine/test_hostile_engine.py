@@ -43,9 +43,8 @@ def test_a_late_host_does_not_try_trees_for_ever(models):
     assert len(+Counter({name: n for name, n in request.trees.items() if n > 10})) < 3
 
 
-@pytest.mark.parametrize("room", (2, 3, 8))
-@pytest.mark.parametrize("kind", ("tuned", "lookup", "mixed"))
-def test_caches_of_few_tokens(models, room, kind):
+@pytest.mark.parametrize("kind, room", (("tuned", 2), ("tuned", 8), ("lookup", 2), ("mixed", 3)))
+def test_caches_of_few_tokens(models, kind, room):
     if kind == "lookup":
         engine = Engine(models[0], Lookup(), max_seq_len=room, compile=False)
     else:
@@ -58,7 +57,7 @@ def test_caches_of_few_tokens(models, room, kind):
     assert request.finish == "cache"
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_ctrl_c_anywhere(models, seed):
     """Whatever was interrupted, no place is lost, and what is decoded afterwards is right."""
     draw = random.Random(seed)
@@ -97,54 +96,20 @@ def test_ctrl_c_anywhere(models, seed):
     assert 0 < interrupted < 30
 
 
-class Bounded:
-    """Makes an engine fail that steps without end."""
-
-    def __init__(self, engine: Engine, most: int = 1000):
-        self.step, self.left = engine.step, most
-
-    def __call__(self):
-        self.left -= 1
-        assert self.left, "it steps for ever"
-        return self.step()
-
-
-def test_two_texts_at_once(golden):
-    """Either both are whole, or going on with the first one raises RuntimeError."""
+def test_a_text_inside_another(golden):
+    """Texts that are asked for while one is read: whole, or RuntimeError. Prompts may be any iterable."""
     llm = LLM(golden, batch_size=2)
     want = [llm.generate(text, raw=True, max_new_tokens=12).ids for text in ("abc", "xyz")]
-    llm.engine.step = Bounded(llm.engine)
+    found, step, left = [[], []], llm.engine.step, iter(range(1000))
+    llm.engine.step = lambda: (next(left), step())[1]  # not for ever
     try:
-        pairs = list(zip(*(llm.stream(text, raw=True, max_new_tokens=12) for text in ("abc", "xyz"))))
-        found = [[token for event in events for token in event.ids] for events in zip(*pairs)]
+        for events in zip(*(llm.stream(text, raw=True, max_new_tokens=12) for text in ("abc", "xyz"))):
+            for ids, event in zip(found, events):
+                ids += event.ids
     except RuntimeError:
-        return
+        pass
     assert all(w[: len(f)] == f for f, w in zip(found, want))
-
-
-def test_a_text_inside_another(golden):
-    llm, found = LLM(golden, batch_size=2), []
-    want = llm.generate("abc", raw=True, max_new_tokens=12).ids
-    llm.engine.step = Bounded(llm.engine)
-    try:
-        for event in llm.stream("abc", raw=True, max_new_tokens=12):
-            found += event.ids
-            llm.generate("xyz", raw=True, max_new_tokens=30)
-    except RuntimeError:
-        return
-    assert found == want
-
-
-def test_prompts_that_come_one_by_one(golden):
-    """`generate` takes any iterable, as its signature says."""
     llm = LLM(golden, batch_size=2)
-    want = llm.generate(["a", "b"], raw=True, max_new_tokens=3)
-    found = llm.generate((text for text in "ab"), raw=True, max_new_tokens=3)
-    assert [r.ids for r in found] == [r.ids for r in want]
-
-
-def test_a_prompt_as_a_tuple_of_ids(golden):
-    llm = LLM(golden, batch_size=2)
-    want = llm.generate([40, 41], max_new_tokens=3).ids
-    assert llm.generate((40, 41), max_new_tokens=3).ids == want
-    assert llm.generate([(40, 41)], max_new_tokens=3)[0].ids == want
+    ones = llm.generate((text for text in ("abc", "xyz")), raw=True, max_new_tokens=12)
+    assert [one.ids for one in ones] == want
+    assert llm.generate((40, 41), max_new_tokens=3).ids == llm.generate([[40, 41]], max_new_tokens=3)[0].ids

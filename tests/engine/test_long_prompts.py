@@ -14,7 +14,7 @@ from sampling.options import Sampling
 from tree import TreeShape
 
 CHUNK, VOCABULARY, GROUP = 64, 509, 2  # GROUP query heads share a key/value head
-PATHS = ("PyTorch", pytest.param("kernels", marks=pytest.mark.compile))
+PATHS = ("PyTorch", pytest.param("kernels", marks=pytest.mark.kernels))
 
 
 class Made(TorchDispatchMode):
@@ -75,15 +75,10 @@ def test_memory_of_a_chunk_grows_with_the_text(path):
     width = 1 if path == "kernels" else GROUP * 4  # bytes for each row and slot
     for made, length in ((short, 8_192), (long, 32_768)):
         assert width * CHUNK * length <= max(made.bytes) < 1.1 * width * CHUNK * length
+        # Logits are made of one row, not of a chunk: at a vocabulary of 128k a row has half a megabyte.
+        scored = {shape for shape in made.shapes if shape[-1:] == (VOCABULARY,) and shape[0] != VOCABULARY}
+        assert scored and all(torch.Size(shape).numel() == VOCABULARY for shape in scored)
     assert sum(long.bytes) < 4.1 * sum(short.bytes) < 4.1 * 20 * width * CHUNK * 8_192
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_logits_are_made_of_one_row(path):
-    """Not of a chunk: at a vocabulary of 128k a row has half a megabyte."""
-    made = last_chunk(512, path == "kernels")
-    scored = {shape for shape in made.shapes if shape and shape[-1] == VOCABULARY and shape[0] != VOCABULARY}
-    assert scored and all(torch.Size(shape).numel() == VOCABULARY for shape in scored)
 
 
 def test_a_heads_window_does_not_grow_with_the_text():

@@ -47,7 +47,7 @@ def test_caches_that_there_are_not():
             Runtime("cpu", kv="int8", **options).prepare()
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 def test_an_int8_cache_of_what_is_not_on_the_kernels(golden):
     with pytest.raises(InputError, match=r"--kv int8: .* does not run on our CPU kernels as a whole \(fp16"):
         load_target(golden, Runtime("cpu", "fp16", kv="int8"))
@@ -64,17 +64,6 @@ def test_compiling_needs_a_compiler_and_headers(monkeypatch, tmp_path, golden):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with pytest.raises(InputError, match=r"no C\+\+ compiler"):
         load_target(golden, Runtime(device="cpu", kernels=False))
-
-
-@pytest.mark.parametrize("length", [-1, 0, 1, 1025])
-def test_contexts_that_cannot_be(target, length):
-    with pytest.raises(InputError, match=f"--max-seq-len {length}: must be 2 to 1024, the model's maximum"):
-        target.engine(max_seq_len=length)
-
-
-def test_methods_that_do_not_exist(target):
-    with pytest.raises(InputError, match="--speculate magic: unknown; choose from none, eagle"):
-        target.engine(Drafting("magic"))
 
 
 def test_a_tree_cannot_be_measured_without_prompts(golden, silent):
@@ -94,6 +83,13 @@ def test_prompts_that_have_no_ids(golden, silent):
     without = SimpleNamespace(has_template=False)
     with pytest.raises(InputError, match=r"--system\) needs the chat template"):
         encode(without, "text", system="be brief")
+
+
+def test_control_tokens_count_as_such_in_raw_prompts_only(golden):
+    tokenizer = Tokenizer.load(golden)
+    assert encode(tokenizer, "<eos>a", raw=True) == [257, 97]
+    assert encode(tokenizer, "<eos>a", raw=True, parse_special=False) == list(b"<eos>a")
+    assert 257 not in encode(tokenizer, "<eos>a")
 
 
 def test_caches_that_do_not_fit(target, monkeypatch):
@@ -122,9 +118,3 @@ def test_requests_that_cannot_be_decoded(target):
     engine.admit([1]), engine.admit([2])
     with pytest.raises(RuntimeError, match="all 2 places are taken"):
         engine.admit([3])
-
-
-@pytest.mark.parametrize("batch", [0, -1])
-def test_batches_that_cannot_be(target, batch):
-    with pytest.raises(ValueError, match=f"batch {batch}: must be at least 1"):
-        target.engine(batch=batch)

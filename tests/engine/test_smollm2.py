@@ -2,7 +2,6 @@
 `make demo`) has put it into checkpoints/; CI does that first.
 """
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from drafters.hydra import Hydra
 from drafters.lookahead import Lookahead
 from drafters.lookup import Lookup
 from drafters.medusa import Medusa
-from drafters.retrieval import Rest
 from engine.engine import Engine
 from sampling.options import Sampling
 from tree import TreeShape, likely_tree
@@ -49,15 +47,14 @@ def test_stop_ids_template_and_context():
     assert model.generate("What is the capital of France?", max_new_tokens=60).finish == "stop"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_eagle3_text_is_plain_text(temperature):
+def test_eagle3_text_is_plain_text():
     plain = load(FOLDER, dtype="fp32", compile=False)
     fast = load(FOLDER, "eagle3", tree=TreeShape(16, 3, 4), dtype="fp32", compile=False)
     taus = []
     for seed, prompt in enumerate(
         ("Write a short poem about the sea.", "What is 17 times 3?", "def fibonacci(n):")
     ):
-        settings = {"max_new_tokens": 24, "temperature": temperature, "seed": seed}
+        settings = {"max_new_tokens": 24, "temperature": seed / 2, "seed": seed}
         a, b = plain.generate(prompt, **settings), fast.generate(prompt, **settings)
         assert a.ids == b.ids
         taus.append(b.tau)
@@ -68,24 +65,15 @@ def drafters(target) -> dict:
     """One of every kind that needs no training, the heads random; sizes for a CPU."""
     ids = torch.arange(4096)
     tree = likely_tree(12, 3)
-    found = {
+    return {
         "lookup": Lookup(), "lookahead": Lookahead(target.args.vocab_size, 3, 3, 3),
         "draft-model": DraftModel(target, TreeShape(4, 2, 1)),
         "medusa": Medusa(guessing_heads(target, "medusa", ids, 3, 1, False, 0), tree),
         "hydra": Hydra(guessing_heads(target, "hydra", ids, 3, 1, True, 0), tree),
     }
-    try:
-        from pydivsufsort import divsufsort
-    except ImportError:
-        return found
-    store = torch.tensor(
-        load(FOLDER, compile=False).tokenizer.encode(Path(__file__).read_text()), dtype=torch.int32
-    )
-    return found | {
-        "rest": Rest(store, torch.from_numpy(divsufsort(store.numpy())), target.args.vocab_size, nodes=12)
-    }
 
 
+@pytest.mark.dear
 def test_every_drafters_text_is_plain_text():
     """At temperature 1: what is sampled alike is alike greedily."""
     target, _ = load_model(FOLDER, dtype=torch.float32)

@@ -1,5 +1,4 @@
 """What a captured step must be, seen without a GPU: it waits for nothing, and it can be held still."""
-import contextlib
 
 import pytest
 import torch
@@ -9,10 +8,7 @@ from shapes import random_models
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from engine.compile import CapturedCalls, compile_graph
 from engine.engine import Engine
-from engine.passes import SPAN
-from engine.step import step
 from sampling.options import Modes, Sampling
 from tree import TreeShape
 
@@ -24,10 +20,7 @@ WAITS = {
     aten.repeat_interleave.Tensor, aten.lift_fresh.default, aten.lift_fresh_copy.default,
 }
 INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._unsafe_index.Tensor}
-MODES = {
-    "greedy": Modes(), "sampled": Modes(noisy=True), "restricted": Modes(True, True),
-    "everything": Modes(True, True, True, True, True),
-}
+MODES = {"greedy": Modes(), "everything": Modes(True, True, True, True, True)}
 
 
 class Watched(TorchDispatchMode):
@@ -68,16 +61,6 @@ def test_a_step_waits_for_nothing(name, modes):
         assert not watched.seen
 
 
-@pytest.mark.parametrize("ask", [
-    lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x + torch.tensor(1.0),
-    lambda x: x.cpu().sum(), lambda x: x.index_put_((x > 0,), torch.zeros(())),
-])
-def test_what_waits_is_seen(ask):
-    with Watched("cpu" if "cpu" not in ask.__code__.co_names else "meta") as watched:
-        ask(torch.ones(3))
-    assert watched.seen
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sequence_that_is_held_still_stays_what_it_is(models, models1, name):
     """A step captured in the middle of a text changes nothing: neither the state nor what the drafter knows.
@@ -116,86 +99,3 @@ def test_late_steps_are_neither_waited_for_nor_counted(models):
         assert all(sum(r.trees.values()) == len(r.accept_lengths) for r in found)
     assert books[0] == books[1]
     assert [ids for ids, _, _ in books[0]] == ids(plain(models, batch=2), texts, sampling)
-
-
-@pytest.mark.compile
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", (1, 2))
-@pytest.mark.parametrize("whole_first, name", ((False, "plain"), (True, "plain"), (True, "eagle3 window")))
-def test_a_span_may_be_all_slots(batch, whole_first, name):
-    """One graph serves every span, the longest too: a cache that ended there would be another layout to
-    dynamo (batches of two and more failed).
-    """
-    target, head = random_models("tiny", torch.float32, "cpu", None)
-    drafter = make_drafter(name, target, head, head, lambda heads: None)
-    passes = Engine(target, drafter, batch=batch, max_seq_len=300).passes
-    passes.state.length.fill_(30)
-    passes.state.limit.fill_(299)
-    passes.state.done.fill_(False)
-    torch._dynamo.reset()
-    compiled, spans = compile_graph(step, backend="aot_eager"), [2 * SPAN, passes.slots]
-    for i, size in enumerate(reversed(spans) if whole_first else spans):
-        span = passes.slot_ids[:size]
-        torch._dynamo.mark_dynamic(span, 0)
-        with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=bool(i)):
-            compiled(target, passes.caches, passes.drafter, passes.state, span, False, False)
-    assert all(length >= 32 for length in passes.state.length.tolist())
-
-
-@pytest.fixture
-def current(monkeypatch):
-    """The GPUs that were made the current one, the last one at the end."""
-    made = [torch.device("cuda:0")]
-
-    class On:
-        def __init__(self, device):
-            self.device = torch.device(device)
-
-        def __enter__(self):
-            made.append(self.device)
-
-        def __exit__(self, *_):
-            made.pop()
-
-    monkeypatch.setattr(torch.cuda, "device", On)
-    return made
-
-
-def test_passes_that_are_not_captured_run_on_the_models_own_gpu(current):
-    """--device cuda:1 in another thread, such as a server's: the current GPU is each thread's own."""
-    target, _ = random_models("tiny", torch.float32, "cpu", None)
-    passes = Engine(target, max_seq_len=300, compile=False).passes
-    passes.device, passes.on_cuda = torch.device("cuda:1"), True
-    assert passes.run((), lambda: current[-1]) == torch.device("cuda:1")
-    assert current == [torch.device("cuda:0")]
-
-
-def test_calls_are_captured_on_the_models_own_gpu(monkeypatch, current):
-    """--device cuda:1: streams, graphs and replays are those of that GPU, whichever is the current one."""
-    seen = []
-
-    class Noted:
-        """A stream or a graph, or a context on one."""
-
-        def __init__(self, *_, **__):
-            seen.append(current[-1])
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
-
-        def replay(self):
-            seen.append(current[-1])
-
-        def wait_stream(self, other):
-            pass
-
-    for name in ("Stream", "CUDAGraph", "stream", "graph", "current_stream"):
-        monkeypatch.setattr(torch.cuda, name, Noted)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    captured = CapturedCalls(torch.device("cuda:1"), contextlib.nullcontext)
-    for _ in range(2):
-        assert captured(("step",), lambda: seen.append(current[-1]) or "result") == "result"
-    assert len(seen) > 6 and set(seen) == {torch.device("cuda:1")} and current == [torch.device("cuda:0")]

@@ -81,25 +81,8 @@ def test_a_run_is_lossless_and_complete(run):
     assert all(r["errors"] == r["ties"] == 0 and r["equal"] == r["questions"] for r in rows)
     assert all(r["tau"] == 1 if r["method"] == "none" else r["tau"] > 1 for r in rows if r["set"] == "mean")
     assert json.loads((out / "differences.json").read_text()) == []
-    for name in ("sets", "lengths", "acceptance", "calibration", "tree"):
-        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
+    assert (out / "acceptance.png").read_bytes().startswith(b"\x89PNG")
     assert "Temperature 1" in (out / "table.md").read_text()
-    assert len((out / "table.csv").read_text().splitlines()) == 1 + len(rows)
-
-
-def test_its_answers_are_fastchats(run):
-    """Read as EAGLE's and Spec-Bench's scripts do: every line has choices[0] with the lists they divide."""
-    answers = run.folder / "out" / "answers"
-    assert {f"{f.parent.name}/{f.name}" for f in answers.glob("*/*.jsonl")} == {
-        f"{s}/{m}-t{t}.jsonl" for s in ("one", "two") for m in ("eagle2", "eagle3", "none") for t in (0, 1)
-    }
-    rows = [json.loads(line) for line in (answers / "one" / "eagle3-t0.jsonl").read_text().splitlines()]
-    assert [(row["question_id"], row["model_id"]) for row in rows] == [(81, "eagle3-t0"), (1, "eagle3-t0")]
-    for row, turns in zip(rows, (2, 1)):
-        choice = row["choices"][0]
-        assert all(len(choice[n]) == turns for n in ("turns", "new_tokens", "wall_time", "idxs"))
-        assert sum(choice["decoding_steps"]) == len(choice["accept_lengths"]) and min(choice["wall_time"]) > 0
-        assert choice["new_tokens"][0] - 1 == sum(choice["accept_lengths"][: choice["idxs"][0]])
 
 
 def test_a_stopped_run_prints_what_it_has_and_goes_on(run, monkeypatch, capsys):
@@ -162,6 +145,7 @@ def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     assert all(row["questions"] == 1 for row in rows_in(tmp_path / "o"))
 
 
+@pytest.mark.dear
 def test_every_method(run, golden, tmp_path):
     """Heads that draft blocks are random. The drafts of `residual` are drawn: its texts may differ."""
     target, text, store = (tmp_path / name for name in ("target", "text", "store"))
@@ -198,6 +182,7 @@ def test_calibrating_a_head(run, golden, tmp_path, capsys):
     assert len(known.ease) <= 3 and taus[TreeShape(60, 7, 10)] > taus[TreeShape(2, 0, 1)]
 
 
+@pytest.mark.dear
 def test_two_ranks_answer_as_one_process_does(run):
     options = run.options("--speculate", "eagle3", "--tree", "8,2,3", "--observe", 1, out="two")
 
@@ -217,8 +202,10 @@ def test_two_ranks_answer_as_one_process_does(run):
 
 
 REFUSED = (  # the options that are changed, and what the error says
-    ("--speculate eagle9", "unknown; choose from"), ("--checkpoint {0}/nothing", "nothing: not a folder"),
-    ("--temperature hot", "--temperature hot: could not"), ("--temperature 0,-1", "temperature must be"),
+    ("--speculate eagle9", "unknown (did you mean eagle?); choose"),
+    ("--checkpoint {0}/nothing", "nothing: no such file or folder"),
+    ("--temperature hot", "--temperature hot: could not"),
+    ("--temperature 0,-1", "temperature is -1.0; expected at least 0"),
     ("--limit 0", "--limit 0: must be"), ("--max-seq-len 1000000", "must be 2 to 1024, the model's maximum"),
     ("--questions {0}/none.jsonl", "--questions {0}/none.jsonl: no such file"),
     ("--questions {0}/empty", "holds no question files"), ("--questions {0}/a.jsonl", "1 is there twice"),

@@ -10,9 +10,8 @@ from engine.engine import Engine
 from engine.request import Draft
 from evaluation.answers import Answer, Turn
 from evaluation.lossless import ROUNDED_TIE, TIE, Judge, first_difference
-from evaluation.observing import TreeStatistics
-from evaluation.pictures import text_tree
-from evaluation.table import as_csv, for_screen, markdown, summarise
+from evaluation.observing import TreeStatistics, text_tree
+from evaluation.table import for_screen, markdown, summarise
 from sampling.options import Sampling
 
 
@@ -44,7 +43,6 @@ def test_the_table_is_the_arithmetic_of_the_answers():
     assert row["seconds"] == 1.5 and row["prefill_seconds"] == 1.0
     text = markdown([*rows.values()], ["set", "other"])
     assert "| eagle3 | 3.00× | 2.50 | 2.00× | 4.00 |" in text and "3/3 | 0 | 0 |" in text
-    assert as_csv([*rows.values()]).splitlines()[0].startswith("temperature,method,set,questions")
     for_screen_line = "eagle3  set       20.00    3.00×  2.50          2/2     0       0"
     assert for_screen_line in for_screen([*rows.values()], ["set", "other"]).splitlines()
 
@@ -100,14 +98,11 @@ def test_steps_are_counted_where_a_node_had_a_chance():
     scores = [math.log(p) for p in (1.0, 0.65, 0.25, 0.65 * 0.55, 0.65 * 0.15, 0.25 * 0.85)]
     statistics = TreeStatistics()
     statistics.add(Draft([*range(6)], [0, 0, 0, 1, 1, 2], [0, 1, 0], scores))
-    expected = {1: [1, 1, 1], 2: [1, 0, 2]}, {1: [2, 1, 2], 2: [2, 0, 4]}
+    expected = {1: [1, 1], 2: [1, 0]}, {1: [2, 1], 2: [2, 0]}
     assert (statistics.depth, statistics.rank) == expected
-    assert statistics.confidence[6][2] == pytest.approx(0.65)
-    tried = {tenth: count[:2] for tenth, count in statistics.confidence.items()}
-    assert tried == {6: [1, 1], 2: [1, 0], 5: [1, 0], 1: [1, 0]}
     lines = text_tree(statistics.best, lambda token: f"w{token}").splitlines()
     assert lines[:3] == ["● 'w0'", "├─● 'w1' 0.65", "│  ├─○ 'w3' 0.55"]
     statistics.add(Draft([5], [0], [0], None))  # a bare root has nothing to count
     assert (statistics.depth, statistics.rank) == expected
     statistics.add(Draft([5, 6, 7], [0, 0, 1], [0, 1, 2], [0.0, -math.inf, -math.inf]))  # fillers
-    assert statistics.depth[2] == [2, 1, 4] and statistics.confidence[0] == [2, 2, 0]
+    assert statistics.depth[2] == [2, 1]

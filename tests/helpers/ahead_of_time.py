@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -20,6 +21,17 @@ POINTERS = {
     torch.uint8: "*u8", torch.int16: "*i16", torch.bool: "*i1", torch.int32: "*i32", torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
+
+
+def dear(*cases) -> list:
+    """Cases of a test that run in `make test-all` alone."""
+    cases = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*case, marks=pytest.mark.dear) for case in cases]
+
+
+def devices(*capabilities: int) -> list:
+    """Compute capabilities; all but an H100's are dear."""
+    return [capability if capability == 90 else dear(capability)[0] for capability in capabilities]
 
 
 class Compiled(NamedTuple):

@@ -1,5 +1,6 @@
-"""Decoders over the tiny models, prompts for them, the reference's traces, and the text's exact distribution.
+"""Decoders over the tiny models, requests for them, the reference's traces, the text's exact distribution.
 """
+import random
 from pathlib import Path
 
 import torch
@@ -40,6 +41,68 @@ def prompts(count: int, seed: int = 0, shortest: int = 1, longest: int = 40) -> 
 
 def ids(engine: Engine, texts, sampling) -> list[list[int]]:
     return [request.ids for request in engine.generate(texts, sampling)]
+
+
+def check_texts(found: list, expected: list, made: list[tuple[list[int], Sampling]]) -> None:
+    """Fail at the first text that differs, with its request and the first token that does. None: left early.
+    """
+    assert len(found) == len(expected) == len(made)
+    for number, (ours, want, (prompt, sampling)) in enumerate(zip(found, expected, made)):
+        if ours is not None and ours != want:
+            at = next((i for i, (a, b) in enumerate(zip(ours, want)) if a != b), min(len(ours), len(want)))
+            raise AssertionError(
+                f"text {number} of {len(made)} differs from token {at} on: {ours[at : at + 8]}, expected "
+                f"{want[at : at + 8]}; a prompt of {len(prompt)} tokens, {sampling}"
+            )
+
+
+OPTIONS = (  # of requests, one of each sort
+    {}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 30},
+    {"temperature": 0.9, "min_p": 0.05, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.2, "logit_bias": {101: 2}}, {"logprobs": 2},
+)
+
+
+def requests(count: int, seed: int, options=OPTIONS) -> list[tuple[list[int], Sampling]]:
+    """Prompts of 1 to 150 tokens, of which many begin alike, with samplings of every sort."""
+    draw = random.Random(seed)
+    beginnings, made = prompts(4, seed=seed, shortest=60, longest=120), []
+    for i in range(count):
+        prompt = prompts(1, seed=1000 * seed + i, longest=40)[0]
+        if draw.random() < 0.6:
+            prompt = draw.choice(beginnings)[: draw.randrange(1, 120)] + prompt
+        made.append((prompt, Sampling(draw.randrange(8, 40), seed=i, **options[i % len(options)])))
+    return made
+
+
+def alone(models, made, **options) -> list[list[int]]:
+    """The plain texts of requests, one after the other."""
+    engine = plain(models, **options)
+    return [engine.generate([prompt], [sampling])[0].ids for prompt, sampling in made]
+
+
+def decode(
+    engine: Engine, made, draw: random.Random, leaving: float = 0.0, plain: float = 0.0
+) -> list[list[int] | None]:
+    """The texts of requests that arrive at random; None for one that left before its end.
+
+    leaving: probability that a request leaves at a step. plain: share of requests without drafts.
+    """
+    waiting, found, here = list(enumerate(made)), [None] * len(made), {}
+    while waiting or engine.busy:
+        while waiting and engine.free and draw.random() < 0.5:
+            i, (prompt, sampling) = waiting.pop(0)
+            here[engine.admit(prompt, sampling, plain=draw.random() < plain)] = i
+        for event in engine.step():
+            if event.finish:
+                found[here.pop(event.request)] = event.request.ids
+        for request in [*here]:
+            if draw.random() < leaving:
+                engine.leave(request)
+                del here[request]
+        assert len(here) == len(engine.requests) == engine.batch - engine.free
+        assert all(engine._requests[request.place] is request for request in engine.requests)
+    return found
 
 
 def watched(

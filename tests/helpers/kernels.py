@@ -1,6 +1,12 @@
-"""Numbers for tests of the kernels, and how close to plain PyTorch they are to be."""
+"""Instruction sets and numbers for tests of the kernels, and how close to plain PyTorch results are."""
+import pytest
 import torch
 
+from kernels import isa
+
+# `make test` runs the best instruction set and AVX2, which most processors without AVX-512 have.
+USUAL = {isa.available()[0], "avx2"}
+EACH = [pytest.param(name, marks=[pytest.mark.dear] * (name not in USUAL)) for name in isa.available()]
 DTYPES = (torch.float32, torch.bfloat16)
 # Of one product, relative to the largest: rounding of the output.
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
@@ -12,4 +18,10 @@ def draws(seed: int):
 
 
 def close(found, expected, dtype):
-    assert (found.double() - expected).abs().max() <= ERROR[dtype] * expected.abs().max()
+    error, limit = (found.double() - expected).abs().max(), ERROR[dtype] * expected.abs().max()
+    assert error <= limit, f"the largest error is {error:.3g}, allowed is {limit:.3g} in {dtype}"
+
+
+def same(found, expected):
+    """Compare tensors, or collections of them, bit for bit; print the first difference."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -19,7 +19,7 @@ from drafters.draft_model import DraftModel
 from drafters.eagle import Eagle
 from engine.compile import compile_graph
 from engine.engine import Engine
-from helpers.drafters import NAMES, make_drafter
+from helpers.drafters import make_drafter
 from kernels.float8 import Float8Caches
 from kernels.tp import Ranks, joined
 from model import Transformer
@@ -29,6 +29,11 @@ from tree import TreeShape
 
 TREE, TOKENS, FEW = TreeShape(8, 2, 3), 12, 8
 PROMPTS = [[7, 21, 90], [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]]
+# One of each kind of what a drafter reads of the target.
+DRAFTERS = (
+    "plain", "eagle3", "eagle1", "dspark", "hydra++", "draft-model", "residual", "lookahead", "lookup+eagle3",
+    "eagle3 window",
+)
 # What a step reads of the logits beside their best: each is an option of a request.
 MODES = {
     "greedy": {},
@@ -80,7 +85,7 @@ def of_drafters(folder: Path, ranks: Ranks | None) -> dict[str, list]:
     whole, (target, _) = load_model(folder)[0], load_model(folder, ranks=ranks)
     heads = load_head(folder / "eagle3", whole, "eagle3"), load_head(folder / "eagle", whole, "eagle")
     found = {}
-    for name in NAMES:
+    for name in DRAFTERS:
         drafter = make_drafter(name, whole, *heads, lambda module: None)
         drafter.rule = "residual" if name == "residual" else "equal"
         tie_again(drafter, whole, target)

@@ -9,8 +9,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokens.backends import byte_alphabet
-from tokens.gguf_tokenizer import WordRule
 from tokens.tokenizer import Tokenizer, copy_files
+from tokens.word_rules import WordRule
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog doesn't mind; it's asleep. "
@@ -41,7 +41,8 @@ def write_byte_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
+    template = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    template += "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}a:{% endif %}"
     config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -2,8 +2,9 @@
 import fcntl
 
 import pytest
+from helpers.kernels import EACH
 
-from kernels import cpu, isa
+from kernels import cpu
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -21,7 +22,7 @@ def one_build_at_a_time(tmp_path_factory):
         yield
 
 
-@pytest.fixture(params=isa.available())
+@pytest.fixture(params=EACH)
 def each_isa(request) -> cpu.CpuBackend:
     """The CPU backend of each instruction set."""
     return cpu.CpuBackend.load(request.param)

@@ -6,12 +6,13 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from helpers.ahead_of_time import SHARED, compile_for
+from helpers.ahead_of_time import SHARED, compile_for, dear, devices
 from triton import next_power_of_2
 
 from kernels.gpu import attention, cache, growing, ranking, sampling
 
 pytestmark = pytest.mark.slow
+EACH, THREE = devices(80, 86, 90, 100), devices(80, 90, 100)
 BF16, F32, I32, I64, BOOL = torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.bool
 ANY = "any i32"
 # Key/value heads, query heads that share one, head size, whether they are normed.
@@ -34,15 +35,17 @@ def attend(capability, dtype, heads, rows, old=False, early=False, float8=False)
         "ROWS": tall, "KEYS": keys,
         "NEW": min(keys, 32), "SPLITS": 4, "LEAST": 128, "NORM": norm, "OLD": old,
         "PRECISION": "ieee" if dtype == F32 else "tf32", "CONVERTS": capability >= 89,
+        "APART": capability >= 100,
     }
     return compile_for(capability, attention.attend_kernel, given, warps, stages, early)
 
 
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", EACH)
 @pytest.mark.parametrize("heads, rows, old", [
-    ("llama", 1, False), ("llama", 8, False), ("llama", 10, True), ("qwen3", 60, False),
-    ("smollm2", 12, False), ("qwen2.5", 60, False), ("qwen2.5", 8, True), ("14b", 60, False),
-    ("80", 60, False), ("96", 60, False), ("llama", 512, False),
+    ("llama", 10, True), ("qwen3", 60, False), *dear(
+        ("llama", 1, False), ("llama", 8, False), ("smollm2", 12, False), ("qwen2.5", 60, False),
+        ("qwen2.5", 8, True), ("14b", 60, False), ("80", 60, False), ("96", 60, False), ("llama", 512, False),
+    ),
 ])
 def test_attention(capability, heads, rows, old):
     made = attend(capability, BF16, heads, rows, old)
@@ -51,7 +54,7 @@ def test_attention(capability, heads, rows, old):
     assert made.spilled <= (16 if little else 0)
 
 
-@pytest.mark.parametrize("capability, rows", [(86, 60), (90, 1)])
+@pytest.mark.parametrize("capability, rows", [*dear((86, 60)), (90, 1)])
 def test_attention_over_float8(capability, rows):
     """By the device's instruction from 8.9 on, bit by bit before. What is too large becomes the largest."""
     made = attend(capability, BF16, "llama", rows, float8=True)
@@ -60,14 +63,14 @@ def test_attention_over_float8(capability, rows):
     assert ("e4m3x2" in made.ptx) == ("cvt.rn.satfinite.e4m3x2.f32" in made.ptx) == (capability >= 89)
 
 
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("rows", (1, 60))
+@pytest.mark.parametrize("capability", EACH)
+@pytest.mark.parametrize("rows", (*dear(1), 60))
 def test_large_heads_fit(capability, rows):
     made = attend(capability, BF16, "256", rows)
     assert made.shared <= SHARED[capability] and made.on_tensor_cores
 
 
-@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("capability", EACH)
 def test_attention_in_float32(capability):
     made = attend(capability, F32, "llama", 60)
     assert made.shared <= SHARED[capability] and made.spilled == 0
@@ -130,7 +133,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("capability", (80, 90, 100))
+@pytest.mark.parametrize("capability", THREE)
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_others(capability, name):
     kernel, given, warps = OTHERS[name]

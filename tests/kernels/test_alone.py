@@ -1,4 +1,4 @@
-"""The kernels without PyTorch: the program in `driver/` checks them.
+"""The kernels without PyTorch, by the program in `driver/`: every instruction set, with both compilers.
 
 aarch64's run in an emulator, AMX' with tiles in software.
 """
@@ -12,6 +12,7 @@ import subprocess
 import pytest
 import torch
 from helpers import ROOT
+from helpers.launching import run
 
 from kernels import build, cpu, isa
 from kernels.packed import pack, pack_scale
@@ -59,14 +60,13 @@ def compile_driver(objects, compiler, *flags):
     main, source = objects / f"{compiler}.o", DRIVER / "main.cpp"
     if not main.exists():
         command = [compiler, "-O1", "-std=c++20", f"-I{build.SOURCE}", "-c", source, "-o", main]
-        subprocess.run(command, check=True, timeout=300)
+        run(*command)
     driver = objects / f"driver{len(list(objects.iterdir()))}"
-    subprocess.run([compiler, *build.FLAGS, *flags, *kernels, main, "-o", driver], check=True, timeout=300)
+    run(compiler, *build.FLAGS, *flags, *kernels, main, "-o", driver)
     return driver
 
 
-@pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 @pytest.mark.parametrize("compiler, name", CASES, ids=map("-".join, CASES))
 def test_kernels_alone(compiler, name, objects, kernels):
     """Every kernel against double precision, and its rows' independence, with this compiler."""
@@ -77,14 +77,11 @@ def test_kernels_alone(compiler, name, objects, kernels):
     static, emulator = (("-static",), EMULATOR) if compiler == CROSS else ((), ())
     command = (*emulator, compile_driver(objects, compiler, *isa.SETS[name].flags, *static))
     rows = ["40"] if name == "amx" else []
-    checked = subprocess.run([*command, *rows], capture_output=True, text=True, timeout=300)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    packed = subprocess.run([*command, "packing"], capture_output=True, text=True, timeout=60, check=True)
-    assert same_packing(packed.stdout, kernels)
+    run(*command, *rows)
+    assert same_packing(run(*command, "packing"), kernels)
 
 
-@pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 def test_tiles_in_software(objects):
     """The loops for AMX, its instructions replaced: right, row-invariant, exact where x is in bytes.
 
@@ -95,16 +92,14 @@ def test_tiles_in_software(objects):
     # Less optimised, which compiles sooner: nobody runs this.
     software = "-O1", *isa.SETS["avx512bf16"].flags, f"-I{DRIVER}", '-DTILES="software_tiles.h"'
     tiles = compile_driver(objects, NATIVE, *software)
-    checked = subprocess.run([tiles, "40"], capture_output=True, text=True, timeout=300)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    run(tiles, "40")
     others = ["avx512vnni", *(["amx"] if "amx" in isa.available() else [])]
     drivers = tiles, *(compile_driver(objects, NATIVE, *isa.SETS[name].flags) for name in others)
     rounded = [subprocess.run([d, "rounded"], capture_output=True, timeout=60, check=True) for d in drivers]
     assert len({r.stdout for r in rounded}) == 1 and rounded[0].stdout
 
 
-@pytest.mark.compile
-@pytest.mark.slow
+@pytest.mark.dear
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
 @pytest.mark.parametrize("compiler", dict.fromkeys((NATIVE, "clang++")))
 def test_amx_compiles(compiler, tmp_path):
@@ -113,7 +108,7 @@ def test_amx_compiles(compiler, tmp_path):
         pytest.skip(f"{compiler} is not installed")
     flags = *build.FLAGS, *isa.SETS["amx"].flags, "-save-temps=obj"
     command = [compiler, *flags, "-c", build.SOURCE / "bf16.cpp", "-o", tmp_path / "bf16.o"]
-    subprocess.run(command, check=True, timeout=300)
+    run(*command)
     assembly = (tmp_path / "bf16.s").read_text().split("\n")
     found = {" ".join(line.split()) for line in assembly}
     assert {"tdpbf16ps %tmm7, %tmm5, %tmm3", "tdpbssd %tmm6, %tmm4, %tmm0", "tilerelease"} <= found

@@ -4,12 +4,12 @@ A row's result never depends on its company, nor on where its slots lie.
 """
 import pytest
 import torch
-from helpers.kernels import DTYPES, ERROR, close, draws
+from helpers.kernels import DTYPES, ERROR, close, draws, same
 
 from kernels.packed import ByteCaches
 from model import KVCache, ModelArgs, Pass, Transformer, inverse_frequencies
 
-pytestmark = pytest.mark.compile
+pytestmark = pytest.mark.kernels
 
 
 def attend(isa, qkv, cos, sin, k, v, slots, visible, q_norm=None, k_norm=None, eps=0.0):
@@ -46,9 +46,7 @@ def in_bytes(isa, k, v):
 
 as_stored = pytest.mark.parametrize("stored", (in_dtype, in_bytes))
 SHAPES = pytest.mark.parametrize("shape", (
-    (1, 1, 4, 4, 32, 5, False), (2, 7, 6, 2, 64, 70, False), (1, 16, 9, 3, 64, 129, True),
-    (3, 5, 8, 1, 128, 33, True),
-    (1, 3, 5, 5, 96, 8, False), (2, 6, 4, 2, 16, 40, True), (1, 4, 2, 1, 80, 20, False),
+    (1, 1, 4, 4, 32, 5, False), (1, 16, 9, 3, 64, 129, True), (3, 5, 8, 1, 128, 33, True),
     (1, 2, 2, 2, 6, 9, True), (1, 5, 3, 1, 100, 17, False), (2, 4, 6, 3, 64, 430, False),
 ))
 
@@ -88,7 +86,7 @@ def test_attend(each_isa, dtype, shape):
         found, attend(each_isa, qkv, cos, sin, ours.k, ours.v, slots, visible, *weights)
     )
     expected = theirs.attend(block.double(), qkv.double(), shared)
-    assert torch.equal(ours.v.double(), theirs.v)
+    same(ours.v.double(), theirs.v)
     close(ours.k, theirs.k, dtype)
     assert (found.double() - expected).abs().max() <= 2 * ERROR[dtype] * expected.abs().max()
 
@@ -117,7 +115,7 @@ def test_attend_over_bytes(each_isa, dtype, shape):
         torch.set_num_threads(threads)
         found.append(attend(each_isa, qkv, cos, sin, *in_bytes(each_isa, k, v), slots, visible, *weights))
     torch.set_num_threads(1)
-    assert torch.equal(*found)
+    same(*found)
     theirs = Written(k.double(), v.double(), round_heads)
     expected = theirs.attend(block.double(), qkv.double(), shared)
     coarse = each_isa.layout.bytes_per_word == 4
@@ -145,12 +143,12 @@ def test_attention_never_depends_on_where_the_slots_lie(each_isa, dtype, stored)
             torch.set_num_threads(threads)
             results.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), slots, visible))
         torch.set_num_threads(1)
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    same(results[1:], results[:1] * (len(results) - 1))
 
 
 @as_stored
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("committed", (120, 127, 128, 300))
+@pytest.mark.parametrize("committed", (127, 300))
 # Groups that end between rows, and within one; heads that are whole words, and not.
 @pytest.mark.parametrize("heads, kv_heads, hd", ((6, 2, 32), (8, 1, 20), (3, 3, 6)))
 def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads, kv_heads, hd):
@@ -178,7 +176,7 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads
         torch.set_num_threads(threads)
         found.append(attend(each_isa, qkv, cos, sin, *stored(each_isa, k, v), own, visible))
     torch.set_num_threads(1)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    same(found[1:], found[:1] * (len(found) - 1))
     for path in paths:
         keys, values = stored(each_isa, k, v)
         for depth, node in enumerate(path):
@@ -187,7 +185,7 @@ def test_a_path_across_blocks_of_slots(each_isa, dtype, stored, committed, heads
             row = slice(node, node + 1)
             slot = torch.tensor([[committed + depth]])
             alone = attend(each_isa, qkv[:, row], cos[:, row], sin[:, row], keys, values, slot, seen)
-        assert torch.equal(alone[0, 0], found[0][0, path[-1]])
+        same(alone[0, 0], found[0][0, path[-1]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,9 +203,9 @@ def test_heads_before_or_after_slots(each_isa, dtype):
             expected = old.clone()
             for b in range(2):
                 expected[b, target[b]] = old[b, source[b]]
-            assert torch.equal(cache, expected)
+            same(cache, expected)
         found.append((attended, *caches))
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    same(*found)
 
 
 @pytest.mark.parametrize("hd", (6, 20, 64))

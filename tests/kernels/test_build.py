@@ -1,6 +1,5 @@
 """Building and loading the library of the CPU kernels: what goes wrong is one line and leaves nothing."""
 import os
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +11,7 @@ from kernels import build, cpu
 from kernels.isa import choose
 
 
+@pytest.mark.slow
 def test_a_failing_compiler_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
     monkeypatch.setattr(build, "CACHE", tmp_path / "cache")
@@ -49,14 +49,6 @@ def test_an_interrupted_build_leaves_nothing(monkeypatch, tmp_path):
     assert all(process.poll() is not None for process in started if process)
 
 
-def test_a_library_that_cannot_be_loaded(monkeypatch, tmp_path):
-    (tmp_path / "cpu.so").write_bytes(b"no library")
-    monkeypatch.setattr(cpu.CpuBackend, "loaded", {})
-    monkeypatch.setattr(cpu, "build_library", lambda isa, say: tmp_path / "cpu.so")
-    with pytest.raises(InputError, match=r"cpu\.so: cannot be loaded .*delete it"):
-        cpu.CpuBackend.load()
-
-
 @pytest.fixture(scope="module")
 def built():
     """A library for this machine."""
@@ -70,25 +62,24 @@ def cached(built, tmp_path, monkeypatch):
     return Path(shutil.copy(built, tmp_path))
 
 
-@pytest.mark.compile
+@pytest.mark.kernels
 def test_a_library_in_a_read_only_checkout_is_used(cached, monkeypatch):
     """Nothing is compiled, and no other place is looked for."""
     monkeypatch.setattr(build, "writable", lambda kept: pytest.fail("a place to write to"))
     assert build.build_library(choose(), pytest.fail) == cached
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("compiler", ("no-such-compiler", "no-such 'compiler"))
-def test_a_library_is_used_without_its_compiler(cached, monkeypatch, compiler):
-    monkeypatch.setenv("CXX", compiler)
+@pytest.mark.kernels
+def test_a_library_is_used_without_its_compiler(cached, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such 'compiler")
     assert build.build_library(choose(), pytest.fail) == cached
     cached.unlink()
-    with pytest.raises(build.NoKernels, match=r"no C\+\+ compiler|CXX=no-such 'compiler: not a command"):
+    with pytest.raises(build.NoKernels, match="CXX=no-such 'compiler: not a command"):
         build.build_library(choose(), pytest.fail)
 
 
-@pytest.mark.compile
-@pytest.mark.parametrize("content", (b"", b"\x7fELF", "half"), ids=("empty", "no more than a header", "half"))
+@pytest.mark.kernels
+@pytest.mark.parametrize("content", (b"\x7fELF", "half"), ids=("a header", "half"))
 def test_a_damaged_library_is_made_again(cached, monkeypatch, content):
     """It is not loaded: a part of one ends the process."""
     whole, lines = cached.read_bytes(), []
@@ -96,30 +87,6 @@ def test_a_damaged_library_is_made_again(cached, monkeypatch, content):
     monkeypatch.setattr(build, "_run", lambda commands: Path(commands[-1][-1]).write_bytes(whole))
     assert build.build_library(choose(), lines.append) == cached and cached.read_bytes() == whole
     assert lines[0] == f"{cached}: damaged, not used" and lines[1].startswith("compiling") and len(lines) == 3
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("compiler", ("", "g++ -O2", "'g++' -DTHIS='a b'"))
-def test_the_compiler_may_be_a_command(tmp_path, monkeypatch, compiler):
-    """CXX may have arguments; set to nothing, it means the default."""
-    ran = []
-    monkeypatch.setattr(build, "CACHE", tmp_path)
-    monkeypatch.setenv("CXX", compiler)
-    monkeypatch.setattr(build, "_run", lambda commands: ran.extend(commands) or Path(ran[-1][-1]).touch())
-    build.build_library(choose(), lambda line: None)
-    expected = [shutil.which("g++"), *shlex.split(compiler)[1:]]
-    assert len(ran) > 2 and all(command[: len(expected)] == expected for command in ran)
-
-
-def test_no_place_for_a_library(monkeypatch, tmp_path):
-    def nowhere() -> str:
-        raise FileNotFoundError("No usable temporary directory found")
-
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(build, "CACHE", tmp_path / "file" / "kernels")
-    monkeypatch.setattr("tempfile.gettempdir", nowhere)
-    with pytest.raises(build.NoKernels, match=r"cannot be compiled \(No usable temporary directory"):
-        build.build_library(choose(), pytest.fail)
 
 
 def test_libraries_of_other_users_are_not_loaded(monkeypatch, tmp_path):

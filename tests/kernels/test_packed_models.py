@@ -1,13 +1,18 @@
 """Whole models on the kernels: they are the models, and speculative text is plain text."""
 import copy
+from functools import partial
 
 import pytest
 import torch
-from helpers.kernels import DTYPES
+from helpers.decoding import check_texts, ids
+from helpers.kernels import DTYPES, same
+from helpers.states import state_of
+from shapes import random_models
 
 from checkpoint.loading import load_head, load_model
 from drafters.eagle import Eagle
 from engine.engine import Engine
+from kernels.backend import TorchBackend
 from kernels.choose import choose_backend
 from kernels.packed import PackedEagle3Head, PackedLinear
 from model import MLP, ModelArgs, Transformer
@@ -16,7 +21,7 @@ from networks.head import HeadArgs
 from sampling.options import Sampling
 from tree import TreeShape
 
-pytestmark = [pytest.mark.compile]
+pytestmark = pytest.mark.kernels
 
 
 def tiny(dtype, seed=0, head_dim=32, of_head=None, **options):
@@ -63,10 +68,10 @@ def test_a_packed_model_is_the_model(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("temperature", (0.0, 1.0))
-@pytest.mark.parametrize("cache", ("auto", "int8"))
-@pytest.mark.parametrize("head_dim", (32, 6, 100))
+@pytest.mark.parametrize("dtype, temperature, cache, head_dim", (
+    (torch.bfloat16, 0.0, "auto", 32), (torch.bfloat16, 1.0, "int8", 6), (torch.float32, 0.0, "int8", 100),
+    (torch.float32, 1.0, "auto", 100),
+))
 def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, head_dim):
     """Six prompts, 150 tokens, on models so flat that bfloat16 ties abound: on plain PyTorch half of the
     texts part.
@@ -74,14 +79,26 @@ def test_speculative_text_is_plain_text_in_any_dtype(dtype, temperature, cache, 
     target, head = tiny(dtype, head_dim=head_dim)
     assert choose_backend("cpu").prepare(target, head)
     target.Caches = target.backend.caches[cache]
-    prompts = [list(range(i, i + 10 + 7 * i)) for i in range(1, 7)]
-    sampling = [Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i) for i in range(6)]
+    made = [
+        ([*range(i, 10 + 8 * i)], Sampling(150, temperature, 0.9 + 0.1 * (i % 2), 40 * (i % 3), seed=i))
+        for i in range(1, 7)
+    ]
+    prompts, sampling = map(list, zip(*made))
     plain = Engine(target, compile=False, max_seq_len=300).generate(prompts, sampling)
-    for shape in (TreeShape(2, 0, 1), TreeShape(12, 3, 4), TreeShape(40, 4, 6)):
-        fast = Engine(
-            target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300
-        ).generate(prompts, sampling)
-        assert [o.ids for o in fast] == [o.ids for o in plain]
+    for shape in (TreeShape(2, 0, 1), TreeShape(40, 4, 6)):
+        fast = Engine(target, Eagle(head, shape), batch=3, compile=False, max_seq_len=300)
+        check_texts(ids(fast, prompts, sampling), [o.ids for o in plain], made)
+
+
+@pytest.mark.parametrize("mode", ("int8", "w8a8", "int4", "w4a8"))
+def test_quantised_models(mode):
+    """Speculative text of quantised random weights is plain text, in bfloat16."""
+    target, head = random_models("tiny", torch.bfloat16, "cpu", mode, 32)
+    assert choose_backend("cpu").prepare(target, head)
+    made = [([1, 2, 3], Sampling(40)), ([*range(9, 40)], Sampling(40, 1.0, seed=3))]
+    fast, plain = (Engine(target, drafter, compile=False, max_seq_len=100)
+                   for drafter in (Eagle(head, TreeShape(8, 2, 4)), None))
+    check_texts(ids(fast, *map(list, zip(*made))), ids(plain, *map(list, zip(*made))), made)
 
 
 def test_what_the_kernels_cannot_take_is_left_alone():
@@ -95,7 +112,8 @@ def test_what_the_kernels_cannot_take_is_left_alone():
     assert len(Engine(odd, compile=False, max_seq_len=60).generate([[1, 2]], Sampling(20))[0].ids) == 20
 
 
-@pytest.mark.slow
+@pytest.mark.compile
+@pytest.mark.dear
 def test_a_model_that_is_partly_on_the_kernels_is_compiled(monkeypatch, tmp_path):
     """Attention and norms on the kernels, as its head is, experts in PyTorch: in float32 PyTorch's text."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
@@ -134,7 +152,35 @@ def test_a_heads_pass_is_one_operator(dtype, of_head, whole):
         x = head(tokens, feature, positions, slots, visible, caches)
         found.append([x, head.logits(x), *caches.buffers()])
     assert found[0][1].dtype == torch.float32
-    assert all(torch.equal(a, b) for a, b in zip(*found))
+    same(*found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sampled", (False, True))
+@pytest.mark.parametrize("of_head, reach", (
+    ({}, 0), ({"num_layers": 3}, 0), ({}, 6), ({"feature_norm": "each"}, 0), ({"recycle_normed": True}, 0),
+))
+def test_a_heads_tree_is_two_operators(dtype, sampled, of_head, reach):
+    """The bits of its parts one after the other, after texts of several lengths. One variant is not."""
+    target, head = tiny(dtype, of_head=of_head)
+    choose_backend("cpu").prepare(target, head)
+    assert head.at_once != head.args.recycle_normed
+    state = state_of([list(range(3, 3 + n)) for n in (12, 9, 20)])
+    state.window, state.backend = 4, target.backend
+    state.n_new.copy_(torch.tensor([1, 4, 7]))  # the last one is held still
+    state.features = torch.randn(3, 7, head.args.feature_width).to(dtype)
+    noise = torch.randn(3, 5, 160) if sampled else None
+    found = []
+    for draft in (target.backend.draft, partial(TorchBackend.draft, target.backend)):
+        torch.manual_seed(0)
+        drafter = Eagle(head, TreeShape(11, 2, 3), reach=reach)
+        drafter.allocate(3, 40, 16, dtype, "cpu")
+        for buffer in drafter.caches.buffers():
+            buffer.normal_()
+        tree = draft(drafter, state, torch.arange(34), noise)
+        found.append([*tree, *drafter.caches.buffers()])
+    assert found[0][0].shape == (3, 11)
+    same(*found)
 
 
 def test_decoding_on_the_kernels(golden):

@@ -1,16 +1,14 @@
-"""How a target is dealt: who has what, what is read, what is refused."""
+"""How a target is dealt: sums, exchanges, refusals. Texts of several ranks: engine/test_ranks.py."""
 from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from common.errors import InputError
 from kernels.backend import TORCH
 from kernels.quantized import Scheme
-from kernels.tp import PLAN, DealtHead, Part, Ranks, Share, Span, Summed, agreed, deal
-from model import ModelArgs, Transformer, blank
+from kernels.tp import Part, Ranks, Share, agreed
+from model import ModelArgs, Transformer
 from sampling.noise import gumbel, seed_keys
 from tree import Tree, link
 
@@ -18,67 +16,10 @@ ARGS = ModelArgs(
     vocab_size=50, hidden_size=32, intermediate_size=96, num_layers=2, num_heads=6, num_kv_heads=3,
     head_dim=16,
 )
-MIXTURE = replace(ARGS, num_experts=4, experts_per_token=2)
 
 
 def shares(args: ModelArgs, count: int, scheme: Scheme | None = None) -> list[Share]:
     return [Share.of(args, scheme, rank, count) for rank in range(count)]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 6])
-def test_everything_is_dealt_once(count):
-    """But for key/value heads where there are more ranks: as many ranks hold each."""
-    dealt = shares(ARGS, count)
-    for what, size in (("queries", 96), ("inner", 96), ("tokens", 50)):
-        spans = [getattr(share, what) for share in dealt]
-        assert [i for span in spans for i in range(span.first, span.last)] == list(range(size))
-        assert {span.size for span in spans} == {size}
-    for share in dealt:  # the queries of a rank are those of its keys, two to a key/value head
-        heads = {i // 16 // 2 for i in range(share.queries.first, share.queries.last)}
-        assert heads == {i // 16 for i in range(share.keys.first, share.keys.last)}
-    assert {share.args(ARGS).num_kv_heads for share in dealt} == {1: {3}, 2: {1, 2}, 3: {1}, 6: {1}}[count]
-
-
-@pytest.mark.parametrize("args", [ARGS, MIXTURE], ids=["dense", "experts"])
-def test_the_plan_names_every_matrix_and_nothing_else(args):
-    """Each matrix of a layer but a router is cut; what a rank builds has the shapes of what it reads."""
-    share = shares(args, 2)[1]
-    with blank():
-        whole, own = Transformer(args), Transformer(share.args(args))
-    own.lm_head = torch.nn.Linear(32, share.tokens.count, bias=False, device="meta")
-    cut = set()
-    for name, tensor in whole.state_dict().items():
-        assert share.shape(name, tuple(tensor.shape)) == tuple(own.state_dict()[name].shape), name
-        if share.cut(name, tuple(tensor.shape)):
-            cut.add(name.removeprefix("layers.0.").removeprefix("layers.1.").removesuffix(".weight"))
-    assert cut == set(PLAN)
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_what_is_read_is_what_is_dealt(tmp_path, count):
-    """Each rank reads its own rows and columns, and of bytes that it does not need none."""
-    tensors = {
-        "layers.0.wqkv.weight": torch.randn(192, 32), "layers.0.wqkv.bias": torch.randn(192),
-        "layers.1.mlp.w_down.weight": torch.randint(0, 255, (32, 48), dtype=torch.uint8),
-        "layers.1.mlp.w_down.scale": torch.randn(32, 3), "layers.1.wo.scale": torch.randn(32, 1),
-        "layers.0.mlp.w_gate_up": torch.randn(4, 192, 32), "norm.weight": torch.randn(32),
-    }
-    save_file(tensors, tmp_path / "file")
-    with safe_open(tmp_path / "file", "pt") as file:
-        parts = [{name: share.take(name, file) for name in tensors}
-                 for share in shares(ARGS, count, Scheme("int4", 32, None) if count == 3 else None)]
-    for name in ("layers.1.wo.scale", "norm.weight"):
-        assert all(torch.equal(part[name], tensors[name]) for part in parts)
-    for name in ("layers.1.mlp.w_down.weight", *["layers.1.mlp.w_down.scale"] * (count == 3)):
-        assert torch.equal(torch.cat([part[name] for part in parts], -1), tensors[name])
-    for name, dimension, sizes in (
-        ("layers.0.wqkv.weight", 0, (2, 1, 1)), ("layers.0.wqkv.bias", 0, (2, 1, 1)),
-        ("layers.0.mlp.w_gate_up", 1, (1, 1)),
-    ):
-        split = [part[name].split([part[name].shape[dimension] * n // sum(sizes) for n in sizes], dimension)
-                 for part in parts]
-        again = [torch.cat(pieces, dimension) for pieces in zip(*split)]
-        assert torch.equal(torch.cat(again, dimension), tensors[name])
 
 
 @pytest.mark.parametrize("args, count, scheme, words", [
@@ -119,15 +60,6 @@ def test_sums_are_added_in_the_order_of_the_ranks():
     assert torch.equal(total, ((parts[0] + parts[1]) + parts[2]) + parts[3])
     alone = [part[3:4] for part in parts]
     assert torch.equal(Together(0, alone).sum(alone[0]), total[3:4])
-
-
-def test_parts_of_other_sizes_are_joined():
-    """As a vocabulary is that the ranks do not divide."""
-    whole = torch.randn(2, 3, 50)
-    parts, sizes = whole.split((17, 17, 16), -1), (17, 17, 16)
-    padded = [torch.nn.functional.pad(part, (0, 17 - part.shape[-1])) for part in parts]
-    for rank, part in enumerate(parts):
-        assert torch.equal(Together(rank, padded).join(part, sizes), whole)
 
 
 @pytest.mark.parametrize("noisy", [False, True])
@@ -178,15 +110,3 @@ def test_the_tree_is_the_first_ranks():
             found, want = getattr(told, name), getattr(theirs, name)
             assert torch.equal(found, want) and found.dtype == want.dtype and found.is_contiguous(), name
     assert len(sent) == 2 and not torch.equal(*sent)
-
-
-def test_the_modules_of_a_dealt_target():
-    """Every layer has two sums; a tied lm_head is a view of the table."""
-    args = replace(ARGS, tie_embeddings=True)
-    dealt, ranks = shares(args, 2), Ranks(1, 2, "")
-    model = Transformer(dealt[1].args(args))
-    deal(model, dealt, ranks)
-    assert sum(isinstance(module, Summed) for module in model.modules()) == 4 and model.ranks == ranks
-    assert isinstance(model.lm_head, DealtHead) and model.lm_head.before == 25 == model.lm_head.tokens[1]
-    assert model.lm_head.layer.weight.data_ptr() == model.embed.weight[25:].data_ptr()
-    assert Span(9, 3, 5).count == 2

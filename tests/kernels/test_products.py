@@ -8,12 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.kernels import DTYPES, close, draws
+from helpers.kernels import DTYPES, close, draws, same
 
 from kernels.packed import FLOAT32, GATED, SAME, PackedLinear, pack
 from kernels.quantized import QuantizedLinear, round_inputs
 
-pytestmark = pytest.mark.compile
+pytestmark = pytest.mark.kernels
 
 
 def linear(isa, x, packed, columns, scale=None, bias=None, onto=None, mode=SAME):
@@ -22,7 +22,7 @@ def linear(isa, x, packed, columns, scale=None, bias=None, onto=None, mode=SAME)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", (1, 31, 32, 75))
-@pytest.mark.parametrize("rows", (1, 5, 12, 13, 40))
+@pytest.mark.parametrize("rows", (1, 5, 13, 40))
 def test_linear(each_isa, dtype, columns, rows):
     draw = draws(rows)
     x, weight, bias = draw(2, rows, 38, dtype=dtype), draw(columns, 38, dtype=dtype), draw(columns)
@@ -34,7 +34,7 @@ def test_linear(each_isa, dtype, columns, rows):
     assert exact.dtype == torch.float32
     close(exact, expected, torch.float32)
     other = linear(each_isa, x.transpose(0, 1), packed, columns)
-    assert torch.equal(other, linear(each_isa, x, packed, columns).transpose(0, 1))
+    same(other, linear(each_isa, x, packed, columns).transpose(0, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +52,7 @@ def test_gated(each_isa, dtype, inner):
     ("int8", 128, 0), ("int4", 128, 32), ("int4", 128, 64), ("w8a8", 128, 0), ("w8a8", 100, 0),
     ("w4a8", 96, 32), ("w4a8", 192, 64), ("w4a8", 256, 128),
 ))
-@pytest.mark.parametrize("rows", (1, 2, 3, 7, 12, 21))
+@pytest.mark.parametrize("rows", (1, 3, 7, 21))
 @pytest.mark.parametrize("gated", (False, True))
 def test_quantised(each_isa, dtype, mode, inputs, group, rows, gated):
     """Exactly the product of what x is rounded to (w8a8, w4a8) with the weight that the quantised one stands
@@ -98,11 +98,11 @@ def test_a_row_never_depends_on_its_company(each_isa, dtype):
         whole = compute(x)
         for first in range(40):
             for count in (1, 2, 3, 7, 8, 11, 12, 13, 25):
-                assert torch.equal(compute(x[first : first + count]), whole[first : first + count])
+                same(compute(x[first : first + count]), whole[first : first + count])
         torch.set_num_threads(3)
         threaded = compute(x)
         torch.set_num_threads(1)
-        assert torch.equal(threaded, whole)
+        same(threaded, whole)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_callers_side_by_side(multiply):
         results = [pool.submit(work, i) for i in range(8)]
         for count in (2, 5, 3, 1):
             torch.set_num_threads(count)
-            assert torch.equal(multiply(), expected)
+            same(multiply(), expected)
         assert all(result.result(timeout=120) for result in results)
     torch.set_num_threads(1)
 

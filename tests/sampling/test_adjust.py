@@ -73,18 +73,6 @@ def test_nothing_asked_for_changes_no_bit():
     assert torch.equal(floor(logits, off, torch.tensor([0.9])), logits)  # greedy
 
 
-def test_a_node_is_the_same_as_a_text():
-    """To the bit: what plain decoding would draw from, for one tree or many nodes."""
-    draw = torch.Generator().manual_seed(3)
-    tokens, request = torch.tensor([[4, 2, 2, 4]]), REQUESTS[-1]
-    logits = torch.randn(1, 4, V, generator=draw)
-    whole = adjust(logits, adjustments([[1, 2]], [[4]], [request]), tokens, chain(tokens).ancestors)
-    for t in range(4):
-        by = adjustments([[1, 2]], [tokens[0, : t + 1].tolist()], [request])
-        alone = adjust(logits[:, t : t + 1], by, tokens[:, t : t + 1], torch.ones(1, 1, 1, dtype=torch.bool))
-        assert torch.equal(alone[0, 0], whole[0, t])
-
-
 @pytest.mark.parametrize("min_p, temperature", [(0.1, 1.0), (0.5, 0.3), (1.0, 1.0)])
 def test_min_p(min_p, temperature):
     logits = torch.randn(1, 4, V, generator=torch.Generator().manual_seed(5)) * 2
@@ -106,6 +94,8 @@ def test_scores():
 
 
 BAD = [
+    {"temperature": -1}, {"temperature": math.nan}, {"temperature": 1e7}, {"top_p": 0}, {"top_p": 1.5},
+    {"top_p": math.nan}, {"top_k": -1}, {"top_k": 2**31}, {"max_new_tokens": 0},
     {"min_p": -0.1}, {"min_p": math.nan}, {"presence_penalty": 2.1}, {"frequency_penalty": math.inf},
     {"repetition_penalty": 0}, {"repetition_penalty": -1}, {"logit_bias": {-1: 1}}, {"logit_bias": {1: 101}},
     {"logit_bias": {1: math.nan}}, {"logit_bias": 5}, {"logit_bias": {"x": 1}}, {"stop": ["a", ""]},

@@ -1,6 +1,7 @@
 """The server's routes, limits and end, with clients that are hostile, hasty, or go."""
 import concurrent.futures
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,12 @@ pytestmark = pytest.mark.slow
 MESSAGES = [{"role": "user", "content": "tell me something"}]
 CHAT = {"messages": MESSAGES, "seed": 1}
 ENDLESS = {**CHAT, "max_tokens": 280, "logit_bias": {"257": -100}}
+TOOL = {"function": {"name": "f"}}
 DEEP = b'{"x": ' + b"[" * 5000 + b"]" * 5000 + b"}"
+
+
+def nested(depth: int) -> list:
+    return [nested(depth - 1)] if depth else []
 
 
 def metrics(server) -> dict[str, float]:
@@ -42,13 +48,16 @@ OF_CHATS = (
     (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"), (DEEP, "nested too deeply"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "messages.0.role: "),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Input should be 'text'"),
-    ({"n": 0}, "n: Input should be greater"), ({"n": 99}, "n: "), ({"stop": [""]}, "none of them empty"),
+    ({"n": 0}, "n: Input should be greater"), ({"n": 99}, "n: "), ({"stop": [""]}, "at least 1"),
     ({"stop": ["x"] * 17}, "stop: List should have at most 16"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1_0": 1}}, "logit_bias"), ({"temperature": float("inf")}, "temperature: "),
     ({"max_tokens": -1}, "max_tokens: "), ({"max_tokens": 0}, "max_tokens: "),
     ({"max_completion_tokens": 0, "max_tokens": 3}, "max_completion_tokens: "),
-    ({"tool_choice": "required"}, "tool_choice: "),
+    ({"tool_choice": "required"}, "tool_choice: "), ({"tool_choice": "maybe"}, "tool_choice: "),
+    ({"tools": [TOOL], "tool_choice": {"function": {"name": "other"}}}, "tool_choice: names no function"),
     ({"chat_template_kwargs": {"messages": 3}}, "messages cannot"),
+    ({"chat_template_kwargs": {"x": nested(700)}}, "the body is nested too deeply"),
+    ({"messages": [{"role": "user", "content": "x", "more": nested(700)}]}, "nested too deeply"),
     ({"response_format": {"type": "json_schema"}}, "response_format: json_schema needs a schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}}, ""),
 )
@@ -126,6 +135,73 @@ def test_speculation_is_told(server):
     with server.stream(**body, speculate=False) as events:
         chunks = [json.loads(event)["choices"][0] for event in events if event != "[DONE]"]
     assert not any(chunk["speculation"]["nodes"] for chunk in chunks if "speculation" in chunk)
+
+
+def speculative(answer: dict) -> dict:
+    """Return the figures of drafting in a response, after a check that they add up."""
+    found = answer["metrics"]["speculative_decoding"]
+    steps, accepted = found["num_spec_steps"], found["num_accepted_draft_tokens"]
+    counts = found["acceptance_histogram"]
+    assert len(counts) == found["num_spec_tokens"] + 1 == 5 and sum(counts) == steps
+    assert sum(n * count for n, count in enumerate(counts)) == accepted
+    assert found["num_draft_tokens"] == 15 * steps
+    assert found["mean_acceptance_length"] == (1 + accepted / steps if steps else 1)
+    assert found["draft_acceptance_rate"] == (accepted / (15 * steps) if steps else 0)
+    if details := answer.get("usage", {}).get("completion_tokens_details"):
+        assert details["accepted_prediction_tokens"] == accepted
+    return found
+
+
+def test_figures_of_one_request(server):
+    """As vLLM has them, where `return_speculation` asks for them."""
+    body = {**ENDLESS, "max_tokens": 30}
+    assert "metrics" not in server.post(**body).json()
+    want = speculative(server.post(**body, return_speculation=True).json())
+    assert want["num_accepted_draft_tokens"] > 0
+    assert server.post(**body, return_speculation=True, n=2).json()["metrics"] is None
+    plain = speculative(server.post(**body, return_speculation=True, speculate=False).json())
+    assert plain["num_spec_steps"] == 0
+    for options in ({}, {"stream_options": {"include_usage": True}}):  # on the last chunk
+        with server.stream(**body, **options, return_speculation=True) as events:
+            chunks = [json.loads(event) for event in events if event != "[DONE]"]
+        assert [i for i, chunk in enumerate(chunks) if "metrics" in chunk] == [len(chunks) - 1]
+        assert speculative(chunks[-1]) == want
+
+
+def test_control_tokens_of_raw_prompts(server):
+    """Texts of completions are written for the model, so <eos> is a token there, and echoed as it came."""
+    prompt, ids = "a<eos>b", [97, 257, 98]
+    for more, want in (({}, ids), ({"parse_special": False}, list(prompt.encode()))):
+        assert server.post("/tokenize", prompt=prompt, **more).json()["tokens"] == want
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 1, "temperature": 0, **more}
+        found = server.post("/v1/completions", **body).json()
+        choice, offsets = found["choices"][0], found["choices"][0]["logprobs"]["text_offset"]
+        assert found["usage"]["prompt_tokens"] == len(want) and choice["text"].startswith(prompt)
+        assert offsets == ([0, 1, 6, 7] if want == ids else [*range(len(want) + 1)])
+    messages = [{"role": "user", "content": prompt}]
+    assert 257 not in server.post("/tokenize", messages=messages).json()["tokens"]
+    short = server.post("/tokenize", messages=messages, add_generation_prompt=False, tools=[TOOL]).json()
+    assert bytes(short["tokens"]) == b"f u:a<eos>b\n"
+
+
+def test_every_request_has_a_line(server):
+    assert quiet(server)
+    seen = len(server.printed())
+    server.post(**ENDLESS)
+    server.post(temperature=-1)
+    server.get("/health")
+    server.get("/no%0Awhere")
+    first, second, third = server.printed()[seen:].splitlines()
+    words = r"POST /v1/chat/completions 200 length, 22 \+ 278 tokens, [\d.]+ tokens/s, tau [1-5]\.\d\d"
+    assert re.fullmatch(words, first) and second == "POST /v1/chat/completions 400"
+    assert third == r"GET /no\nwhere 404"
+
+
+def test_the_fields_are_listed(server):
+    found = server.get("/docs")
+    assert found.headers["content-type"].startswith("text/html") and "http" not in found.text
+    for words in ("/v1/chat/completions", "parse_special", "top_k", "-1 and 0 are off", "include_usage"):
+        assert words in found.text
 
 
 def test_routes(server):
@@ -206,6 +282,7 @@ def test_metrics_add_up(server):
 
 def test_key_origins_size_and_time(golden, tmp_path):
     options = ("--api-key", "secret", "--cors", "http://a.page", "--max-body", "2000", "--time-limit", "0.5")
+    options += ("--per-request-metrics",)
     right, path = {"Authorization": "Bearer secret"}, "/v1/chat/completions"
     with serving(golden, tmp_path / "log", *options) as server:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret2"}):
@@ -214,7 +291,7 @@ def test_key_origins_size_and_time(golden, tmp_path):
             assert server.get("/v1/models", headers=headers).status_code == 401
         assert server.get("/v1/models", headers={"Authorization": "bearer secret"}).status_code == 200
         assert {server.get(path).status_code for path in ("/health", "/metrics", "/")} == {200}
-        assert server.post(headers=right, **CHAT, max_tokens=2).status_code == 200
+        assert server.post(headers=right, **CHAT, max_tokens=2).json()["metrics"] is None  # nothing drafts
         for origin, allowed in (("http://a.page", "http://a.page"), ("http://b.page", None)):
             headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
             found = httpx.options(server.url + path, headers=headers)
@@ -248,6 +325,24 @@ def test_requests_end_before_the_server_does(golden, tmp_path):
         assert json.loads(last)["choices"][0]["finish_reason"] == "length" and end == "[DONE]"
         assert server.process.wait(30) == 0
         assert "Traceback" not in server.printed() and "going down" in server.printed()
+
+
+def test_a_second_signal_ends_requests_at_once(golden, tmp_path):
+    with serving(golden, tmp_path / "log", "--grace", "60", "--quiet") as server:
+        body = {**ENDLESS, "max_tokens": 1900}
+        with concurrent.futures.ThreadPoolExecutor(1) as pool, server.stream(**body) as events:
+            next(events)
+            whole = pool.submit(server.post, **body)
+            while metrics(server)["vllm:num_requests_running"] < 2:
+                time.sleep(0.01)
+            for _ in range(2):
+                server.process.send_signal(signal.SIGINT)
+                time.sleep(0.3)
+            *_, last, end = events
+        assert end == "[DONE]" and "going down" in json.loads(last)["error"]["message"]
+        assert whole.result().status_code == 503 and server.process.wait(30) == 0
+        *_, going = server.printed().splitlines()
+        assert going == "going down: requests that run are ended first; Ctrl-C again ends at once"
 
 
 def test_no_longer_than_the_grace(golden, tmp_path):

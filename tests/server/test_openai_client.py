@@ -93,6 +93,26 @@ def test_json(chat):
             assert value.keys() == {"word", "count"} and value["count"] in (1, 2, 3)
 
 
+@pytest.mark.parametrize("choice, names", (
+    ("required", {"walk", "wait"}), ({"type": "function", "function": {"name": "wait"}}, {"wait"}),
+), ids=("required", "named"))
+def test_a_call_that_has_to_come(chat, choice, names):
+    walk, wait = ({"type": "function", "function": {"name": name}} for name in ("walk", "wait"))
+    walk["function"]["parameters"] = SCHEMA
+    options = {"tools": [walk, wait], "tool_choice": choice, "max_tokens": 200, "temperature": 0.8}
+    for seed in range(3):
+        (found,) = chat(seed=seed, **options).choices
+        (call,) = found.message.tool_calls
+        assert found.finish_reason == "tool_calls" and not found.message.content
+        assert call.type == "function" and call.function.name in names
+        arguments = json.loads(call.function.arguments)
+        assert arguments.keys() == ({"word", "count"} if call.function.name == "walk" else set())
+    *_, before, last = chat(seed=2, stream=True, **options)
+    (streamed,) = before.choices[0].delta.tool_calls
+    assert last.choices[0].finish_reason == "tool_calls" and streamed.index == 0
+    assert streamed.function.model_dump() == call.function.model_dump()
+
+
 def test_completions_of_texts_and_ids(client, plain):
     prompts = ["the sea is", "a fox"]
     want = [plain(p, raw=True, temperature=0, max_new_tokens=12).text for p in prompts]

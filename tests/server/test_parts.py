@@ -8,18 +8,14 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from common.errors import InputError
 from engine.request import Event, Request, Score
 from sampling.options import Sampling
 from server import gate
 from server.metrics import Metrics
-from server.protocol import Message, Refusal
-from server.replies import BARE, TAGGED, CallStream, form_of
+from server.protocol import CompletionBody, Message, Refusal
 from server.worker import Job, Worker
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-QWEN = "{% if tools %}<tools>{{ tools }}</tools> <tool_call>{% endif %}{{ messages }}"
-LLAMA = '{% if tools %}{"name": x, "parameters": y} ipython{% endif %}{{ messages }}'
 
 
 class Client:
@@ -110,45 +106,27 @@ def test_no_job_waits_for_a_rank_that_is_lost():
         worker.submit(Job([1], Sampling(4)))
 
 
-def read(form, text: str, size: int):
-    """Push a text in pieces -> (text before its end, text at its end, calls)."""
-    stream = CallStream(form)
-    early = "".join(stream.push(text[i : i + size]) for i in range(0, len(text), size))
-    rest, calls = stream.finish()
-    return early, rest, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-
-
-@pytest.mark.parametrize("size", (1, 3, 1000))
-def test_calls(size):
-    text = (
-        'Let me see.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n'
-        '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    )
-    assert read(TAGGED, text, size) == ("Let me see.\n", "", [("f", '{"a": "é<"}'), ("g", "{}")])
-    assert read(BARE, ' {"name": "f", "parameters": {"x": 1}}', size) == ("", "", [("f", '{"x": 1}')])
-
-
-@pytest.mark.parametrize("form, text", (
-    (TAGGED, "no call, a < b"), (TAGGED, "almost <tool_cal"), (TAGGED, "<tool_call>broken"), (TAGGED, ""),
-    (TAGGED, '<tool_call>{"name": 3, "arguments": {}}</tool_call>'), (None, "<tool_call>"),
-    (BARE, "Hello {you}"), (BARE, '{"name": "f"}'), (BARE, '{"a": 1} and more'),
-))
-@pytest.mark.parametrize("size", (1, 1000))
-def test_other_text_is_no_call(form, text, size):
-    early, rest, calls = read(form, text, size)
-    assert early + rest == text and not calls
-
-
-def test_the_template_decides_the_form():
-    assert form_of(QWEN) == TAGGED and form_of(LLAMA) == BARE
-    for template in (None, "{{ messages }}", "{{ tools }}"):
-        with pytest.raises(InputError, match="defines no calls"):
-            form_of(template)
+@pytest.mark.parametrize("body, schema", (
+    ({}, None), ({"response_format": {"type": "text", "schema": {"a": 1}}}, None),
+    ({"response_format": {"type": "json_object"}}, {"type": "object"}),
+    ({"response_format": {"type": "json_object", "schema": {"a": 1}}}, {"a": 1}),
+    ({"response_format": {"type": "json_object", "schema": None}}, {"type": "object"}),
+    ({"response_format": {"type": "json_schema", "schema": {"a": 1}}}, {"a": 1}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"a": 1}}}}, {"a": 1}),
+    ({"json_schema": {"a": 1}}, {"a": 1}), ({"guided_json": {"a": 1}}, {"a": 1}),
+    ({"structured_outputs": {"json": {"a": 1}}}, {"a": 1}),
+), ids=range(10))
+def test_the_schema_of_the_output_wherever_a_client_has_it(body, schema):
+    found = CompletionBody(prompt="x", **body).schema_text
+    assert (found and json.loads(found)) == schema
 
 
 def test_messages_as_templates_take_them():
+    """With arguments as an object, thoughts under every name, and fields that only the template knows."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     sent = {"id": "c", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    no_arguments = {"id": "c", "function": {"name": "f", "arguments": " "}}
+    thoughts = dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "hm")
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     tool = {"role": "tool", "name": "f"}
     for message, want in (
@@ -156,6 +134,11 @@ def test_messages_as_templates_take_them():
          {"role": "assistant", "content": "", "tool_calls": [call]}),
         ({"role": "developer", "content": parts, "tool_calls": []}, {"role": "system", "content": "ab"}),
         ({**tool, "content": "7", "tool_call_id": "c"}, {**tool, "content": "7", "tool_call_id": "c"}),
+        ({"role": "assistant", "tool_calls": [no_arguments]},
+         {"role": "assistant", "content": "",
+          "tool_calls": [{**call, "function": {"name": "f", "arguments": {}}}]}),
+        ({"role": "assistant", "content": "x", "reasoning": "hm", "mood": "!", "refusal": None},
+         {"role": "assistant", "content": "x", **thoughts, "mood": "!"}),
     ):
         assert Message(**message).as_dict() == want
     with pytest.raises(ValidationError, match="image_url"):

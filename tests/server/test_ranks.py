@@ -55,7 +55,7 @@ def test_answers_are_those_of_one_process(golden, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc here")
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("busy", [pytest.param(False, marks=pytest.mark.dear), True])
 def test_a_rank_that_dies_ends_the_server(golden, tmp_path, busy):
     with serving(golden, tmp_path / "log", *OPTIONS, ranks=2) as server:
         pid = server.process.pid

@@ -9,8 +9,8 @@ import pytest
 from helpers.tokenizers import CHATML, CORPUS, LLAMA2, train_bpe, write_byte_tokenizer
 from tokenizers import processors
 
-from tokens.gguf_tokenizer import WORD_RULES
 from tokens.tokenizer import Tokenizer
+from tokens.word_rules import WORD_RULES
 
 
 @pytest.fixture(scope="session")

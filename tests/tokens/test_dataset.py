@@ -99,9 +99,33 @@ def test_rows_without_talk_are_left_out_and_counted(write):
     assert read_chats(file, lines.append) == [asked]
     assert read_conversations(file, lines.append) == [[*asked, *said("assistant: r")]]
     assert lines == [
-        f"{file}: 2 rows are left out: no user speaks, or there are tools or images",
-        f"{file}: 2 rows are left out: no user turn with an answer, or tools or images",
+        f"{file}: rows that are left out: 1 with tools, 1 without a user's message",
+        f"{file}: rows that are left out: 1 with tools, 1 without an answer to a user",
     ]
+
+
+CALLS = [{"function": {"name": "f", "arguments": "{}"}}]
+
+
+@pytest.mark.parametrize("end, reason", [
+    *(({"content": content, **call}, "with tools") for content in ("", "I look.", None)
+      for call in ({"tool_calls": CALLS}, {"function_call": CALLS[0]["function"]})),
+    ({"content": "no", "weight": 0}, "without an answer to a user"), ({"content": 3}, "with images or other"),
+    ({"content": "yes", "weight": 1, "tool_calls": [], "function_call": None}, None),
+])
+def test_an_answer_that_is_not_to_be_learnt(write, end, reason):
+    """A call would be learnt without what is called; an answer of weight 0 is only read."""
+    row = {"messages": [*said("user: q"), {"role": "assistant", **end}]}
+    lines = []
+    kept = read_conversations(write(row, {"conversations": TALK}), lines.append)
+    assert len(kept) == (1 if reason else 2)
+    assert [f": rows that are left out: 1 {reason}" in line for line in lines] == [True] * bool(reason), lines
+
+
+def test_an_answer_of_weight_0_before_others_is_read(write):
+    only_read = {"role": "assistant", "content": "b", "weight": 0}
+    messages = [*said("user: a"), only_read, *said("user: c", "assistant: d")]
+    assert read_conversations(write({"messages": messages})) == [messages]
 
 
 def test_questions_get_an_id_and_a_category(write):

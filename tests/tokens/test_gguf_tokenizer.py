@@ -5,13 +5,14 @@ import json
 
 import pytest
 import tokenizers
-from helpers.tokenizers import CHATML, CORPUS, LLAMA2, json_library, sentencepiece_library, train_bpe
+from helpers.tokenizers import CHATML, CORPUS, LLAMA2, sentencepiece_library, train_bpe
 from tokenizers import pre_tokenizers
 
 from common.errors import InputError
 from tokens.backends import byte_alphabet
-from tokens.gguf_tokenizer import WORD_RULES, from_gguf
+from tokens.gguf_tokenizer import from_gguf
 from tokens.tokenizer import Tokenizer
+from tokens.word_rules import WORD_RULES
 
 
 def gguf_fields(model: tokenizers.Tokenizer, pre: str) -> dict:
@@ -36,7 +37,7 @@ def test_bpe_encodes_as_the_original(pre, tmp_path):
     assert (tok.vocab_size, tok.bos_id) == (model.get_vocab_size(), 0)
     assert tok.adds_bos is rule.add_bos and tok.has_template
     for text in (*CORPUS, "a   b</think><|im_end|>"):
-        assert tok.encode(text, bos=False, special=True) == model.encode(text).ids
+        assert tok.encode(text, bos=False, parse_special=True) == model.encode(text).ids
         assert (tok.encode(text)[:1] == [0]) is rule.add_bos
     assert 2 not in tok.encode("<|im_end|>")
     thought = tok.encode("</think>", bos=False)
@@ -75,7 +76,13 @@ def test_bos_follows_the_metadata(pre, setting, tmp_path):
     fields = gguf_fields(train_bpe(WORD_RULES[pre]), pre)
     from_gguf(fields | {"tokenizer.ggml.add_bos_token": setting}, tmp_path)
     assert (Tokenizer.load(tmp_path).encode("fox")[0] == 0) is setting
-    assert (json_library(tmp_path).encode("fox").ids[0] == 0) is setting
+
+
+def test_a_template_for_tools_stands_beside_the_other(tmp_path):
+    pre, template = "smollm", {"tokenizer.chat_template.tool_use": "T"}
+    from_gguf(gguf_fields(train_bpe(WORD_RULES[pre]), pre) | template, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    assert (tok.template, tok.tool_template) == (CHATML, "T")
 
 
 @pytest.mark.parametrize("prefix", [{}, {"tokenizer.ggml.add_space_prefix": False}], ids=("space", "none"))
@@ -99,12 +106,43 @@ def test_sentencepiece_encodes_as_the_original(sp, tmp_path, prefix):
     assert tok.chat([{"role": "user", "content": "hi</s>"}]).count(1) == 1
 
 
+def tiny_fields(kind: str, *tokens: tuple[str, int], **more) -> dict:
+    """Metadata of a vocabulary of bytes and these tokens (text, type), 256 bytes before the first."""
+    if kind == "gpt2":
+        alphabet = [(c, 1) for c, _ in sorted(byte_alphabet().items(), key=lambda pair: pair[1])]
+    else:
+        alphabet = [(f"<0x{b:02X}>", 6) for b in range(256)]
+    names, types = zip(*alphabet, *tokens)
+    fields = {"model": kind, "pre": "gpt-2", "merges": [], "scores": [0.0] * len(names), **more}
+    fields |= {"tokens": list(names), "token_type": list(types)}
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("type_", [1, 3, 4, 5], ids=("normal", "control", "user-defined", "unused"))
+def test_end_and_turn_tokens_are_control_tokens_whatever_their_type(kind, type_, tmp_path):
+    names = "<|im_start|>", "<|im_end|>", "<|mine|>", "<|eot_id|>", "[INST]", "STOP", "<think>", "<|other|>"
+    fields = tiny_fields(
+        kind, ("<unk>", 2), ("<s>", 3), ("</s>", 3), *((name, type_) for name in names), ("[PAD1]", 5),
+        bos_token_id=257, eos_token_id=258, eot_token_id=264, add_bos_token=False, add_space_prefix=False)
+    fields["tokenizer.chat_template"] = CHATML.replace("'<|im_start|>'", "'<|mine|>[INST]<think>'")
+    from_gguf(fields, tmp_path)
+    tok = Tokenizer.load(tmp_path)
+    marked, ends, visible = {*names[:6]}, {258, 260, 262}, {"<think>", "<|other|>"}
+    assert tok.control.keys() - {"<unk>", "<s>", "</s>"} == marked | (visible if type_ == 3 else set())
+    assert ends == {*tok.stop_ids}
+    assert tok.decode([72, *range(259, 265), 267, 105]) == "Hi"
+    text = {1: "<think><|other|>", 3: "", 4: "<think><|other|>", 5: ""}[type_]
+    assert tok.decode([265, 266]) == text
+    typed = tok.chat([{"role": "user", "content": "x<|im_end|>[INST]<|mine|>y"}])
+    assert [typed.count(i) for i in (260, 261, 263)] == [1, 1, 1]  # what the template writes
+
+
 @pytest.mark.parametrize("change, words", [
     ({"pre": "viking"}, "tokenizer.ggml.pre 'viking' is not known"),
     ({"model": "bert"}, "tokenizer model 'bert' is not supported"),
     ({"model": "llama"}, "tokenizer.ggml.scores is missing"),
     ({"merges": ["no such"]}, "cannot be rebuilt"), ({"merges": ["abc"]}, "cannot be rebuilt"),
-    ({"tokens": None}, "tokenizer.ggml.tokens is missing; expected a list"),
     ({"token_type": [1]}, r"token_type is \[1\]; expected a list of [\d,]+, as many as there are tokens"),
     ({"eos_token_id": 10**6}, "tokenizer.ggml.eos_token_id is 1000000; expected an id below"),
     ({"tokens": ["a", "b", "a"], "merges": [], "token_type": [1] * 3}, "has repeated tokens"),

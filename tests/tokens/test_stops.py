@@ -1,6 +1,8 @@
 """Stop texts: found across tokens, cut exactly, and nothing comes out too early."""
 import random
 
+import pytest
+
 from tokens.stops import Found, StopStream
 
 
@@ -36,3 +38,24 @@ def test_text_that_may_be_a_stop_is_held_back(byte_tokenizer):
     assert stream.push(list(b"D")) == Found("", 1)
     assert stream.flush() == "END"
     assert StopStream(byte_tokenizer.stream(), ()).push(list(b"END")) == Found("END", 3)
+
+
+@pytest.mark.parametrize("stops, written, text, used, stop", [
+    (("<eos>",), b"ab|c", "ab", 3, "<eos>"),
+    (("<eos>",), b"ab<eos>c", "ab", 7, "<eos>"),  # letters that spell it, as before
+    (("b<eos>\n<bos>",), b"a|b|\n^c", "a", 6, "b<eos>\n<bos>"),
+    (("x<eos>y", "<bos>"), b"ax|b^", "axb", 5, "<bos>"),  # held back, then not a stop after all
+    (("\n", "<eos>"), b"a|\n", "a", 2, "<eos>"),
+    (("<eo",), b"a|b", "ab", 3, None),  # part of a name is no control token
+    ((), b"a|b", "ab", 3, None),
+])
+def test_a_control_token_matches_its_name(byte_tokenizer, stops, written, text, used, stop):
+    """In `written`, | stands for <eos> and ^ for <bos>."""
+    ids = [{ord("|"): 257, ord("^"): 256}.get(b, b) for b in written]
+    for size in (1, 3, 9):
+        stream, out, done, found = StopStream(byte_tokenizer.stream(), stops), "", 0, None
+        while done < len(ids) and not (found and found.stop):
+            found = stream.push(ids[done : done + size])
+            out, done = out + found.text, done + found.ids
+        out += "" if found.stop else stream.flush()
+        assert (out, done, found.stop) == (text, used, stop)

@@ -16,8 +16,8 @@ from helpers.tokenizers import (
 )
 
 from common.errors import InputError
-from tokens.templates import TEMPLATES, find_template, render_template
-from tokens.tokenizer import Tokenizer
+from tokens.templates import TEMPLATES, Template, find_template, render_template, thoughts_of
+from tokens.tokenizer import Tokenizer, copy_files
 
 # Each conversation and the texts that the built-in templates have made of it since their first release.
 RENDERED = json.loads((Path(__file__).parent / "rendered_chats.json").read_text(encoding="utf-8"))
@@ -104,7 +104,7 @@ def test_chat_equals_encoding_the_rendered_text(bpe, sp):
     tok = Tokenizer.load(sp)
     a, b, c = (m["content"] for m in turns)
     rendered = f"<s>[INST] {a} [/INST] {b} </s><s>[INST] {c} [/INST]"
-    assert tok.chat(turns) == tok.encode(rendered, special=True) and tok.chat(turns).count(1) == 2
+    assert tok.chat(turns) == tok.encode(rendered, parse_special=True) and tok.chat(turns).count(1) == 2
 
 
 def test_template_language(bpe, tmp_path):
@@ -122,6 +122,53 @@ def test_template_language(bpe, tmp_path):
     tok = Tokenizer.load(tmp_path)
     ids = tok.chat([{"role": "ü", "content": "<a>"}, {"role": "x", "content": "y"}], mood="!")
     assert ids[0] == 2 and tok.decode(ids) == '4{"role": "ü", "content": "<a>"}!'
+
+
+def config(template) -> str:
+    return json.dumps({"eos_token": "<|im_end|>", "chat_template": template})
+
+
+NAMED = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+FLAT, EXTRA = "tool_use.jinja", "additional_chat_templates/tool_use.jinja"
+
+
+@pytest.mark.parametrize("files, plain, with_tools", [
+    ({"tokenizer_config.json": config(NAMED)}, "D", "T"),
+    ({"tokenizer_config.json": config(NAMED[:1])}, "T", "T"),
+    ({"tokenizer_config.json": config("D"), EXTRA: "T"}, "D", "T"),
+    ({"chat_template.jinja": "D", EXTRA: "T"}, "D", "T"),
+    ({"chat_template.jinja": "D", FLAT: "T"}, "D", "T"),
+    ({"chat_template.json": config(NAMED)}, "D", "T"),
+    ({"tokenizer_config.json": config(NAMED), "chat_template.jinja": "J"}, "J", "J"),  # as in transformers
+    ({"tokenizer_config.json": config(NAMED), EXTRA: "E"}, "D", "E"),
+], ids=range(8))
+def test_tools_have_a_template_of_their_own_where_one_is_named(bpe, tmp_path, files, plain, with_tools):
+    """In the folder of a model and, after its files are copied, in a converted one."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder in (source, target, source / "additional_chat_templates"):
+        folder.mkdir()
+    changed_json(bpe, source)
+    (source / "tokenizer_config.json").unlink()
+    for name, content in files.items():
+        (source / name).write_text(content)
+    copy_files(source, target)
+    for tok in map(Tokenizer.load, (source, target)):
+        assert (tok.render([]), tok.render([], tools=[])) == (plain, plain)
+        assert tok.render([], tools=[{}]) == with_tools == tok.tool_template
+
+
+def test_an_error_names_the_file_of_the_template_for_tools(bpe, tmp_path):
+    changed_json(bpe, tmp_path)
+    (tmp_path / FLAT).write_text("{{ 1 / 0 }}")
+    with pytest.raises(InputError, match=f"^{re.escape(str(tmp_path / FLAT))}: chat template: division"):
+        Tokenizer.load(tmp_path).chat(user("x"), tools=[{}])
+
+
+@pytest.mark.parametrize("name", ("reasoning_content", "reasoning", "thinking"))
+def test_thoughts_have_every_name_that_templates_read(name):
+    every = {"reasoning_content": "hm", "reasoning": "hm", "thinking": "hm"}
+    assert thoughts_of({"content": "x", name: "hm"}) == every
+    assert thoughts_of({name: ""}) == thoughts_of({name: None}) == thoughts_of({name: [1]}) == {}
 
 
 @pytest.mark.parametrize("template, words", [
@@ -149,7 +196,8 @@ def test_template_errors_are_one_line(bpe, tmp_path, template, words):
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_built_in_templates_render_the_same_text_as_ever(template, chat):
     names = {"bos_token": "<s>", "eos_token": "</s>"}
-    assert render_template(TEMPLATES[template], chat["messages"], names, "") == chat[template]
+    found = render_template(Template(TEMPLATES[template], Path()), chat["messages"], names)
+    assert found == chat[template]
     # And in an environment that keeps the white space around blocks.
     plain = jinja2.Environment(keep_trailing_newline=True).from_string(TEMPLATES[template])
     assert plain.render(messages=chat["messages"], **names) == chat[template]

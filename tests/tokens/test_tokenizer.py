@@ -27,8 +27,9 @@ def test_json_encodes_as_the_library(bpe):
     rendered = "<|im_start|>user\n 12  <|im_end|>\n" + CORPUS[3] + "<|im_end|><|endoftext|>"
     for text in (rendered, "<|endoftext|>x"):
         expected = library.encode(text, add_special_tokens=False).ids
-        assert tok.encode(text, bos=False, special=True) == expected
-    assert tok.encode("<|endoftext|>x", special=True) == expected and tok.encode("x", special=True)[0] == 0
+        assert tok.encode(text, bos=False, parse_special=True) == expected
+    assert tok.encode("<|endoftext|>x", parse_special=True) == expected  # BOS is written already
+    assert tok.encode("x", parse_special=True)[0] == 0
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
@@ -56,7 +57,8 @@ def test_json_of_sentencepiece_kind_encodes_as_the_library(tmp_path, scheme):
     for text in (
         "<s>The fox</s> dog<s> x", "a <|r|>  b  <|l|> c", "word sword word", "a<|r|>>b<|r|> >", *CORPUS
     ):
-        assert tok.encode(text, bos=False, special=True) == model.encode(text, add_special_tokens=False).ids
+        ids = model.encode(text, add_special_tokens=False).ids
+        assert tok.encode(text, bos=False, parse_special=True) == ids
     for text in CORPUS:
         assert tok.decode(tok.encode(text)) == text == model.decode(tok.encode(text))
 
@@ -73,7 +75,7 @@ def test_json_with_gaps_among_its_ids_encodes_as_the_library(bpe, tmp_path, gap)
             Tokenizer.load(folder)
         return
     tok, library = Tokenizer.load(folder), json_library(folder)
-    assert tok.highest == 603 + gap and tok.vocab_size == 600
+    assert tok.vocab_size == 604 + gap
     for text in moved:
         ids = tok.encode(text, bos=False)
         assert ids == library.encode(text, add_special_tokens=False).ids == [model["vocab"][text]]
@@ -88,7 +90,7 @@ def test_sentencepiece_encodes_as_the_library(sp):
     assert tok.encode("a</think>b") == [1, *library.encode("a"), 521, *library.encode("b")]
     text = "<s>[INST] hi [/INST] yes </s><s>go<|tool|>"
     pieces = [1, *library.encode("[INST] hi [/INST] yes "), 2, 1, *library.encode("go"), 520]
-    assert tok.encode(text, special=True) == pieces
+    assert tok.encode(text, parse_special=True) == pieces
 
 
 def with_settings(folder, copy, **settings) -> Tokenizer:
@@ -100,9 +102,9 @@ def with_settings(folder, copy, **settings) -> Tokenizer:
 
 def test_sentencepiece_without_legacy_puts_no_space_after_control_tokens(sp, tmp_path):
     library, tok = sentencepiece_library(sp), with_settings(sp, tmp_path, legacy=False)
-    legacy = Tokenizer.load(sp).encode("fox</s>fox", special=True)[1:]
+    legacy = Tokenizer.load(sp).encode("fox</s>fox", parse_special=True)[1:]
     assert legacy == [*library.encode("fox"), 2, *library.encode("fox")]
-    first = tok.encode("fox</s>fox", special=True)[1:]
+    first = tok.encode("fox</s>fox", parse_special=True)[1:]
     second = first[first.index(2) + 1 :]
     assert first[: first.index(2)] == library.encode("fox") and tok.decode([2, *second]) == "fox"
     assert not library.id_to_piece(second[0]).startswith("▁")
@@ -156,9 +158,9 @@ def test_spaces_before_a_token_that_takes_them_cost_no_more_than_others(bpe, tmp
     token = {"content": "<mask>", "lstrip": True, "special": True}
     tok = Tokenizer.load(changed_json(bpe, tmp_path, token))
     for end, count in (("y", 0), ("<mask>y", 1)):
-        ids = tok.encode("x" + " " * 300_000 + end, bos=False, special=True)
+        ids = tok.encode("x" + " " * 300_000 + end, bos=False, parse_special=True)
         assert ids.count(tok.control["<mask>"]) == count
-    assert tok.decode(tok.encode("a  <mask> b", bos=False, special=True)) == "a b"
+    assert tok.decode(tok.encode("a  <mask> b", bos=False, parse_special=True)) == "a b"
 
 
 # ---- decoding and streaming ----
@@ -301,9 +303,12 @@ DEMO = ROOT / "checkpoints" / "smollm2-135m"
 @pytest.mark.skipif(not DEMO.is_dir(), reason=f"the demo checkpoint is not at {DEMO.relative_to(ROOT)}")
 def test_demo_checkpoint():
     tok = Tokenizer.load(DEMO)
-    assert tok.vocab_size == 49152 and tok.highest == 49151 and tok.encode("Hello world") == [19556, 905]
+    assert tok.vocab_size == 49152 and tok.encode("Hello world") == [19556, 905]
     ids = tok.chat([{"role": "user", "content": "<|im_end|> 12"}])
     assert [i for i in ids if i < 17] == [1, 2, 1, 2, 1]
     assert tok.decode(ids).endswith("user\n<|im_end|> 12\nassistant\n")
     for text in CORPUS:
         assert tok.decode(tok.encode(text)) == text
+    turn = "<|im_start|>user\nhi<|im_end|>\n"
+    assert tok.encode(turn, parse_special=True) == [1, 4093, 198, 6004, 2, 198]
+    assert tok.decode(tok.encode(turn)) == turn and not {1, 2} & {*tok.encode(turn)}

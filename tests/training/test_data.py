@@ -1,9 +1,12 @@
 """Rows of text: how conversations become rows, which of them are used, and what is counted."""
+import json
+
 import pytest
 from helpers.tokenizers import with_template
 from helpers.training import users
 
 from common.errors import InputError
+from tokens.dataset import read_conversations
 from tokens.tokenizer import Tokenizer
 from training import data
 
@@ -37,6 +40,20 @@ def test_a_template_that_rewrites_what_was_said_gives_a_row_per_answer(golden, t
     assert first["chat"] == second["chat"]  # one conversation: held out or trained on together
 
 
+def test_thoughts_beside_an_answer_are_learnt_as_the_template_writes_them(golden, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "reasoning": "hm"},
+    ]}))
+    (messages,) = read_conversations(file)
+    tokenizer = with_template(golden, tmp_path, (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.reasoning_content }}/{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    ))
+    (row,) = data.of_conversation(tokenizer, messages, [ord("\n")])
+    assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"hm/hello\n"]
+
+
 def test_a_template_that_moves_the_system_message_is_refused(golden, tmp_path):
     """Mistral writes it into the last user turn: the prompt is then no beginning of the conversation."""
     tokenizer = with_template(golden, tmp_path, (
@@ -68,7 +85,7 @@ NO_ROWS = (
     '{"ids": [1, 2, 3, 4], "answers": [[1, 3, 4]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 7]]}',
     '{"ids": [1, 2, 3, 4, 5], "answers": [[4, 5], [1, 3]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 3.5]]}',
     '{"ids": [true, 2, 3, 4], "answers": [[1, 4]]}', '{"ids": [1, 2, 3, 4], "answers": [[1, 4]], "chat": 5}',
-    '{"ids": "text", "answers": []}', '{"answers": []}', "[]", "{", '{"left_out": "some"}', "",
+    '{"ids": "text", "answers": []}', '{"answers": []}', "[]", "{", '{"left_out": -1}', "",
     '{"step": 1, "loss": 2.0}',
 )
 
@@ -81,11 +98,11 @@ def test_a_line_that_is_no_row(tmp_path, line, words):
     good = '{"ids": [9, 1, 2, 3], "answers": [[1, 4]], "target": "this"}\n'
     shard = tmp_path / "a.jsonl"
     shard.write_text(good + good + '{"left_out": 2}\n')
-    rows, left_out, cut = data.load_shards([shard], 100, 256, "this")
-    assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and (left_out, cut) == (2, 0)
+    rows, left_out, cut = data.rows_of(data.read_shards([shard], 256, "this"), 100)
+    assert [row["ids"] for row in rows] == [[9, 1, 2, 3]] and (left_out.total(), cut) == (2, 0)
     shard.write_text(good + line + "\n")
     with pytest.raises(InputError, match=f"a.jsonl: line 2 {words}"):
-        data.load_shards([shard], 100, 256, "this")
+        data.read_shards([shard], 256, "this")
 
 
 def test_shards_that_cannot_be_read(tmp_path):
@@ -93,7 +110,7 @@ def test_shards_that_cannot_be_read(tmp_path):
         data.shards_in(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe\n")
     with pytest.raises(InputError, match=r"a\.jsonl: cannot be read"):
-        data.load_shards(data.shards_in(tmp_path), 100, 256, "this")
+        data.read_shards(data.shards_in(tmp_path), 256, "this")
 
 
 def test_no_prompt_is_both_held_out_and_trained_on():
@@ -110,17 +127,22 @@ def test_no_prompt_is_both_held_out_and_trained_on():
 def test_the_report_counts():
     rows = [{"ids": [1] * 10 + [7, 7, 8], "answers": [[10, 13]], "source": "prompts"}]
     rows += [{"ids": [2] * 100, "answers": [[90, 93], [95, 100]], "source": "x"}]
-    d = data.count_text(rows, 4097)
-    counted = d["rows"], d["tokens"], d["answer_tokens"], d["answers"], d["several_answers"], d["longest"]
-    assert counted == (2, 113, 11, 3, 1, 100)
-    assert d["by_source"] == {"prompts": 1, "x": 1}
     counts = data.counts_of(rows)
+    assert data.text_report(rows, counts, 4097).splitlines() == [
+        "2 conversations (prompts 1, x 1), 1 with several answers",
+        "113 tokens, 11 of them in 3 answers; the longest row has 100",
+        "3 distinct answer tokens; a draft vocabulary covers 2,048: 100.00%, 4,096: 100.00%",
+    ]
     ids = data.draft_vocabulary(counts, 2, 4097).tolist()
     assert ids == [2, 7] and data.covered(counts, ids) == pytest.approx(10 / 11)
-    assert list(d["coverage"]) == [2048, 4096] and "11 of them" in data.text_report(d)
     assert data.draft_vocabulary(counts, 5, 4097).tolist() == [0, 1, 2, 7, 8]
     assert data.unused(rows, 4097) == 4096
 
 
-def test_users_alone_make_no_row(golden):
-    assert list(data.of_conversation(Tokenizer.load(golden), users("hello", "again"), [])) == []
+def test_users_alone_and_answers_of_weight_0_make_no_row(golden):
+    tokenizer, messages = Tokenizer.load(golden), messages_of(("user", "a"), ("assistant", "bcd"))
+    assert list(data.of_conversation(tokenizer, users("hello", "again"), [])) == []
+    messages[1]["weight"] = 0
+    assert list(data.of_conversation(tokenizer, messages, [])) == []
+    (row,) = data.of_conversation(tokenizer, messages + messages_of(("user", "e"), ("assistant", "fgh")), [])
+    assert [bytes(row["ids"][b:e]) for b, e in row["answers"]] == [b"fgh\n"]

@@ -180,6 +180,7 @@ def test_heads_without_a_place_in_a_layout(models, models1, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.dear
 @pytest.mark.slow
 def test_a_head_learns_on(golden, prompt_file, tmp_path, capsys):
     """As a user does it: EAGLE-3, exported, converted, begun with. Another start is another run."""

@@ -153,6 +153,7 @@ def test_noise_belongs_to_the_row(models1):
     assert not noises[-1].any()
 
 
+@pytest.mark.dear
 @pytest.mark.compile
 @pytest.mark.slow
 def test_a_compiled_loss_is_the_loss(models):

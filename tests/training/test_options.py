@@ -16,7 +16,7 @@ FILES = {
 }
 REFUSED = {  # what the error says: the options that are changed; {} is the folder of FILES
     "nothing to train on: give --prompts FILE, --synthesize N": {"prompts": None, "synthesize": 0},
-    "not a folder; convert": {"checkpoint": "{}/nowhere"},
+    "{}/nowhere: no such file or folder": {"checkpoint": "{}/nowhere"},
     "--out {}/file: not a folder that can be written to": {"out": "{}/file"},
     "--out {}: holds something else than a trained head of this kind": {"out": "{}"},
     "--cache-features {}/file: not a folder that can be": {"cache-features": "{}/file"},
@@ -32,14 +32,13 @@ REFUSED = {  # what the error says: the options that are changed; {} is the fold
     "cannot be read": {"shards": "{}/no-utf8", "prompts": None},
     "--max-prompt-tokens plus --max-new-tokens 1000040: the target has 1024": {"max-prompt-tokens": 10**6},
     "--draft-vocab 321: the target has 320": {"draft-vocab": 321},
-    "24 prompts or conversations were left out: empty, longer": {"max-prompt-tokens": 3, "synthesize": 0},
+    "that are left out: 24 longer than --max-prompt-tokens 3": {"max-prompt-tokens": 3, "synthesize": 0},
     "fewer than two different prompts": {"limit": 1, "synthesize": 0},
     "--limit belongs to --prompts; leave it out": {"limit": 3, "prompts": None, "synthesize": 4},
     "--turns belongs to --synthesize; leave it out": {"turns": 3, "synthesize": 0},
     "--openings belongs to --synthesize; leave it out": {"openings": "{}/file", "synthesize": 0},
-    "--ce-share belongs to --loss lk; leave it out": {"ce-share": 0.5},
     "--states belongs to heads from nothing": {"states": 3, "start": "{}"},
-    "--start: {}/empty/config.json: no such file": {"start": "{}/empty"},
+    "{}/empty: holds no config.json": {"start": "{}/empty"},
     "--layers: not for --kind eagle3; leave it out": {"layers": 2},
     "--drafts: not for --kind eagle3; leave it out": {"drafts": 2},
     "--markov-rank: not for --kind dflash; leave it out": {"kind": "dflash", "markov-rank": 2},
@@ -126,7 +125,8 @@ def test_what_a_template_refuses_is_left_out(golden, tmp_path, capsys):
     text = {"conversations": conversations, "synthesize": 0}
     assert train.main([*options(strict, tmp_path / "p.jsonl", tmp_path, **text), "--collect-only"]) == 0
     error = capsys.readouterr().err
-    assert "3 prompts or conversations were left out" in error and "no system messages" in error
-    assert "c.jsonl: 1 rows are left out" in error
+    for words in ("left out: 2 refused by the chat template (", "no system messages), 1 with an empty prompt",
+                  "c.jsonl: rows that are left out: 1 with tools"):
+        assert words in error, error
     conversations.write_text(json.dumps({"messages": answered[6]}) + "\n")
     assert "no usable answers" in error_of(capsys, options(strict, None, tmp_path / "b", **text))

@@ -1,4 +1,7 @@
 """The training loop: batches, gradients, the average, the schedule, the saved state, the processes."""
+import io
+import time
+
 import pytest
 import torch
 from helpers.training import ROWS
@@ -10,7 +13,7 @@ from training.batches import batches
 from training.features import Features
 from training.losses import Eagle3Objective
 from training.processes import Processes
-from training.report import chain_tau, draw_curves
+from training.report import LiveBar, TrainingLog, chain_tau, doubt_of, draw_curves
 from training.trainer import Plan, Trainer, save_state
 
 
@@ -85,7 +88,20 @@ def test_a_state_of_something_else(models, tmp_path, other):
     state = torch.load(tmp_path / "state.pt", weights_only=True)
     for part in ("head", "optimizer", "at"):
         save_state(tmp_path, state | {part: other})
-        with pytest.raises(InputError, match=r"state.pt: holds no state of this head; delete it"):
+        with pytest.raises(InputError, match=r"state.pt: damaged, or no state of this head; delete it"):
+            trainer(models, tmp_path).resume()
+
+
+@pytest.mark.parametrize("error", (PermissionError(13, "denied"), torch.OutOfMemoryError("out of memory")))
+def test_a_good_state_that_cannot_be_read_now(models, tmp_path, monkeypatch, error):
+    """Nobody is told to delete it."""
+    def fails(*args, **how):
+        raise error
+
+    trainer(models, tmp_path).save()
+    for place, name in ((room.torch, "load"), (torch.optim.AdamW, "load_state_dict")):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(place, name, fails)
             trainer(models, tmp_path).resume()
 
 
@@ -100,20 +116,40 @@ def test_curves(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
 
 
+def test_figures_have_the_names_of_the_page(tmp_path, capsys):
+    log, accuracy = TrainingLog(tmp_path, 0, 4), [0.5, 0.4]
+    log.move(100, 1.5)
+    log.step({"step": 1, "loss": 3.0, "accuracy": accuracy})
+    log.validation({"step": 1, "epoch": 1, "held_out": accuracy, "tau": 1.834})
+    log.close()
+    printed = capsys.readouterr().err
+    assert "epoch 1: held-out accuracy 0.500 0.400, chain τ 1.70, tree τ 1.83\n" in printed
+    assert "loss 3.000, accuracy 0.50 0.40, chain τ 1.70 |" in printed and " 37.5% [" in printed
+    assert "100 tokens, " in printed
+
+
+def test_a_live_line_is_drawn_while_nothing_moves(monkeypatch):
+    monkeypatch.setattr(report.sys, "stderr", io.StringIO())
+    monkeypatch.setattr(report.sys.stderr, "isatty", lambda: True, raising=False)
+    with LiveBar(total=3) as bar:
+        limit = time.monotonic() + 20
+        while "00:01" not in bar.fp.getvalue():
+            assert time.monotonic() < limit, bar.fp.getvalue()
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("accuracy, step, advice", [
+    (0.003, 3, "0.3%: the head has learnt next to nothing in 3 optimizer steps; give it more text"),
+    (0.0, 5000, "nothing in 5,000 optimizer steps; try a smaller --lr"), (0.02, 3, None),
+])
+def test_a_head_that_has_learnt_nothing(accuracy, step, advice):
+    doubt = doubt_of([{"step": step, "held_out": [accuracy, 0.0]}, {"step": step, "loss": 1.0}])
+    assert doubt.endswith(advice) if advice else doubt == ""
+
+
 def test_a_group_that_is_described_in_part(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(InputError, match="WORLD_SIZE is set but not what belongs to it"):
+    with pytest.raises(InputError, match="WORLD_SIZE=2 RANK= MASTER_PORT= MASTER_ADDR= in the env"):
         Processes.from_environment("cpu")
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(InputError, match="WORLD_SIZE='two' in the environment: must be 1 to"):
-        Processes.from_environment("cpu")
-
-
-def test_each_process_has_a_device_of_its_own(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    assert Processes(5, 8).own_device("cuda") == "cuda:3" and chosen == [torch.device("cuda:3")]
-    assert Processes(5, 8).own_device("cpu") == "cpu" and Processes().own_device("cuda") == "cuda"

@@ -1,5 +1,5 @@
 """Shards of text that the target writes: several turns, user turns of its own, several processes."""
-import json
+from types import SimpleNamespace
 
 import pytest
 from helpers.tokenizers import with_template
@@ -11,13 +11,13 @@ from engine.engine import Engine
 from sampling.options import Sampling
 from tokens.templates import TEMPLATES
 from tokens.tokenizer import Tokenizer
-from training import data, writing
+from training import data
 from training.processes import Processes
 from training.writing import Collector, open_engine
 
 SETTINGS = {
     "target": "golden", "seed": 0, "max_new_tokens": 12, "temperature": 0.0, "max_prompt_tokens": 100,
-    "batch": 1, "stop_ids": [ord("\n")],
+    "stop_ids": [ord("\n")],
 }
 
 
@@ -30,26 +30,21 @@ def collector(golden, folder, **changes) -> Collector:
 @pytest.fixture
 def decoded(monkeypatch) -> list[list[int]]:
     """Every prompt that is decoded."""
-    original, prompts = writing.decode_answers, []
+    original, prompts = Engine.admit, []
 
-    def watched(engine, more, *rest):
-        prompts.extend(more)
-        return original(engine, more, *rest)
+    def watched(engine, prompt, *rest):
+        prompts.append(prompt)
+        return original(engine, prompt, *rest)
 
-    monkeypatch.setattr(writing, "decode_answers", watched)
+    monkeypatch.setattr(Engine, "admit", watched)
     return prompts
 
 
-def shards(c: Collector) -> list:
-    return [piece.path for piece in c.pieces]
-
-
 def read_rows(c: Collector) -> list[dict]:
-    rows = [row for path in shards(c) for row in map(json.loads, path.read_text().splitlines())]
-    return [row for row in rows if "left_out" not in row]
+    return [line.model_dump() for line in c.read(320) if not line.left_out]
 
 
-def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path_factory, monkeypatch):
+def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path_factory):
     """Where no stop id ends the user's turn, the text that leads to the assistant does."""
     c = collector(golden, tmp_path)
     assert c.user_end() == ""
@@ -60,11 +55,14 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
         c.tokenizer = with_template(golden, tmp_path_factory.mktemp(name), TEMPLATES[name])
         assert c.user_end() == end
     c.max_prompt_tokens = 10**6
-    texts = iter([[list(b" What is two? [/INST] Two.")], [list(b" It is two.")]])
-    monkeypatch.setattr(writing, "decode_answers", lambda *_: [(ids, "length") for ids in next(texts)])
     c.synthesize(1)
-    c.write()
-    (row,) = read_rows(c)
+    (begin,) = c.planned.values()
+    steps, texts = begin(), (b" What is two? [/INST] Two.", b" It is two.")
+    next(steps)
+    steps.send(SimpleNamespace(ids=list(texts[0]), finish="length"))
+    with pytest.raises(StopIteration) as end:
+        steps.send(SimpleNamespace(ids=list(texts[1]), finish="length"))
+    (row,) = end.value.value.rows
     text = bytes(i for i in row["ids"] if i < 256)
     assert b"What is two?" in text and text.endswith(b" It is two.") and b" Two." not in text
 
@@ -72,16 +70,21 @@ def test_a_users_turn_ends_where_the_template_goes_on(golden, tmp_path, tmp_path
 def test_several_turns_are_answered_with_what_was_said(golden, tmp_path):
     c = collector(golden, tmp_path)
     with_system = [{"role": "system", "content": "s"}, *users("q")]
-    c.from_prompts([users("one", "two", "three"), users("four"), users("x" * 95, "dropped"), with_system])
+    c.from_prompts([
+        users("one", "two", "three"), users("four"), users("x" * 95, "dropped"), users("y" * 99), users(""),
+        with_system,
+    ])
     c.write()
     rows = read_rows(c)
     assert sorted(len(r["answers"]) for r in rows) == [1, 1, 1, 3]
     assert {r["target"] for r in rows} == {"golden"}
     assert any(bytes(r["ids"]).startswith(b"s:s\nu:q\na:") for r in rows)  # the system message is kept
-    usable, left_out, _ = data.load_shards(shards(c), 200, 320, "golden")
-    assert left_out == 1 and len(usable) <= 4
+    usable, left_out, _ = data.rows_of(c.read(320), 200)
+    assert len(usable) <= 4 and left_out == {
+        "longer than --max-prompt-tokens 100": 1, "with an empty prompt": 1,
+    }
     with pytest.raises(InputError, match="another target"):
-        data.load_shards(shards(c), 200, 320, "other")
+        data.read_shards(c.files, 320, "other")
     target, _ = load_model(golden)
     row = max(rows, key=lambda r: len(r["answers"]))
     plain = Engine(target, compile=False, max_seq_len=200, stop_ids=[ord("\n")])
@@ -130,49 +133,53 @@ def written_by(c: Collector, prompts: list) -> Collector:
     return c
 
 
-def test_shards_are_shared_between_processes(golden, tmp_path, monkeypatch):
+def test_conversations_are_shared_between_processes(golden, tmp_path):
     """Whoever is free takes the next one, and what it holds does not depend on who that is."""
-    monkeypatch.setattr(writing, "SHARD", 4)
     prompts, store = [users(f"question {i}") for i in range(10)], Counter()
     alone = written_by(collector(golden, tmp_path / "alone"), prompts)
     both = [Processes(rank, 2, store=store) for rank in (0, 1)]
+    for processes in both:
+        processes.wait = lambda: None
     parts = [collector(golden, tmp_path / "shared", processes=processes) for processes in both]
     for part in parts:
         part.from_prompts(prompts)
-    queues = [part.processes.queue("text", 3) for part in parts]
-    taken = [next(queues[1]), next(queues[0]), next(queues[1])]
-    assert taken == [0, 1, 2] and [list(queue) for queue in queues] == [[], []]
-    for rank, number in zip((1, 0, 1), taken):
-        parts[rank].write_piece(number)
-    assert read_rows(parts[0]) == read_rows(alone) and parts[0].left_out == 0
-    before = {p: p.stat().st_mtime_ns for p in shards(alone)}
-    shards(alone)[1].unlink()
-    again = written_by(collector(golden, tmp_path / "alone"), prompts)
-    assert read_rows(again) == read_rows(parts[1])
-    assert [p.stat().st_mtime_ns == before[p] for p in shards(again)] == [True, False, True]
+    others = [next(both[1].queue("text", 10)) for _ in range(3)]
+    assert others == [0, 1, 2]  # which the second process does not write
+    parts[0].write()
+    with pytest.raises(InputError, match="written are not here; --out must lie on a disk"):
+        parts[0].read(320)
+    store.taken = 0  # as when the same command goes on
+    parts[1].write()
+    assert [path.stem[-2:] for path in parts[1].files] == ["-0", "-1"]
+    assert [len(path.read_text().splitlines()) for path in parts[1].files] == [7, 3]
+    assert read_rows(parts[0]) == read_rows(parts[1]) == read_rows(alone)
 
 
-def test_a_killed_writer_leaves_its_answers(golden, tmp_path, monkeypatch, decoded):
-    """Finished answers are not decoded again, and half a line of them is no answer."""
+def test_a_killed_writer_leaves_its_conversations(golden, tmp_path, decoded):
+    """Those that ended are not decoded again, and half a line is none; other settings find none of them."""
     prompts = [users("one", "two"), *(users(f"question {i}") for i in range(5))]
     alone = written_by(collector(golden, tmp_path / "alone"), prompts)
-    killed, kept = collector(golden, tmp_path / "killed"), []
-    add = writing.Journal.add
+    killed, ended = collector(golden, tmp_path / "killed"), []
 
-    def kill(journal, key, answer):
-        add(journal, key, answer)
-        kept.append(key)
-        if len(kept) == 3:
+    def kill(talk, written):
+        ended.append(talk)
+        if len(ended) == 4:
             raise KeyboardInterrupt
+        return Collector._lines(killed, talk, written)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(writing.Journal, "add", kill)
+    killed._lines = kill
+    with pytest.raises(KeyboardInterrupt):
         written_by(killed, prompts)
-    (left,) = tmp_path.glob("killed/*.answers")
-    assert len(left.read_text().split()) > 3 and not shards(killed)[0].exists()
+    (left,) = killed.files
     with open(left, "a") as file:
-        file.write('\n["half a li')
+        file.write('{"ids": [1, 2')
     decoded.clear()
     again = written_by(collector(golden, tmp_path / "killed"), prompts)
-    assert read_rows(again) == read_rows(alone) and len(decoded) == 7 - 3
-    assert [p.name for p in (tmp_path / "killed").iterdir()] == [p.name for p in shards(alone)]
+    assert read_rows(again) == read_rows(alone) and len(decoded) == 7 - 4
+    written_by(collector(golden, tmp_path / "killed"), prompts[::-1])
+    assert len(decoded) == 3 + 7
+    before = left.read_bytes()
+    more = written_by(collector(golden, tmp_path / "killed"), [*prompts, users("one more")])
+    assert len(decoded) == 3 + 7 + 1 and left.read_bytes().startswith(before) and len(read_rows(more)) == 7
+    written_by(collector(golden, tmp_path / "killed", seed=1), prompts)
+    assert len(decoded) == 3 + 7 + 1 + 7

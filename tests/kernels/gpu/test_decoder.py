@@ -1,6 +1,7 @@
 """Whole steps on the GPU kernels: the reference's trees, and the text of plain decoding by definition."""
 import pytest
 from helpers import GOLDEN
+from helpers.ahead_of_time import dear
 from helpers.decoding import ids, plain, prompts, replay, shape_of, speculative
 from helpers.drafters import NAMES, make_drafter
 
@@ -15,8 +16,8 @@ TRACES = sorted(GOLDEN.glob("eagle?.*.safetensors"))
 BATCH, TOKENS, LONGEST, CHUNKS = 3, 60, 60, None
 COUPLED = [name for name in NAMES if name != "residual"]  # whose text is that of the seed
 if here.INTERPRETED:  # slowly: one trace, and a drafter of each kind of pass
-    COUPLED = ("eagle3", "hydra++", "lookahead", "eagle3 window")
-    TRACES = [path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"]
+    COUPLED = ("eagle3", *dear("hydra++", "lookahead", "eagle3 window"))
+    TRACES = dear(*(path for path in TRACES if path.stem == "eagle3.T8D2K3.p2"))
     BATCH, TOKENS, LONGEST, CHUNKS = 2, 6, 20, (16,)
 SAMPLINGS = [Sampling(TOKENS), Sampling(TOKENS, 1.0, seed=3), Sampling(TOKENS, 0.6, seed=4)][:BATCH]
 RESTRICTED = [Sampling(3, 0.8, top_k=20, top_p=0.9, seed=seed) for seed in range(BATCH)]
@@ -60,6 +61,7 @@ def test_same_seed_same_text(on_kernels, texts, name):
         assert ids(decoder, given, RESTRICTED) == restricted
 
 
+@pytest.mark.dear
 def test_caches_in_float8(golden, on_kernels, monkeypatch):
     """Drafted text on the kernels is plain text by PyTorch."""
     given, sampling = prompts(1, seed=7, longest=LONGEST), [Sampling(TOKENS // 2, 1.0, seed=3)]

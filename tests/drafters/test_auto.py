@@ -1,0 +1,58 @@
+"""--speculate auto: what it stands for, and that its text is plain text."""
+import shutil
+
+import pytest
+from helpers.decoding import load
+
+from common.errors import InputError
+from drafters import Drafting, methods_of
+from sampling.options import Sampling
+
+
+@pytest.fixture
+def folder(golden, tmp_path):
+    return shutil.copytree(golden, tmp_path / "target")
+
+
+@pytest.mark.parametrize("kept, means, says", (
+    (("eagle3", "eagle"), "lookup+eagle3", "eagle3 drafts"), (("eagle",), "lookup+eagle2", "eagle2 drafts"),
+    ((), "lookup", "no head in"),
+))
+def test_the_best_head_in_the_folder(folder, kept, means, says):
+    for kind in {"eagle3", "eagle"} - {*kept}:
+        shutil.rmtree(folder / kind)
+    said: list[str] = []
+    found = Drafting("auto").at(folder, said.append)
+    assert found.method == means and len(said) == 1 and says in said[0]
+    assert found.at(folder, said.append) == found and len(said) == 1
+
+
+def test_a_head_elsewhere(folder, tmp_path):
+    (folder / "eagle").rename(tmp_path / "mine")
+    found = Drafting("auto", draft=tmp_path / "mine").at(folder, lambda line: None)
+    assert found.method == "lookup+eagle2" and found.draft == tmp_path / "mine"
+    assert Drafting("auto", draft=tmp_path).at(folder, lambda line: None).method == "lookup"
+    with pytest.raises(InputError, match="two different methods"):
+        methods_of("auto+lookup")
+
+
+@pytest.mark.parametrize("file", ("config.json", "model.safetensors"))
+def test_a_damaged_head_ends_no_start(folder, file):
+    """Its name given, it does."""
+    shutil.rmtree(folder / "eagle")
+    (folder / "eagle3" / file).write_bytes(b"{}")
+    said: list[str] = []
+    llm = load(folder, "auto", say=said.append)
+    assert llm.engine.drafter.may_pass and any(str(folder / "eagle3") in line for line in said)
+    with pytest.raises(InputError, match="eagle3"):
+        load(folder, "eagle3")
+
+
+def test_the_head_drafts_alone_where_the_text_does_not_repeat_itself(folder):
+    """Both kinds of steps occur, and the text is that of plain decoding."""
+    prompts = [list(range(3, 30)), [5, 6, 7, 8, 9, 10] * 6]
+    sampling = Sampling(60)
+    plain, auto = (load(folder, method).engine.generate(prompts, sampling) for method in ("none", "auto"))
+    assert [one.ids for one in plain] == [other.ids for other in auto]
+    kinds = {name for request in auto for name in request.trees}
+    assert any("/" in name for name in kinds) and any("nodes" in name for name in kinds), kinds

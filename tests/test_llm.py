@@ -1,0 +1,142 @@
+"""The Python API: prompts of every kind, and a sentence about each wrong type or name."""
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import GOLDEN, ROOT
+from helpers.decoding import load
+
+import evaluate
+import quantize
+import serve
+import train
+from drafters import Drafting
+from engine import target as targets
+from llm import LLM
+
+FEW = {"max_new_tokens": 4}
+TURN = {"role": "user", "content": "Hello"}
+WRONG = (  # arguments of LLM after the checkpoint, and what is said
+    (("eagle-3",), {}, "--speculate eagle-3: unknown (did you mean eagle3?)"),
+    ((5,), {}, "speculate is 5; expected a text or an instance of Drafting"),
+    ((["eagle3"],), {}, "speculate is ['eagle3']; expected a text or an instance of Drafting"),
+    (("eagle3",), {"draft": 5}, "draft is 5; expected a text or a path"),
+    (("eagle3",), {"tree": 60}, "tree is 60; expected a text"),
+    ((Drafting("eagle3"),), {"tree": "paper"}, "draft and tree are fields of Drafting: set them there"),
+    ((), {"batch_size": "8"}, "batch_size is '8'; expected a whole number"),
+    ((), {"batch_size": 0}, "batch_size is 0; expected at least 1"),
+    ((), {"max_seq_len": 1e3}, "max_seq_len is 1000.0; expected a whole number"),
+    ((), {"say": "print"}, "say is 'print'; expected a function"),
+    ((), {"device": 0}, "device is 0; expected a text"), ((), {"dtype": 16}, "dtype is 16; expected a text"),
+    ((), {"compile": "no"}, "compile is 'no'; expected true or false"),
+    ((), {"dtyp": "bf16"}, "dtyp: no such option (did you mean dtype?); choose from device, dtype"),
+)
+PROMPTS = (  # prompts, sampling options, and what is said
+    *((prompt, {}, f"prompt is {said}; expected a text or a list") for prompt, said in (
+        (5, "5"), (None, "null"), (b"abc", "b'abc'"), (TURN, "{'content': 'Hello', 'role': 'user'}"),
+        ([None], "null"), ([1.5], "1.5"), ([b"abc"], "b'abc'"),
+    )),
+    ([1, "a"], {}, "prompt[1] is 'a'; expected a whole number or an object"),
+    ([True], {}, "prompt[0] is true; expected a whole number or an object"),
+    ([["a"]], {}, "prompt[0] is 'a'; expected a whole number or an object"),
+    ([{"role": "user"}], {}, "prompt[0].content is missing; expected a value"),
+    ([TURN | {"content": 5}], {}, "prompt[0].content is 5; expected a text or a list"),
+    ("Hello", {"system": 5}, "system is 5; expected a text"),
+    ("Hello", {"max_tokens": 5}, "max_tokens: no such option (did you mean max_new_tokens?); choose from"),
+    ("Hello", {"max_new_tokens": "5"}, "max_new_tokens is '5'; expected a whole number"),
+    ("Hello", {"temperature": "hot"}, "temperature is 'hot'; expected a number"),
+    ("Hello", {"top_p": 0}, "top_p is 0; expected above 0"),
+    ("Hello", {"stop": 5}, "stop is 5; expected a text or a list"),
+    ("Hello", {"stop": [""]}, "stop[0] is ''; expected at least 1 character"),
+    ("Hello", {"json_schema": {}}, "json_schema is {}; expected a text"),
+)
+
+
+@pytest.fixture(scope="module")
+def llm(golden) -> LLM:
+    return load(golden, compile=False, batch=2)
+
+
+def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):
+    text, turns = llm.generate("Hello", **FEW), llm.generate([TURN], **FEW)
+    assert text.ids == turns.ids == llm.chat([TURN], **FEW).ids == llm.chat("Hello", **FEW).ids
+    assert "".join(event.text for event in llm.stream("Hello", **FEW)) == text.text
+    ids = llm.encode("Hello")
+    for several in (["Hello", [TURN], ids], ("Hello", [TURN], tuple(ids)), iter(["Hello", [TURN], ids])):
+        assert [request.ids for request in llm.generate(several, **FEW)] == [text.ids] * 3
+    assert llm.generate(tuple(ids), **FEW).ids == text.ids and llm.generate([], **FEW) == []
+
+
+@pytest.mark.parametrize("prompt, options, words", PROMPTS, ids=[words for _, _, words in PROMPTS])
+def test_wrong_prompts_and_options_get_a_sentence(llm, prompt, options, words):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        llm.generate(prompt, **options)
+    assert str(refusal.value).startswith(words)
+
+
+def test_streams_and_chats_judge_prompts_too(llm):
+    for decode in (lambda: list(llm.stream(["a", "b"])), lambda: llm.chat(["a"]), lambda: llm.encode(["a"])):
+        with pytest.raises(ValueError, match=r"^prompt\[0\] is 'a'; expected a whole number or an object$"):
+            decode()
+
+
+@pytest.mark.parametrize("args, options, words", WRONG, ids=[words for _, _, words in WRONG])
+def test_wrong_arguments_get_a_sentence(golden, args, options, words):
+    with pytest.raises(Exception) as refusal:
+        LLM(golden, *args, **options)
+    assert str(refusal.value).startswith(words)
+
+
+def test_what_is_not_converted_is_converted_wherever_it_is_named(golden, tmp_path, monkeypatch):
+    """The target and a draft model into checkpoints/NAME, a head into TARGET/NAME; each once."""
+    monkeypatch.chdir(tmp_path)
+    for name, place in (("target", "one/Big"), ("target", "two/Small"), ("eagle3", "Head")):
+        shutil.copytree(GOLDEN / name, place)
+    ids = LLM(golden, compile=False).generate([1, 2, 3], **FEW).ids
+    for method, draft, made in (
+        ("eagle3", "Head", "checkpoints/big/head"), ("draft-model", Path("two/Small"), "checkpoints/small"),
+    ):
+        said = []
+        for _ in range(2):
+            drafted = LLM("one/Big", method, draft=draft, tree="4,1,2", compile=False, say=said.append)
+        assert drafted.generate([1, 2, 3], **FEW).ids == ids
+        assert [line for line in said if made in line] == [f"converting {draft} into {made}"]
+
+
+@pytest.mark.parametrize("command, options, words", [
+    (quantize, "", "checkpoints/target-int8: "), (serve, "--port 0 --no-compile", "target: has no tokenizer"),
+    (evaluate, "--out e --no-compile --speculate lookup", "target: questions need a tokenizer and a chat"),
+    (train, "--out h --synthesize 4 --device cpu", "target: chats need a tokenizer and a chat template"),
+], ids=lambda x: getattr(x, "__name__", ""))
+def test_commands_convert_too(command, options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status = command.main(["--checkpoint", str(GOLDEN / "target"), *options.split()])
+    out, err = capsys.readouterr()
+    assert f"converting {GOLDEN / 'target'} into checkpoints/target\n" in err
+    assert status == (command is not quantize) and words in out + err
+
+
+def test_a_head_that_is_not_used_is_named(golden, tmp_path):
+    said = []
+    LLM(golden, compile=False, say=said.append)
+    assert said[0] == f"{golden}: has a head that is not used; --speculate eagle3 or eagle2 uses it"
+    said.clear()
+    LLM(golden, "eagle3", tree="4,1,2", compile=False, say=said.append)
+    assert not any("not used" in line for line in said)
+
+
+@pytest.mark.parametrize("free, batch, room", [
+    (None, 1, 2048), (1 << 40, 1, 10_000), (1 << 40, 64, 10_000), (940 << 20, 1, 10_000),
+    (900 << 20, 1, 8192), (384 << 20, 1, 4096), (384 << 20, 2, 2048), (100 << 20, 1, 2048), (0, 1, 2048),
+])
+def test_the_context_is_what_fits_in_memory(monkeypatch, free, batch, room):
+    """A quarter of what is free, in powers of two, at 24 kB a token; no less than 2,048."""
+    monkeypatch.setattr(targets, "free_memory", lambda device: free)
+    model = SimpleNamespace(
+        args=SimpleNamespace(max_seq_len=10_000), embed=SimpleNamespace(weight=torch.zeros(1)), ranks=None,
+        cache_bytes=lambda batch, slots: batch * slots * 24 * 1024,
+    )
+    target = targets.Target(ROOT, None, model, {}, None, print)
+    assert target.room(Drafting(), batch) == room

@@ -1,0 +1,159 @@
+"""Files that say the same thing about tokens, and those that contradict each other: one rule decides.
+
+Right values: transformers 5.23. It does not read the lists of special_tokens_map.json; we do.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from helpers.tokenizers import CHATML, write_byte_tokenizer
+
+from common.errors import InputError
+from tokens.backends import byte_alphabet
+from tokens.tokenizer import Tokenizer, copy_files
+
+START, END = "<|im_start|>", "<|im_end|>"
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def special(**tokens: str) -> dict:
+    """added_tokens_decoder of special tokens: i257="x" is the token x with id 257."""
+    return {name[1:]: {"content": token, "special": True} for name, token in tokens.items()}
+
+
+def folder_of(tmp_path, config: dict, added: dict[str, bool] | None = None, **files: dict):
+    """A folder whose ids 0 to 255 are bytes. added: more tokens of its tokenizer.json, and whether special.
+
+    config: its tokenizer_config.json. files: others, by name.
+    """
+    write_byte_tokenizer(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokens = {"<|endoftext|>": True} | (added or {})
+    content["added_tokens"] = [
+        {"id": 256 + n, "content": t, "special": s, **flags} for n, (t, s) in enumerate(tokens.items())]
+    config = {"eos_token": "<|endoftext|>", "chat_template": CHATML} | config
+    for name, data in {"tokenizer": content, "tokenizer_config": config, **files}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+    return tmp_path
+
+
+@pytest.mark.parametrize("added, config, files, count, text, control", [
+    # A token is special if any file makes it so.
+    ({START: False, END: False}, {"added_tokens_decoder": special(i257=START, i258=END)}, {}, 21, "bc",
+     {START, END}),
+    ({START: True, END: True},
+     {"added_tokens_decoder": {"257": {"content": START}, "258": {"content": END}}}, {}, 21, "bc",
+     {START, END}),
+    ({START: False, END: False}, {"eos_token": END, "added_tokens_decoder": {"258": {"content": END}}}, {},
+     21, f"{START}bc", {END}),
+    # Tokens that only the settings have: with their id, or after the last.
+    ({}, {"added_tokens_decoder": special(i257=START, i258=END)}, {}, 21, "bc", {START, END}),
+    ({}, {"additional_special_tokens": [START, {"content": END}]}, {}, 21, "bc", {START, END}),
+    ({}, {"extra_special_tokens": {"start": START, "end": END}}, {}, 21, "bc", {START, END}),
+    ({}, {}, {"added_tokens": {START: 257, END: 258}}, 21, f"{START}b{END}c", set()),
+    ({}, {"eos_token": END}, {"added_tokens": {START: 257, END: 258}}, 21, f"{START}bc", {END}),
+    ({}, {}, {"added_tokens": {START: 257, END: 258},
+              "special_tokens_map": {"eos_token": END, "additional_special_tokens": [START]}},
+     21, "bc", {START, END}),
+    # A list changes no flag of a token that the encoder has.
+    ({START: False, END: False}, {"additional_special_tokens": [START, END]}, {}, 21, f"{START}b{END}c",
+     set()),
+    # added_tokens.json is older than added_tokens_decoder.
+    ({}, {"added_tokens_decoder": {}}, {"added_tokens": {START: 257, END: 258}}, 52, "bc", set()),
+])
+def test_tokens_of_any_file(tmp_path, added, config, files, count, text, control):
+    tok = Tokenizer.load(folder_of(tmp_path, config, added, **files))
+    ids = tok.chat(CHAT)
+    assert len(ids) == count and tok.decode([257, ord("b"), 258, ord("c")]) == text
+    assert tok.control.keys() == {"<|endoftext|>"} | control
+    assert not control or tok.control.keys().isdisjoint(map(tok.decode, [[i] for i in tok.encode(END)]))
+
+
+@pytest.mark.parametrize("config, special_map, eos", [
+    ({"eos_token": END}, {"eos_token": "<|endoftext|>"}, "<|endoftext|>"),  # the config is older
+    ({"eos_token": END, "added_tokens_decoder": {}}, {"eos_token": "<|endoftext|>"}, END),
+    ({"eos_token": None, "added_tokens_decoder": {}}, {"eos_token": {"content": END}}, END),
+])
+def test_special_tokens_map_or_tokenizer_config(tmp_path, config, special_map, eos):
+    folder = folder_of(tmp_path, config, {START: True, END: True}, special_tokens_map=special_map)
+    tok = Tokenizer.load(folder)
+    assert tok.special_tokens_map["eos_token"] == eos
+    assert tok.stop_ids == {END: [258, 256], "<|endoftext|>": [256, 258]}[eos]
+
+
+def test_an_id_that_two_files_give_to_two_tokens(tmp_path):
+    """The encoder's file wins; the other token comes after the last one, as the library numbers it."""
+    decoder = special(i256=START, i65=END, i300="<|far|>")
+    tok = Tokenizer.load(folder_of(tmp_path, {"added_tokens_decoder": decoder}))
+    assert tok.control == {"<|endoftext|>": 256, "<|far|>": 300, END: 301, START: 302}
+    assert (tok.vocab_size, tok.highest, tok.decode([256, 65, 299, 300])) == (303, 302, "A")
+    assert tok.encode(f"a{END}<|far|>", parse_special=True) == [97, 301, 300]
+
+
+@pytest.mark.parametrize("config", [
+    {"eos_token": "<sep>", "added_tokens_decoder": {}}, {"eos_token": "<sep>", "added_tokens_decoder": None},
+    {"added_tokens_decoder": {"3": {"content": "<sep>", "special": True}}},
+    {"added_tokens_decoder": {"530": {"content": "<sep>", "special": True}}},  # the encoder's id counts
+])
+def test_pieces_that_the_settings_make_special(sp, tmp_path, config):
+    """A sentencepiece model may have them as text."""
+    copy_files(sp, tmp_path)
+    assert Tokenizer.load(sp).encode("<sep>", bos=False)[-1] == 3 and 3 not in Tokenizer.load(sp).control
+    old = json.loads((sp / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(old | config))
+    tok = Tokenizer.load(tmp_path)
+    assert tok.control["<sep>"] == 3 and tok.stop_ids == [3 if "eos_token" in config else 2]
+    ids = tok.encode("a<sep>b", bos=False)
+    assert 3 not in ids and tok.decode([*ids, 3]) == "a<sep>b"
+    assert tok.encode("a<sep>b", parse_special=True).count(3) == 1
+
+
+def test_ids_with_gaps(tmp_path):
+    """Right values: tokenizers 0.23, which numbers added tokens itself."""
+    alphabet = {c: i for i, c in enumerate(sorted(byte_alphabet()))}
+    model = {
+        "type": "BPE", "vocab": alphabet | {"he": 256, "ll": 300, "hell": 301, "hello": 310},
+        "merges": ["h e", "l l", "he ll", "hell o"],
+    }
+    folder = folder_of(tmp_path, {"eos_token": "<|end|>"}, {"<|end|>": True, "<think>": False})
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content |= {"model": model, "added_tokens": content["added_tokens"][1:]}
+    content["pre_tokenizer"]["use_regex"] = True
+    for i, token in zip((500, 510), content["added_tokens"]):
+        token["id"] = i
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tok = Tokenizer.load(folder)
+    assert tok.encode("hello <think> hell") == [310, 220, 261, 220, 301]
+    assert tok.decode([310, 220, 261, 220, 301, 305]) == "hello <think> hell"
+    assert (tok.vocab_size, tok.highest, tok.stop_ids) == (311, 310, [260])
+    stream = tok.stream()
+    assert [stream.push([i]) for i in (310, 261, 301)] == ["hello", "<think>", "hell"]
+
+
+@pytest.mark.parametrize("config, model", [
+    ({"tokenizer_class": "Qwen2Tokenizer"}, {}), ({"tokenizer_class": "Qwen2TokenizerFast"}, {}),
+    ({"tokenizer_class": "PreTrainedTokenizerFast"}, {"model_type": "qwen3_moe"}),
+    ({}, {"model_type": "qwen2"}),
+])
+def test_vocab_json_and_merges(tmp_path, config, model):
+    source, copy = tmp_path / "in", tmp_path / "out"
+    source.mkdir(), copy.mkdir()
+    vocab = {c: i for i, c in enumerate(sorted(byte_alphabet()))} | {"he": 256, "ll": 257}
+    (source / "vocab.json").write_text(json.dumps(vocab))
+    assert Tokenizer.load(source) is None  # of no use without merges
+    (source / "merges.txt").write_text("#version: 0.2\nh e\nl l\n")
+    with pytest.raises(InputError, match=r"vocab.json: tokenizer_class null .* save the tokenizer as"):
+        Tokenizer.load(source)
+    decoder = special(i258="<|endoftext|>", i259=END, i260=START)
+    (source / "tokenizer_config.json").write_text(
+        json.dumps(config | {"eos_token": END, "added_tokens_decoder": decoder, "chat_template": CHATML}))
+    (source / "config.json").write_text(json.dumps(model))
+    assert copy_files(source, copy)
+    shutil.rmtree(source)
+    tok = Tokenizer.load(copy)
+    assert tok.encode(f"hello {END}", parse_special=True) == [256, 257, 78, 220, 259]
+    assert tok.encode("e\u0301 12") == tok.encode("\u00e9 12") and tok.encode("12") == [16, 17]
+    assert tok.stop_ids == [259, 258] and tok.chat(CHAT)[0] == 260
