@@ -231,7 +231,7 @@ def make_app(
     def described(name: str) -> dict:
         return {
             "id": name, "object": "model", "created": 0, "owned_by": "local",
-            "max_model_len": server.max_seq_len,
+            "max_model_len": server.max_seq_len, "speculation": worker.engine.window > 1,
         }
 
     @app.get("/v1/models")

@@ -10,17 +10,18 @@ function node(tag, attributes = {}) {
 class Writer {
   constructor(source, marks) {
     this.source = source;
-    this.marks = marks ?? []; // [start, end) of what is marked, in order
+    this.marks = marks ?? []; // [start, end) of what is marked, in order, and a probability if there is one
   }
 
   // The text start..end of the source, what is marked in spans.
   text(into, start, end) {
     let at = start;
-    for (const [from, to] of this.marks) {
+    for (const [from, to, probability] of this.marks) {
       if (to <= at) continue;
       if (from >= end) break;
       if (from > at) into.append(this.source.slice(at, from));
       const span = node("span", { class: "d" });
+      if (probability) span.dataset.tip = `drafted, ${probability} likely`;
       span.textContent = this.source.slice(Math.max(from, at), Math.min(to, end));
       into.append(span);
       at = Math.min(to, end);
@@ -113,8 +114,9 @@ export function render(into, source, marks, copier) {
       while (last < lines.length && !lines[last].text.trim().startsWith(fence[1])) last += 1;
       const code = node("code");
       if (last > i + 1) writer.text(code, lines[i + 1].start, lines[Math.min(last, lines.length) - 1].end);
-      const box = node("pre", { tabindex: "0" });
-      box.append(code, copier(() => code.textContent));
+      const box = node("div", { class: "code" }), pre = node("pre", { tabindex: "0" });
+      pre.append(code);
+      box.append(copier(() => code.textContent), pre);
       block(box);
       i = last + 1;
       continue;

@@ -9,6 +9,8 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
+export const percent = (logarithm) => `${(100 * Math.exp(logarithm)).toPrecision(2)} %`;
+
 // texts: of the nodes, each after its parent, the root first. parent: of each. path: the accepted nodes.
 // scores: log-probability of each node's path to the drafter, null if it has none.
 export function draw(into, { texts, parent, path, scores }) {
@@ -36,9 +38,10 @@ export function draw(into, { texts, parent, path, scores }) {
   texts.forEach((text, i) => {
     const shown = text.replaceAll("\n", "⏎").replaceAll(" ", "␣");
     const words = svg("text", { x: places[i].x + 4, y: places[i].y + 13 }, shown.length > 11 ? `${shown.slice(0, 10)}…` : shown);
-    const likely = scores ? `${text}  ${(100 * Math.exp(scores[i])).toPrecision(2)} %` : text;
-    picture.append(svg("g", { class: taken.has(i) ? "taken" : "" },
-      svg("title", {}, likely), svg("rect", { ...places[i], width: BOX, height: 18 }), words));
+    const tip = scores && i
+      ? `${shown}  ${percent(scores[i] - scores[parent[i]])} likely, with its path ${percent(scores[i])}` : shown;
+    picture.append(svg("g", { class: taken.has(i) ? "taken" : "", "data-tip": tip },
+      svg("rect", { ...places[i], width: BOX, height: 18 }), words));
   });
   into.replaceChildren(picture);
 }

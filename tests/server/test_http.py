@@ -206,7 +206,8 @@ def test_the_fields_are_listed(server):
 
 def test_routes(server):
     assert server.get("/v1/models/golden").json()["id"] == "golden"
-    assert server.get("/v1/models").json()["data"][0]["max_model_len"] == 300
+    described = server.get("/v1/models").json()["data"][0]
+    assert described["max_model_len"] == 300 and described["speculation"] is True
     assert server.get("/v1/models/other/one").status_code == 404
     assert server.get("/v1/chat/completions").headers["Allow"] == "POST"
     assert httpx.head(f"{server.url}/").status_code == httpx.head(f"{server.url}/health").status_code == 200

@@ -2,6 +2,7 @@
 
 Needs the package playwright and a Chromium in the PATH; its own download is not used.
 """
+import re
 import shutil
 import signal
 
@@ -43,7 +44,7 @@ def page(browser, server):
 
 def fill(page, **settings) -> None:
     """Fill in settings: seed, most, temperature."""
-    labels = {"seed": "Seed", "most": "At most tokens", "temperature": "Temperature"}
+    labels = {"seed": "Seed", "most": "Max tokens", "temperature": "Temperature"}
     for name, value in settings.items():
         page.get_by_label(labels[name]).fill(str(value))
 
@@ -65,20 +66,27 @@ def press(page, name: str) -> None:
 
 
 def test_an_answer_with_its_figures_and_its_tree(page):
-    page.get_by_label("plain decoding beside it").check()
+    page.get_by_label("Compare with plain decoding").check()
     write(page, "tell me something")
     panels = page.locator(".assistant .answers section")
     expect(panels).to_have_count(2)
     for panel in panels.all():
         expect(panel.locator(".figures")).to_contain_text("tokens/s")
     expect(panels.first.locator(".figures")).to_contain_text("τ")
-    expect(page.locator(".tools")).to_contain_text("texts equal")
+    expect(panels.locator("h2")).to_have_text(["Speculative decoding", "Plain decoding"])
+    expect(page.locator(".speedup strong")).to_have_text(re.compile(r"^\d+\.\d\d×$"))
+    expect(page.locator(".speedup")).to_contain_text("texts equal")
     expect(page.locator("#model")).to_have_text("golden")
     assert page.locator(".coloured .d").count() > 0
     expect(page.locator("#tree")).to_be_visible()
     assert page.locator("#drawing g").count() > 1 and page.locator("#drawing g.taken").count() >= 1
-    assert page.locator("#drawing title").nth(1).text_content().endswith(" %")
-    expect(page.locator("#treewords")).to_contain_text("nodes")
+    page.locator("#drawing g").nth(1).click()
+    expect(page.locator("#tip")).to_contain_text(re.compile(r"likely, with its path .* %$"))
+    page.locator(".coloured .d[data-tip]").first.hover()
+    expect(page.locator("#tip")).to_contain_text("% likely")
+    expect(page.locator("#tree summary")).to_contain_text("nodes")
+    page.locator("#tree summary").click()
+    expect(page.locator("#drawing")).to_be_hidden()
 
 
 def test_regenerate_keep_and_forget(page):
@@ -92,17 +100,23 @@ def test_regenerate_keep_and_forget(page):
     assert page.locator(".message").count() == 0
     write(page, "second")
     page.reload()
+    expect(page.locator(".user .text")).to_have_text("second")  # the conversation in view
     other = page.context.new_page()
     other.goto(page.url)
+    press(other, "New conversation")
     write(other, "third")  # two tabs keep what both have
     names = page.locator("#conversations .pick")
     expect(names).to_have_text(["third", "second", "first"])
+    expect(page.locator(".user .text")).to_have_text("second")
     assert page.get_by_label("Seed").input_value() == "3"  # settings are kept too
     names.nth(2).click()
     assert page.locator(".user .text").inner_text() == "first"
     assert page.locator(".assistant .text").inner_text() == text
     press(page, "Delete first")
     expect(names).to_have_text(["third", "second"])
+    press(page, "Undo")
+    expect(names).to_have_text(["third", "second", "first"])
+    expect(page.locator(".assistant .text")).to_have_text(text)
 
 
 def test_escape_stops(page):
@@ -112,7 +126,7 @@ def test_escape_stops(page):
     page.keyboard.press("Escape")
     ended(page)
     write(page, "and on")  # the place is free again
-    assert page.locator(".assistant").count() == 2
+    assert page.locator(".user").count() == 2 and page.locator(".assistant .text").last.inner_text()
 
 
 def test_a_phone_in_the_dark_by_keyboard(page):
@@ -123,8 +137,8 @@ def test_a_phone_in_the_dark_by_keyboard(page):
     for _ in range(40):
         page.keyboard.press("Tab")
         reached.add(page.evaluate("document.activeElement.id"))
-    assert {"dark", "new", "system", "temperature", "top_p", "seed", "max_tokens", "drafts", "beside",
-            "coloured", "trees", "input", "send"} <= reached
+    assert {"dark", "new", "system", "temperature", "top_p", "seed", "max_tokens", "speculate", "beside",
+            "coloured", "input", "send"} <= reached
     light = back()
     press(page, "Dark or light")
     dark = back()
@@ -138,8 +152,14 @@ def test_a_phone_in_the_dark_by_keyboard(page):
         assert box["x"] >= 0 and box["x"] + box["width"] <= 360, name
         assert name == ".assistant" or box["y"] + box["height"] <= 640, name
     expect(page.locator("#side")).to_be_hidden()
+    expect(page.locator("#model")).to_be_visible()
+    expect(page.locator("#drawing")).to_be_hidden()
+    for _ in range(2):
+        press(page, "Conversations")
+        expect(page.locator("#side")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.locator("#side")).to_be_hidden()
     press(page, "Conversations")
-    expect(page.locator("#side")).to_be_visible()
     press(page, "New conversation")
     expect(page.locator("#side")).to_be_hidden()
     assert page.locator(".message").count() == 0
@@ -212,7 +232,6 @@ def test_conversations_while_an_answer_runs(page):
     write(page, "what was asked", wait=False)
     page.wait_for_timeout(100)
     page.reload()
-    page.get_by_role("button", name="what was asked", exact=True).click()
     expect(page.locator(".user .text")).to_have_text("what was asked")
 
 
@@ -224,3 +243,88 @@ def test_whatever_is_stored_the_page_works(page):
         fill(page, most=20)
         write(page, "still here")
         expect(page.locator(".assistant")).to_have_count(1)
+
+
+def test_a_refused_message_returns_to_the_input(page):
+    write(page, "first")
+    text = page.locator(".assistant .text").inner_text()
+    too_long = "word " * 400
+    for message in page.get_by_label("Message", exact=True), page.locator("#input"):
+        message.fill(too_long)
+        page.keyboard.press("Enter")
+        expect(page.locator("#banner")).to_contain_text("shorten it")
+        expect(page.locator(".message")).to_have_count(2)
+        assert page.locator("#input").input_value() == too_long.strip()
+    page.reload()
+    assert page.locator("#input").input_value() == too_long.strip()
+    expect(page.locator(".assistant .text")).to_have_text(text)
+    page.locator("#input").fill("")
+    write(page, "and on")
+    expect(page.locator(".message")).to_have_count(4)
+    assert page.locator("#banner").is_hidden()
+
+
+def test_messages_are_edited_and_deleted(page):
+    write(page, "first")
+    write(page, "second")
+    expect(page.locator(".message")).to_have_count(4)
+    page.locator("#input").fill("unsent")
+    page.get_by_role("button", name="Edit").first.click()
+    assert page.locator("#input").input_value() == "first"
+    page.keyboard.press("Escape")
+    assert page.locator("#input").input_value() == "unsent"
+    page.get_by_role("button", name="Edit").first.click()
+    page.locator("#input").fill("another beginning")
+    page.keyboard.press("Enter")
+    ended(page)
+    expect(page.locator(".user .text")).to_have_text(["another beginning"])
+    expect(page.locator("#title")).to_have_text("another beginning")
+    press(page, "Delete another beginning")
+    press(page, "Undo")
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator(".welcome")).to_be_visible()
+    press(page, "Undo")
+    expect(page.locator(".message")).to_have_count(2)
+
+
+def test_an_answer_says_why_it_ended(page):
+    fill(page, most=5)
+    write(page, "first")
+    expect(page.locator(".figures")).to_contain_text("cut at the limit of tokens")
+    fill(page, most=280, temperature=2)
+    write(page, "second", wait=False)
+    expect(page.locator(".figures").last).to_contain_text("tokens/s")
+    page.keyboard.press("Escape")
+    page.reload()
+    expect(page.locator(".figures").last).to_contain_text("stopped")
+    press(page, "Regenerate")
+    ended(page)
+
+
+def test_values_stay_within_what_the_server_accepts(page):
+    for given, kept in ("3", "2"), ("-1", "0"), ("0.75", "0.75"):
+        fill(page, temperature=given)
+        page.keyboard.press("Tab")
+        assert page.get_by_label("Temperature").input_value() == kept
+
+
+def test_a_first_visit_and_an_export(page):
+    expect(page.locator(".welcome .prompts button")).to_have_count(4)
+    page.locator(".welcome .prompts button").first.click()
+    ended(page)
+    assert page.evaluate("document.activeElement.id") == "input"
+    with page.expect_download() as download:
+        press(page, "Export conversation")
+    assert "**user**" in download.value.path().read_text()
+
+
+def test_a_server_without_drafts_offers_none(browser, golden, tmp_path):
+    page = browser.new_context().new_page()
+    with serving(golden, tmp_path / "log", "--port", str(free_port())) as server:
+        page.goto(server.url)
+        expect(page.locator(".welcome")).to_contain_text("without drafts")
+        expect(page.locator("#drafting")).to_be_hidden()
+        fill(page, most=20)
+        write(page, "plain")
+        expect(page.locator(".figures")).to_contain_text("tokens")
+        expect(page.locator("#tree")).to_be_hidden()
