@@ -42,16 +42,23 @@ ROOT = Path(__file__).resolve().parent.parent
 IMPORTED = time.time()  # what is changed later is not what this process runs
 # Cache folders that are read and not written: of a checkout that cannot be written.
 READ_ONLY: list[Path] = []
-# Numbers of a model, such as the eps of its norms, are constants. Where one process compiles models that
-# differ in one, Dynamo would make it an input, which a region that is compiled once for all layers cannot
-# have.
-torch._dynamo.config.specialize_float = True
+
+
+def _dynamo():
+    """Return torch's tracer. Importing it takes a second, which those who compile nothing save.
+
+    Numbers of a model, such as the eps of its norms, are constants. Where one process compiles models that
+    differ in one, Dynamo would make it an input, which a region that is compiled once for all layers cannot
+    have.
+    """
+    torch._dynamo.config.specialize_float = True
+    return torch._dynamo
 
 
 def compile_graph(function: Callable, **options) -> Callable:
     """torch.compile as one graph, or not at all."""
     # Dynamo passes over a well-known package named "tree", and with it our tree.py, unless told otherwise.
-    traced = torch._dynamo.dont_skip_tracing(function)
+    traced = _dynamo().dont_skip_tracing(function)
 
     def graph(*args):
         return traced(*args)
@@ -113,7 +120,7 @@ def retry_broken_library(compile: Callable):
             if not broken or not Path(broken[1]).is_file():
                 raise
             Path(broken[1]).unlink()
-            torch._dynamo.reset()
+            _dynamo().reset()
 
 
 def _chain(error: BaseException | None) -> str:
@@ -130,7 +137,9 @@ def compile_errors() -> Iterator[None]:
     """Turn the traceback of a failing compiler into an InputError."""
     try:
         yield
-    except torch._dynamo.exc.TorchDynamoException as e:
+    except Exception as e:
+        if "torch._dynamo" not in sys.modules or not isinstance(e, torch._dynamo.exc.TorchDynamoException):
+            raise
         raise InputError(f"torch.compile failed ({first_line(e)}); try --no-compile") from e
 
 
@@ -153,10 +162,7 @@ class SavedGraph:
         If it cannot be written, the next process compiles again.
         """
         # Dynamo skips a well-known package "tree", and with it our tree.py, unless told otherwise.
-        # Our operators take numbers, not what dynamo makes of one that was another in an earlier graph.
-        settings = torch._dynamo.config.patch(
-            dont_skip_tracing=True, enable_aot_compile=True, specialize_float=True
-        )
+        settings = _dynamo().config.patch(dont_skip_tracing=True, enable_aot_compile=True)
         no_guards = {"guard_filter_fn": lambda guards: [False] * len(guards)}
         with settings:
             compiled = torch.compile(function, fullgraph=True, options=no_guards).aot_compile((args, {}))
