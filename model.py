@@ -57,7 +57,7 @@ class ModelArgs:
 
     @property
     def rope_factor(self) -> float:
-        """What cos and sin are multiplied by: 1 but for yarn (arXiv 2309.00071, section 3.4)."""
+        """The factor of cos and sin: 1 without yarn (arXiv 2309.00071, section 3.4)."""
         scaling = self.rope_scaling or {}
         if scaling.get("rope_type", scaling.get("type")) != "yarn":
             return 1.0
@@ -119,7 +119,7 @@ def inverse_frequencies(args: ModelArgs) -> Tensor:
     if kind == "yarn":
         factor, original = float(scaling["factor"]), float(scaling["original_max_position_embeddings"])
 
-        def pair(turns: float) -> float:  # the pair that turns so often within the original context
+        def pair(turns: float) -> float:  # the pair with this number of turns within the original context
             return args.head_dim * math.log(
                 original / (turns * 2 * math.pi)
             ) / (2 * math.log(args.rope_base))

@@ -73,7 +73,7 @@ METHODS: dict[str, Method | None] = {
     }),
     AUTO: Method("", "the best head in the checkpoint's folder and lookup, each where it pays", AUTO, True),
 }
-# Of several heads of a target, the first one here is taken.
+# The head that "auto" takes where a target has several: the first of these.
 BEST_FIRST = "dspark", "eagle3", "p-eagle", "dflash", "eagle2", "hydra", "medusa"
 
 
@@ -287,7 +287,7 @@ class Drafting:
         """Return what this means for the target in a folder: "auto" stands for a head there, or the one that
         --draft names, joined with prompt lookup; without one for prompt lookup.
 
-        say: is told what was chosen. Raises InputError as `folders` does, not for "auto".
+        say: called with a line about the choice. Raises InputError as `folders` does, not for "auto".
         """
         if self.method != AUTO:
             self.folders(checkpoint)

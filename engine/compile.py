@@ -47,7 +47,7 @@ READ_ONLY: list[Path] = []
 def _dynamo():
     """Return torch's tracer. Importing it takes a second, which those who compile nothing save.
 
-    Numbers of a model, such as the eps of its norms, are constants. Where one process compiles models that
+    Numbers of a model, such as the eps of its norms, are constants. If one process compiles models that
     differ in one, Dynamo would make it an input, which a region that is compiled once for all layers cannot
     have.
     """

@@ -195,7 +195,7 @@ class TorchBackend:
     ) -> Tensor:
         """Emit the first `count` [B] of tokens [B, W], and hand the rows `path` [B, W] of a pass over.
 
-        caches: of the target, in which the path is moved to where committed tokens stand; None: it is there.
+        caches: of the target; the path is moved to the places of committed tokens. None: it is there.
         where: None: the sequences that are not done. See `emit`, whose result this returns, and `hand_over`.
         """
         where = ~state.done if where is None else where

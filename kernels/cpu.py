@@ -1,9 +1,9 @@
 """The backend on CPUs: our own operators in C++ (`csrc/`), for one instruction set (`kernels.isa`).
 
 Every operator is row-invariant: a row's result does not depend, by a single bit, on the rows computed with
-it. That makes speculative text equal plain text in bfloat16 too. Operators do so much at once that a step
-calls a handful of them: it needs no torch.compile. They have no gradient. csrc/operators.cpp says what each
-takes and returns; `kernels.packed` has the modules that call those of the networks.
+it. That makes speculative text equal plain text in bfloat16 too. Operators are large: a step calls a handful
+of them, and needs no torch.compile. They have no gradient. csrc/operators.cpp says what each takes and
+returns; `kernels.packed` has the modules that call those of the networks.
 """
 from __future__ import annotations
 

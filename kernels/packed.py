@@ -211,7 +211,7 @@ class PackedTransformer(Transformer):
         self, nodes: tuple[Tensor, Tensor, Tensor], length: Tensor, slots: int, caches: CpuCaches,
         aux_layers: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        """`TorchBackend.verify`, its pass and what that is told in one operator. slots: how many are live."""
+        """`TorchBackend.verify` in one operator. slots: how many are live."""
         x, features = self.backend.ops.verify(
             *nodes, length, slots, self.embed.weight, self.inv_freq.float(), self.args.rope_factor,
             *self.packed_weights, *caches.lists, self.args.norm_eps, aux_layers,

@@ -42,7 +42,7 @@ def residual(
 ) -> tuple[Tensor, Tensor]:
     """Judge the nodes of a chain that was drawn at random.
 
-    distribution [B, T-1, V]: q, from which the node after each but the last was drawn. noise [B, T, V]:
+    distribution [B, T-1, V]: q, the distribution that nodes 1 to T-1 were drawn from. noise [B, T, V]:
     temperature * Gumbel noise, for the draws. Returns which nodes are accepted, and the token drawn where the
     chain breaks off at each node, both [B, T].
     """
