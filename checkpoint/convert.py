@@ -162,9 +162,12 @@ def converted_folder(
     if out.is_dir():
         other, of_target = read_config(out).get("source"), f" --target {quote(str(target))}" if target else ""
         if other != origin(checkpoint):
+            if "/" not in checkpoint:  # maybe there is no such thing
+                resolve_source(checkpoint)
+            options = f"--checkpoint {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}"
             raise InputError(
-                f"{out}: was converted from {other}; run python convert_checkpoint.py --checkpoint"
-                f" {quote(checkpoint)} --out {quote(f'{out}-2')}{of_target}, and name {out}-2"
+                f"{out}: was converted from {other}; name {out}-2, once you have run python"
+                f" convert_checkpoint.py {options}"
             )
         files = path.iterdir() if path.is_dir() else [path]
         written = (out / WEIGHTS).stat().st_mtime

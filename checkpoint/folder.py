@@ -184,9 +184,10 @@ def read_config(folder: str | Path, kind: str | None = None, what: str = "") -> 
         raise InputError(f"{name}: not a folder; convert a checkpoint into it with convert_checkpoint.py")
     config = read_json(folder / CONFIG)
     if not is_ours(config):
+        where, target = ("with DIR, its target, ", " --target DIR") if kind in HEADS else ("", "")
         raise InputError(
-            f"{name}: not converted yet; run python convert_checkpoint.py --checkpoint {quote(str(folder))}"
-            + (" --target DIR, the converted model that it is for" if kind in HEADS else "")
+            f"{name}: not converted yet; {where}run python convert_checkpoint.py --checkpoint"
+            f" {quote(str(folder))}{target}"
         )
     if config["format"] != FORMAT or isinstance(config["format"], float):
         raise InputError(

@@ -167,13 +167,17 @@ class Engine:
         self._requests[request.place], self._kept[request.place] = request, []
         self._sizes[READING] += 1
         self._touch(request.place)
-        self.state.begin(request.place, prompt, sampling, self.max_seq_len)
-        self.state.done[request.place] = True  # held still until its prompt is read
-        self.drafter.begin(request.place, prompt)
-        if self.tuner:
-            self.tuner.begin(request)
-        if guide:
-            mask(self.state.allowed[request.place], guide, [0], [0])
+        try:
+            self.state.begin(request.place, prompt, sampling, self.max_seq_len)
+            self.state.done[request.place] = True  # held still until its prompt is read
+            self.drafter.begin(request.place, prompt)
+            if self.tuner:
+                self.tuner.begin(request)
+            if guide:
+                mask(self.state.allowed[request.place], guide, [0], [0])
+        except BaseException:
+            self.leave(request)
+            raise
         return request
 
     def _touch(self, place: int) -> None:

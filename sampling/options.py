@@ -15,6 +15,7 @@ from common.schema import Schema, Text, number, whole
 # Rules of accepting drafted nodes at temperature > 0; at 0 both are `equal`.
 RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
 MOST_LOGPROBS = 20  # of the likeliest tokens, beside the one that was taken
+NUMBERS = "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"
 MOST_BIAS = 100.0
 MOST_STOPS = 16
 Stop = Annotated[str, Field(min_length=1)]
@@ -54,6 +55,8 @@ class Sampling:
 
     def __post_init__(self):
         FIELDS.check(vars(self))
+        for name in NUMBERS:  # numpy's are taken too
+            object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
 

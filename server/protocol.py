@@ -245,7 +245,8 @@ class ChatBody(GenerationBody, Conversation):
         if self.tool_choice == "none":
             self.tools = []
         elif self.tool_choice != "auto" and not self.callable:
-            raise ValueError("tool_choice: names no function of tools")
+            what = "names no function of tools" if self.tools else "needs tools"
+            raise ValueError(f"tool_choice: {what}")
         return self
 
     @property

@@ -121,7 +121,7 @@ class CallStream:
         """Return the rest of the text, and the calls."""
         if self._form == BARE:
             calls, end = _read(self._held, 0, self._tools)
-            is_all = calls and not self._held[end:].strip(" \n\t,;")
+            is_all = calls and not self._held[end:].strip(" \r\n\t,;")
             return ("", calls) if is_all else (self._held, [])
         rest, calls = "", []
         while self._opening:

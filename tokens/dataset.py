@@ -27,7 +27,7 @@ ROLES = {
     "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant",
     "assistant": "assistant", "model": "assistant",
 }
-TOOL_ROLES = ("tool", "function", "observation", "function_call")
+TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation")
 ANSWER_KEYS = ("completion", "response", "answer", "output")  # of rows that hold a prompt and its answer
 
 

@@ -53,7 +53,7 @@ function fill(words) {
 }
 
 function keepInput() {
-  sessionStorage.setItem("eagle.input", $("input").value);
+  sessionStorage.setItem("eagle.input", edited?.unsent ?? $("input").value);
 }
 
 const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`;
@@ -173,7 +173,7 @@ function toEnd() {
 
 function showList() {
   $("conversations").replaceChildren(...conversations.map((one) => element("li", {},
-    element("button", { class: "pick", type: "button", "aria-current": String(one === current), onclick: () => open(one) }, one.title),
+    element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, one.title),
     element("button", { type: "button", "aria-label": `Delete ${one.title}`, onclick: () => remove(one) }, "×"))));
 }
 
@@ -181,12 +181,18 @@ function keep() {
   store.write("conversations", conversations);
 }
 
-// What another tab has kept or deleted; the conversation at hand stays this tab's own.
+// Take what another tab has kept or deleted, but for a conversation that is answered here.
 addEventListener("storage", (event) => {
   if (event.key !== "eagle.conversations") return;
-  conversations = sound(store.read("conversations", [])).map((one) => (one.id === current.id ? current : one));
-  showList();
+  conversations = sound(store.read("conversations", [])).map((one) => (running && one.id === current.id ? current : one));
+  const mine = conversations.find((one) => one.id === current.id);
+  if (mine && mine !== current) {
+    if (edited !== null) endEdit();
+    current = mine;
+    showConversation();
+  } else showList();
 });
+addEventListener("pagehide", () => running && keep()); // the last words of a half answer
 
 function open(conversation) {
   running?.stop();
@@ -398,9 +404,11 @@ function settings() {
 
 // Answer the last message. before: the messages to return to if nothing comes. words: those just sent; a new
 // answer to an old message has none.
-async function reply(before, words) {
+// Ask for an answer to the conversation. before, title, edit: what was there, for when it is refused; words: new.
+async function reply({ before, words, title, edit }) {
   const conversation = current;
-  const written = conversation.messages.filter(({ content }) => content);
+  const written = conversation.messages.filter(({ content }) => content)
+    .filter(({ role }, i, all) => role !== "user" || all[i + 1]?.role !== "user"); // never answered
   const history = written.map(({ role, content }) => ({ role, content }));
   const system = $("system").value.trim();
   if (system) history.unshift({ role: "system", content: system });
@@ -449,11 +457,12 @@ async function reply(before, words) {
   const { error } = message.figures;
   if (!message.content && !["stop", "length"].includes(message.finish)) { // refused, or stopped before it began
     conversation.messages = error || !words ? before : conversation.messages.slice(0, -1);
-    if (error && words) fill($("input").value || words);
-    if (!conversation.messages.length) {
-      conversation.title = "New conversation";
-      conversations = conversations.filter((one) => one !== conversation);
+    if (error && words) {
+      conversation.title = title;
+      if (edit && conversation === current) edited = { index: edit.index, unsent: $("input").value || edit.unsent };
+      fill(edit ? words : [words, $("input").value].filter(Boolean).join("\n\n"));
     }
+    if (!conversation.messages.length) conversations = conversations.filter((one) => one !== conversation);
   }
   if (!conversation.deleted) keep();
   if (conversation === current) {
@@ -481,19 +490,19 @@ function send(event) {
   event?.preventDefault();
   const content = $("input").value.trim();
   if (!content || running) return;
-  const before = current.messages;
-  const kept = before.slice(0, edited?.index ?? before.length);
+  const { messages: before, title } = current, edit = edited;
+  const kept = before.slice(0, edit?.index ?? before.length);
   if (!kept.length) current.title = titleOf(content);
   current.messages = [...kept, { role: "user", content }];
   endEdit();
   $("input").focus();
-  reply(before, content);
+  reply({ before, words: content, title, edit });
 }
 
 function regenerate() {
   const before = current.messages;
   if (before.at(-1).role === "assistant") current.messages = before.slice(0, -1);
-  reply(before);
+  reply({ before });
 }
 
 // -- everything at its place -----------------------------------------------------------------

@@ -9,7 +9,10 @@ function svg(tag, attributes, ...children) {
   return made;
 }
 
-export const percent = (logarithm) => `${(100 * Math.exp(logarithm)).toPrecision(2)} %`;
+export function percent(logarithm) {
+  const share = 100 * Math.exp(logarithm);
+  return share < 0.1 ? "< 0.1 %" : `${share < 10 ? share.toPrecision(2) : Math.round(share)} %`;
+}
 
 // texts: of the nodes, each after its parent, the root first. parent: of each. path: the accepted nodes.
 // scores: log-probability of each node's path to the drafter, null if it has none.

@@ -2,6 +2,7 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 from helpers.decoding import ids, plain, prompts
 
@@ -113,3 +114,23 @@ def test_a_text_inside_another(golden):
     ones = llm.generate((text for text in ("abc", "xyz")), raw=True, max_new_tokens=12)
     assert [one.ids for one in ones] == want
     assert llm.generate((40, 41), max_new_tokens=3).ids == llm.generate([[40, 41]], max_new_tokens=3)[0].ids
+
+
+def test_a_request_that_cannot_begin_frees_its_place(models, monkeypatch):
+    """Whatever goes wrong: the next one decodes as ever."""
+    engine, expected = tuned(models), ids(plain(models), prompts(1), Sampling(20))
+
+    def fails(*_):
+        raise TypeError("no number")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.state, "begin", fails)
+        with pytest.raises(TypeError, match="no number"):
+            engine.generate(prompts(1), Sampling(20))
+    assert not engine.busy and ids(engine, prompts(1), Sampling(20)) == expected
+
+
+def test_numbers_of_numpy(models):
+    sampling = Sampling(5, np.float32(0.5), np.float32(0.9), min_p=np.float32(0), seed=3)
+    same = Sampling(5, 0.5, 0.9, seed=3)
+    assert ids(plain(models), prompts(1), sampling) == ids(plain(models), prompts(1), same)

@@ -119,6 +119,34 @@ def test_regenerate_keep_and_forget(page):
     expect(page.locator(".assistant .text")).to_have_text(text)
 
 
+def test_one_conversation_in_two_tabs(page):
+    write(page, "first")
+    other = page.context.new_page()
+    other.goto(page.url)
+    write(page, "second")
+    expect(other.locator(".user")).to_have_count(2)
+    press(other, "New conversation")
+    write(other, "third")
+    page.reload()
+    page.locator("#conversations .pick").nth(1).click()
+    expect(page.locator(".user .text")).to_have_text(["first", "second"])
+
+
+def test_a_question_without_an_answer_is_not_sent_again(page):
+    """Templates may refuse two messages of the user in a row. Values near certainty are shown as such."""
+    sent = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.post_data else None)
+    page.evaluate("""localStorage.setItem("eagle.conversations", JSON.stringify([
+        {id: "1", title: "a", messages: [{role: "user", content: "a"}]}]))""")
+    page.reload()
+    page.locator("#conversations .pick").click()
+    write(page, "b")
+    assert [message["content"] for message in sent[-1]["messages"]] == ["b"]
+    shown = page.evaluate(
+        "import('./tree.js').then((tree) => [1, 0.996, 0.25, 1e-5].map((p) => tree.percent(Math.log(p))))")
+    assert shown == ["100 %", "100 %", "25 %", "< 0.1 %"]
+
+
 def test_escape_stops(page):
     fill(page, most=280, temperature=2)
     write(page, "long", wait=False)
