@@ -297,7 +297,7 @@ def _plan(
 ) -> list[Planned]:
     """Match every tensor of the model with its sources, in both directions.
 
-    Raises InputError named the first tensor that does not match.
+    Raises InputError naming the first tensor that does not match.
     """
     path, args = source.path, _args(source, config)
     tensors = {name: entry for name, entry in tensors.items() if not IGNORED.search(name)}

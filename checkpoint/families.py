@@ -154,7 +154,7 @@ FAMILIES = {
 
 
 def family_of(source: Source) -> Family:
-    """The entry of `FAMILIES` for a source. Raises InputError named the known ones."""
+    """The entry of `FAMILIES` for a source. Raises InputError naming the known ones."""
     if source.family not in FAMILIES:
         found, known = printable(str(source.family)), ", ".join(FAMILIES)
         raise InputError(f"{source.path}: unknown architecture {found} (known: {known})")

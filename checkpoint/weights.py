@@ -53,7 +53,7 @@ def bytes_of(name: str, stored: Stored, dtype: torch.dtype | None) -> int:
 
 
 def check_shapes(shapes: Shapes, expected: Shapes, where: str) -> None:
-    """Compare tensor names and shapes both ways. Raises InputError named the first difference."""
+    """Compare tensor names and shapes both ways. Raises InputError naming the first difference."""
     for name, shape in expected.items():
         if name not in shapes:
             raise InputError(f"{where}: tensor {name} {list(shape)} is missing")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -227,6 +227,14 @@ def with_numbers(nodes: int | None, depth: int | None, width: int | None, usual:
     return within_limits(TreeShape(*(default if number is None else number for number, default in pairs)))
 
 
+def _heads(checkpoint: Path, draft: str | Path | None = None) -> Iterator[tuple[str, Path]]:
+    """Yield the methods whose head is in a target's folder, or may be the one in `draft`, and where it is."""
+    for name in BEST_FIRST:
+        folder = Path(draft or checkpoint / METHODS[name].draft)
+        if (folder / "config.json").is_file():
+            yield name, folder
+
+
 # -- drafting -----------------------------------------------------------------------------------
 
 
@@ -292,18 +300,16 @@ class Drafting:
         if self.method != AUTO:
             self.folders(checkpoint)
             return self
-        for name in BEST_FIRST:
-            folder = Path(self.draft or checkpoint / METHODS[name].draft)
-            if (folder / "config.json").is_file():
-                found = replace(self, method=f"lookup+{name}", chosen=True)
-                try:
-                    found.folders(checkpoint)
-                except InputError as e:
-                    if not self.draft:  # else it is of another kind
-                        say(f"--speculate auto: {e}")
-                    continue
-                say(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
-                return found
+        for name, folder in _heads(checkpoint, self.draft):
+            found = replace(self, method=f"lookup+{name}", chosen=True)
+            try:
+                found.folders(checkpoint)
+            except InputError as e:
+                if not self.draft:  # else it is of another kind
+                    say(f"--speculate auto: {e}")
+                continue
+            say(f"--speculate auto: {name} drafts ({folder}), and the text where it repeats itself")
+            return found
         where = f"{self.draft} holds no head" if self.draft else f"no head in {checkpoint}"
         say(f"--speculate auto: {where}; the text drafts where it repeats itself (prompt lookup)")
         return replace(self, method="lookup", draft=None, tree=None, window=0, chosen=True)
@@ -315,8 +321,7 @@ class Drafting:
 
     def unused(self, checkpoint: Path) -> str:
         """Return a line about the heads in a target's folder, empty if there are none or something drafts."""
-        heads = (name for name in BEST_FIRST if (checkpoint / METHODS[name].draft / "config.json").is_file())
-        names = "" if methods_of(self.method) else " or ".join(heads)
+        names = "" if methods_of(self.method) else " or ".join(name for name, _ in _heads(checkpoint))
         return f"{checkpoint}: has a head that is not used; --speculate {names} uses it" if names else ""
 
     def folders(self, checkpoint: Path) -> dict[str, Path | None]:

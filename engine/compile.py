@@ -137,7 +137,7 @@ def compile_errors() -> Iterator[None]:
     """Turn the traceback of a failing compiler into an InputError."""
     try:
         yield
-    except Exception as e:
+    except Exception as e:  # the tracer's own kind is there only once it has been imported
         if "torch._dynamo" not in sys.modules or not isinstance(e, torch._dynamo.exc.TorchDynamoException):
             raise
         raise InputError(f"torch.compile failed ({first_line(e)}); try --no-compile") from e

@@ -114,7 +114,7 @@ class Passes:
         self.caches: nn.ModuleList = target.caches(batch, allocated)
         drafter.allocate(batch, allocated, room, dtype, self.device)
         self.trees = {shape: drafter.with_tree(shape) for shape in shapes}  # they share its caches
-        # For steps in which prompt lookup has no guess: joining its trees would only cost time.
+        # While prompt lookup has no guess, joining its trees would only cost time.
         self.alone = {shape: tree.grown for shape, tree in self.trees.items() if self.headless}
         self.state = State(
             batch, self.slots + self.chunks[-1] + 2, self.window, width, stop_ids, dtype, self.device,

@@ -162,8 +162,8 @@ class TorchBackend:
         """Return the target's token at every row [B, T]: argmax of logits [B, T, V] plus noise [B, W, V].
 
         depth [B, T]: the row of the noise for each row, as nodes of one depth stand at one position and share
-        its noise. None: all take the first. Of a `Part` each rank draws among its own tokens, and the best of
-        these is taken: the logits stay where they are.
+        its noise. None: all take the first. With a `Part` each rank draws among its own tokens, and the best
+        draw is taken: the logits stay where they are.
         """
         if not isinstance(logits, Part):
             return self.largest(logits, noise, depth)

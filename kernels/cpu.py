@@ -163,7 +163,7 @@ class CpuBackend(TorchBackend):
         )
 
 
-# A model of which not all is on the kernels (experts, fp8) runs through torch.compile, which needs the shapes
+# A model that is only partly on the kernels (experts, fp8) runs through torch.compile, which needs the shapes
 # that the operators return.
 SHAPES = {
     "linear": lambda x, packed, scale, bias, residual, columns, mode: x.new_empty(
@@ -180,7 +180,7 @@ SHAPES = {
         table.new_empty((*tokens.shape, table.shape[1])),
         table.new_empty((*tokens.shape, len(others[-1]) * table.shape[1])),
     ),
-    "head": lambda tokens, table, table_norm, feature, *others: feature.new_empty(feature.shape),
+    "head": lambda tokens, feature, *others: feature.new_empty(feature.shape),
     "normed_linear": lambda x, norm, eps, packed, scale, bias, columns: x.new_empty(
         (*x.shape[:-1], columns), dtype=torch.float32
     ),

@@ -4,8 +4,8 @@
 `weight`. Each has the backend whose operators (`ops`, see csrc/operators.cpp) it calls.
 
 Linear layers, MLPs and norms are replaced by modules of another kind. A block, a target or an EAGLE-3 head
-keeps its identity: once its layers are packed, its class becomes a subclass in which all of it is one
-operator, as FSDP does with the modules that it shards.
+keeps its identity: once its layers are packed, its class becomes a subclass whose pass is one operator, as
+FSDP does with the modules that it shards.
 """
 from __future__ import annotations
 
@@ -252,10 +252,7 @@ class PackedEagle3Head(Eagle3Head):
     ) -> Tensor:
         if self.packed_weights is None:
             return super().run_layers(tokens, feature, positions, slots, visible, caches)
-        table, table_norm, feature_norm, *rest = self._pass(caches)
-        return self.backend.ops.head(
-            tokens, table, table_norm, feature, feature_norm, positions, *rest[:-1], slots, visible, rest[-1]
-        )
+        return self.backend.ops.head(tokens, feature, positions, slots, visible, *self._pass(caches))
 
     def _pass(self, caches: CpuCaches) -> tuple:
         """Return what operators take of this head for a pass."""
@@ -407,10 +404,10 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
 
     c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
     each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a
-    `QuantizedLinear` stores them; None: the others, of which w inputs fill 4 bytes. Of two values in a byte
-    (int4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) the low four bits belong to a column of
-    the block's first half. In w8a8 some instruction sets multiply values without a sign: 128 is added for
-    those.
+    `QuantizedLinear` stores them; None: the others, whose w inputs fill 4 bytes. Bytes of 4-bit modes
+    (int4: [blocks, K/w, c/2 * w] uint8, w4a8: [blocks, K/w, c/2, w]) hold two values: the low bits are of a
+    column of the block's first half. In w8a8 some instruction sets multiply values without a sign: 128 is
+    added for those.
     """
     layout = backend.layout
     words = {

@@ -152,10 +152,10 @@ std::tuple<Tensor, Tensor> angles_(const Tensor& positions, const Tensor& invers
 
 // A pass of an EAGLE-3 head, as networks/eagle.py: run_layers has it, over tokens [B, T] and features [B, T, H] -> the
 // residual stream. inverse: of the rotation's frequencies. The rest is that of `layers`.
-Tensor head(const Tensor& tokens, const Tensor& table, const Tensor& table_norm, const Tensor& feature,
-            const Tensor& feature_norm, const Tensor& positions, const Tensor& inverse, double factor,
-            const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k, const Tensors& v,
-            const Tensor& slots, const Tensor& visible, double eps) {
+Tensor head(const Tensor& tokens, const Tensor& feature, const Tensor& positions, const Tensor& slots,
+            const Tensor& visible, const Tensor& table, const Tensor& table_norm, const Tensor& feature_norm,
+            const Tensor& inverse, double factor, const Tensors& weights, const std::vector<int64_t>& parts,
+            const Tensors& k, const Tensors& v, double eps) {
   const Tensor ids = whole(tokens), in = whole(feature);
   const int64_t B = in.size(0), T = in.size(1), H = in.size(2), S = table.size(1);
   const auto angles = angles_(positions, inverse, factor);
@@ -238,8 +238,8 @@ Tensor catch_up(const Tensor& text, const Tensor& length, const Tensor& n_new, c
     }
   }
   const Tensor fused = linear(narrow(unread, T), fuse, fuse_scale, fuse_bias, {}, columns, SAME);
-  return picked(head(tokens, table, table_norm, fused, feature_norm, positions, inverse, factor, weights, parts, k, v,
-                     positions, visible, eps), last);
+  return picked(head(tokens, fused, positions, positions, visible, table, table_norm, feature_norm, inverse, factor,
+                     weights, parts, k, v, eps), last);
 }
 
 // The tree of T nodes that an EAGLE-3 head grows below the root, which stands at length [B] of text [B, S], on `depth`
@@ -277,8 +277,8 @@ Beam grow(const Tensor& last, const Tensor& text, const Tensor& length, const Te
     New<int64_t> positions({B, width}), slots({B, width});
     for (int64_t i = 0; i < B * width; i++)
       positions[i] = at[i / width] + level, slots[i] = own[i / width] + level * width + i % width;
-    feature = head(token, table, table_norm, picked(feature, row), feature_norm, positions, inverse, factor, weights,
-                   parts, k, v, slots, see(first, now, n), eps);
+    feature = head(token, picked(feature, row), positions, slots, see(first, now, n), table, table_norm, feature_norm,
+                   inverse, factor, weights, parts, k, v, eps);
     beam_scores = best, beam_flat = places, sees = now, size += more;
   }
   return prune(scores, tokens, parents, root, T);
@@ -384,9 +384,9 @@ Tensor draw_(const Tensor& logits, const Maybe& noise, const Maybe& depth) {
   X(rms_norm, "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor") \
   X(layers, "layers(Tensor x, Tensor cosine, Tensor sine, Tensor[] weights, int[] parts, Tensor(a!)[] k," \
     " Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux, Tensor? read) -> (Tensor, Tensor)") \
-  X(head, "head(Tensor tokens, Tensor table, Tensor table_norm, Tensor feature, Tensor feature_norm, Tensor" \
-    " positions, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k, Tensor(b!)[] v," \
-    " Tensor slots, Tensor visible, float eps) -> Tensor") \
+  X(head, "head(Tensor tokens, Tensor feature, Tensor positions, Tensor slots, Tensor visible, Tensor table, Tensor" \
+    " table_norm, Tensor feature_norm, Tensor inverse, float factor, Tensor[] weights, int[] parts, Tensor(a!)[] k," \
+    " Tensor(b!)[] v, float eps) -> Tensor") \
   X(target, "target(Tensor tokens, Tensor table, Tensor positions, Tensor inverse, float factor, Tensor[] weights," \
     " int[] parts, Tensor(a!)[] k, Tensor(b!)[] v, Tensor slots, Tensor visible, float eps, int[] aux) -> (Tensor," \
     " Tensor)") \
