@@ -239,7 +239,7 @@ def load(
     target.put_on_kernels(weights)
     if where.kv != "auto":
         weights.Caches = backend.caches[where.kv]
-    target.put_on_kernels(head, int8=mode is None)
+    target.put_on_kernels(head, quantised=mode is None)
     return Model(target, head)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/tau.py --checkpoint DIR --questions mt_bench.jsonl gsm8k.jsonl ... [--draft HEAD ...]
         [--tree 12,3,4 60,7,10] [--draft-window 0 512] [--temperature 0 1]
 
-Heads run as generate.py runs them, so 16-bit ones in int8 on our kernels. tau is over all steps of a set,
+Heads run as generate.py runs them, so 16-bit ones in w8a8 on our CPU kernels. tau is over all steps of a set,
 `mean` the mean over the sets. Writes benchmarks/results/NAME.json.
 """
 from __future__ import annotations

@@ -202,13 +202,13 @@ class Target:
         """Make the guide that keeps a text to a JSON schema. Raises InputError if the schema is none."""
         return self._grammars.guide(schema)
 
-    def put_on_kernels(self, *models: torch.nn.Module, int8: bool = False) -> None:
-        """Put models on our kernels, if this target runs there. int8: quantise 16-bit ones first."""
-        dtype, backend = self.model.embed.weight.dtype, self.backend
-        if int8 and dtype in backend.quantised_at_load:
-            for model in models:
-                own = not isinstance(model, Head) or model.args.own_lm_head
-                quantize_linears(model, Scheme("int8", 0, "int8" if own else None))
+    def put_on_kernels(self, *models: torch.nn.Module, quantised: bool = False) -> None:
+        """Put models on our kernels, if this target runs there. quantised: 16-bit ones first."""
+        backend = self.backend
+        mode = backend.quantised_at_load.get(self.model.embed.weight.dtype)
+        for model in models if quantised and mode else ():
+            own = not isinstance(model, Head) or model.args.own_lm_head
+            quantize_linears(model, Scheme(mode, 0, mode if own else None))
         if not backend.prepare(*models):
             self.say(
                 "parts of this model do not run on our kernels (fp16, fp8, experts): speculative text may"
@@ -222,7 +222,7 @@ class Target:
         build = partial(
             build_drafter, checkpoint=self.checkpoint, max_seq_len=max_seq_len, target=self.model,
             tokenizer=self.tokenizer, default_tree=usual,
-            prepare=lambda *models: self.put_on_kernels(*models, int8=drafting.int8),
+            prepare=lambda *models: self.put_on_kernels(*models, quantised=drafting.int8),
         )
         try:
             drafter = build(drafting)

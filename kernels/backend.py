@@ -55,14 +55,14 @@ class TorchBackend:
     name: in records. row_invariant: a row's numbers do not depend on the rows computed with it, so that
     speculative text equals plain text in 16 bits too, and a step needs no torch.compile. reads_length:
     attention reads the lengths of the texts on the device, so that one graph serves every context. caches:
-    the classes of a model's caches, by the names of `--kv`. quantised_at_load: dtypes of heads that are
-    faster in int8 here.
+    the classes of a model's caches, by the names of `--kv`. quantised_at_load: the mode in
+    which heads of a dtype are faster here.
     """
 
     name = "torch"
     row_invariant = reads_length = False
     caches = {"auto": KVCaches, "fp8": Float8Caches}
-    quantised_at_load: tuple[torch.dtype, ...] = ()
+    quantised_at_load: dict[torch.dtype, str] = {}
 
     def __deepcopy__(self, memo: dict) -> TorchBackend:
         return self  # copies of a model run on the same backend

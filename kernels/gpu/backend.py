@@ -25,7 +25,7 @@ class CudaBackend(TorchBackend):
     name = "cuda"
     reads_length = True
     caches = {"auto": LayerCaches, "fp8": Float8LayerCaches}
-    quantised_at_load = torch.bfloat16, torch.float16
+    quantised_at_load = {torch.bfloat16: "int8", torch.float16: "int8"}
 
     def prepare(self, *models: nn.Module) -> bool:
         super().prepare(*models)

@@ -55,13 +55,13 @@ def test_in_pytorch(models, models1, asked, name):
 
 @pytest.fixture(scope="module", params=("fp32", "bf16"))
 def on_kernels(request, golden):
-    """make(name) -> an engine on the CPU kernels, where 16-bit heads become int8; and the plain texts."""
+    """make(name) -> an engine on the CPU kernels, where 16-bit heads become w8a8; and the plain texts."""
     llm = load(golden, device="cpu", dtype=request.param, **SIZES)
     target, (raw, _) = llm.target, load_model(golden, "cpu", llm.target.runtime.torch_dtype)
     assert target.model.whole and target.backend.row_invariant
 
     def prepare(*models):
-        target.put_on_kernels(*models, int8=True)
+        target.put_on_kernels(*models, quantised=True)
 
     def make(name: str) -> Engine:
         heads = [load_head(golden / kind, target.model, kind) for kind in ("eagle3", "eagle")]
