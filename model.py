@@ -353,26 +353,33 @@ class Experts(nn.Module):
             return stack(chosen, dtype)
         return stack if chosen is None else stack[chosen]
 
+    def _read(self, name: str, x: Tensor) -> Tensor:
+        """x as the matrices of this name read it: a quantised stack may round it."""
+        stack = getattr(self, name)
+        return stack.inputs(x) if isinstance(stack, nn.Module) else x
+
     def forward(self, x: Tensor, onto: Tensor | None) -> Tensor:
         """As `MLP.forward`."""
         rows = x.flatten(0, -2)  # [R, H]
         weight, chosen = self.router(rows).float().softmax(-1).topk(self.used, dim=-1)  # [R, A]
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
-        weight = weight.to(x.dtype)
+        weight, rows = weight.to(x.dtype), self._read("w_gate_up", rows)
         if chosen.numel() < self.router.out_features:
             # Few rows, as in plain decoding: only the weights of the experts they use are read.
             gate, up = torch.einsum(
                 "rh,raih->rai", rows, self.matrices("w_gate_up", chosen, x.dtype)
             ).chunk(2, dim=-1)
-            out = torch.einsum("rai,rahi->rah", F.silu(gate) * up, self.matrices("w_down", chosen, x.dtype))
+            inner = self._read("w_down", F.silu(gate) * up)
+            out = torch.einsum("rai,rahi->rah", inner, self.matrices("w_down", chosen, x.dtype))
             out = (out * weight[..., None]).sum(1)
         else:
             # Many rows use nearly all experts: every expert computes every row, and each row takes what it
             # wants.
             # [E, R, inner] each.
             gate, up = (rows @ self.matrices("w_gate_up", None, x.dtype).transpose(1, 2)).chunk(2, dim=-1)
-            out = (F.silu(gate) * up) @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
+            inner = self._read("w_down", F.silu(gate) * up)
+            out = inner @ self.matrices("w_down", None, x.dtype).transpose(1, 2)  # [E, R, H]
             share = weight.new_zeros(rows.shape[0], out.shape[0]).scatter(1, chosen, weight)
             out = torch.einsum("erh,re->rh", out, share)
         out = out.view_as(x)

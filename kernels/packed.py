@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from kernels.quantized import FOUR_BITS, QuantizedLinear
+from kernels.quantized import FOUR_BITS, QuantizedLinear, QuantizedStack
 from kernels.tp import Summed
 from model import MLP, Block, Experts, KVCache, KVCaches, ModelArgs, Pass, RMSNorm, TargetBlock, Transformer
 from networks.eagle import Eagle3Block, Eagle3Head, PEagleHead
@@ -155,6 +155,30 @@ class PackedMLP(nn.Module):
 
     def forward(self, x: Tensor, onto: Tensor) -> Tensor:
         return self.w_down(self.w_gate_up(x), onto)
+
+
+class PackedStack(nn.Module):
+    """The matrices of all experts of a mixture, packed one after the other."""
+
+    def __init__(self, backend, stack: nn.Module | Tensor, dtype: torch.dtype, gated: bool = False):
+        super().__init__()
+        quantised = isinstance(stack, QuantizedStack)
+        weight, mode = (stack.weight, stack.mode) if quantised else (stack, None)
+        self.packed = _constant(pack(backend, weight.detach(), mode, dtype, gated))
+        self.scale = _constant(pack_scale(backend, stack.scale, gated)) if quantised else None
+
+
+class PackedExperts(nn.Module):
+    """`Experts`, which only whole layers compute."""
+
+    def __init__(self, backend, experts: Experts, dtype: torch.dtype):
+        super().__init__()
+        self.router = PackedLinear(backend, experts.router, dtype)
+        self.w_gate_up = PackedStack(backend, experts.w_gate_up, dtype, gated=True)
+        experts.w_gate_up = None  # its memory is free before the next is packed
+        self.w_down = PackedStack(backend, experts.w_down, dtype)
+        # As csrc/operators.cpp: mixture_of reads it.
+        self.bits = self.router.columns << 16 | experts.used << 32 | int(experts.renormalise) << 48
 
 
 class PackedNorm(nn.Module):
@@ -312,6 +336,8 @@ def pack_models(backend, *models: nn.Module) -> bool:
                 setattr(parent, name, PackedNorm(backend, child))
             elif isinstance(child, MLP) and all(_takes(w, dtype, device) for w in child.children()):
                 setattr(parent, name, PackedMLP(backend, child, dtype))
+            elif isinstance(child, Experts) and isinstance(parent, Block) and _takes_experts(child, device):
+                setattr(parent, name, PackedExperts(backend, child, dtype))
             elif _takes(child, dtype, device) and (name == "lm_head" or not isinstance(child, nn.Embedding)):
                 setattr(parent, name, packed(child, dtype))
             elif not isinstance(child, Experts):
@@ -364,8 +390,12 @@ def _weights(layer: Block) -> tuple[list[Tensor], list[int]]:
     attn_norm = layer.attn_norm.weight if isinstance(layer, TargetBlock) else None
     weights = [attn_norm, a.packed, a.scale, a.bias, *layer.head_norms[:2], o.packed, o.scale]
     weights += [layer.mlp_norm.weight, gate_up.packed, gate_up.scale, down.packed, down.scale]
+    bits = 0
+    if isinstance(layer.mlp, PackedExperts):
+        weights, bits = [*weights, layer.mlp.router.packed], layer.mlp.bits
     given = [w is not None for w in weights]
-    return [w for w in weights if w is not None], [sum(1 << i for i, there in enumerate(given) if there)]
+    bits |= sum(1 << i for i, there in enumerate(given) if there)
+    return [w for w in weights if w is not None], [bits]
 
 
 def _together(layers) -> tuple[list[Tensor], list[int]]:
@@ -388,19 +418,29 @@ def _takes(module: nn.Module, dtype: torch.dtype, device: torch.device) -> bool:
     return linear and module.weight.dtype == dtype and takes(module.weight.shape[1], dtype, device)
 
 
+def _takes_experts(experts: Experts, device: torch.device) -> bool:
+    """Return whether a mixture can be packed."""
+    dtype, stacks = experts.router.weight.dtype, (experts.w_gate_up, experts.w_down)
+    each = [(s.weight, s.mode) if isinstance(s, QuantizedStack) else (s, None) for s in stacks]
+    inputs = [weight.shape[-1] * (2 if mode in FOUR_BITS else 1) for weight, mode in each]
+    whole = all(mode != "fp8" and (mode or weight.dtype == dtype) for weight, mode in each)
+    return whole and all(n % 4 == 0 and takes(n, dtype, device) for n in (*inputs, experts.router.in_features))
+
+
 def _is_packed(layer: Block, summed: bool = False) -> bool:
     """Return whether all parts of a layer are packed. summed: apart from its sums over ranks."""
     wo, mlp = (x.layer if summed and isinstance(x, Summed) else x for x in (layer.wo, layer.mlp))
     linear = isinstance(layer.wqkv, PackedLinear) and isinstance(wo, PackedLinear)
     norms = [layer.mlp_norm, *([layer.attn_norm] if isinstance(layer, TargetBlock) else [])]
-    return linear and isinstance(mlp, PackedMLP) and all(isinstance(norm, PackedNorm) for norm in norms)
+    return linear and isinstance(mlp, PackedMLP | PackedExperts) and all(isinstance(norm, PackedNorm) for norm in norms)
 
 
 # -- packing weights ---------------------------------------------------------------------------
 
 
 def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: bool = False) -> Tensor:
-    """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero.
+    """Lay a weight [N, K] out for x of this dtype -> [blocks, K/w, c, w]; rows of a block beyond N are zero. Those
+    of experts [E, N, K] follow each other.
 
     c output columns lie side by side, so that a block is read front to back, once per pass, and w inputs of
     each. gated: half a block's columns are of gate, half of up. mode: of quantised weights, as a
@@ -414,9 +454,9 @@ def pack(backend, weight: Tensor, mode: str | None, dtype: torch.dtype, gated: b
         None: 4 // dtype.itemsize, "w8a8": layout.bytes_per_word, "w4a8": layout.nibbles_per_word
     }.get(mode, layout.bf16_per_word if dtype == torch.bfloat16 else 1)
     if mode in FOUR_BITS:
-        shape = _blocks(layout, len(weight), gated), 2 * weight.shape[1] // words, layout.columns // 2, words
-        out = _large_pages(shape, torch.uint8)
-        backend.ops.pack_nibbles(weight, gated, out)
+        rows, width = weight.shape[-2:]
+        shape = _blocks(layout, rows, gated), 2 * width // words, layout.columns // 2, words
+        out = _packed(weight, shape, torch.uint8, lambda one, to: backend.ops.pack_nibbles(one, gated, to))
         return out.flatten(2) if mode == "int4" else out
     out = _pack(backend, weight, words, gated, layout.byte_offset if mode == "w8a8" else 0)
     return out.view(torch.uint8) if mode == "w8a8" else out
@@ -428,11 +468,18 @@ def pack_scale(backend, scale: Tensor, gated: bool = False) -> Tensor:
 
 
 def _pack(backend, weight: Tensor, words: int, gated: bool, flip: int = 0) -> Tensor:
-    layout = backend.layout
-    shape = _blocks(layout, len(weight), gated), weight.shape[1] // words, layout.columns, words
-    out = _large_pages(shape, weight.dtype)
-    backend.ops.pack(weight, gated, flip, out)
-    return out
+    layout, (rows, width) = backend.layout, weight.shape[-2:]
+    shape = _blocks(layout, rows, gated), width // words, layout.columns, words
+    return _packed(weight, shape, weight.dtype, lambda one, to: backend.ops.pack(one, gated, flip, to))
+
+
+def _packed(weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype, pack_one: Callable) -> Tensor:
+    """Pack a weight [N, K], or those of all experts [E, N, K], one after the other. shape: of one."""
+    each = weight[None] if weight.dim() == 2 else weight
+    out = _large_pages((len(each), *shape), dtype)
+    for one, to in zip(each, out):
+        pack_one(one, to)
+    return out.flatten(0, 1)
 
 
 def _blocks(layout, rows: int, gated: bool) -> int:

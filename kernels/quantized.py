@@ -228,15 +228,16 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedStack(nn.Module):
-    """The matrices of all E experts of a mixture [E, N, K], quantised.
-
-    Only the weights are quantised, also in fp8, w8a8 and w4a8.
-    """
+    """The matrices of all E experts of a mixture [E, N, K], quantised; in fp8 only the weights are."""
 
     def __init__(self, shape: tuple[int, int, int], mode: str, group: int):
         super().__init__()
         self.mode, self.group = mode, group
         self.weight, self.scale = empty(shape, mode, group)
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """x as these matrices are multiplied by it."""
+        return round_inputs(x, self.group or INPUTS) if self.mode in ("w8a8", "w4a8") else x
 
     def forward(self, chosen: Tensor | None, dtype: torch.dtype) -> Tensor:
         """The matrices of the experts `chosen` [...] -> [..., N, K], or of all [E, N, K].

@@ -54,6 +54,13 @@ struct Norms {  // of the heads, if they have weights [hd]
   float eps;
 };
 
+// A mixture: each row goes to `used` experts, whose blocks stand one after the other in a layer's weights.
+struct Mixture {
+  Weight router;
+  int64_t experts = 0, used = 0;
+  bool renormalise = false;  // the shares of a row's experts sum to 1
+};
+
 struct Layer {
   const void* attn_norm;
   Weight wqkv;
@@ -63,6 +70,7 @@ struct Layer {
   const void* mlp_norm;
   Weight gate_up, down;
   Cache k, v;
+  Mixture mixture;
 };
 
 struct Fp32;  // dtypes, see vectors.h

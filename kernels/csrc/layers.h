@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 #include "attention.h"
 #include "kernels.h"
@@ -60,7 +62,7 @@ void Kernels<E>::linear(int threads, const void* x, int64_t M, const Weight& w, 
     else input = from;
     const auto run = [&](auto o) {
       using Out = decltype(o);
-      linear_part<X, Out>(team, input, M, w, bias, static_cast<const Value<Out>*>(residual), gated, N, rounded,
+      linear_part<X, Out>(team, input, {{0, M, 0}}, w, bias, static_cast<const Value<Out>*>(residual), gated, N, rounded,
                           nullptr, static_cast<Value<Out>*>(out));
     };
     if (to_float) run(Fp32());
@@ -99,6 +101,79 @@ void Kernels<E>::beside(const int64_t* ids, const void* table, const void* table
   }
 }
 
+// The MLP of a mixture. Each expert's weights are read once, for all rows that chose it: these are copied side by side,
+// from the beginning of a tile on. A row's sum runs over its experts in the order of their scores.
+template <class E>
+struct Experts {
+  using X = Read<E>;
+  const int64_t M, H, used, rows;  // rows: of all portions, with what is empty between them
+  const Room<E> scores;
+  const Room<X> chosen_rows;
+  const Room<Fp32> out, shares;
+  const std::unique_ptr<int32_t[]> chosen;
+
+  static int64_t room(const Mixture& mixture, int64_t M) {
+    return M * mixture.used + std::min(mixture.experts, M * mixture.used) * (Rounded::TALL - 1);
+  }
+  Experts(const Mixture& mixture, int64_t M, int64_t H)
+      : M(M), H(H), used(mixture.used), rows(room(mixture, M)), scores(M * mixture.experts), chosen_rows(rows * H),
+        out(rows * H), shares(M * used), chosen(new int32_t[M * used]) {}
+
+  // The experts of row m, best first and of equal ones the first, and their shares.
+  void choose(const Mixture& mixture, int64_t m) const {
+    std::vector<Best> order(mixture.experts);
+    for (int64_t e = 0; e < mixture.experts; e++) order[e] = {E::get(scores + m * mixture.experts + e, 1)[0], e};
+    std::partial_sort(order.begin(), order.begin() + used, order.end(), Best::first);
+    float total = 0;
+    for (int64_t e = 0; e < (mixture.renormalise ? used : mixture.experts); e++)
+      total += std::exp(order[e].value - order[0].value);
+    for (int64_t a = 0; a < used; a++) {
+      chosen[m * used + a] = order[a].id;
+      shares[m * used + a] = std::exp(order[a].value - order[0].value) / total;
+    }
+  }
+
+  // Add what the experts make of x [M, H] to `stream`. gated: room [rows, inner].
+  void add(const Team& team, const Layer& w, const Value<X>* x, int64_t inner, Rounded& rounded, Value<X>* gated,
+           Value<E>* stream) const {
+    const Mixture& mixture = w.mixture;
+    linear_part<X, E>(team, x, {{0, M, 0}}, mixture.router, nullptr, nullptr, false, mixture.experts, rounded, nullptr,
+                      scores);
+    team.meet();
+    team.share(M, [&](int64_t m) { choose(mixture, m); });
+    team.meet();
+    // Every thread finds the same portions and places.
+    std::vector<int64_t> count(mixture.experts), place(M * used);
+    for (int64_t i = 0; i < M * used; i++) place[i] = count[chosen[i]]++;
+    Portions of_gate_up, of_down;
+    std::vector<int64_t> first(mixture.experts);
+    for (int64_t e = 0, at = 0; e < mixture.experts; e++) {
+      if (!count[e]) continue;
+      of_gate_up.push_back({at, count[e], w.gate_up.blocks / mixture.experts * e});
+      of_down.push_back({at, count[e], w.down.blocks / mixture.experts * e});
+      first[e] = at, at += tiles_of(count[e], Rounded::TALL) * Rounded::TALL;
+    }
+    for (int64_t i = 0; i < M * used; i++) place[i] += first[chosen[i]];
+    team.share(M * used, [&](int64_t i) {
+      std::memcpy(chosen_rows + place[i] * H, x + i / used * H, H * sizeof(Value<X>));
+    });
+    team.meet();
+    linear_part<X, X>(team, chosen_rows, of_gate_up, w.gate_up, nullptr, nullptr, true, inner, rounded, &w.down, gated);
+    team.meet();
+    linear_part<X, Fp32>(team, gated, of_down, w.down, nullptr, nullptr, false, H, rounded, nullptr, out);
+    team.meet();
+    team.share(M, [&](int64_t m) {
+      for (int64_t h = 0; h < H; h += LANES) {
+        Floats sum = E::get(stream + m * H + h, H - h);
+        for (int64_t i = m * used; i < m * used + used; i++)
+          sum = fma(Fp32::get(out + place[i] * H + h, H - h), broadcast(shares[i]), sum);
+        E::put(stream + m * H + h, sum, H - h);
+      }
+    });
+    team.meet();
+  }
+};
+
 template <class E>
 void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vector<Layer>& layers, float eps,
                         const std::vector<int64_t>& aux, const void* read, void* x, void* features) {
@@ -108,9 +183,12 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
   const Weight& down = layers[0].down;
   const int64_t inner = inputs_of<X>(down), L = layers.size(), A = aux.size();
   const int64_t first = inputs_of<X>(layers[0].wqkv);  // more than H if `read` is
-  Rounded rounded(down.rounds() ? M : 0, std::max({first, inside, inner}));
+  Experts<E> experts(layers[0].mixture, M, H);
+  const int64_t most = std::max(M, experts.rows);
+  Rounded rounded(down.rounds() ? most : 0, std::max({first, inside, inner}));
   const Room<E> qkv(M * width), rotated(M * inside);
-  const Room<X> normed(M * first), attended(M * inside), gated(M * inner);
+  const Room<X> normed(M * first), attended(M * inside), gated(most * inner);
+  const Portions all{{0, M, 0}};
   auto *stream = static_cast<Value<E>*>(x), *kept = static_cast<Value<E>*>(features);
   const auto norm = [&](const Team& team, const void* weight) {
     const auto* w = static_cast<const Value<E>*>(weight);
@@ -130,19 +208,24 @@ void Kernels<E>::layers(int threads, const Rows& rows, int64_t H, const std::vec
     for (int64_t l = 0; l < L; l++) {
       const Layer& w = layers[l];
       const Weight* next = l + 1 < L ? &layers[l + 1].wqkv : nullptr;
+      const Weight* inside_mlp = w.mixture.experts ? &w.mixture.router : &w.gate_up;
       keep(team, l);
       if (read && !l) as_read<E>(team, static_cast<const Value<E>*>(read), M, first, normed);
       else norm(team, w.attn_norm);
-      linear_part<X, E>(team, normed, M, w.wqkv, w.bias, nullptr, false, width, rounded, &w.wo, qkv);
+      linear_part<X, E>(team, normed, all, w.wqkv, w.bias, nullptr, false, width, rounded, &w.wo, qkv);
       team.meet();
       attention_over<E, X>(w.k)(team, pass, qkv, w.norms, w.k, w.v, rotated, attended);
       team.meet();
-      linear_part<X, E>(team, attended, M, w.wo, nullptr, stream, false, H, rounded, &w.gate_up, stream);
+      linear_part<X, E>(team, attended, all, w.wo, nullptr, stream, false, H, rounded, inside_mlp, stream);
       team.meet();
       norm(team, w.mlp_norm);
-      linear_part<X, X>(team, normed, M, w.gate_up, nullptr, nullptr, true, inner, rounded, &w.down, gated);
+      if (w.mixture.experts) {
+        experts.add(team, w, normed, inner, rounded, gated, stream);
+        continue;
+      }
+      linear_part<X, X>(team, normed, all, w.gate_up, nullptr, nullptr, true, inner, rounded, &w.down, gated);
       team.meet();
-      linear_part<X, E>(team, gated, M, w.down, nullptr, stream, false, H, rounded, next, stream);
+      linear_part<X, E>(team, gated, all, w.down, nullptr, stream, false, H, rounded, next, stream);
       team.meet();
     }
     keep(team, L);

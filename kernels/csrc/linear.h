@@ -33,37 +33,41 @@ void rounded_rows(Rounded& x, int64_t tile, int tall, int rows, const Weight& w,
 #endif
 }
 
-// x [M, K] times w -> out [M, N], plus bias [N], plus residual [M, N], which may be `out` itself. `gated`: a
-// block holds as many gate as up columns; silu(gate) * up comes out. `rounded`: room for x as bytes, if w rounds
-// it. `after`: the weight that is read next, if any.
+// Portions of x [.., K], each times its N columns of w -> the same rows of out [.., N], plus bias [N], plus residual
+// [.., N], which may be `out` itself. `gated`: a block holds as many gate as up columns; silu(gate) * up comes out.
+// `rounded`: room for x as bytes, if w rounds it. `after`: the weight that is read next, if any.
 template <class X, class Out>
-void linear_part(const Team& team, const Value<X>* x, int64_t M, const Weight& w, const float* bias,
+void linear_part(const Team& team, const Value<X>* x, const Portions& portions, const Weight& w, const float* bias,
                  const Value<Out>* residual, bool gated, int64_t N, Rounded& rounded, const Weight* after,
                  Value<Out>* out) {
   const int64_t K = inputs_of<X>(w);
-  if (w.rounds()) rounded.round<X>(team, x, M, K, Rounding::of(w));
+  if (w.rounds()) rounded.round<X>(team, x, portions, K, Rounding::of(w));
   const auto product = w.format == Weight::INT8 ? block_rows<X, Int8>
                        : w.format == Weight::INT4 ? block_rows<X, Int4> : block_rows<X, Whole>;
   const bool tiled = TILE_ROWS && (w.rounds() || std::is_same_v<X, Bf16>);
   const int64_t width = gated ? BLOCK / 2 : BLOCK, most = tiled ? TILE_ROWS : ROWS;
-  const int64_t tall = tile_size(M, most), tiles = tiles_of(M, most);
+  const int64_t blocks = (N + width - 1) / width;  // of a portion
   alignas(64) float sums[std::max(TILE_ROWS, ROWS) * BLOCK];
   Tiles shapes;
   const Weight& then = after ? *after : w;
   const char* first_after = then.block(then.blocks * team.me / team.all);
-  team.deal(w.blocks, [&](int64_t b, bool last) {
-    for (int64_t m = 0; m < M; m += tall) {
-      const int rows = std::min(tall, M - m);
-      const Next next(last ? first_after : w.block(b + 1), w.size, m / tall, tiles);
+  const auto block = [&](int64_t item) { return portions[item / blocks].block + item % blocks; };
+  team.deal(portions.size() * blocks, [&](int64_t item, bool last) {
+    const Portion& of = portions[item / blocks];
+    const int64_t b = block(item), tall = tile_size(of.rows, most), tiles = tiles_of(of.rows, most);
+    for (int64_t tile = 0; tile < tiles; tile++) {
+      const int64_t m = of.first + tile * tall, in_bytes = of.first / Rounded::TALL + tile;
+      const int rows = std::min(tall, of.rows - tile * tall);
+      const Next next(last ? first_after : w.block(block(item + 1)), w.size, tile, tiles);
       if (tiled) shapes.shape(rows);
       if (w.format == Weight::W8A8)
-        rounded_rows<Bytes>(rounded, m / tall, tall, rows, w, b, next, sums);
+        rounded_rows<Bytes>(rounded, in_bytes, tall, rows, w, b, next, sums);
       else if (w.format == Weight::W4A8)
-        rounded_rows<Nibbles>(rounded, m / tall, tall, rows, w, b, next, sums);
+        rounded_rows<Nibbles>(rounded, in_bytes, tall, rows, w, b, next, sums);
       else product(reinterpret_cast<const uint32_t*>(x + m * K), rows, w, b, next, sums);
       for (int r = 0; r < rows; r++)
         for (int64_t c = 0; c < width; c += LANES) {
-          const int64_t column = b * width + c, place = (m + r) * N + column;
+          const int64_t column = item % blocks * width + c, place = (m + r) * N + column;
           if (column >= N) break;
           Floats sum = load<Floats>(sums + r * BLOCK + c);
           if (gated) sum = silu(sum) * load<Floats>(sums + r * BLOCK + width + c);

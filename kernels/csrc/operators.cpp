@@ -100,8 +100,13 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
 
 enum Part {  // of a layer's weights, as in Python
   ATTN_NORM, WQKV, WQKV_SCALE, BIAS, Q_NORM, K_NORM, WO, WO_SCALE,
-  MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, PARTS
+  MLP_NORM, GATE_UP, GATE_UP_SCALE, DOWN, DOWN_SCALE, ROUTER, PARTS
 };
+// Above these bits: how many experts a layer has and a row uses, and whether their shares sum to 1.
+Mixture mixture_of(const Tensor* router, int64_t bits) {
+  if (!router) return {};
+  return {weight(*router, nullptr), bits >> 16 & 0xFFFF, bits >> 32 & 0xFFFF, bool(bits >> 48)};
+}
 
 std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>& parts, const Tensors& k,
                              const Tensors& v, double eps) {
@@ -113,7 +118,7 @@ std::vector<Layer> layers_of(const Tensors& weights, const std::vector<int64_t>&
     all.push_back({data(w[ATTN_NORM]), weight(*w[WQKV], w[WQKV_SCALE]), static_cast<const float*>(data(w[BIAS])),
                    {data(w[Q_NORM]), data(w[K_NORM]), float(eps)}, weight(*w[WO], w[WO_SCALE]), data(w[MLP_NORM]),
                    weight(*w[GATE_UP], w[GATE_UP_SCALE]), weight(*w[DOWN], w[DOWN_SCALE]),
-                   cache(k[l]), cache(v[l])});
+                   cache(k[l]), cache(v[l]), mixture_of(w[ROUTER], parts[l])});
   }
   return all;
 }

@@ -30,6 +30,11 @@ struct Rounding {
   int64_t words(int64_t K) const { return TILE_ROWS ? groups(K) * tile_words() : K / per_word; }  // of a row
 };
 
+// The rows of x that are multiplied by some blocks of a weight, from `block` on. The first row of each portion begins a
+// tile of `Rounded`.
+struct Portion { int64_t first, rows, block; };
+using Portions = std::vector<Portion>;
+
 // Rows of x rounded to bytes, by tiles: words [words of K, loop rows], so that one address serves all rows; for AMX
 // [groups, rows, words of a group], zero at the end. Every group of inputs, which has fewer at the end, has a scale
 // and an offset [groups, loop rows]. An offset is minus their sum times what was added to the weights: it takes that
@@ -51,17 +56,23 @@ struct Rounded {
 
   // Each thread its share of x [M, K], whole groups of a tile: what threads write lies apart. Then all meet.
   template <class X>
-  void round(const Team& team, const Value<X>* x, int64_t M, int64_t K, const Rounding& how) {
-    const int64_t tall = tile_size(M, TALL), all = TILE_ROWS ? tall : loop_rows(tall), groups = how.groups(K);
+  void round(const Team& team, const Value<X>* x, const Portions& portions, int64_t K, const Rounding& how) {
+    for (const Portion& portion : portions) round_rows<X>(team, x, portion, K, how);
+    team.meet();
+  }
+  template <class X>
+  void round_rows(const Team& team, const Value<X>* x, const Portion& of, int64_t K, const Rounding& how) {
+    const int64_t tall = tile_size(of.rows, TALL), all = TILE_ROWS ? tall : loop_rows(tall), groups = how.groups(K);
     const auto one = how.group <= 64 ? group<X, 64> : group<X, Rounding::MOST>;
-    team.share(tiles_of(M, TALL) * groups, [&](int64_t item) {
+    team.share(tiles_of(of.rows, TALL) * groups, [&](int64_t item) {
       const int64_t tile = item / groups, g = item % groups, from = g * how.group;
-      const int64_t rows = std::min(tall, M - tile * tall), size = std::min(how.group, K - from);
+      const int64_t rows = std::min(tall, of.rows - tile * tall), size = std::min(how.group, K - from);
       for (int64_t r = 0; r < rows; r++) {
-        const int64_t place = group_of(tile, K, how) + g * all + r;
+        const int64_t here = of.first / TALL + tile, place = group_of(here, K, how) + g * all + r;
+        const Value<X>* row = x + (of.first + tile * tall + r) * K;
         alignas(64) char q[2 * Rounding::MOST];
-        offsets[place] = -how.added * one(x + (tile * tall + r) * K + from, size, how.per_word, q, scales[place]);
-        uint32_t* to = words_of(tile, K, how);
+        offsets[place] = -how.added * one(row + from, size, how.per_word, q, scales[place]);
+        uint32_t* to = words_of(here, K, how);
         if constexpr (TILE_ROWS) {
           std::memcpy(to + (g * tall + r) * how.tile_words(), q, how.tile_words() * sizeof(uint32_t));
         } else {
@@ -70,7 +81,6 @@ struct Rounded {
         }
       }
     });
-    team.meet();
   }
 
   // `size` values, at most MOST -> as many integers q, the nearest to x in steps of the largest / 127, of which
