@@ -111,6 +111,13 @@ class Schema:
 schema_of = functools.cache(Schema)
 
 
+def plain(value: Any) -> Any:
+    """Return numbers of numpy and torch, alone, in an array, in lists or tuples, as Python's."""
+    if isinstance(value, (list, tuple)):
+        return [plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 def with_options(kind: type, options: dict) -> Any:
     """Return an object of a dataclass from named options. Raises TypeError, a sentence, on another name."""
     known = [field.name for field in fields(kind)]

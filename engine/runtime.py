@@ -36,6 +36,15 @@ class Runtime:
     # Keys and values of the target: "auto", in its dtype; "int8", on our CPU kernels; "fp8", everywhere else.
     kv: str = "auto"
 
+    def __post_init__(self):
+        for name in ("device", "dtype"):  # torch's own are taken too; numbers as transformers has them
+            value = getattr(self, name)
+            if type(value) is int and name == "device":
+                value = "cpu" if value < 0 else f"cuda:{value}"
+            elif isinstance(value, (torch.device, torch.dtype)):
+                value = str(value).removeprefix("torch.")
+            object.__setattr__(self, name, value)
+
     @classmethod
     def of(cls, o) -> Runtime:
         """Return the runtime that a command's options ask for, see `common.cli.Options.add_runtime`."""
