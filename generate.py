@@ -39,21 +39,20 @@ def parser() -> Options:
     """Declare the options, each with its rules."""
     p = Options("Generate text, losslessly faster with a draft head.")
     add, refuse = p.add_argument, p.refuse
-    add("-m", "--checkpoint", required=True,
-        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action="store_true", help="check first that weights have the sha256 of their config.json")
 
     add = p.add_argument_group("prompts").add_argument
     add("-p", "--prompt", action="append", default=[], metavar="TEXT",
         help="may be repeated: decoded as one batch; - is standard input")
     add("--prompt-ids", action="append", default=[], metavar="1,2,3", help="a prompt as token ids")
-    add("--prompt-file", action="append", default=[], metavar="FILE",
+    add("-f", "--prompt-file", action="append", default=[], metavar="FILE",
         help="one prompt; a .jsonl file has one per line; - is standard input")
     add("--raw", action="store_true", help="no chat template; control tokens spelled out count as such")
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
-    add("--max-seq-len", type=int,
+    add("-c", "--max-seq-len", type=int,
         help="prompt and output together (default: the model's maximum, less if memory is short)")
     p.within("--batch-size", 1, float("inf"))
     p.within("--max-seq-len", 2, float("inf"))
@@ -187,11 +186,11 @@ def load(o, prompts: Prompts, ranks=None) -> tuple:
         usual = default_tree(runtime.device_name, quantised, runtime.isa_name, batch)
         drafting = replace(drafting, tree=with_numbers(*(getattr(o, name) for name in NUMBERS), usual))
     folder, drafting = converted(o.checkpoint, drafting, note)
-    if line := drafting.unused(folder):
-        note(line)
     if o.verify:
         verify(folder, drafting.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
+    if line := drafting.unused(folder):
+        note(line)
     target = load_target(folder, runtime, note, ranks)
     return target, target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len)
 

@@ -38,9 +38,8 @@ def parser() -> Options:
     """The options of the command line."""
     p = Options(__doc__)
     add, refuse = p.add_argument, p.refuse
-    add("--checkpoint", required=True, metavar="DIR",
-        help="a converted target or head; a target's Hugging Face folder, hub id or .gguf is converted first")
-    add("--out", metavar="DIR", help="default: DIR-MODE")
+    p.add_checkpoint("converted target or head; a Hugging Face folder, hub id or .gguf is converted first")
+    add("--out", metavar="DIR", help="default: CHECKPOINT-MODE")
     add("--mode", choices=MODES, default="int8")
     add("--group", type=int, choices=GROUPS,
         help=f"int4, w4a8: inputs that share a scale (default {GROUP})")

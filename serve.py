@@ -26,15 +26,14 @@ def parser() -> Options:
     """Return the options of the command line, each with its rules."""
     p = Options(__doc__)
     add, on_off = p.add_argument, argparse.BooleanOptionalAction
-    add("-m", "--checkpoint", required=True,
-        help="converted folder; a Hugging Face folder, hub id or .gguf is converted first")
+    p.add_checkpoint("converted folder; a Hugging Face folder, hub id or .gguf is converted first")
     add("--verify", action=on_off,
         help="check first that weights have the sha256 of their config.json (default: where it has one)")
 
     add = p.add_argument_group("requests").add_argument
     add("--slots", type=int, help="requests decoded at once (default 4 on a CPU, 16 on a GPU)")
     add("--queue", type=count, default=64, help="requests that may wait (default 64)")
-    add("--max-seq-len", type=int,
+    add("-c", "--max-seq-len", type=int,
         help="prompt and output together (default: the model's maximum, less if memory is short)")
     add("--time-limit", type=float, default=600.0, metavar="SECONDS",
         help="of a request, waiting included (default 600)")

@@ -34,8 +34,8 @@ WRONG = (  # arguments of LLM after the checkpoint, and what is said
     ((), {"device": 7}, "device cuda:7: "), ((), {"dtype": 16}, "dtype is 16; expected a text"),
     ((), {"dtype": torch.int8}, "dtype 'int8': unknown; choose from bf16"),
     ((), {"compile": "no"}, "compile is 'no'; expected True or False"),
-    ((), {"isa": "avx2", "kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; take kv int8"
-                                       ", or add kernels=False"),
+    ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; take kv int8, or add "
+                        "kernels=False"),
     ((), {"dtyp": "bf16"}, "dtyp: no such option (did you mean dtype?); choose from device, dtype"),
 )
 PROMPTS = (  # prompts, sampling options, and what is said
@@ -56,8 +56,8 @@ PROMPTS = (  # prompts, sampling options, and what is said
     ("Hello", {"stop": 5}, "stop is 5; expected a text or a list"),
     ("Hello", {"stop": [""]}, "stop[0] is ''; expected at least 1 character"),
     ("Hello", {"json_schema": 5}, "json_schema is 5; expected a text or an object"),
-    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: shorten it"
-                     " or raise max_seq_len"),
+    ("x" * 3000, {}, "the prompt has 3005 tokens and needs room for one more, the cache holds 1024: shorten "
+                     "it or raise max_seq_len"),
 )
 
 

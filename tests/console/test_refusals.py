@@ -16,7 +16,8 @@ KERNELS = "is for the kernels; leave out --no-kernels"
 # Options after --checkpoint GOLDEN, and the beginning of the error. FILES is a folder of `files`.
 REFUSED = (
     ("", "no prompt: give --prompt TEXT (-p - reads standard input), --prompt-file, --prompt-ids or --inter"),
-    ("--prompt=", "--prompt: is empty; give a text"), ("-p -", "--prompt -: standard input is empty; give a text"),
+    ("--prompt=", "--prompt: is empty; give a text"),
+    ("-p -", "--prompt -: standard input is empty; give a text"),
     ("--prompt-file -", "--prompt-file -: standard input is empty; give a text"),
     ("--prompt-file FILES/empty", "--prompt-file FILES/empty: the file is empty; give a text"),
     *((f"--interactive {other}", TALK) for other in (
