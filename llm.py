@@ -22,7 +22,7 @@ from pydantic import InstanceOf
 from typing_extensions import TypedDict
 
 from common.errors import InputError
-from common.schema import Schema, plain, whole, with_options
+from common.schema import Schema, as_python, whole, with_options
 from drafters import Drafting
 from engine.prompt import Prompt, encode
 from engine.request import Event, Request
@@ -104,7 +104,7 @@ class LLM:
     @errors_in_python()
     def encode(self, prompt: Prompt, **options) -> list[int]:
         """Turn a prompt into token ids; options: `raw`, `system` of `engine.prompt.encode`."""
-        return encode(self.tokenizer, plain(prompt), room=self.engine.max_seq_len, **options)
+        return encode(self.tokenizer, as_python(prompt), room=self.engine.max_seq_len, **options)
 
     @errors_in_python()
     def generate(
@@ -118,7 +118,7 @@ class LLM:
         `tokens_per_second` and more. Raises ValueError, TypeError or InputError, before anything is decoded,
         on a prompt or an option that cannot be.
         """
-        prompts = plain(prompts)
+        prompts = as_python(prompts)
         alone, first = is_one(prompts), with_options(Sampling, sampling)
         ids = [self.encode(p, raw=raw, system=system) for p in ([prompts] if alone else prompts)]
         self._warm_up(first)

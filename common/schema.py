@@ -111,10 +111,10 @@ class Schema:
 schema_of = functools.cache(Schema)
 
 
-def plain(value: Any) -> Any:
+def as_python(value: Any) -> Any:
     """Return numbers of numpy and torch, alone, in an array, in lists or tuples, as Python's."""
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [as_python(one) for one in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from common.schema import Schema, Text, number, plain, whole
+from common.schema import Schema, Text, as_python, number, whole
 
 # Rules of accepting drafted nodes at temperature > 0; at 0 both are `equal`.
 RULES = {"equal": "gives the text of plain decoding (default)", "residual": "draws anew, for draft-model"}
@@ -57,7 +57,7 @@ class Sampling:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+            object.__setattr__(self, name, as_python(value))
         FIELDS.check(vars(self))
         for name in NUMBERS:
             object.__setattr__(self, name, float(getattr(self, name)))

@@ -21,13 +21,23 @@ from engine.request import Event
 from server.gate import Gate, add_handlers
 from server.protocol import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Refusal, TokenizeBody
 from server.replies import ChatReply, CompletionReply, Reply, TokenTexts
-from server.worker import Job, Worker
+from server.worker import GOING_DOWN, Job, Worker
 from tokens.calls import BARE, TAGS, form_of
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 SCRIPT = "text/javascript"
 FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
+REFERENCE = (
+    "<!doctype html><meta charset=utf-8><title>Routes</title><style>body{font:16px/1.5 system-ui,sans-serif;"
+    "margin:2em auto;max-width:60em;padding:0 1em}td{padding:.1em 1em .1em 0;vertical-align:top}</style>"
+)
+# Words of JSON schemas.
+KINDS = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list"}
+BOUNDS = {
+    "minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below",
+    "minItems": "items: at least", "maxItems": "items: at most",
+}
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
 OPEN = ("/health", "/metrics", "/docs", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
 
@@ -188,18 +198,34 @@ async def in_thread(work: Callable):
 
 def reference(spec: dict) -> str:
     """Return a page with the routes of an OpenAPI specification, and the fields of their bodies."""
-    def row(name: str, field: dict) -> str:
-        rules = {key: rule for key, rule in field.items() if key not in ("title", "description")}
-        cells = name, json.dumps(rules).replace("#/components/schemas/", ""), field.get("description", "")
+    def row(name: str, field: dict, required: list[str]) -> str:
+        needed = "; required" if name in required else ""
+        cells = name, rules_in_words(field) + needed, field.get("description", "")
         return "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
 
     def table(name: str, schema: dict) -> str:
-        rows = "".join(row(*field) for field in schema.get("properties", {}).items())
-        return f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>{rows}</table>"
+        rows = (row(*field, schema.get("required", [])) for field in schema.get("properties", {}).items())
+        return f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>{''.join(rows)}</table>"
 
     routes = (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
-    tables = (table(*named) for named in spec["components"]["schemas"].items())
-    return "".join(("<!doctype html><meta charset=utf-8><title>Routes</title>", *routes, *tables))
+    schemas = spec["components"]["schemas"].items()
+    tables = (table(*named) for named in schemas if "ValidationError" not in named[0])  # never sent
+    return "".join((REFERENCE, *routes, *tables))
+
+
+def rules_in_words(rules: dict) -> str:
+    """Return the rules that a JSON schema has for a value, in words."""
+    kinds = [rules_in_words(one) for one in rules.get("anyOf", ()) if one != {"type": "null"}]
+    if "$ref" in rules:
+        kinds = [rules["$ref"].rpartition("/")[2]]
+    elif "enum" in rules or "const" in rules:
+        kinds = [" or ".join(map(json.dumps, rules.get("enum") or [rules["const"]]))]
+    elif "type" in rules:
+        of = f" of {rules_in_words(rules['items'])}" if "items" in rules else ""
+        kinds = [KINDS.get(rules["type"], rules["type"]) + of]
+    bounds = (f"{words} {rules[key]:,.15g}" for key, words in BOUNDS.items() if key in rules)
+    default = f"; default {json.dumps(rules['default'])}" if rules.get("default") is not None else ""
+    return ", ".join((" or ".join(kinds) or "anything", *bounds)) + default
 
 
 def make_app(
@@ -273,8 +299,8 @@ def make_app(
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health():
-        if worker.failed or not worker.is_alive():
-            raise Refusal(503, worker.failed or "the decoding thread has ended")
+        if worker.failed or worker.closing or not worker.is_alive():
+            raise Refusal(503, worker.failed or GOING_DOWN)
         return {"status": "ok", "running": worker.running, "waiting": worker.waiting}
 
     @app.get("/metrics")

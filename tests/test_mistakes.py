@@ -63,7 +63,7 @@ MISTAKES = (
     (DECODING, "-t 0", "--threads 0: must be 1 to 1,024"),
     ("generate", "-f FOLDER/x/z", "--prompt-file FOLDER/x/z: no such file (did you mean FOLDER/x/y?)"),
     (DECODING + " quantize convert_checkpoint checkpoint.export", "-m NOWHERE", "NOWHERE: no"),
-    (DECODING, "--checkpoint TARGET/config.json", "TARGET/config.json: not a folder (nor a .gguf file); name"),
+    (DECODING, "--checkpoint TARGET/config.json", "TARGET/config.json: not a folder (nor a .gguf file);"),
     ("serve", "--cor x", "--cors x: an origin is *"),
     ("generate", "--compare", "--compare: plain decoding would be compared with itself; add --speculate"),
     ("generate evaluate", "--max-new-tokens 0", "--max-new-tokens 0: must be at least 1"),
