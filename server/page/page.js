@@ -174,7 +174,7 @@ function toEnd() {
 
 function showList() {
   $("conversations").replaceChildren(...conversations.map((one) => element("li", {},
-    element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, one.title),
+    element("button", { class: "pick", type: "button", "aria-current": String(one === current), title: one.title, onclick: () => open(one) }, element("span", {}, one.title)),
     element("button", { type: "button", "aria-label": `Delete ${one.title}`, onclick: () => remove(one) }, "×"))));
 }
 
@@ -491,18 +491,13 @@ function showTree(tree) {
   draw($("drawing"), tree);
 }
 
-function titleOf(words) {
-  const line = words.replace(/\s+/g, " ");
-  return line.length <= 60 ? line : `${line.slice(0, 60).replace(/ \S*$/, "")} …`;
-}
-
 function send(event) {
   event?.preventDefault();
   const content = $("input").value.trim();
   if (!content || running) return;
   const { messages: before, title } = current, edit = edited;
   const kept = before.slice(0, edit?.index ?? before.length);
-  if (!kept.length) current.title = titleOf(content);
+  if (!kept.length) current.title = content.replace(/\s+/g, " ").slice(0, 200);
   current.messages = [...kept, { role: "user", content }];
   endEdit();
   $("input").focus();
