@@ -13,16 +13,7 @@ from common.cli import Options, check_writable, command, note
 from common.errors import InputError
 from common.files import read_text
 from common.torchrun import command_in_words, one_voice, several
-from drafters import (
-    METHODS,
-    MOST_NODES,
-    Drafting,
-    add_flags,
-    add_window,
-    default_tree,
-    method_name,
-    with_numbers,
-)
+from drafters import MOST_NODES, Drafting, add_drafting, default_tree, with_numbers
 from sampling.options import RULES, Sampling
 from tokens.dataset import read_prompts
 from tokens.grammar import grammar_of
@@ -88,18 +79,17 @@ def parser() -> Options:
     refuse(lambda o: o.logprobs is not None and not o.json,
            lambda o: f"--logprobs {o.logprobs}: log-probabilities are printed with --json; add it")
 
-    group = p.add_drafting(
-        method_name, "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    )
-    add = group.add_argument
-    add("--tree-nodes", type=int, help="nodes of the draft tree, root included")
-    add("--tree-depth", type=int, help="expansions after the first level")
-    add("--tree-width", type=int, help="nodes expanded per level")
+    add = add_drafting(p).add_argument
+    for flag, least, what in (
+        ("--tree-nodes", 2, "nodes of the draft tree, root included"),
+        ("--tree-depth", 0, "expansions after the first level"),
+        ("--tree-width", 1, "nodes expanded per level"),
+    ):
+        add(flag, type=int, help=what)
+        p.within(flag, least, MOST_NODES)
     rules = "; ".join(f"{rule} {what}" for rule, what in RULES.items())
     add("--accept", choices=RULES, default="equal",
         help=f"how drafts are accepted at temperature > 0: {rules}")
-    add_flags(group)
-    add_window(group, p, lambda o: [o.speculate])
     refuse(lambda o: o.accept != "equal" and o.speculate == "none",
            lambda o: f"--accept {o.accept}: plain decoding drafts nothing to accept")
 
@@ -112,9 +102,6 @@ def parser() -> Options:
            lambda o: f"--tree {o.tree}: leave out --tree-nodes, --tree-depth and --tree-width")
     refuse(lambda o: first_number(o) and o.speculate == "none",
            lambda o: f"{first_number(o)}: plain decoding drafts no tree; add --speculate")
-    p.within("--tree-nodes", 2, MOST_NODES)
-    p.within("--tree-depth", 0, MOST_NODES)
-    p.within("--tree-width", 1, MOST_NODES)
 
     add = p.add_runtime().add_argument
     add("--autotune", action="store_true", help="torch.compile times several kernels per product; for a GPU")

@@ -81,14 +81,12 @@ class LLM:
         ranks: Ranks | None = None, **runtime,
     ):
         speculate = "none" if speculate is None else speculate
-        CHECKED.check({
-            "checkpoint": checkpoint, "speculate": speculate, "draft": draft, "tree": tree,
-            "batch_size": batch_size, "max_seq_len": max_seq_len, "say": say,
-        })
+        given = locals()
+        CHECKED.check({name: given[name] for name in ARGUMENTS})
         if isinstance(speculate, Drafting) and (draft or tree):
             raise TypeError("draft and tree are fields of Drafting: set them there, or name a method")
         drafting = speculate if isinstance(speculate, Drafting) else Drafting(speculate, draft, tree)
-        where = with_options(Runtime, runtime)
+        where = with_options(Runtime, runtime, ARGUMENTS)
         where.prepare()  # mistakes are refused before anything is converted
         def tell(line: str) -> None:
             say(in_python(line))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from common.cli import Options, command, count, note
 from common.errors import InputError
 from common.torchrun import command_in_words, is_first, one_voice, several
-from drafters import METHODS, Drafting, add_flags, add_window, method_name, read_flags
+from drafters import Drafting, add_drafting
 
 STARTED = time.perf_counter()
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it
@@ -62,11 +62,7 @@ def parser() -> Options:
              lambda o: f"--cors {' '.join(o.cors)}: an origin is *, or such as https://host or"
                        " http://host:8080")
     p.judge(key_of)
-    methods = "; ".join(f"{name}, {method.what}" for name, method in METHODS.items() if method)
-    group = p.add_drafting(method_name, methods)
-    add_flags(group)
-    p.judge(lambda o: read_flags(o, [o.speculate]))
-    add_window(group, p, lambda o: [o.speculate])
+    add_drafting(p)
     p.add_runtime()
     return p
 

@@ -26,7 +26,7 @@ ELSEWHERE = {
     "-sys": "--system", "--conversation": "--interactive", "-cnv": "--interactive", "-ngl": "--device",
     "--n-gpu-layers": "--device", "--model-draft": "--draft", "-md": "--draft", "--parallel": "--slots",
     "-np": "--slots", "--max-num-seqs": "--slots", "--alias": "--model-name", "-j": "--json-schema",
-    "--repeat-penalty": "--repetition-penalty",
+    "--repeat-penalty": "--repetition-penalty", "-hf": "--checkpoint", "-s": "--seed",
 }
 # PyTorch appends to its messages where in its own code they come from.
 FRAMES = re.compile(r"\n?(Exception raised from |frame #\d+: |C\+\+ CapturedTraceback)")
@@ -180,6 +180,9 @@ class Options(argparse.ArgumentParser):
                 guess = f" (did you mean {ours}?)" if ours in flags else did_you_mean(name, flags)
                 message = f"unrecognized arguments: {name}{guess}"
                 break
+        else:
+            if "required" in message and self._words and self._words[0][0] != "-":
+                message += f" (write -m {self._words[0]})"
         note(f"{self.prog}: error: {on_one_line(message)}; see --help")
         sys.exit(2)
 
@@ -189,6 +192,8 @@ class Options(argparse.ArgumentParser):
         for word in self._words:
             if not_utf8(word):
                 self.error(f"argument {word}: is no UTF-8")
+        if ELSEWHERE.keys() & self._words:  # argparse would take -hf for -h
+            self.error("")
         o, unknown = self.parse_known_args(self._words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)} (quote texts with spaces)")

@@ -168,6 +168,15 @@ def add_window(group, options: Options, names: Callable[[argparse.Namespace], li
     options.judge(lambda o: check_window(names(o), o.draft_window))
 
 
+def add_drafting(p: Options):
+    """Add the options that say what drafts, with their rules. Returns their group."""
+    group = p.add_drafting(method_name, "; ".join(f"{name}, {m.what}" for name, m in METHODS.items() if m))
+    add_flags(group)
+    p.judge(lambda o: read_flags(o, [o.speculate]))
+    add_window(group, p, lambda o: [o.speculate])
+    return group
+
+
 # -- trees --------------------------------------------------------------------------------------
 
 # Rows that a GPU multiplies in about the time of one, and trees for fewer rows than the paper's.

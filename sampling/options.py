@@ -56,15 +56,14 @@ class Sampling:
     json_schema: Text | dict | None = None
 
     def __post_init__(self):
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, as_python(value))
-        FIELDS.check(vars(self))
-        for name in NUMBERS:
-            object.__setattr__(self, name, float(getattr(self, name)))
-        if isinstance(self.json_schema, dict):
-            object.__setattr__(self, "json_schema", json.dumps(self.json_schema))
-        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        found = {name: as_python(value) for name, value in vars(self).items()}
+        FIELDS.check(found)
+        stop, schema = found["stop"], found["json_schema"]
+        vars(self).update(
+            found | {name: float(found[name]) for name in NUMBERS}, logit_bias=_pairs(found["logit_bias"]),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            json_schema=json.dumps(schema) if isinstance(schema, dict) else schema,
+        )
 
     @property
     def restricts(self) -> bool:

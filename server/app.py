@@ -26,8 +26,7 @@ from tokens.calls import BARE, TAGS, form_of
 from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
-SCRIPT = "text/javascript"
-FILES = {"page.js": SCRIPT, "markdown.js": SCRIPT, "tree.js": SCRIPT, "page.css": "text/css"}
+FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
 REFERENCE = (
     "<!doctype html><meta charset=utf-8><title>Routes</title><style>body{font:16px/1.5 system-ui,sans-serif;"
     "margin:2em auto;max-width:60em;padding:0 1em}td{padding:.1em 1em .1em 0;vertical-align:top}</style>"
@@ -39,7 +38,7 @@ BOUNDS = {
     "minItems": "items: at least", "maxItems": "items: at most",
 }
 QUIET = 1.0  # seconds without an event, after which a stream sends a comment, and its client may have gone
-OPEN = ("/health", "/metrics", "/docs", "/", *(f"/{name}" for name in FILES))  # without a key, as in vLLM
+OPEN = ("/health", "/metrics", "/docs", *FILES)  # without a key, as in vLLM
 
 
 class Server:
@@ -307,15 +306,10 @@ def make_app(
     async def metrics():
         return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    def send(name: str, kind: str) -> Callable:
-        async def file():
-            return FileResponse(PAGE / name, media_type=kind, headers={"Cache-Control": "no-cache"})
-
-        return file
-
-    app.add_api_route(
-        "/", send("page.html", "text/html"), methods=["GET", "HEAD"], include_in_schema=False
-    )
-    for name, kind in FILES.items():
-        app.add_api_route(f"/{name}", send(name, kind), include_in_schema=False)
+    for path, name in FILES.items():
+        app.add_route(path, partial(_file, name))
     return app
+
+
+async def _file(name: str, http: HttpRequest) -> Response:
+    return FileResponse(PAGE / name, headers={"Cache-Control": "no-cache"})

@@ -36,7 +36,8 @@ WRONG = (  # arguments of LLM after the checkpoint, and what is said
     ((), {"compile": "no"}, "compile is 'no'; expected True or False"),
     ((), {"kv": "fp8"}, "kv fp8: our CPU kernels have int8 caches and none in fp8; take kv int8, or add "
                         "kernels=False"),
-    ((), {"dtyp": "bf16"}, "dtyp: no such option (did you mean dtype?); choose from device, dtype"),
+    ((), {"dtyp": "bf16"}, "dtyp: no such option (did you mean dtype?); choose from checkpoint, speculate"),
+    ((), {"max_seq_length": 99}, "max_seq_length: no such option (did you mean max_seq_len?); choose from"),
 )
 PROMPTS = (  # prompts, sampling options, and what is said
     *((prompt, {}, f"prompt is {said}; expected a text or a list") for prompt, said in (
@@ -82,7 +83,7 @@ def test_a_text_ids_and_messages_are_one_prompt_and_a_list_of_them_several(llm):
 
 def test_numbers_of_numpy_types_of_torch_and_a_schema_as_a_dictionary(golden, llm):
     options = {"max_new_tokens": np.int64(20), "temperature": np.float32(0.5), "seed": torch.tensor(3)}
-    usual = llm.generate("Hello", max_new_tokens=20, temperature=0.5, seed=3)
+    usual = llm.generate("Hello", max_new_tokens=20, temperature=0.5, seed=3, top_k=None, stop=None)
     for device in torch.device("cpu"), -1:
         given = LLM(golden, None, device=device, dtype=torch.float32, compile=False)
         assert given.generate("Hello", **options).ids == usual.ids

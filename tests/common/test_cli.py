@@ -161,6 +161,7 @@ def test_the_nearest_option_is_named_and_a_version(capsys):
         (["-n", "x", "--predict", "5"], "arguments: --predict (did you mean --max-new-tokens?); see --help"),
         (["--chekpoint", "x"], "arguments: --chekpoint (did you mean --checkpoint?); see --help"),
         (["-x"], "arguments: -x; see --help"),
+        (["-hf", "x"], "arguments: -hf (did you mean --checkpoint?); see --help"),
         (["-m", "x", "--ctx-size", "5"], "arguments: --ctx-size; see --help"),
         (["-m", "x", "a", "word"], "arguments: a word (quote texts with spaces); see --help"),
     ):
