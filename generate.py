@@ -43,10 +43,7 @@ def parser() -> Options:
     add("--system", metavar="TEXT", help="system message for the chat template")
     add("--interactive", action="store_true", help="chat; /help lists its commands")
     add("--batch-size", type=int, help="prompts decoded together (default all, at most 16)")
-    add("-c", "--max-seq-len", type=int,
-        help="prompt and output together (default: the model's maximum, less if memory is short)")
     p.within("--batch-size", 1, float("inf"))
-    p.within("--max-seq-len", 2, float("inf"))
 
     def prompts(o) -> list:
         return o.prompt + o.prompt_ids + o.prompt_file
@@ -176,8 +173,7 @@ def load(o, prompts: Prompts, ranks=None) -> tuple:
     if o.verify:
         verify(folder, drafting.draft, True, note)
     check_prompts(folder, prompts[:: o.num_samples], o.max_seq_len, raw=o.raw, system=o.system)
-    if line := drafting.unused(folder):
-        note(line)
+    drafting.name_unused(folder, note)
     target = load_target(folder, runtime, note, ranks)
     return target, target.engine(drafting, batch=batch, max_seq_len=o.max_seq_len)
 

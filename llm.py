@@ -92,8 +92,7 @@ class LLM:
             say(in_python(line))
 
         folder, drafting = converted(checkpoint, drafting, tell)
-        if line := drafting.unused(folder):
-            tell(line)
+        drafting.name_unused(folder, tell)
         self.target: Target = load_target(folder, where, tell, ranks)
         self.tokenizer = self.target.tokenizer
         self.engine = self.target.engine(drafting, batch=batch_size, max_seq_len=max_seq_len)

@@ -227,6 +227,8 @@ class Options(argparse.ArgumentParser):
         add, on_off = group.add_argument, argparse.BooleanOptionalAction
         add("--device", help="default: cuda if there is one, else cpu")
         add("--dtype", type=dtype, help="bf16, fp16, fp32, or PyTorch's names; default: as stored")
+        add("-c", "--max-seq-len", type=int,
+            help="prompt and output together (default: what suits the model and the memory)")
         add("-t", "--threads", type=int,
             help="CPU threads, no more than the processors that it may use (default: PyTorch's)")
         add("--compile", action=on_off, default=True, help="torch.compile prefill and step")
@@ -237,6 +239,7 @@ class Options(argparse.ArgumentParser):
         add("--kv", choices=KV_DTYPES, default="auto",
             help="the target's keys and values: auto, in its dtype (default); int8, on a CPU's kernels; fp8,"
                  " on GPUs and in PyTorch")
+        self.within("--max-seq-len", 2, float("inf"))
         self.within("--threads", 1, MOST_THREADS)
         self.judge_device()
         self.refuse(lambda o: o.isa and not (o.compile and o.kernels),

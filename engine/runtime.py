@@ -37,13 +37,12 @@ class Runtime:
     kv: str = "auto"
 
     def __post_init__(self):
-        for name in ("device", "dtype"):  # torch's own are taken too; numbers as transformers has them
-            value = getattr(self, name)
-            if type(value) is int and name == "device":
-                value = "cpu" if value < 0 else f"cuda:{value}"
-            elif isinstance(value, (torch.device, torch.dtype)):
-                value = str(value).removeprefix("torch.")
-            object.__setattr__(self, name, value)
+        given = vars(self)
+        if type(self.device) is int:  # as transformers has it
+            given["device"] = "cpu" if self.device < 0 else f"cuda:{self.device}"
+        for name, value in given.items():
+            if isinstance(value, (torch.device, torch.dtype)):
+                given[name] = str(value).removeprefix("torch.")
 
     @classmethod
     def of(cls, o) -> Runtime:

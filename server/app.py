@@ -6,13 +6,12 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from html import escape
 from pathlib import Path
 
 from anyio import to_thread
 from fastapi import FastAPI
 from fastapi import Request as HttpRequest
-from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from common.errors import InputError, printable
@@ -27,10 +26,6 @@ from tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "page.html"} | {f"/{name}": name for name in ("page.js", "markdown.js", "tree.js", "page.css")}
-REFERENCE = (
-    "<!doctype html><meta charset=utf-8><title>Routes</title><style>body{font:16px/1.5 system-ui,sans-serif;"
-    "margin:2em auto;max-width:60em;padding:0 1em}td{padding:.1em 1em .1em 0;vertical-align:top}</style>"
-)
 # Words of JSON schemas.
 KINDS = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list"}
 BOUNDS = {
@@ -196,20 +191,17 @@ async def in_thread(work: Callable):
 
 
 def reference(spec: dict) -> str:
-    """Return a page with the routes of an OpenAPI specification, and the fields of their bodies."""
-    def row(name: str, field: dict, required: list[str]) -> str:
-        needed = "; required" if name in required else ""
-        cells = name, rules_in_words(field) + needed, field.get("description", "")
-        return "<tr>" + "".join(f"<td>{escape(cell)}" for cell in cells)
-
-    def table(name: str, schema: dict) -> str:
-        rows = (row(*field, schema.get("required", [])) for field in schema.get("properties", {}).items())
-        return f"<h2>{name}</h2>{escape(schema.get('description', ''))}<table>{''.join(rows)}</table>"
-
-    routes = (f"<p>{' '.join(methods).upper()} {escape(path)}" for path, methods in spec["paths"].items())
-    schemas = spec["components"]["schemas"].items()
-    tables = (table(*named) for named in schemas if "ValidationError" not in named[0])  # never sent
-    return "".join((REFERENCE, *routes, *tables))
+    """Return the routes of an OpenAPI specification, and the fields of their bodies, as text."""
+    lines = [f"{' '.join(methods).upper():5}{path}" for path, methods in spec["paths"].items()]
+    for name, schema in spec["components"]["schemas"].items():
+        if "ValidationError" in name:  # never sent
+            continue
+        lines += ["", f"{name}: {schema.get('description', '')}"]
+        for field, rules in schema.get("properties", {}).items():
+            needed = " (needed)" if field in schema.get("required", ()) else ""
+            about = f". {rules['description']}" if "description" in rules else ""
+            lines.append(f"  {field:24}{rules_in_words(rules)}{needed}{about}")
+    return "\n".join(lines) + "\n"
 
 
 def rules_in_words(rules: dict) -> str:
@@ -223,7 +215,7 @@ def rules_in_words(rules: dict) -> str:
         of = f" of {rules_in_words(rules['items'])}" if "items" in rules else ""
         kinds = [KINDS.get(rules["type"], rules["type"]) + of]
     bounds = (f"{words} {rules[key]:,.15g}" for key, words in BOUNDS.items() if key in rules)
-    default = f"; default {json.dumps(rules['default'])}" if rules.get("default") is not None else ""
+    default = f", default {json.dumps(rules['default'])}" if rules.get("default") is not None else ""
     return ", ".join((" or ".join(kinds) or "anything", *bounds)) + default
 
 
@@ -293,7 +285,7 @@ def make_app(
 
     @app.get("/docs", include_in_schema=False)
     async def docs():
-        return HTMLResponse(reference(app.openapi()))
+        return PlainTextResponse(reference(app.openapi()))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
