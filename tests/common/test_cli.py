@@ -154,15 +154,23 @@ def test_what_cannot_be_parsed_is_one_line(capsys):
 def test_the_nearest_option_is_named_and_a_version(capsys):
     p = Options("", prog="x.py")
     p.add_argument("-n", "--max-new-tokens", type=int)
+    p.add_checkpoint("a folder")
     for argv, words in (
-        (["--max-tokens", "5"], "arguments: --max-tokens 5 (did you mean --max-new-tokens?); see --help"),
-        (["--max-token=5"], "arguments: --max-token=5 (did you mean --max-new-tokens?); see --help"),
-        (["a", "word"], "arguments: a word (quote texts with spaces); see --help"),
+        (["--max-tokens", "5"], "arguments: --max-tokens (did you mean --max-new-tokens?); see --help"),
+        (["--max-token=5"], "arguments: --max-token (did you mean --max-new-tokens?); see --help"),
+        (["-n", "x", "--predict", "5"], "arguments: --predict (did you mean --max-new-tokens?); see --help"),
+        (["--chekpoint", "x"], "arguments: --chekpoint (did you mean --checkpoint?); see --help"),
+        (["-x"], "arguments: -x; see --help"),
+        (["-hf", "x"], "arguments: -hf (did you mean --checkpoint?); see --help"),
+        (["-m", "x", "--ctx-size", "5"], "arguments: --ctx-size; see --help"),
+        (["-m", "x", "a", "word"], "arguments: a word (quote texts with spaces); see --help"),
     ):
         with pytest.raises(SystemExit):
             p.read(argv)
         assert capsys.readouterr().err == f"x.py: error: unrecognized {words}\n"
-    assert p.read(["-n", "3"]).max_new_tokens == 3
+    for flag in "-m", "--model", "--checkpoint":
+        o = p.read([flag, "-1", "-n3"])
+        assert (o.checkpoint, o.max_new_tokens) == ("-1", 3)
     with pytest.raises(SystemExit) as stop:
         p.read(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"x.py {VERSION}\n"
