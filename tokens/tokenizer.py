@@ -11,6 +11,7 @@ nothing is decoded twice.
 from __future__ import annotations
 
 import codecs
+import json
 import re
 import shutil
 from collections.abc import Collection, Iterable
@@ -21,6 +22,7 @@ from tokenizers import AddedToken
 
 from common.cli import library_errors
 from common.errors import InputError
+from common.files import read_json
 from tokens import files
 from tokens.backends import JsonBackend, SentencePieceBackend, open_library
 from tokens.templates import ControlTokenMask, read_templates, render_template
@@ -43,11 +45,13 @@ def copy_files(source: Path, target: Path) -> bool:
         return False
     if source.resolve() == target.resolve():
         return True
-    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
-        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
     for name in files.COPIED:
         if files.has(source, name):
             shutil.copyfile(source / name, target / Path(name).name)
+    if (encoder := source / files.encoder_of(source)).name == "vocab.json":
+        open_library(encoder, files.tokenizer_settings(source)).save(str(target / "tokenizer.json"))
+        config = target / "tokenizer_config.json"
+        config.write_text(json.dumps(files.DEFAULTS | (read_json(config) if config.exists() else {})))
     return True
 
 
@@ -88,7 +92,10 @@ class Tokenizer:
 
         added = {i: token for i, token in backend.added.items() if token.content}
         self.control = {token.content: i for i, token in added.items() if token.special}
-        ends = map(self.control.get, (self.special_tokens_map.get("eos_token"), *files.END_TOKENS))
+        names = [self.special_tokens_map.get("eos_token"), *files.END_TOKENS]
+        if files.END_OF_ANSWER in self.control and names[0] != files.END_OF_MESSAGE:
+            names.remove(files.END_OF_MESSAGE)
+        ends = map(self.control.get, names)
         self.stop_ids = [*dict.fromkeys(i for i in ends if i is not None)]
         # Tokens that are cut out of a text before the backend gets it: a pattern, and their ids. The pattern
         # for rendered templates has all added tokens, because the leftmost and longest match wins, of any
