@@ -25,6 +25,7 @@ from common.errors import InputError
 from common.files import read_json
 from tokens import files
 from tokens.backends import JsonBackend, SentencePieceBackend, open_library
+from tokens.messages import ready
 from tokens.templates import ControlTokenMask, read_templates, render_template
 
 BACKENDS = {"tokenizer.json": JsonBackend, "vocab.json": JsonBackend, "tokenizer.model": SentencePieceBackend}
@@ -138,12 +139,13 @@ class Tokenizer:
     def chat(self, messages: list[dict], at_most: int | None = None, **variables) -> list[int]:
         """Return the token ids of a conversation up to where the assistant begins to speak.
 
-        messages: {"role", "content"} dictionaries. BOS is there if the template writes it. The template
-        gets `variables`, such as `enable_thinking`, or `add_generation_prompt=False` for a conversation
-        that ends with an answer. Nothing in messages or variables becomes a control token. at_most: see
-        `encode`. Raises InputError if there is no template, or it refuses the messages.
+        messages: {"role", "content"} dictionaries, in any form that `tokens.messages: ready` reads. BOS is
+        there if the template writes it. The template gets `variables`, such as `enable_thinking`, or
+        `add_generation_prompt=False` for a conversation that ends with an answer. Nothing in messages or
+        variables becomes a control token. at_most: see `encode`. Raises InputError if there is no template,
+        it refuses the messages, or a content is no text.
         """
-        (hidden, more), originals = self._mask.hide((messages, variables))
+        (hidden, more), originals = self._mask.hide((ready(messages), variables))
         rendered = self.render(hidden, **more)
         self._check_size(rendered, at_most)
         parts = self._cut(rendered, parse_special=True)
