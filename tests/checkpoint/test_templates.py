@@ -80,6 +80,7 @@ def test_templates_by_flag(tmp_path, capsys):
         assert main([*command, str(tmp_path / name), *flags]) == 0
         tokenizer = Tokenizer.load(tmp_path / name)
         # One for tools alone is for all chats, and so is one that is chosen.
-        assert tokenizer.template == tokenizer.tool_template and (tokenizer.template == "T") is not bool(flags)
+        assert tokenizer.template == tokenizer.tool_template
+        assert (tokenizer.template == "T") is not bool(flags)
     assert main([*command, str(tmp_path / "bad"), "--template", "nonsense"]) == 1
     assert "--template nonsense" in capsys.readouterr().err and not (tmp_path / "bad").exists()
