@@ -62,7 +62,8 @@ class Source:
     tensors: dict[str, Entry]
     stop_ids: list[int]  # of its config; the tokenizer may have more
     bos_id: int | None
-    tokenizer: Callable[[Path], bool]  # writes the tokenizer files into a folder; False if there are none
+    # Writes the tokenizer files into a folder; False if there are none. added: a chat template to come.
+    tokenizer: Callable[[Path, str | None], bool]
 
 
 def unique_ids(*groups: int | list[int] | None) -> list[int]:

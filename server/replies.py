@@ -7,7 +7,7 @@ import uuid
 from engine.request import Event, Score
 from server.protocol import ChatBody, CompletionBody
 from server.worker import Job
-from tokens.calls import THINKS, CallStream
+from tokens.calls import CallStream
 from tokens.tokenizer import TextStream, Tokenizer
 
 
@@ -175,10 +175,8 @@ class ChatReply(Reply):
 
     def __init__(self, *args, form: tuple[str, ...] | None = None):
         super().__init__(*args)
-        opening = "".join(map(self.tokens.text, self.jobs[0].prompt[-8:])).rstrip()
-        self._streams = [
-            CallStream(form, self.body.callable, opening.endswith(THINKS)) for _ in self.jobs
-        ]
+        prompt = "".join(map(self.tokens.text, self.jobs[0].prompt[-8:]))
+        self._streams = [CallStream(form, self.body.callable, prompt) for _ in self.jobs]
         self._called: set[int] = set()  # jobs that ended in calls
 
     def choice(self, i: int, job: Job) -> dict:

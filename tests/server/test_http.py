@@ -47,7 +47,7 @@ OF_CHATS = (
     (b"", ""), (b"{", ""), (b"[]", "the body: "), (b'"x"', ""), (b"null", ""), (b"\x80", "no UTF-8"),
     (b'{"messages": ', "the body is no JSON: Expecting value (character 13)"), (DEEP, "nested too deeply"),
     ({"messages": []}, "messages: "), ({"messages": [{"role": "me"}]}, "messages.0.role: "),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Input should be 'text'"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is no text"),
     ({"n": 0}, "n: Input should be greater"), ({"n": 99}, "n: "), ({"stop": [""]}, "at least 1"),
     ({"stop": ["x"] * 17}, "stop: List should have at most 16"), ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1_0": 1}}, "logit_bias"), ({"temperature": float("inf")}, "temperature: "),
