@@ -80,6 +80,15 @@ MISTAKES = (
     ("evaluate", "--questions ", "argument --questions: is empty; give a value"),
     ("evaluate", "--temperature 0,x", "--temperature 0,x: could not convert string to float"),
     ("evaluate", "--questions NOWHERE", "--questions NOWHERE: no such file"),
+    ("evaluate", "--temperature 0,-1", "temperature is -1.0; expected at least 0"),
+    ("evaluate", "--limit 0", "--limit 0: must be"),
+    ("evaluate", "--questions TWICE", "TWICE: question_id 1 is there twice"),
+    ("evaluate", "--tree bush", "none of auto, paper"),
+    ("evaluate", "--accept never", "choose from equal"),
+    ("evaluate", "--speculate eagle3,lookup --tree auto", "--tree auto: of which method?"),
+    ("evaluate", "--tree lookup=auto", "--tree lookup=auto: lookup is none of eagle3"),
+    ("evaluate", "--tree auto --tree eagle3=paper", "--tree eagle3=paper: eagle3 is named twice"),
+    ("evaluate", "--calibrate --speculate lookup", "no head that grows trees"),
     ("evaluate", "--questions TEXT", "TEXT: line 1 is no JSON object"),
     ("evaluate", "--questions FOLDER", "FOLDER: holds no question files (*.jsonl, */question.jsonl)"),
     ("evaluate", "--draft medusa=x", "--draft medusa=x: medusa is none of eagle3"),
@@ -95,6 +104,11 @@ MISTAKES = (
     ("quantize", "--out HEAD --force", "HEAD: holds a 'eagle3' checkpoint, a target may not replace it"),
     ("quantize", "--mode int8 --group 64", "--group 64: is for int4 and w4a8; --mode int8 has no groups"),
     ("quantize", "--mode fp8 --group 32", "--group 32: is for int4 and w4a8; --mode fp8 has no groups"),
+    ("quantize", "--keep-lm-head --lm-head int8", "--keep-lm-head"),
+    ("quantize", "--mode int8 --method gptq", "not for --mode int8"),
+    ("quantize", "--mode int8 --calibrate TEXT", "only for --mode int4"),
+    ("quantize", "--mode int4 --method nearest --calibrate TEXT", "only for --mode int4"),
+    ("quantize", "--mode int4 --calibrate TEXT --text ./TEXT", "name two files"),
     ("quantize", "--group 33", "argument --group: invalid choice: 33"),
     ("convert_checkpoint", "--checkpoint NOWHERE", "NOWHERE: no such file or folder"),
     ("convert_checkpoint", "--out TEXT", "--out TEXT: not a folder that can be written to"),
@@ -127,19 +141,14 @@ QUANTISED = {"quantization": {"mode": "int8", "group": 0, "lm_head": True}}
 def place(tmp_path_factory):
     """The folder in which commands are run, with what the table names."""
     folder = tmp_path_factory.mktemp("mistakes")
-    about = {"vocab_size": 300, "tokenizer": "0" * 64, "tokens": 10, "suffixes": "int32"}
     files = {
         **{f"{name}/config.json": json.dumps(config) for name, config in (
             ("TARGET", CONFIG), ("HEAD", HEAD), ("TARGET/eagle3", HEAD), ("PUBLISHED", {}),
             ("QUANTISED", HEAD | QUANTISED), ("PARTLY", CONFIG), ("PARTLY/eagle3", HEAD | QUANTISED),
         )},
-        **{f"{name}/store.json": json.dumps(about | changed) for name, changed in (
-            ("STORE", {}), ("OTHERS", {"vocab_size": 7}), ("DAMAGED", {"tokens": 0}))},
-        **{f"{name}/tokens.bin": "0" * 40 for name in ("STORE", "OTHERS", "DAMAGED")},
-        **{f"{name}/suffixes.bin": "short" for name in ("STORE", "OTHERS", "DAMAGED")},
         "WRITTEN/model.safetensors": "", "FOLDER/x/y": "", "FOLDERS/inside/x": "", "TEXT": "some words",
-        "EMPTY": "", "BADSCHEMA": '{"type": "objec"}', "ROWS": '{"text": "no chat"}\n',
-        "PROMPTS": '{"prompt": "x"}\n',
+        "BADSCHEMA": '{"type": "objec"}',
+        "TWICE": '{"question_id": 1, "turns": ["a"]}\n{"turns": ["b"]}\n',
     }
     asked = {"checkpoint": str(folder / "TARGET"), "max_new_tokens": 64, "seed": 0, "dtype": None}
     files["RUN/options.json"] = json.dumps(asked | {"kernels": True})

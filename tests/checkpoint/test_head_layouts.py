@@ -263,19 +263,6 @@ def test_draft_ids_are_sorted(tmp_path, base, key):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_biases_are_found_in_the_file_whatever_the_config_says(tmp_path, base):
-    state, config = make_head("eagle3", qkv_bias=True, attention_bias=True)
-    folder = converted(tmp_path, base["Llama-3"][0], state, config)
-    assert read_config(folder)["qkv_bias"]
-
-
-def test_an_id_that_only_an_input_can_have(tmp_path, base):
-    ids = [0, 3, LAYERS]
-    state, config = make_head("eagle3", eagle_config={AUX: ids})
-    folder = converted(tmp_path, base["Llama-3"][0], state, config)
-    assert read_config(folder)["aux_layers"] == ids
-
-
 QUESTIONS = {  # what the files leave open -> (config, words of the question, answer, what it sets)
     "norm_before_residual": (
         {"speculators_model_type": "eagle3"}, "--no-norm-before-residual", ["--norm-before-residual"],

@@ -10,19 +10,8 @@ from helpers import ROOT
 from helpers.sources import CONFIG, target_state, write_source
 
 from checkpoint.convert import convert
-from checkpoint.loading import build_module, load_head, load_model
+from checkpoint.loading import load_model
 from common.errors import InputError
-
-
-def test_unknown_kinds():
-    with pytest.raises(ValueError, match="kind is 'eagle9'; expected 'target', 'eagle'"):
-        build_module({"kind": "eagle9"})
-
-
-def test_a_target_is_no_head(target):
-    model, _ = load_model(target)
-    with pytest.raises(InputError, match="where a draft head was expected"):
-        load_head(target, model)
 
 
 def test_lost_and_damaged_weights(target):

@@ -3,17 +3,11 @@ import hashlib
 import os
 import subprocess
 
-from helpers import ROOT
 from helpers.sources import HEAD_CONFIG, head_state, target_state, write_gguf, write_source
 
 from checkpoint.convert import convert
 from checkpoint.loading import load_head, load_model
 from demo import fetch as demo
-
-
-def test_the_demo_stands_in_the_repository():
-    assert demo.TARGET == ROOT / "checkpoints" / "smollm2-135m"
-    assert demo.HEAD_SOURCE == ROOT / "heads" / "smollm2-135m-eagle3"
 
 
 def test_demo_refuses_another_file(tmp_path, capsys, monkeypatch):

@@ -133,9 +133,3 @@ def test_what_cannot_be_run_is_refused(golden, models, tmp_path, label, changes,
     with pytest.raises(InputError, match=words) as refused:
         convert(tmp_path / "published", tmp_path / "out", golden, quiet=True)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()
-
-
-def test_trees_that_cannot_be(golden, models, tmp_path):
-    _, _, head = converted("dspark", golden, models[0], tmp_path)
-    with pytest.raises(ValueError, match="a depth of at most 4"):
-        drafter_of(head, TreeShape(12, 5, 4))

@@ -61,12 +61,6 @@ def test_logprobs_are_the_targets(models, temperature):
             assert [x for _, x in score.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-4)
 
 
-def test_no_logprobs_unless_asked_for(models):
-    engine = speculative(models, SHAPE, batch=2)
-    nothing, some = engine.generate(prompts(2), [Sampling(8), Sampling(8, logprobs=0)])
-    assert nothing.scores == [] and len(some.scores) == 8 and all(s.top == [] for s in some.scores)
-
-
 @pytest.mark.parametrize("temperature", (0.0, 1.0))
 def test_a_stop_text_ends_text_and_tokens(golden, temperature):
     """Everywhere in the text, also in the middle of what a step accepted."""

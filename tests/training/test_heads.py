@@ -13,7 +13,7 @@ from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from common.errors import InputError
 from training.features import Features
-from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, load_start, new_head
+from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, new_head
 from training.losses import Eagle3Objective
 
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
@@ -124,11 +124,6 @@ def test_what_cannot_begin_so(models, start, kind, shape, words):
     head = shaken(target, start, HeadShape() if start == "eagle3" else MARKOV)
     with pytest.raises(ValueError, match=words):
         begun_args(Start(head, start), kind, 160, shape)
-
-
-def test_no_head_to_begin_with(models, golden, tmp_path):
-    with pytest.raises(InputError, match=r"^--start: .*nowhere"):
-        load_start(str(tmp_path / "nowhere"), models[0])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

@@ -85,13 +85,6 @@ def test_bad_input_is_one_line(golden, prompt_file, folder, tmp_path, capsys, wo
     assert not (tmp_path / "head").exists()
 
 
-@pytest.mark.parametrize("words", ("--kind medusa", "--loss coupled", "--seed 1.5", "--steps 0"))
-def test_the_parser_refuses(words, capsys):
-    with pytest.raises(SystemExit) as error:
-        train.parser().parse_args(["--checkpoint", "c", "--out", "o", *words.split()])
-    assert error.value.code == 2 and words.split()[0] in capsys.readouterr().err
-
-
 def test_targets_and_copies_that_cannot_be_used(golden, prompt_file, tmp_path, capsys):
     """Before any text is written."""
     quantize_folder(golden, tmp_path / "int8", Scheme("int8", 0, "int8"))

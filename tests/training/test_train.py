@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import GOLDEN
-from helpers.tokenizers import write_byte_tokenizer
 from helpers.training import log_of, options
 from safetensors.torch import load_file, save_file
 
@@ -19,7 +17,7 @@ from checkpoint.loading import load_head, load_model
 from engine.autotune import Calibration
 from engine.engine import Engine
 from sampling.options import Sampling
-from training import data, features
+from training import data
 from training.features import Features
 from training.heads import KINDS, HeadShape, new_head
 from training.validate import drafter_of
@@ -118,25 +116,6 @@ def test_a_run_is_a_run_of_its_settings_data_and_target(golden, prompt_file, tra
     state.unlink()
     assert train.main(argv) == 1
     assert "holds a head that was not trained in" in last_line(capsys)
-
-
-def test_products_of_floats(prompt_file, tmp_path, monkeypatch):
-    """A bfloat16 target learns in float32 where that is faster. Its text and its stored features stay."""
-    target = convert(GOLDEN / "target", tmp_path / "target", quiet=True, dtype="bf16")
-    write_byte_tokenizer(target)
-    losses = []
-    for faster in (False, True):
-        monkeypatch.setattr(features, "float32_is_faster", lambda dtype, faster=faster: faster)
-        folder = tmp_path / str(faster)
-        if faster:
-            shutil.copytree(tmp_path / "False" / "head-work" / "data", folder / "head-work" / "data")
-        changes = {"kind": "p-eagle", "cache-features": tmp_path / "features"}
-        assert train.main(options(target, prompt_file, folder, **changes)) == 0
-        weights = load_file(folder / "head" / "model.safetensors")
-        assert {t.dtype for t in weights.values() if t.is_floating_point()} == {torch.bfloat16}
-        losses.append([entry["loss"] for entry in log_of(folder) if "loss" in entry])
-    assert len(list(tmp_path.glob("features/*/*.safetensors"))) == 1  # found by the second run
-    assert losses[1] == pytest.approx(losses[0], rel=0.05)
 
 
 @pytest.mark.dear
