@@ -6,8 +6,6 @@ from helpers.decoding import watched
 from helpers.heads import write_head
 
 from checkpoint.convert import convert
-from checkpoint.folder import read_config
-from checkpoint.heads import export
 from checkpoint.loading import load_head
 from common.errors import InputError
 from drafters.block import BlockDrafter
@@ -17,7 +15,6 @@ from engine.engine import Engine
 from networks.eagle import PEagleHead
 from sampling.noise import gumbel, seed_keys
 from sampling.options import Sampling
-from training.heads import HeadShape, new_head
 from tree import TreeShape
 
 PROMPT = [256, *range(97, 120)]
@@ -80,37 +77,6 @@ def test_keys_are_checked_both_ways(golden, models, tmp_path, label):
     with pytest.raises(InputError, match=r"more\.weight"):
         written("more", tensors | {"layers.0.more.weight": torch.zeros(3)})
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("layout", ("sglang", "speculators"))
-@pytest.mark.parametrize("label", LABELS)
-def test_what_is_exported_comes_back(golden, models, tmp_path, label, layout):
-    """In the published layout and in that of the speculators library, which has draft vocabularies."""
-    target, _ = models
-    small = layout == "speculators" and label == "p-eagle"
-    _, _, head = converted(label, golden, target, tmp_path, draft=90 if small else None)
-    head = head.twin(target, torch.bfloat16).twin(target, torch.float32)  # as the file will hold it
-    export(head, tmp_path / "out", layout, read_config(golden))
-    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
-    back, config = load_head(out, target), read_config(out)
-    # DeepSpec's files hold rounded copies of the target's tables, which are known again.
-    assert config["kind"] == read_config(tmp_path / "ours")["kind"] and back.args == head.args
-    ours, theirs = head.own_state(), back.own_state()
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
-def test_what_is_not_stored(golden, models, tmp_path):
-    """Copies of the target's tables; a draft vocabulary in a layout that has none."""
-    _, _, head = converted("dspark", golden, models[0], tmp_path)
-    config = read_config(tmp_path / "ours")
-    assert not config["own_embedding"] and not config["own_lm_head"] and head.embed is models[0].embed
-    head = new_head(models[0], "dspark", torch.arange(40, 90), HeadShape(states=2, markov_rank=4), 0)
-    with pytest.raises(InputError, match="write --layout speculators"):
-        export(head, tmp_path / "out")
-    export(head, tmp_path / "out", "speculators")
-    out = convert(tmp_path / "out", tmp_path / "again", golden, quiet=True, dtype="fp32")
-    assert torch.equal(load_head(out, models[0], "dspark").draft_ids, torch.arange(40, 90))
 
 
 @pytest.mark.parametrize("label,changes,words", (

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.convert import convert
 from checkpoint.folder import read_config
-from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
 from drafters.hydra import Hydra
 from drafters.medusa import Medusa
@@ -98,17 +97,6 @@ def test_trees_are_those_of_the_formulas(models, kind):
 
 def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_exported_comes_back(golden, models, tmp_path, kind):
-    target, _ = models
-    # As the file will hold it.
-    head = heads_of(target, kind).twin(target, torch.bfloat16).twin(target, torch.float32)
-    export(head, tmp_path / "out")
-    out = convert(tmp_path / "out", tmp_path / "ours", golden, quiet=True, dtype="fp32")
-    back = load_head(out, target, kind.rstrip("+"))
-    assert same(back.own_state(), head.own_state()) and back.args == head.args
 
 
 def published_medusa(target, folder, layers: int, lm_heads: bool = True, prefix: str = "") -> dict:

@@ -11,7 +11,6 @@ from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
-from common.errors import InputError
 from training.features import Features
 from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, new_head
 from training.losses import Eagle3Objective
@@ -145,34 +144,6 @@ def test_shapes_that_cannot_be(models):
     assert head_args(shallow, "eagle", args.vocab_size, HeadShape()).aux_layers == (3,)
     with pytest.raises(ValueError, match="40 states of a target of 8 layers"):
         head_args(args, "dflash", 64, HeadShape(states=40))
-
-
-WRITTEN = ("eagle3", "sglang"), ("eagle3", "speculators"), ("eagle", "sglang")
-
-
-@pytest.mark.parametrize("kind, layout", WRITTEN)
-def test_written_heads_come_back(models, models1, golden, tmp_path, kind, layout):
-    """Writing rounds to bfloat16 and changes nothing else; a file is as readable as others."""
-    target, head = models if kind == "eagle3" else models1
-    export(head, tmp_path / "hf", layout, {"name": "golden"})
-    (tmp_path / "file").touch()
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_mode == (tmp_path / "file").stat().st_mode
-    again = load_head(convert(tmp_path / "hf", tmp_path / "back", target=golden, quiet=True), target)
-    assert again.args == head.args
-    before, after = head.own_state(), again.own_state()
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        expected = tensor.bfloat16().float() if tensor.is_floating_point() else tensor
-        assert torch.equal(expected, after[name]), name
-
-
-def test_heads_without_a_place_in_a_layout(models, models1, tmp_path):
-    with pytest.raises(InputError, match="no place for eagle heads"):
-        export(models1[1], tmp_path / "no", "speculators")
-    other = type(models[1])(dataclasses.replace(models[1].args, feature_norm="each"))
-    with pytest.raises(InputError, match="no layout"):
-        export(other, tmp_path / "no")
-    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.dear
