@@ -1,4 +1,4 @@
-"""Heads go out to somebody's layout and come back: nothing is lost on the way. What cannot go out is refused."""
+"""Heads go out to a layout and come back with nothing lost; what cannot go out is refused."""
 import copy
 import dataclasses
 import errno
