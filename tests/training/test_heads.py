@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.training import ROWS, options
+from helpers.training import ROWS, loss_on, options
 from safetensors.torch import load_file
 
 import train
@@ -11,7 +11,6 @@ from checkpoint.convert import convert
 from checkpoint.folder import read_config
 from checkpoint.heads import export
 from checkpoint.loading import load_head, load_model
-from training.features import Features
 from training.heads import KINDS, HeadShape, Start, begun_args, begun_head, head_args, new_head
 from training.losses import Eagle3Objective
 
@@ -26,17 +25,6 @@ def shaken(target, kind: str, shape: HeadShape):
         if p.is_floating_point():
             p.add_(0.05 * torch.randn_like(p))
     return head
-
-
-def losses(objective, target, learn: bool) -> list[float]:
-    """The loss on all rows, after its scale has been learnt if asked for."""
-    states = Features(target, objective.aux_layers).read(ROWS)
-    lengths = torch.tensor([len(row["ids"]) for row in ROWS])
-    if learn:
-        objective.learn_scale(states, torch.arange(states.normed.shape[1]) < lengths[:, None])
-    batch = objective.batch(ROWS, objective.steps)
-    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(ROWS))
-    return [float(loss), *hits.tolist()]
 
 
 @pytest.mark.parametrize("kind", ("eagle3", "p-eagle", "dflash", "dspark"))
@@ -54,8 +42,12 @@ def test_it_drafts_as_the_other_one(models, kind):
     if getattr(begun.args, "confidence", False) and kind != "dspark":
         begun.args = dataclasses.replace(begun.args, confidence=False)  # whose loss is beside the others
     other.taken = taken
-    expected, found = losses(one, target, False), losses(other, target, True)
-    assert found == pytest.approx(expected, rel=1e-4)
+    expected, right, _, states = loss_on(one)
+    lengths = torch.tensor([len(row["ids"]) for row in ROWS])
+    other.learn_scale(states, torch.arange(states.normed.shape[1]) < lengths[:, None])
+    found, same, *_ = loss_on(other, states)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(same, right)
     assert not torch.equal(begun.fc.weight, head.fc.weight)
     trained = other.trained()
     for name, tensor in head.own_state().items():
@@ -69,12 +61,9 @@ def test_p_eagle_begins_as_eagle3(models):
     begun, taken = begun_head(target, "p-eagle", Start(head, "eagle3"), head.draft_ids, MARKOV, 1)
     assert torch.equal(begun.draft_ids, head.draft_ids) and begun.args.aux_layers == head.args.aux_layers
     assert "mask_hidden" not in taken and begun.mask_hidden.abs().sum() > 0
-    first = []
-    for made in (Eagle3Objective(target, head, 1), KINDS["p-eagle"].objective(target, begun)):
-        states = Features(target, made.aux_layers).read(ROWS)
-        batch = made.batch(ROWS, made.steps)
-        first.append(made.loss(batch, states, batch.scored, [0] * len(ROWS))[1][0])
-    assert first[0] == first[1]
+    objectives = Eagle3Objective(target, head, 1), KINDS["p-eagle"].objective(target, begun)
+    one, other = (loss_on(objective)[1][0] for objective in objectives)
+    assert one == other
 
 
 def test_another_vocabulary(models):

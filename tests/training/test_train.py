@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.training import log_of, options
+from helpers.training import log_of, loss_on, options
 from safetensors.torch import load_file, save_file
 
 import quantize
@@ -18,7 +18,6 @@ from engine.autotune import Calibration
 from engine.engine import Engine
 from sampling.options import Sampling
 from training import data
-from training.features import Features
 from training.heads import KINDS, HeadShape, new_head
 from training.validate import drafter_of
 from tree import TreeShape
@@ -33,12 +32,7 @@ def last_line(capsys) -> str:
 @torch.no_grad()
 def quality(target, kind: str, head, rows: list[dict]) -> tuple[float, float]:
     """Loss and number of right first choices of a head on rows, as it drafts."""
-    objective = KINDS[kind].objective(target, head, 4)
-    batch = objective.batch(rows, objective.steps)
-    states = Features(target, objective.aux_layers).read(rows)
-    if not head.args.own_lm_head:  # noise belongs to training
-        objective.learn_scale(states, torch.ones(states.greedy.shape, dtype=torch.bool))
-    loss, hits = objective.loss(batch, states, batch.scored, [0] * len(rows))
+    loss, hits, *_ = loss_on(KINDS[kind].objective(target, head, 4), rows=rows)
     return float(loss), float(hits.sum())
 
 
