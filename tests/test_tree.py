@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from tree import Growth, PathTree, Tree, TreeShape, accept, chain, chains, likely_tree, link, visible_slots
+from tree import Growth, PathTree, Tree, TreeShape, accept, chain, link, visible_slots
 
 
 def grow(shape: TreeShape, draw, root: int):
@@ -164,12 +164,3 @@ def test_shapes_that_cannot_be_read():
 def test_impossible_paths_are_refused(paths, words):
     with pytest.raises(ValueError, match=f"tree: .*{words}"):
         PathTree(paths)
-
-
-def test_trees_of_nothing_are_refused():
-    for lengths in ((), (3, 0)):
-        with pytest.raises(ValueError, match="each needs at least one"):
-            chains(lengths)
-    for nodes, levels in ((1, 4), (8, 0)):
-        with pytest.raises(ValueError, match=f"{nodes} nodes on {levels} levels draft nothing"):
-            likely_tree(nodes, levels)

@@ -8,13 +8,8 @@ from argparse import Namespace
 
 import pytest
 from helpers import ROOT
-from helpers.blocks import published
-from helpers.heads import write_head
 
 import evaluate
-from checkpoint.convert import convert
-from checkpoint.loading import load_model
-from drafters import rest
 from engine.autotune import Calibration
 from evaluation import session
 from evaluation.answers import Answer
@@ -145,31 +140,6 @@ def test_a_question_that_does_not_fit_is_left_out(run, tmp_path, capsys):
     assert all(row["questions"] == 1 for row in rows_in(tmp_path / "o"))
 
 
-@pytest.mark.dear
-def test_every_method(run, golden, tmp_path):
-    """Heads that draft blocks are random. The drafts of `residual` are drawn: its texts may differ."""
-    target, text, store = (tmp_path / name for name in ("target", "text", "store"))
-    shutil.copytree(golden, target)
-    for kind in ("p-eagle", "dflash", "dspark"):
-        head = write_head(tmp_path / kind, *published(kind, load_model(golden)[0]))
-        convert(head, target=target, quiet=True)
-    text.write_text("the tide comes in and the tide goes out")
-    assert rest.main(["build", "--checkpoint", str(target), "--out", str(store), str(text)]) == 0
-    grown = ["eagle3", "eagle2", "p-eagle", "dflash", "dspark", "lookup+eagle3"]
-    methods = [*grown, "eagle", "draft-model", "lookahead", "lookup", "rest"]
-    plan = [
-        "--checkpoint", target, "--speculate", ",".join(methods), "--datastore", store,
-        "--draft", f"draft-model={golden}", "--accept", "draft-model=residual", "--tree", "draft-model=5,3,1",
-        *(f"--tree={name}=5,3,2" for name in grown), "--limit", 1, "--max-new-tokens", 8, "--observe", 1,
-    ]
-    assert run.go(plan=plan, out=tmp_path / "out") == 0
-    rows = rows_in(tmp_path / "out")
-    assert {r["method"].removesuffix("+residual") for r in rows} == {"none", *methods}
-    for row in rows:
-        drawn = row["temperature"] and row["method"] == "draft-model+residual"
-        assert row["equal"] == (None if drawn else row["questions"]), row
-
-
 def test_calibrating_a_head(run, golden, tmp_path, capsys):
     """On the questions' own answers; --tree auto reads what is written."""
     shutil.copytree(golden, tmp_path / "t")
@@ -199,4 +169,3 @@ def test_two_ranks_answer_as_one_process_does(run):
     before = (run.folder / "two" / "answers.jsonl").read_text()
     together()  # nothing is left to ask
     assert (run.folder / "two" / "answers.jsonl").read_text() == before
-
