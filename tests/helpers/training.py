@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from networks.head import Head
 from training.batches import Batch
 from training.features import Features, TargetStates
 from training.losses import Objective
@@ -30,6 +31,16 @@ def loss_on(
     states = states or Features(objective.target, objective.aux_layers).read(rows)
     batch = objective.batch(rows, objective.steps, seeds)
     return *objective.loss(batch, states, batch.scored, seeds or [0] * len(rows)), batch, states
+
+
+@torch.no_grad()
+def shaken(head: Head) -> Head:
+    """Change every weight of a head's own at random: parts that begin as nothing count too."""
+    torch.manual_seed(5)
+    for p in head.own_state().values():  # the table is the target's
+        if p.is_floating_point():
+            p.add_(0.05 * torch.randn_like(p))
+    return head
 
 
 def users(*turns: str) -> list[dict]:

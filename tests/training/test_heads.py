@@ -3,7 +3,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.training import ROWS, loss_on, options
+from helpers.training import ROWS, loss_on, options, shaken
 from safetensors.torch import load_file
 
 import train
@@ -17,14 +17,9 @@ from training.losses import Eagle3Objective
 MARKOV = HeadShape(num_layers=2, drafts=4, markov_rank=4)
 
 
-def shaken(target, kind: str, shape: HeadShape):
+def made(target, kind: str, shape: HeadShape):
     """A head whose weights are not those of a new one."""
-    head = new_head(target, kind, torch.arange(0, 320, 2), shape, 0)
-    torch.manual_seed(5)
-    for p in head.own_state().values():
-        if p.is_floating_point():
-            p.add_(0.05 * torch.randn_like(p))
-    return head
+    return shaken(new_head(target, kind, torch.arange(0, 320, 2), shape, 0))
 
 
 @pytest.mark.parametrize("kind", ("eagle3", "p-eagle", "dflash", "dspark"))
@@ -33,7 +28,7 @@ def test_it_drafts_as_the_other_one(models, kind):
     """Though it reads features by their scale from now on. Layers and heads that are added add nothing."""
     target, _ = models
     old = {"dspark": MARKOV, "eagle3": HeadShape()}.get(kind, HeadShape(num_layers=2, drafts=4))
-    head = shaken(target, kind, old)
+    head = made(target, kind, old)
     more = HeadShape() if kind == "eagle3" else dataclasses.replace(MARKOV, num_layers=3)
     begun, taken = begun_head(target, kind, Start(head, kind), head.draft_ids, more, 1)
     assert taken == {n for n, t in head.own_state().items() if t.is_floating_point()}
@@ -69,7 +64,7 @@ def test_p_eagle_begins_as_eagle3(models):
 def test_another_vocabulary(models):
     """Rows that the other head has are its own. The rest are the target's, turned as its own best are."""
     target, _ = models
-    head, ids = shaken(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
+    head, ids = made(target, "dspark", MARKOV), torch.tensor([0, 3, 4, 100, 319])
     with torch.no_grad():  # states of its own: its rows are not the target's
         head.lm_head.weight.copy_(0.5 * head.lm_head.weight.roll(1, 1))
     turn = torch.linalg.lstsq(target.lm_rows[::2].double(), head.lm_head.weight.double()).solution
@@ -90,13 +85,13 @@ def test_another_vocabulary(models):
 def test_what_is_not_asked_for_stays(models):
     """A DSpark head keeps its Markov rank and its block, unless another block is asked for."""
     target, _ = models
-    head = shaken(target, "dspark", MARKOV)
+    head = made(target, "dspark", MARKOV)
     args = begun_args(Start(head, "dspark"), "dspark", 160, HeadShape())
     assert (args.markov_rank, args.drafts, args.confidence) == (4, 4, True)
     assert begun_args(Start(head, "dspark"), "dspark", 160, HeadShape(drafts=6)).drafts == 6
-    block = shaken(target, "dflash", HeadShape(drafts=4))
+    block = made(target, "dflash", HeadShape(drafts=4))
     assert begun_args(Start(block, "dflash"), "dflash", 160, HeadShape(drafts=3)).block == 4
-    p_eagle = shaken(target, "p-eagle", HeadShape(drafts=4))
+    p_eagle = made(target, "p-eagle", HeadShape(drafts=4))
     assert begun_args(Start(p_eagle, "p-eagle"), "p-eagle", 160, HeadShape(drafts=3)).drafts == 3
 
 
@@ -109,7 +104,7 @@ def test_what_is_not_asked_for_stays(models):
 ])
 def test_what_cannot_begin_so(models, start, kind, shape, words):
     target, _ = models
-    head = shaken(target, start, HeadShape() if start == "eagle3" else MARKOV)
+    head = made(target, start, HeadShape() if start == "eagle3" else MARKOV)
     with pytest.raises(ValueError, match=words):
         begun_args(Start(head, start), kind, 160, shape)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.training import ROWS, loss_on, random_rows
+from helpers.training import ROWS, loss_on, random_rows, shaken
 from torch.nn.utils.rnn import pad_sequence
 
 from model import KVCache
@@ -211,15 +211,6 @@ def block_head(target, name: str, ids):
 def objective_of(target, name: str, head, **more):
     """The objective of a head of BLOCKS."""
     return KINDS[name.split("+")[0]].objective(target, head, **more)
-
-
-def shaken(head):
-    """The head with some of every weight changed at random: parts that begin as nothing count too."""
-    torch.manual_seed(4)
-    for p in head.own_state().values():  # the table is the target's
-        if p.is_floating_point():
-            p.data.add_(0.05 * torch.randn_like(p))
-    return head
 
 
 @torch.no_grad()
